@@ -20,7 +20,7 @@ class CourseError(Exception):
 
 
 # The tracks. The core has 100 points; the other tracks have separate totals.
-WARM_UP, CORE, ADVANCED = "warm-up", "core", "advanced"
+WARM_UP, CORE, ADVANCED, BEYOND = "warm-up", "core", "advanced", "beyond"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Module:
     public: tuple[str, ...]  # the names that the checks use
     idea: str  # one line for tables
     track: str = CORE
+    trains: bool = True  # whether its wrapper or optimizer can train a model
 
     @property
     def is_core(self) -> bool:
@@ -62,7 +63,7 @@ class Module:
 MODULES = (
     Module(0, "m00_ring", "Inside an all-reduce", 10, 60, 2,
            ("shard_batch", "all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"),
-           "2(N − 1) messages around a ring", WARM_UP),
+           "2(N − 1) messages around a ring", WARM_UP, trains=False),
     Module(1, "m01_naive_ddp", "Naive data parallelism", 8, 40, 1, ("broadcast_module_state", "NaiveDDP"),
            "one all-reduce per parameter, after backward"),
     Module(2, "m02_flat_ddp", "One flat all-reduce", 8, 30, 2, ("FlatDDP",),
@@ -87,11 +88,14 @@ MODULES = (
     Module(11, "m11_fully_sharded", "Weights in shards", 30, 240, 5,
            ("plan_units", "plan_schedule", "FullyShardedDDP"),
            "weights gathered only while a unit computes", ADVANCED),
+    Module(13, "m13_post_mortem", "Post-mortem of a hang", 15, 90, 3,
+           ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
+           BEYOND, trains=False),
 )  # fmt: skip
 
 
 CORE_MODULES = tuple(entry for entry in MODULES if entry.is_core)  # bench compares them by default
-TRAINING_MODULES = tuple(entry for entry in MODULES if entry.track != WARM_UP)  # they train a model
+TRAINING_MODULES = tuple(entry for entry in MODULES if entry.trains)
 
 
 def find_module(name: str) -> Module:

@@ -1,0 +1,103 @@
+"""Break a job of three ranks in one of seven ways, and dump what each rank recorded before it is stopped.
+
+    torchrun --standalone --nproc-per-node 3 lessons/m13_post_mortem/hang.py skip
+    python lessons/m13_post_mortem/post_mortem.py dump_*.json
+
+After 3 seconds, a second thread of each rank writes `dump_RANK.json` to the working directory and ends the process. It
+must do so before the collective's time-out: after it, the recorder no longer shows who waited.
+"""
+
+import os
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+
+from post_mortem import dump_trace
+
+WAIT_S = 3.0
+
+
+def skip(rank: int) -> None:
+    """Rank 1 skips the second of six asynchronous all-reduces, whose tensors grow from 1 to 6 elements."""
+    handles = [
+        dist.all_reduce(torch.ones(size), async_op=True)
+        for step, size in enumerate((1, 2, 3, 4, 5, 6))
+        if (rank, step) != (1, 1)
+    ]
+    for handle in handles:
+        handle.wait()
+
+
+def blocked(rank: int) -> None:
+    """Rank 1 skips an all-reduce that blocks, and is in a broadcast when the others wait for it."""
+    dist.all_reduce(torch.ones(40))
+    if rank != 1:
+        dist.all_reduce(torch.ones(8))
+    dist.broadcast(torch.ones(8), src=0)
+    dist.barrier()
+
+
+def size(rank: int) -> None:
+    """Rank 2 expects 7 elements where rank 0 broadcasts 5. With gloo, nobody waits."""
+    dist.all_reduce(torch.ones(40))
+    dist.broadcast(torch.ones(7 if rank == 2 else 5), src=0)
+    dist.all_reduce(torch.ones(30))
+
+
+def circle(rank: int) -> None:
+    """Ranks 1 and 2 use two groups in opposite orders."""
+    first, second = dist.new_group([1, 2]), dist.new_group([1, 2])
+    if rank == 1:
+        dist.all_reduce(torch.ones(10), group=first)
+        dist.all_reduce(torch.ones(20), group=second)
+    elif rank == 2:
+        dist.all_reduce(torch.ones(20), group=second)
+        dist.all_reduce(torch.ones(10), group=first)
+    dist.all_reduce(torch.ones(30))
+
+
+def behind(rank: int) -> None:
+    """Rank 2 computes for a long time while the others wait for it."""
+    dist.all_reduce(torch.ones(40))
+    if rank == 2:
+        threading.Event().wait(100 * WAIT_S)
+    dist.all_reduce(torch.ones(8))
+
+
+def ended(rank: int) -> None:
+    """Rank 0 has one batch less than the others and leaves the loop early."""
+    for _ in range(2 if rank == 0 else 3):
+        dist.all_reduce(torch.ones(40))
+
+
+def healthy(rank: int) -> None:
+    """All ranks make the same calls."""
+    for _ in range(3):
+        dist.all_reduce(torch.ones(40))
+
+
+FAULTS = {function.__name__: function for function in (skip, blocked, size, circle, behind, ended, healthy)}
+
+
+def main() -> None:
+    """Run the fault that the command line names."""
+    if len(sys.argv) != 2 or sys.argv[1] not in FAULTS:
+        sys.exit(f"usage: torchrun --standalone --nproc-per-node 3 hang.py {{{','.join(FAULTS)}}}")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    has_ended = threading.Event()
+
+    def dump() -> None:
+        dump_trace(f"dump_{rank}.json", has_ended.is_set())
+        os._exit(0)
+
+    threading.Timer(WAIT_S, dump).start()
+    FAULTS[sys.argv[1]](rank)
+    has_ended.set()
+    threading.Event().wait(10 * WAIT_S)  # so that torchrun does not stop the other ranks before they have dumped
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""Module 13: find the rank that broke a job that hangs.
+
+The rank that complains about a hang is usually a victim: it waits for a collective that another rank never launched.
+torch's flight recorder keeps the last collectives of each rank. This module compares these records, one per rank, and
+names the culprit:
+
+1. `align` puts the calls with the same group and number side by side.
+2. `find_divergence` finds the first place where the calls differ, in the group for which nothing else is waiting.
+3. `diagnose` says which kind of mistake explains this place, and which ranks made it.
+4. `main` prints the finding: `python post_mortem.py dump_*.json`.
+
+No rank runs here, and nothing communicates. The cost is one pass over the calls of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SIZES_MAY_DIFFER = ("gather", "scatter", "alltoall", "all_to_all")  # operations whose ranks may pass different shapes
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as one rank launched it.
+
+    `ranks` are the members of `group`, as ranks of the world. `number` counts this rank's collectives in the group,
+    from 1. `sizes` contains the shape of each input tensor; it is empty for operations whose ranks may pass different
+    shapes. `line` is the place of the call, such as "train.py:17".
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    op: str
+    sizes: tuple[tuple[int, ...], ...]
+    dtype: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The calls of one rank in program order.
+
+    `has_ended`: the rank left its program normally. `num_lost`: so many of its first calls were overwritten in the
+    recorder's ring buffer.
+    """
+
+    rank: int
+    world_size: int
+    calls: tuple[Call, ...]
+    has_ended: bool = False
+    num_lost: int = 0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place in a group where the living members' calls differ: each member's call, or None."""
+
+    group: str
+    number: int
+    calls: dict[int, Call | None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What broke the job: the kind, the culprits (sorted), the place (None for "dead" and "healthy"), one sentence."""
+
+    kind: str
+    ranks: list[int]
+    group: str | None
+    number: int | None
+    text: str
+
+
+def dump_trace(path: str | Path, has_ended: bool = False) -> None:
+    """Write this rank's flight recorder to `path` as JSON. Call it before a collective's time-out, from any thread.
+
+    torch's own JSON has neither source lines nor, with gloo, the members of a group. So this function reads the pickle
+    that torch has just made in this process, keeps the first frame outside installed packages, and adds the members.
+    """
+    import torch  # here, so that reading dumps needs no torch
+    import torch.distributed as dist
+
+    record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
+    packages = str(Path(torch.__file__).parents[1])
+
+    def find_line(frames: list[dict]) -> str:
+        own = (frame for frame in frames if not frame["filename"].startswith((packages, "<")))
+        return next((f"{Path(frame['filename']).name}:{frame['line']}" for frame in own), "")
+
+    for entry in record.get("entries", []):
+        entry["line"] = find_line(entry.pop("frames", []))
+    names = dist.distributed_c10d._world.pg_names
+    record["groups"] = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
+    record |= {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "has_ended": has_ended}
+    Path(path).write_text(json.dumps(record))
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read a file of `dump_trace`. Raise OSError, or ValueError if it is not such a file. Nothing in it is executed."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        entries = record.get("entries", [])  # absent if the recorder is off
+        return Trace(
+            rank=int(record["rank"]),
+            world_size=int(record["world_size"]),
+            calls=tuple(_read_call(entry, record["groups"]) for entry in entries if not entry["is_p2p"]),
+            has_ended=bool(record["has_ended"]),
+            num_lost=int(entries[0]["record_id"]) if entries else 0,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"not a file of dump_trace ({type(error).__name__}: {error})") from None
+
+
+def _read_call(entry: dict, groups: dict[str, list[int]]) -> Call:
+    op = entry["profiling_name"].split(":")[-1]
+    sizes = () if op.startswith(SIZES_MAY_DIFFER) else entry["input_sizes"]
+    return Call(
+        group=entry["process_group"][0],
+        ranks=tuple(groups[entry["process_group"][0]]),
+        number=int(entry["collective_seq_id"]),
+        op=op,
+        sizes=tuple(tuple(size) for size in sizes),
+        dtype=",".join(sorted(set(entry["input_dtypes"]))),
+        line=str(entry["line"]),
+    )
+
+
+# ---- given: the sentence of a finding
+
+VERBS = {
+    "missing": "skipped a call",
+    "extra": "made one call more than the others",
+    "different_op": "launched a different operation",
+    "different_size": "launched a call of a different size",
+    "different_dtype": "launched a call with a different dtype",
+    "dead": "left no trace: the process died, or its trace is not among these files",
+    "circular": "wait for each other in a circle",
+    "ended": "ended without a call that other ranks wait in",
+    "behind": "did not launch a call that other ranks wait in",
+}
+
+
+def conclude(
+    kind: str,
+    ranks: list[int],
+    place: Divergence | None = None,
+    calls: Iterable[Call] = (),
+    last_lines: Sequence[str] = (),
+) -> Finding:
+    """Return the finding, with a sentence that names the culprits, the place, the different `calls` and last lines."""
+    if kind == "healthy":
+        return Finding(kind, ranks, None, None, "No call is missing or different.")
+    text = f"{'Rank' if len(ranks) == 1 else 'Ranks'} {', '.join(map(str, ranks))} {VERBS[kind]}"
+    if place:
+        different = {(*contents(call), call.line): call for call in calls}.values()
+        listed = [f"{call.op} {list(map(list, call.sizes))} {call.dtype} at {call.line}" for call in different]
+        text += f": call {place.number} of group {place.group}, {' / '.join(listed)}"
+    if last_lines:
+        text += f"; the last call before was at {', '.join(dict.fromkeys(last_lines))}"
+    return Finding(kind, ranks, place and place.group, place and place.number, text + ".")
+
+
+def contents(call: Call) -> tuple[str, tuple[tuple[int, ...], ...], str]:
+    """Return what must be equal on all ranks. Calls with equal contents agree."""
+    return call.op, call.sizes, call.dtype
+
+
+# ---- what you write
+
+
+def align(traces: Sequence[Trace]) -> dict[str, dict[int, dict[int, Call]]]:
+    """Return group -> number -> rank -> call, for the numbers that a rank has called and that no rank has lost.
+
+    A member of a group has lost the numbers below its first call of the group. A member without a call of the group has
+    lost all of them if `num_lost` is above 0, and none otherwise. Groups without numbers are left out. Ranks without a
+    trace are ignored.
+    """
+    # Collect the calls first. Then find, for each group, the first number that every member with a trace still has.
+    ### BEGIN SOLUTION part (a)
+    table: dict[str, dict[int, dict[int, Call]]] = {}
+    members: dict[str, tuple[int, ...]] = {}
+    oldest: dict[tuple[int, str], int] = {}  # (rank, group) -> the number of its first call
+    for trace in traces:
+        for call in trace.calls:
+            table.setdefault(call.group, {}).setdefault(call.number, {})[trace.rank] = call
+            members[call.group] = call.ranks
+            oldest.setdefault((trace.rank, call.group), call.number)
+    num_lost = {trace.rank: trace.num_lost for trace in traces}
+    aligned = {}
+    for group, rows in table.items():
+        living = [rank for rank in members[group] if rank in num_lost]
+        if any((rank, group) not in oldest and num_lost[rank] for rank in living):
+            continue
+        first = max(oldest.get((rank, group), 1) for rank in living)
+        if kept := {number: calls for number, calls in rows.items() if number >= first}:
+            aligned[group] = kept
+    return aligned
+    ### END SOLUTION
+
+
+def list_divergences(traces: Sequence[Trace]) -> list[Divergence]:
+    """Return the divergence of each group that has one.
+
+    A group diverges at its first aligned number where the calls of its members with a trace do not agree, or where one
+    of these members has no call. Calls agree if op, sizes and dtype are equal.
+    """
+    # Numbers may be missing from `align`'s result only before its first one.
+    ### BEGIN SOLUTION part (b)
+    living = {trace.rank for trace in traces}
+    divergences = []
+    for group, rows in align(traces).items():
+        for number, calls in sorted(rows.items()):
+            members = next(iter(calls.values())).ranks
+            if not living.intersection(members) <= calls.keys() or len({contents(call) for call in calls.values()}) > 1:
+                divergences.append(Divergence(group, number, {rank: calls.get(rank) for rank in members}))
+                break
+    return divergences
+    ### END SOLUTION
+
+
+def list_waiting_members(first: Divergence, second: Divergence) -> list[int]:
+    """Return the members that have not made the call of `first` but that of `second`: `first` waits for `second`."""
+    # A rank that is in `second` has not come as far as `first` yet.
+    ### BEGIN SOLUTION part (b)
+    return [rank for rank, call in first.calls.items() if call is None and second.calls.get(rank)]
+    ### END SOLUTION
+
+
+def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
+    """Return the divergence with the smallest (number, group) of those that wait for no other; None without any.
+
+    If every divergence waits for another, return the smallest of all.
+    """
+    # Numbers of different groups say nothing about time. What a rank waits in does.
+    ### BEGIN SOLUTION part (b)
+    divergences = list_divergences(traces)
+    free = [one for one in divergences if not any(list_waiting_members(one, other) for other in divergences)]
+    return min(free or divergences, key=lambda one: (one.number, one.group), default=None)
+    ### END SOLUTION
+
+
+def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequence[int], others: Sequence[int]) -> str:
+    """Return "missing" if the culprits skipped the call at `place`, "extra" if they made one more; otherwise "".
+
+    After a skipped call, a culprit's calls from this number on agree with the others' calls from the next number on, as
+    far as both go and at least once. After an additional call, the roles are exchanged.
+    """
+    # Without a majority (`others` is empty), a skipped call and an additional one look the same.
+    ### BEGIN SOLUTION part (c)
+    tails = {
+        rank: [
+            contents(call) for call in by_rank[rank].calls if call.group == place.group and call.number >= place.number
+        ]
+        for rank in (*culprits, *others)
+    }
+
+    def is_late(rank: int, delay: int) -> bool:
+        """Return whether the others make the calls of `rank` too, with numbers that are higher by `delay`."""
+        own = tails[rank][max(-delay, 0) :]
+        pairs = [list(zip(own, tails[other][max(delay, 0) :])) for other in others]
+        return any(pairs) and all(one == other for row in pairs for one, other in row)
+
+    for kind, delay in (("missing", 1), ("extra", -1)):
+        if all(is_late(rank, delay) for rank in culprits):
+            return kind
+    return ""
+    ### END SOLUTION
+
+
+def find_difference(calls: Iterable[Call]) -> str:
+    """Return what differs between calls that do not agree: "different_op", "different_size" or "different_dtype"."""
+    ### BEGIN SOLUTION part (c)
+    values = zip(*map(contents, calls))
+    kinds = ("different_op", "different_size", "different_dtype")
+    return next(kind for kind, found in zip(kinds, values) if len(set(found)) > 1)
+    ### END SOLUTION
+
+
+def diagnose(traces: Sequence[Trace]) -> Finding:
+    """Return what broke the job. The place is that of `find_divergence`, or None for "dead" and "healthy".
+
+    The first kind that applies:
+
+    - The calls at this place do not agree. The culprits are the ranks outside the largest set of agreeing calls; if two
+      sets are largest, all ranks with a call. With one largest set, the kind is "missing" if each culprit's calls from
+      this number on agree with the others' calls from the next number on, as far as both go and at least once: the
+      culprits skipped a call. It is "extra" if the roles are exchanged. Otherwise it is "different_op",
+      "different_size" or "different_dtype", the first that differs.
+    - "dead": some ranks of the world have no trace. They are the culprits.
+    - "healthy": nothing diverges.
+    - "circular": every divergence waits for another. The culprits are the members through which they wait.
+    - "ended": members without the call have ended. They are the culprits.
+    - "behind": the culprits are the members without the call.
+
+    The text is one sentence. It contains the culprits, the number, and op and line of each different call (for
+    "circular", those of both places); for "ended" and "behind" also the line of a culprit's last call.
+    """
+    # `traces` may come in any order. A rank that waits in a circle is a culprit only if the circle goes through it.
+    ### BEGIN SOLUTION part (c)
+    by_rank = {trace.rank: trace for trace in traces}
+    place = find_divergence(traces)
+    made = {rank: call for rank, call in place.calls.items() if call} if place else {}
+    sets = Counter(map(contents, made.values())).most_common()
+    if place and len(sets) > 1:
+        has_majority = sets[0][1] > sets[1][1]
+        others = [rank for rank, call in made.items() if has_majority and contents(call) == sets[0][0]]
+        culprits = sorted(made.keys() - others)
+        kind = compare_tails(by_rank, place, culprits, others) or find_difference(made.values())
+        return conclude(kind, culprits, place, made.values())
+    if dead := sorted(set(range(max(trace.world_size for trace in traces))) - by_rank.keys()):
+        return conclude("dead", dead)
+    if not place:
+        return conclude("healthy", [])
+    divergences = list_divergences(traces)
+    links = [[list_waiting_members(one, other) for other in divergences] for one in divergences]
+    if all(map(any, links)):
+        culprits = {rank for row in links for ranks in row for rank in ranks}
+        calls = [call for one in divergences for call in one.calls.values() if call]
+        return conclude("circular", sorted(culprits), place, calls)
+    absent = sorted(rank for rank, call in place.calls.items() if not call)
+    ended = [rank for rank in absent if by_rank[rank].has_ended]
+    culprits = ended or absent
+    last = [call.line for rank in culprits for call in by_rank[rank].calls[-1:]]
+    return conclude("ended" if ended else "behind", culprits, place, made.values(), last)
+    ### END SOLUTION
+
+
+def main(paths: Sequence[str]) -> int:
+    """Print the finding for these dumps and, for each trace, the rank with op and line of its last call.
+
+    Return 0 if nothing diverges, 1 for any other finding, and 2 after one sentence with the file's name if a dump
+    cannot be read, or if it is from another job than the dumps before it.
+    """
+    # `load_trace` raises OSError or ValueError.
+    ### BEGIN SOLUTION part (d)
+    traces: list[Trace] = []
+    for path in paths:
+        try:
+            trace = load_trace(path)
+        except (OSError, ValueError) as error:
+            print(f"{path} cannot be read: {error}")
+            return 2
+        if any(trace.rank == other.rank or trace.world_size != other.world_size for other in traces):
+            print(f"{path} is a dump of another job than the files before it")
+            return 2
+        traces.append(trace)
+    finding = diagnose(traces)
+    print(finding.text)
+    for trace in sorted(traces, key=lambda trace: trace.rank):
+        last = f"{trace.calls[-1].op} at {trace.calls[-1].line}" if trace.calls else "no call"
+        print(f"rank {trace.rank}: {last}{' (ended)' if trace.has_ended else ''}")
+    return 0 if finding.kind == "healthy" else 1
+    ### END SOLUTION
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) if len(sys.argv) > 1 else "usage: post_mortem.py dump_0.json dump_1.json ...")

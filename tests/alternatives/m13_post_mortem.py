@@ -1,0 +1,168 @@
+"""Module 13 in another style: named tuples, one table with (group, number) as key, and sets of ranks."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Call(NamedTuple):
+    group: str
+    ranks: tuple
+    number: int
+    op: str
+    sizes: tuple
+    dtype: str
+    line: str
+
+
+class Trace(NamedTuple):
+    rank: int
+    world_size: int
+    calls: tuple
+    has_ended: bool = False
+    num_lost: int = 0
+
+
+class Divergence(NamedTuple):
+    group: str
+    number: int
+    calls: dict
+
+
+class Finding(NamedTuple):
+    kind: str
+    ranks: list
+    group: str | None
+    number: int | None
+    text: str
+
+
+def load_trace(path):
+    try:
+        record = json.loads(Path(path).read_bytes())
+        calls = []
+        for entry in record.get("entries", ()):
+            name = entry["process_group"][0]
+            sizes = tuple(map(tuple, entry["input_sizes"]))
+            op, dtype = entry["profiling_name"].partition(":")[2], " ".join(entry["input_dtypes"])
+            calls.append(
+                Call(name, tuple(record["groups"][name]), entry["collective_seq_id"], op, sizes, dtype, entry["line"])
+            )
+        lost = record["entries"][0]["record_id"] if calls else 0
+        return Trace(record["rank"], record["world_size"], tuple(calls), record["has_ended"], lost)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(repr(error)) from error
+
+
+def align(traces):
+    table = {}
+    for trace in traces:
+        for call in trace.calls:
+            table.setdefault((call.group, call.number), {})[trace.rank] = call
+    start = {}
+    for (group, _), row in table.items():
+        for trace in traces:
+            if trace.rank in next(iter(row.values())).ranks:
+                own = [call.number for call in trace.calls if call.group == group]
+                begins = own[0] if own else float("inf") if trace.num_lost else 0
+                start[group] = max(start.get(group, 0), begins)
+    kept = sorted(key for key in table if key[1] >= start[key[0]])
+    by_group = groupby(kept, key=lambda key: key[0])
+    return {group: {number: table[group, number] for _, number in keys} for group, keys in by_group}
+
+
+def all_divergences(traces):
+    alive = {trace.rank for trace in traces}
+    for group, rows in align(traces).items():
+        for number in sorted(rows):
+            row = rows[number]
+            members = set(next(iter(row.values())).ranks)
+            if len({call[3:6] for call in row.values()}) != 1 or (members & alive) - row.keys():
+                yield Divergence(group, number, {rank: row.get(rank) for rank in members})
+                break
+
+
+def absentees(divergence):
+    return {rank for rank, call in divergence.calls.items() if call is None}
+
+
+def callers(divergence):
+    return divergence.calls.keys() - absentees(divergence)
+
+
+def find_divergence(traces):
+    found = sorted(all_divergences(traces), key=lambda one: (one.number, one.group))
+    for one in found:
+        if not any(absentees(one) & callers(other) for other in found if other is not one):
+            return one
+    return found[0] if found else None
+
+
+def diagnose(traces):
+    alive = {trace.rank: trace for trace in traces}
+    place = find_divergence(traces)
+    if place:
+        by_contents = {}
+        for rank in sorted(callers(place)):
+            by_contents.setdefault(place.calls[rank][3:6], []).append(rank)
+        if len(by_contents) > 1:
+            ordered = sorted(by_contents.values(), key=len)
+            most = ordered.pop() if len(ordered[-1]) > len(ordered[-2]) else []
+            guilty = sorted(rank for ranks in ordered for rank in ranks)
+            return finish(kind_of(alive, place, most, guilty), guilty, place, [place])
+    silent = sorted(set(range(traces[0].world_size)) - set(alive))
+    if silent:
+        return Finding("dead", silent, None, None, f"No trace of {silent}.")
+    if place is None:
+        return Finding("healthy", [], None, None, "Nothing is wrong.")
+    found = list(all_divergences(traces))
+    through = [{r for other in found for r in absentees(one) & callers(other)} for one in found]
+    if all(through):
+        return finish("circular", sorted(set.union(*through)), place, found)
+    gone = sorted(rank for rank in absentees(place) if alive[rank].has_ended)
+    guilty = gone or sorted(absentees(place))
+    last = [f"rank {rank} last called at {alive[rank].calls[-1].line}" for rank in guilty if alive[rank].calls]
+    return finish("ended" if gone else "behind", guilty, place, [place], last)
+
+
+def kind_of(alive, place, most, guilty):
+    def tail(rank, skip):
+        calls = [call for call in alive[rank].calls if call.group == place.group and call.number >= place.number + skip]
+        return [call[3:6] for call in calls]
+
+    def fits(first, second):
+        return first[: len(second)] == second[: len(first)]
+
+    for kind, mine, theirs in (("missing", 0, 1), ("extra", 1, 0)):
+        evidence = [[(tail(rank, mine), tail(other, theirs)) for other in most] for rank in guilty]
+        if most and all(
+            all(fits(*pair) for pair in row) and any(all(map(len, pair)) for pair in row) for row in evidence
+        ):
+            return kind
+    calls = [call for call in place.calls.values() if call]
+    for kind, index in (("different_op", 3), ("different_size", 4), ("different_dtype", 5)):
+        if len({call[index] for call in calls}) > 1:
+            return kind
+
+
+def finish(kind, guilty, place, places, more=()):
+    calls = {f"{call.op} ({call.line})" for one in places for call in one.calls.values() if call}
+    words = [kind.replace("_", " "), f"ranks {guilty}", f"number {place.number}", *sorted(calls), *more]
+    return Finding(kind, guilty, place.group, place.number, ", ".join(words))
+
+
+def main(paths):
+    traces = {}
+    for path in paths:
+        try:
+            trace = load_trace(path)
+        except (OSError, ValueError):
+            print("cannot read", path)
+            return 2
+        traces[trace.rank] = trace
+    finding = diagnose(list(traces.values()))
+    print(finding.text)
+    for rank, trace in sorted(traces.items()):
+        print(rank, *(trace.calls[-1][3:7:3] if trace.calls else ["-"]))
+    return int(finding.kind != "healthy")

@@ -1,0 +1,65 @@
+"""Likely causes when a check of module 13 fails."""
+
+from expected import m13_post_mortem as jobs
+
+UNREADABLE = "main does not catch both OSError and ValueError, or it returns another number."
+
+
+def list_numbers(rows):
+    """Return which numbers of which group an alignment contains, and how many ranks have a call there."""
+    return ", ".join(f"{group}/{number}: {len(row)} calls" for group, number, row in rows) or "nothing"
+
+
+def describe_place(place):
+    """Return a divergence as text."""
+    if not place:
+        return "None"
+    absent = [rank for rank, call in place[2] if call is None]
+    return f"group {place[0]}, number {place[1]}" + (f", without a call of {absent}" if absent else "")
+
+
+def explain_alignment(traces, got, expected):
+    """Explain which numbers align should have left out or kept."""
+    rows, right = {tuple(row[:2]) for row in got}, {tuple(row[:2]) for row in expected}
+    if rows > right:
+        members = {call["group"]: call["ranks"] for trace in traces for call in trace["calls"]}
+        groups = {trace["rank"]: {call["group"] for call in trace["calls"]} for trace in traces if trace["num_lost"]}
+        silent = {group for group, ranks in members.items() if any(group not in groups.get(r, {group}) for r in ranks)}
+        if all(group in silent for group, _ in rows - right):
+            return "a member with num_lost > 0 and without a call of the group has lost all its numbers."
+        return "a number is kept although a member's first call of the group has a higher number."
+    if rows < right:
+        return "numbers are left out that no member with a trace has lost."
+    if rows == right and [[r for r, _ in row[2]] for row in got] != [[r for r, _ in row[2]] for row in expected]:
+        return "ranks without a call, or ranks without a trace, must not be in the innermost dictionary."
+    return ""
+
+
+def explain_place(traces, got, expected):
+    """Explain why find_divergence returned another place."""
+    found = jobs.find_divergences(traces)
+    if got and not expected:
+        return "the ranks that have no trace count as members without a call. Compare living members only."
+    if got and expected and found.get(got[0], (None,))[0] == got[1]:
+        smallest = min(found, key=lambda group: (found[group][0], group))
+        if len(found) > 1 and got[0] == smallest:
+            return "this divergence waits for another group: a member without its call is in the other group's call."
+        return "this divergence is not the smallest (number, group) of those that wait for no other."
+    return ""
+
+
+def explain_finding(traces, kind, culprits, got_kind, ranks):
+    """Explain why diagnose found another fault."""
+    if got_kind == "dead" and kind.startswith("different"):
+        return "calls that do not agree come before dead ranks: the dead rank may be a victim."
+    if kind == got_kind and kind == "ended" and set(culprits) < set(ranks):
+        return "members that are only slow are named together with those that have ended."
+    if kind == got_kind and kind == "circular" and set(culprits) < set(ranks):
+        return "ranks that only wait for the circle are named."
+    if kind == got_kind and set(ranks) == {t["rank"] for t in traces} - set(culprits):
+        return "the majority is named instead of the minority."
+    if {kind, got_kind} == {"missing", "extra"}:
+        return "the roles are exchanged: after a skipped call, the culprits are ahead of the others."
+    if got_kind in ("missing", "extra") and kind.startswith("different"):
+        return "without a later call as evidence, or without a majority, a call was not skipped but differs."
+    return ""

@@ -1,0 +1,309 @@
+"""Module 13: traces of jobs with one known fault, and what the functions must return for them.
+
+A job is a tuple of its fault, its culprits and its traces, which are dictionaries. Nothing here knows the submission or
+the reference.
+"""
+
+OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
+DTYPES = ("Float", "BFloat16", "Double")
+FIELDS = ("group", "ranks", "number", "op", "sizes", "dtype", "line")
+CONTENTS = ("op", "sizes", "dtype")
+DIFFERENCES = dict(zip(CONTENTS, ("different_op", "different_size", "different_dtype")))
+
+
+# ---- jobs without a fault
+
+
+def make_program(rng, world_size, num_groups=1, length=12):
+    """Return groups {name: ranks} and a program: the calls that all members of each group make, in one order.
+
+    Every call of a job has another size and another line, so that no two calls agree by chance.
+    """
+    groups = {"0": tuple(range(world_size))}
+    for index in range(1, num_groups):
+        size = rng.randint(min(2, world_size), max(2, world_size - 1)) if world_size > 1 else 1
+        groups[str(index)] = tuple(sorted(rng.sample(range(world_size), size)))
+    sizes = rng.sample(range(1, 10_000), length)
+    program = [
+        {
+            "group": rng.choice(list(groups)),
+            "op": rng.choice(OPS[:3]),
+            "sizes": ((size,),),
+            "dtype": rng.choice(DTYPES),
+            "line": f"train.py:{place + 10}",
+        }
+        for place, size in enumerate(sizes)
+    ]
+    return groups, program
+
+
+def make_traces(groups, programs, **more):
+    """Return a trace for each rank of `programs`, {rank: its calls}. Calls of other ranks' groups are left out."""
+    world_size = len(groups["0"])
+    traces = []
+    for rank, program in programs.items():
+        numbers = dict.fromkeys(groups, 0)
+        calls = []
+        for call in program:
+            group = call["group"]
+            if rank in groups[group]:
+                numbers[group] += 1
+                calls.append(dict(call, ranks=groups[group], number=numbers[group]))
+        traces.append(
+            {"rank": rank, "world_size": world_size, "calls": calls, "has_ended": False, "num_lost": 0} | more
+        )
+    return traces
+
+
+def run_blocking(groups, programs):
+    """Return the part of each rank's program that it reaches if every call waits for all members of its group."""
+    at = dict.fromkeys(programs, 0)
+    own = {rank: [call for call in program if rank in groups[call["group"]]] for rank, program in programs.items()}
+    while True:
+        waiting = {rank: own[rank][place]["group"] for rank, place in at.items() if place < len(own[rank])}
+        ready = [group for group, ranks in groups.items() if all(waiting.get(rank) == group for rank in ranks)]
+        if not ready:
+            return {rank: own[rank][: place + 1] for rank, place in at.items()}
+        for rank in groups[ready[0]]:
+            at[rank] += 1
+
+
+def lose_calls(trace, count):
+    """Overwrite the first calls of a trace, as a full ring buffer does."""
+    return dict(trace, calls=trace["calls"][count:], num_lost=trace["num_lost"] + count)
+
+
+# ---- the right answers, from the definitions
+
+
+def align(traces):
+    """Return {(group, number): {rank: call}}."""
+    by_rank = {trace["rank"]: trace for trace in traces}
+    calls = {}
+    for rank, trace in by_rank.items():
+        for call in trace["calls"]:
+            calls.setdefault((call["group"], call["number"]), {})[rank] = call
+
+    def has_lost(rank, group, number):
+        own = [call["number"] for call in by_rank[rank]["calls"] if call["group"] == group]
+        return number < own[0] if own else by_rank[rank]["num_lost"] > 0
+
+    def is_kept(group, number, ranks):
+        return not any(has_lost(rank, group, number) for rank in ranks if rank in by_rank)
+
+    return {key: row for key, row in calls.items() if is_kept(*key, next(iter(row.values()))["ranks"])}
+
+
+def find_divergences(traces):
+    """Return {group: (number, {member: call or None})}."""
+    living = {trace["rank"] for trace in traces}
+    found = {}
+    for (group, number), row in sorted(align(traces).items()):
+        members = next(iter(row.values()))["ranks"]
+        differs = len({tuple(call[key] for key in CONTENTS) for call in row.values()}) > 1
+        if group not in found and (differs or any(rank in living and rank not in row for rank in members)):
+            found[group] = (number, {rank: row.get(rank) for rank in members})
+    return found
+
+
+def choose_divergence(traces):
+    """Return (group, number, {member: call or None}) of the divergence that waits for no other, or None."""
+    found = find_divergences(traces)
+
+    def waits(first, second):
+        return any(call is None and found[second][1].get(rank) for rank, call in found[first][1].items())
+
+    free = [one for one in found if not any(waits(one, other) for other in found)]
+    chosen = min(free or found, key=lambda group: (found[group][0], group), default=None)
+    return None if chosen is None else (chosen, *found[chosen])
+
+
+# ---- jobs with one fault: (kind, culprits, traces); the place follows from the definitions
+
+
+def skip_or_add(rng, kind, world_size=None):
+    """Return a job in which a minority skips an asynchronous call, or makes one more than the others."""
+    world_size = world_size or rng.randint(3, 6)
+    groups, program = make_program(rng, world_size, length=14)
+    culprits = sorted(rng.sample(range(world_size), rng.randint(1, (world_size - 1) // 2)))
+    place = rng.randint(1, 8)
+    changed = program[:place] + program[place + 1 :]
+    programs = {rank: (changed if (rank in culprits) == (kind == "missing") else program) for rank in range(world_size)}
+    stops = {rank: rng.randint(place + 5, 13) for rank in range(world_size)}
+    return kind, culprits, make_traces(groups, {rank: calls[: stops[rank]] for rank, calls in programs.items()})
+
+
+def change(rng, field, world_size=None, has_majority=True):
+    """Return a job in which some ranks make one call with another op, size or dtype."""
+    world_size = world_size or (rng.randint(3, 6) if has_majority else rng.choice((2, 4)))
+    groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2)))
+    place = rng.choice([place for place, call in enumerate(program) if call["group"] == "0"] or [0])
+    program[place]["group"] = "0"
+    count = rng.randint(1, (world_size - 1) // 2) if has_majority else world_size // 2
+    changed_ranks = sorted(rng.sample(range(world_size), count))
+    old = program[place]
+    new = {
+        "op": next(op for op in OPS if op != old["op"]),
+        "sizes": ((old["sizes"][0][0] + 10_000,),),
+        "dtype": next(dtype for dtype in DTYPES if dtype != old["dtype"]),
+    }
+    later = CONTENTS[CONTENTS.index(field) :]
+    other = dict(old, line="model.py:7", **{key: new[key] for key in later if key == field or rng.random() < 0.5})
+    programs = {
+        rank: [*program[:place], other if rank in changed_ranks else old, *program[place + 1 :]]
+        for rank in range(world_size)
+    }
+    if rng.random() < 0.5:  # the calls block: nobody comes further
+        programs = {rank: run_until(groups, calls, place, rank) for rank, calls in programs.items()}
+    culprits = changed_ranks if has_majority else list(range(world_size))
+    return DIFFERENCES[field], culprits, make_traces(groups, programs)
+
+
+def run_until(groups, program, place, rank):
+    """Return the calls of a rank up to this place of the program."""
+    return [call for call in program[: place + 1] if rank in groups[call["group"]]]
+
+
+def die(rng):
+    """Return a job some of whose ranks left no trace; the others wait."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
+    dead = sorted(rng.sample(range(world_size), rng.randint(1, world_size - 1)))
+    stop = rng.randint(1, len(program) - 1)
+    programs = {rank: program[: stop + rng.randint(0, 1)] for rank in range(world_size) if rank not in dead}
+    return "dead", dead, make_traces(groups, programs)
+
+
+def stop_early(rng, kind):
+    """Return a job in which some ranks stop before a call that blocks the others; "ended": they left their program."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
+    stopped = sorted(rng.sample(range(world_size), rng.randint(1, world_size - 1)))
+    stop = rng.randint(1, len(program) - 1)
+    program[stop]["group"] = "0"
+    reached = run_blocking(groups, {rank: program[: stop if rank in stopped else None] for rank in range(world_size)})
+    traces = make_traces(groups, reached)
+    ended = stopped if kind == "ended" else []
+    if kind == "ended" and len(stopped) > 1 and rng.random() < 0.5:
+        ended = stopped[: rng.randint(1, len(stopped) - 1)]  # the others are only slow
+    for trace in traces:
+        trace["has_ended"] = trace["rank"] in ended
+    return kind, ended or stopped, traces
+
+
+def fall_behind(rng):
+    """Return a job with asynchronous calls in which a slow rank is missing in several groups at once."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size, num_groups=3)
+    slow = rng.randrange(world_size)
+    groups["1"] = groups["2"] = groups["0"]
+    stop = rng.randint(1, len(program) - 2)
+    traces = make_traces(groups, {rank: program[: stop if rank == slow else None] for rank in range(world_size)})
+    return "behind", [slow], traces
+
+
+def stop_inside(rng):
+    """Return a job in which ranks wait in the whole world for one that waits in a small group for the culprit."""
+    world_size = rng.randint(3, 6)
+    culprit, victim = rng.sample(range(world_size), 2)
+    groups, program = make_program(rng, world_size, length=10)
+    groups["1"] = tuple(sorted((culprit, victim)))
+    for call in rng.sample(program[:9], 4):
+        call["group"] = "1"
+    stop = next(place for place, call in enumerate(program) if call["group"] == "1" and place)
+    program[-1]["group"] = "0"
+    reached = run_blocking(groups, {rank: program[: stop if rank == culprit else None] for rank in range(world_size)})
+    return "behind", [culprit], make_traces(groups, reached)
+
+
+def wait_in_a_circle(rng):
+    """Return a job in which two ranks use two groups in opposite orders; other ranks of the world only wait."""
+    world_size = rng.randint(2, 5)
+    first, second = rng.sample(range(world_size), 2)
+    groups, program = make_program(rng, world_size, length=10)
+    pair = tuple(sorted((first, second)))
+    groups |= {"1": pair, "2": pair}
+    for call in rng.sample(program[:6], 3):
+        call["group"] = rng.choice("12")
+    program[6]["group"], program[7]["group"], program[8]["group"] = "1", "2", "0"
+    swapped = [*program[:6], program[7], program[6], *program[8:]]
+    programs = {rank: swapped if rank == second else program for rank in range(world_size)}
+    if bystanders := programs.keys() - pair:
+        programs[min(bystanders)] = program[: rng.choice((6, 9))]  # this rank may be slow, too
+    reached = run_blocking(groups, programs)
+    return "circular", sorted((first, second)), make_traces(groups, reached)
+
+
+def stay_healthy(rng):
+    """Return a job without a fault."""
+    world_size = rng.randint(1, 6)
+    groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
+    return "healthy", [], make_traces(groups, dict.fromkeys(range(world_size), program))
+
+
+def lose_some(rng, job):
+    """Return the job after some ring buffers have overwritten calls that all ranks agree on, in another order."""
+    kind, culprits, traces = job
+    divergences = find_divergences(traces)
+    for index, trace in enumerate(traces):
+        calls = trace["calls"]
+        agreed = [
+            not (call["group"] in divergences and call["number"] >= divergences[call["group"]][0]) for call in calls
+        ]
+        most = [*agreed, False].index(False)
+        count = rng.randint(0, max(0, most - 1))
+        needed = {group for group, (_, row) in divergences.items() if trace["rank"] in row} | {
+            c["group"] for c in calls
+        }
+        if {call["group"] for call in calls[count:]} == needed:
+            traces[index] = lose_calls(trace, count)
+    rng.shuffle(traces)
+    return kind, culprits, traces
+
+
+def lose_anything(rng, job):
+    """Return the job after ring buffers have overwritten any number of calls, in another order."""
+    kind, culprits, traces = job
+    return shuffle(rng, (kind, culprits, [lose_calls(one, rng.randint(0, len(one["calls"]))) for one in traces]))
+
+
+def shuffle(rng, job):
+    """Return the job with its traces in another order."""
+    rng.shuffle(job[2])
+    return job
+
+
+def skip_then_differ(rng):
+    """Return a job that looks like a skipped call at first, but whose next call differs from the others'."""
+    _, culprits, traces = skip_or_add(rng, "missing")
+    place = choose_divergence(traces)
+    for trace in traces:
+        if trace["rank"] in culprits:
+            for call in trace["calls"]:
+                if call["number"] == place[1] + 1:
+                    call["sizes"] = ((call["sizes"][0][0] + 10_000,),)
+    calls = [call for call in choose_divergence(traces)[2].values() if call]
+    differing = (key for key in CONTENTS if len({call[key] for call in calls}) > 1)
+    return DIFFERENCES[next(differing)], culprits, traces
+
+
+def die_after_a_difference(rng):
+    """Return a job in which a rank launched another size and another rank, its victim, died of it."""
+    kind, culprits, traces = change(rng, "sizes", world_size=rng.randint(4, 6))
+    victims = [trace for trace in traces if trace["rank"] not in culprits]
+    traces.remove(rng.choice(victims))
+    if len(culprits) * 2 >= len(traces):
+        return die_after_a_difference(rng)
+    return kind, culprits, traces
+
+
+def describe(traces):
+    """Return the traces as text, short enough for a message."""
+
+    def describe_calls(trace):
+        calls = [f"{c['group']}/{c['number']} {c['op']} {c['sizes'][0][0]} {c['dtype']}" for c in trace["calls"]]
+        shown = calls if len(calls) <= 3 else [calls[0], "...", calls[-1]]
+        more = f", {trace['num_lost']} lost" * bool(trace["num_lost"]) + ", ended" * trace["has_ended"]
+        return f"rank {trace['rank']} ({', '.join(shown) or 'no calls'}{more})"
+
+    return "; ".join(describe_calls(trace) for trace in traces) + f" of {traces[0]['world_size']} ranks"

@@ -1,0 +1,59 @@
+"""Functions that a rank runs in the checks of module 13."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from brigade.rank.api import student
+
+PACKAGE = "m13_post_mortem"
+
+
+def examine(job: dict[str, Any]) -> str:
+    """Call a function of the submission with the traces of each job. Return its results as JSON."""
+    function = student(PACKAGE, job["function"])
+    return json.dumps([PLAIN[job["function"]](function(make_traces(traces))) for traces in json.loads(job["jobs"])])
+
+
+def make_traces(traces: list[dict]) -> list[Any]:
+    """Return the dictionaries as objects of the submission's classes."""
+    trace_type, call_type = student(PACKAGE, "Trace"), student(PACKAGE, "Call")
+
+    def make_call(call: dict) -> Any:
+        return call_type(**call | {"ranks": tuple(call["ranks"]), "sizes": tuple(map(tuple, call["sizes"]))})
+
+    return [trace_type(**trace | {"calls": tuple(map(make_call, trace["calls"]))}) for trace in traces]
+
+
+def describe_row(row: dict[int, Any]) -> list[list]:
+    """Return [rank, line of its call or None] for each rank of a row."""
+    return sorted([rank, call and [call.number, call.line]] for rank, call in row.items())
+
+
+PLAIN = {
+    "align": lambda table: sorted(
+        [group, number, describe_row(row)] for group, rows in table.items() for number, row in rows.items()
+    ),
+    "find_divergence": lambda place: place and [place.group, place.number, describe_row(place.calls)],
+    "diagnose": lambda finding: [finding.kind, list(finding.ranks), finding.group, finding.number, finding.text],
+}
+
+
+def run_main(job: dict[str, Any]) -> list[list]:
+    """Call main with the paths of these files, and return [result, printed text] for each list of files."""
+    main = student(PACKAGE, "main")
+    answers = []
+    for files in job["runs"]:
+        with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()) as printed:
+            for name, text in files.items():
+                if text is not None:
+                    Path(directory, name).write_bytes(text.encode("latin-1"))
+            result = main([os.path.join(directory, name) for name in files])
+        answers.append([result, printed.getvalue()])
+    return answers

@@ -1,0 +1,218 @@
+"""Graded checks of module 13: which rank broke a job that hangs."""
+
+import json
+from functools import partial
+
+import pytest
+
+from brigade.checks.expectations import expect
+from brigade.course.modules import ROOT
+from diagnosis import m13_post_mortem as diagnosis
+from expected import m13_post_mortem as jobs
+from scenarios import m13_post_mortem as scenarios
+
+DUMPS = ROOT / "tests" / "expected" / "m13_dumps"
+REPETITIONS = 40  # of each kind of job
+FAULTS = (
+    jobs.stay_healthy,
+    partial(jobs.skip_or_add, kind="missing"),
+    partial(jobs.skip_or_add, kind="extra"),
+    *(partial(jobs.change, field=field) for field in jobs.CONTENTS),
+    jobs.die,
+    partial(jobs.stop_early, kind="ended"),
+    partial(jobs.stop_early, kind="behind"),
+    jobs.fall_behind,
+    jobs.stop_inside,
+    jobs.wait_in_a_circle,
+)
+
+
+@pytest.mark.parts("Part (a): calls side by side")
+@pytest.mark.points(2)
+def test_calls_are_aligned(submission):
+    """align returns every call by group, number and rank. The order of the traces does not matter."""
+    expect_alignment(submission, [jobs.shuffle(submission.rng, job) for job in draw(submission, FAULTS)])
+
+
+@pytest.mark.points(2)
+def test_overwritten_calls(submission):
+    """align leaves out numbers that a rank's full ring buffer has overwritten, and groups without other numbers."""
+    rng = submission.rng
+    expect_alignment(submission, [jobs.lose_anything(rng, job) for job in draw(submission, FAULTS)])
+
+
+@pytest.mark.parts("Part (b): where the calls diverge")
+@pytest.mark.points(2)
+def test_first_difference(submission):
+    """find_divergence returns the first number at which calls of living members differ or one is missing."""
+    kinds = [job for job in FAULTS if job not in (jobs.stop_inside, jobs.wait_in_a_circle)]
+    expect_divergence(submission, [jobs.lose_some(submission.rng, job) for job in draw(submission, kinds)])
+
+
+@pytest.mark.points(2)
+def test_the_group_that_others_wait_for(submission):
+    """If a group diverges because members wait in another group, find_divergence returns the place in the other one."""
+    drawn = draw(submission, (jobs.stop_inside, jobs.wait_in_a_circle), 5 * REPETITIONS)
+    expect_divergence(submission, [jobs.lose_some(submission.rng, job) for job in drawn])
+
+
+@pytest.mark.parts("Part (c): the culprit")
+@pytest.mark.points(2)
+def test_calls_that_differ(submission):
+    """diagnose names the minority that launched another operation, size or dtype; without a majority, all of them."""
+    kinds = [partial(jobs.change, field=field, has_majority=most) for field in jobs.CONTENTS for most in (True, False)]
+    expect_finding(submission, kinds)
+
+
+@pytest.mark.points(2)
+def test_missing_and_extra_calls(submission):
+    """diagnose says that culprits skipped or added a call if their later calls agree with the others' neighbours."""
+    kinds = [partial(jobs.skip_or_add, kind=kind) for kind in ("missing", "extra")]
+    expect_finding(submission, [*kinds, jobs.skip_then_differ])
+
+
+@pytest.mark.points(1)
+def test_ranks_that_stop(submission):
+    """diagnose tells dead ranks, ranks that have ended, and ranks that are behind from ranks that wait."""
+    ends = [partial(jobs.stop_early, kind=kind) for kind in ("ended", "behind")]
+    expect_finding(
+        submission,
+        [jobs.stay_healthy, jobs.die, jobs.die_after_a_difference, *ends, jobs.fall_behind, jobs.stop_inside],
+    )
+
+
+@pytest.mark.points(1)
+def test_circles(submission):
+    """If groups wait for each other, diagnose names the members through which they wait, and both places."""
+    expect_finding(submission, [jobs.wait_in_a_circle])
+
+
+@pytest.mark.parts("Part (d): the program")
+@pytest.mark.points(1)
+def test_program(submission):
+    """main prints the finding of recorded dumps and a row per rank. It returns 0, 1, or 2 for an unreadable file."""
+    [world] = submission.worlds(1)
+    faults = {name: read_dumps(name) for name in ("skip", "blocked", "size", "circle", "behind", "ended", "healthy")}
+    broken = {"truncated": "{", "empty": "", "binary": "\x80\x02}q", "foreign": "[1, 2]", "missing": None}
+    runs = [*faults.values(), *({"dump_0.json": faults["skip"]["skip_0.json"], name: broken[name]} for name in broken)]
+    [answers] = submission.run(scenarios.run_main, {"runs": runs}, world_size=world)
+    for (name, files), (result, printed) in zip(faults.items(), answers):
+        expect(
+            result == (0 if name == "healthy" else 1),
+            f"main returns {0 if name == 'healthy' else 1} for the dumps of hang.py {name}",
+            f"it returned {result}",
+        )
+        rows = [f"{rank}" for rank in range(len(files))]
+        for rank, text in zip(rows, files.values()):
+            last = json.loads(text)["entries"][-1]
+            op = last["profiling_name"].removeprefix("gloo:")
+            expect(
+                any(rank in line and op in line and last["line"] in line for line in printed.splitlines()),
+                f"one line that main prints contains rank {rank}, {op} and {last['line']}",
+                f"it printed {printed!r}",
+            )
+        culprits = {"skip": "1", "blocked": "1", "size": "2", "circle": "1, 2", "behind": "2", "ended": "0"}
+        expect_words(printed, [*culprits.get(name, "").split(", ")], f"the text for hang.py {name}")
+    for name, (result, printed) in zip(broken, answers[len(faults) :]):
+        expect(
+            result == 2 and name in printed,
+            f"for a dump that is {name}, main returns 2 and prints the file's name",
+            f"it returned {result} and printed {printed!r}",
+            diagnosis.UNREADABLE if result != 2 else "",
+        )
+
+
+# ---- what the checks use
+
+
+def draw(submission, kinds, repetitions=REPETITIONS):
+    """Return jobs of these kinds: (fault, culprits, traces)."""
+    return [kind(submission.rng) for kind in kinds for _ in range(repetitions)]
+
+
+def ask(submission, function, drawn):
+    """Return what the submission's function returns for the traces of each job."""
+    [world] = submission.worlds(1)
+    texts = submission.run(
+        scenarios.examine, {"function": function, "jobs": json.dumps([job[2] for job in drawn])}, world_size=world
+    )
+    return json.loads(texts[0])
+
+
+def describe_row(row):
+    """Return [rank, number and line of its call or None], as the scenario does."""
+    return sorted([rank, call and [call["number"], call["line"]]] for rank, call in row.items())
+
+
+def expect_alignment(submission, drawn):
+    """Expect align to return the calls that the definition asks for."""
+    for (_, _, traces), got in zip(drawn, ask(submission, "align", drawn)):
+        expected = sorted([*key, describe_row(row)] for key, row in jobs.align(traces).items())
+        what = f"for {jobs.describe(traces)}, align returns {diagnosis.list_numbers(expected)}"
+        expect(
+            got == expected,
+            what,
+            f"it returned {diagnosis.list_numbers(got)}"
+            + (" with other calls" if diagnosis.list_numbers(got) == diagnosis.list_numbers(expected) else ""),
+            partial(diagnosis.explain_alignment, traces, got, expected),
+        )
+
+
+def expect_divergence(submission, drawn):
+    """Expect find_divergence to return the place that the definition asks for."""
+    for (_, _, traces), got in zip(drawn, ask(submission, "find_divergence", drawn)):
+        place = jobs.choose_divergence(traces)
+        expected = place and [*place[:2], describe_row(place[2])]
+        expect(
+            got == expected,
+            f"for {jobs.describe(traces)}, find_divergence returns {diagnosis.describe_place(expected)}",
+            diagnosis.describe_place(got),
+            partial(diagnosis.explain_place, traces, got, expected),
+        )
+
+
+def expect_finding(submission, kinds):
+    """Expect diagnose to find the fault that each job was made with."""
+    drawn = [jobs.lose_some(submission.rng, job) for job in draw(submission, kinds)]
+    for (kind, culprits, traces), (got_kind, ranks, *place, text) in zip(drawn, ask(submission, "diagnose", drawn)):
+        where = jobs.choose_divergence(traces)
+        group, number, row = where or (None, None, {})
+        expect(
+            (got_kind, ranks) == (kind, culprits),
+            f"for {jobs.describe(traces)}, diagnose finds {kind!r} and the culprits {culprits}",
+            f"it found {got_kind!r} and the culprits {ranks}",
+            partial(diagnosis.explain_finding, traces, kind, culprits, got_kind, ranks),
+        )
+        has_place = kind not in ("dead", "healthy")
+        expect(
+            place == ([group, number] if has_place else [None, None]),
+            f"the finding {kind!r} has the place of find_divergence"
+            if has_place
+            else f"the finding {kind!r} has no place",
+            f"group and number are {place}",
+        )
+        calls = [call for call in row.values() if call]
+        if kind == "circular":
+            calls = [call for _, row in jobs.find_divergences(traces).values() for call in row.values() if call]
+        words = [str(rank) for rank in culprits]
+        if has_place:
+            words += [str(number), *(word for call in calls for word in (call["op"], call["line"]))]
+        if kind in ("ended", "behind"):
+            lines = {t["calls"][-1]["line"] for t in traces if t["rank"] in culprits and t["calls"]}
+            expect(
+                not lines or any(line in text for line in lines),
+                f"the text names the line of a culprit's last call, one of {sorted(lines)}",
+                f"the text is {text!r}",
+            )
+        expect_words(text, words, f"the text of the finding {kind!r}")
+
+
+def expect_words(text, words, what):
+    """Expect a text to contain all these words."""
+    absent = sorted({word for word in words if word not in text})
+    expect(not absent, f"{what} contains {', '.join(sorted(set(words)))}", f"{', '.join(absent)} is not in {text!r}")
+
+
+def read_dumps(name):
+    """Return the dumps that three ranks recorded with gloo: {file name: text}."""
+    return {path.name: path.read_text() for path in sorted(DUMPS.glob(f"{name}_*.json"))}
