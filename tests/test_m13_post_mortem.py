@@ -41,7 +41,7 @@ def test_overwritten_calls(submission):
     expect_alignment(submission, [jobs.lose_anything(rng, job) for job in draw(submission, FAULTS)])
 
 
-@pytest.mark.parts("Part (b): where the calls diverge")
+@pytest.mark.parts("Parts (b) to (d): where the calls diverge")
 @pytest.mark.points(2)
 def test_first_difference(submission):
     """find_divergence returns the first number at which calls of living members differ or one is missing."""
@@ -56,7 +56,7 @@ def test_the_group_that_others_wait_for(submission):
     expect_divergence(submission, [jobs.lose_some(submission.rng, job) for job in drawn])
 
 
-@pytest.mark.parts("Part (c): the culprit")
+@pytest.mark.parts("Parts (e) to (g): the culprit")
 @pytest.mark.points(2)
 def test_calls_that_differ(submission):
     """diagnose names the minority that launched another operation, size or dtype; without a majority, all of them."""
@@ -87,7 +87,7 @@ def test_circles(submission):
     expect_finding(submission, [jobs.wait_in_a_circle])
 
 
-@pytest.mark.parts("Part (d): the program")
+@pytest.mark.parts("Part (h): the program")
 @pytest.mark.points(1)
 def test_program(submission):
     """main prints the finding of recorded dumps and a row per rank. It returns 0, 1, or 2 for an unreadable file."""
@@ -144,16 +144,28 @@ def describe_row(row):
     return sorted([rank, call and [call["number"], call["line"]]] for rank, call in row.items())
 
 
+def list_numbers(rows):
+    """Return which numbers of which group an alignment contains, and how many ranks have a call there."""
+    return ", ".join(f"{group}/{number}: {len(row)} calls" for group, number, row in rows) or "nothing"
+
+
+def describe_place(place):
+    """Return a divergence as text."""
+    if not place:
+        return "None"
+    absent = [rank for rank, call in place[2] if call is None]
+    return f"group {place[0]}, number {place[1]}" + (f", without a call of {absent}" if absent else "")
+
+
 def expect_alignment(submission, drawn):
     """Expect align to return the calls that the definition asks for."""
     for (_, _, traces), got in zip(drawn, ask(submission, "align", drawn)):
         expected = sorted([*key, describe_row(row)] for key, row in jobs.align(traces).items())
-        what = f"for {jobs.describe(traces)}, align returns {diagnosis.list_numbers(expected)}"
+        right, returned = list_numbers(expected), list_numbers(got)
         expect(
             got == expected,
-            what,
-            f"it returned {diagnosis.list_numbers(got)}"
-            + (" with other calls" if diagnosis.list_numbers(got) == diagnosis.list_numbers(expected) else ""),
+            f"for {jobs.describe(traces)}, align returns {right}",
+            f"it returned {returned}{' with other calls' if returned == right else ''}",
             partial(diagnosis.explain_alignment, traces, got, expected),
         )
 
@@ -165,8 +177,8 @@ def expect_divergence(submission, drawn):
         expected = place and [*place[:2], describe_row(place[2])]
         expect(
             got == expected,
-            f"for {jobs.describe(traces)}, find_divergence returns {diagnosis.describe_place(expected)}",
-            diagnosis.describe_place(got),
+            f"for {jobs.describe(traces)}, find_divergence returns {describe_place(expected)}",
+            describe_place(got),
             partial(diagnosis.explain_place, traces, got, expected),
         )
 

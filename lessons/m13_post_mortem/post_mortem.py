@@ -201,8 +201,8 @@ def list_divergences(traces: Sequence[Trace]) -> list[Divergence]:
 def list_waiting_members(first: Divergence, second: Divergence) -> list[int]:
     """Return the members that have not made the call of `first` but that of `second`: `first` waits for `second`."""
     # A rank that is in `second` has not come as far as `first` yet.
-    # TODO: part (b)
-    raise NotImplementedError("module 13, part (b)")
+    # TODO: part (c)
+    raise NotImplementedError("module 13, part (c)")
 
 
 def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
@@ -211,8 +211,8 @@ def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
     If every divergence waits for another, return the smallest of all.
     """
     # Numbers of different groups say nothing about time. What a rank waits in does.
-    # TODO: part (b)
-    raise NotImplementedError("module 13, part (b)")
+    # TODO: part (d)
+    raise NotImplementedError("module 13, part (d)")
 
 
 def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequence[int], others: Sequence[int]) -> str:
@@ -222,14 +222,14 @@ def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequen
     far as both go and at least once. After an additional call, the roles are exchanged.
     """
     # Without a majority (`others` is empty), a skipped call and an additional one look the same.
-    # TODO: part (c)
-    raise NotImplementedError("module 13, part (c)")
+    # TODO: part (e)
+    raise NotImplementedError("module 13, part (e)")
 
 
 def find_difference(calls: Iterable[Call]) -> str:
     """Return what differs between calls that do not agree: "different_op", "different_size" or "different_dtype"."""
-    # TODO: part (c)
-    raise NotImplementedError("module 13, part (c)")
+    # TODO: part (f)
+    raise NotImplementedError("module 13, part (f)")
 
 
 def diagnose(traces: Sequence[Trace]) -> Finding:
@@ -252,20 +252,20 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     "circular", those of both places); for "ended" and "behind" also the line of a culprit's last call.
     """
     # `traces` may come in any order. A rank that waits in a circle is a culprit only if the circle goes through it.
-    # TODO: part (c)
-    raise NotImplementedError("module 13, part (c)")
+    # TODO: part (g)
+    raise NotImplementedError("module 13, part (g)")
 
 
 def main(paths: Sequence[str]) -> int:
     """Print the finding for these dumps and, for each trace, the rank with op and line of its last call.
 
     Return 0 if nothing diverges, 1 for any other finding, and 2 after one sentence with the file's name if a dump
-    cannot be read.
+    cannot be read, or if it is from another job than the dumps before it.
     """
     # `load_trace` raises OSError or ValueError.
-    # TODO: part (d)
-    raise NotImplementedError("module 13, part (d)")
+    # TODO: part (h)
+    raise NotImplementedError("module 13, part (h)")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]) if len(sys.argv) > 1 else "usage: post_mortem.py dump_0.json dump_1.json ...")

@@ -228,7 +228,7 @@ def list_divergences(traces: Sequence[Trace]) -> list[Divergence]:
 def list_waiting_members(first: Divergence, second: Divergence) -> list[int]:
     """Return the members that have not made the call of `first` but that of `second`: `first` waits for `second`."""
     # A rank that is in `second` has not come as far as `first` yet.
-    ### BEGIN SOLUTION part (b)
+    ### BEGIN SOLUTION part (c)
     return [rank for rank, call in first.calls.items() if call is None and second.calls.get(rank)]
     ### END SOLUTION
 
@@ -239,7 +239,7 @@ def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
     If every divergence waits for another, return the smallest of all.
     """
     # Numbers of different groups say nothing about time. What a rank waits in does.
-    ### BEGIN SOLUTION part (b)
+    ### BEGIN SOLUTION part (d)
     divergences = list_divergences(traces)
     free = [one for one in divergences if not any(list_waiting_members(one, other) for other in divergences)]
     return min(free or divergences, key=lambda one: (one.number, one.group), default=None)
@@ -253,7 +253,7 @@ def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequen
     far as both go and at least once. After an additional call, the roles are exchanged.
     """
     # Without a majority (`others` is empty), a skipped call and an additional one look the same.
-    ### BEGIN SOLUTION part (c)
+    ### BEGIN SOLUTION part (e)
     tails = {
         rank: [
             contents(call) for call in by_rank[rank].calls if call.group == place.group and call.number >= place.number
@@ -262,7 +262,7 @@ def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequen
     }
 
     def is_late(rank: int, delay: int) -> bool:
-        """Return whether the others make the calls of `rank` too, with numbers that are higher by `delay`."""
+        # Do the others make the calls of `rank` too, with numbers that are higher by `delay`?
         own = tails[rank][max(-delay, 0) :]
         pairs = [list(zip(own, tails[other][max(delay, 0) :])) for other in others]
         return any(pairs) and all(one == other for row in pairs for one, other in row)
@@ -276,7 +276,7 @@ def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequen
 
 def find_difference(calls: Iterable[Call]) -> str:
     """Return what differs between calls that do not agree: "different_op", "different_size" or "different_dtype"."""
-    ### BEGIN SOLUTION part (c)
+    ### BEGIN SOLUTION part (f)
     values = zip(*map(contents, calls))
     kinds = ("different_op", "different_size", "different_dtype")
     return next(kind for kind, found in zip(kinds, values) if len(set(found)) > 1)
@@ -303,7 +303,7 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     "circular", those of both places); for "ended" and "behind" also the line of a culprit's last call.
     """
     # `traces` may come in any order. A rank that waits in a circle is a culprit only if the circle goes through it.
-    ### BEGIN SOLUTION part (c)
+    ### BEGIN SOLUTION part (g)
     by_rank = {trace.rank: trace for trace in traces}
     place = find_divergence(traces)
     made = {rank: call for rank, call in place.calls.items() if call} if place else {}
@@ -339,7 +339,7 @@ def main(paths: Sequence[str]) -> int:
     cannot be read, or if it is from another job than the dumps before it.
     """
     # `load_trace` raises OSError or ValueError.
-    ### BEGIN SOLUTION part (d)
+    ### BEGIN SOLUTION part (h)
     traces: list[Trace] = []
     for path in paths:
         try:

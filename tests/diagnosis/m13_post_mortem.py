@@ -5,19 +5,6 @@ from expected import m13_post_mortem as jobs
 UNREADABLE = "main does not catch both OSError and ValueError, or it returns another number."
 
 
-def list_numbers(rows):
-    """Return which numbers of which group an alignment contains, and how many ranks have a call there."""
-    return ", ".join(f"{group}/{number}: {len(row)} calls" for group, number, row in rows) or "nothing"
-
-
-def describe_place(place):
-    """Return a divergence as text."""
-    if not place:
-        return "None"
-    absent = [rank for rank, call in place[2] if call is None]
-    return f"group {place[0]}, number {place[1]}" + (f", without a call of {absent}" if absent else "")
-
-
 def explain_alignment(traces, got, expected):
     """Explain which numbers align should have left out or kept."""
     rows, right = {tuple(row[:2]) for row in got}, {tuple(row[:2]) for row in expected}

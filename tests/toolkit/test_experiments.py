@@ -18,10 +18,11 @@ from brigade.runner.ranks import run_ranks
 
 MODULE_FILES = {entry.path for entry in MODULES}
 LAUNCH = ROOT / "lessons/m00_ring/launch.py"  # torchrun starts it
+POST_MORTEM = ROOT / "lessons/m13_post_mortem"  # torchrun starts hang.py, and draw.py needs its dumps
 SCRIPTS = [
     path
     for path in sorted(ROOT.glob("lessons/*/*.py"))
-    if path.relative_to(ROOT / "lessons") not in MODULE_FILES and path != LAUNCH
+    if path.relative_to(ROOT / "lessons") not in MODULE_FILES and path not in (LAUNCH, *POST_MORTEM.iterdir())
 ]
 RUNS_MODULES = [path for path in SCRIPTS if "experiment(main" in path.read_text()]
 
@@ -188,3 +189,30 @@ def test_without_torchrun_one_line_says_how_to_start():
     assert (
         done.stderr == f"start this script with torchrun --standalone --nproc-per-node 2 {LAUNCH.relative_to(ROOT)}\n"
     )
+
+
+FAULTS = [
+    "skip",
+    *(pytest.param(fault, marks=pytest.mark.extended) for fault in ("size", "circle", "ended", "healthy")),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
+    """The dumps stored in tests/expected are what hang.py writes: the same calls, and the same finding."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "solutions/m13_post_mortem")}
+    subprocess.run(
+        [*command, str(POST_MORTEM / "hang.py"), fault], cwd=tmp_path, env=environment, capture_output=True, timeout=120
+    )
+    stored = [str(ROOT / f"tests/expected/m13_dumps/{fault}_{rank}.json") for rank in range(3)]
+    new = [str(tmp_path / f"dump_{rank}.json") for rank in range(3)]
+    program = "import sys, post_mortem, draw, pathlib; post_mortem.main(sys.argv[1:]); "
+    program += "draw.draw(sys.argv[1:], pathlib.Path('calls.png'))"
+    environment["PYTHONPATH"] += f"{os.pathsep}{POST_MORTEM}"
+    printed = [
+        subprocess.run([sys.executable, "-c", program, *paths], cwd=tmp_path, env=environment, capture_output=True)
+        for paths in (stored, new)
+    ]
+    assert printed[0].stdout and printed[0].stdout == printed[1].stdout, printed
+    assert (tmp_path / "calls.png").read_bytes()[:4] == b"\x89PNG"

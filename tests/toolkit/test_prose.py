@@ -199,7 +199,9 @@ def test_torch_has_what_the_reading_names(entry):
     for file in re.findall(r"`(torch/[\w/]+\.\w+)`", section):
         assert torch_source(file)
     names = torch_names(section)
-    assert names, f"lessons/{entry.package}/README.md names nothing of torch's in its section on torch DDP"
+    assert names or "## Round 1" in (entry.lesson / "README.md").read_text(), (
+        f"lessons/{entry.package}/README.md names nothing of torch's in its section on torch DDP"
+    )
     for code, files in names:
         word = re.match(r"(?:\w+(?:::|\.))*(\w+)", code)[1]
         assert any(re.search(rf"\b{word}\b", torch_source(file)) for file in files), f"{code} is not in {files}"
