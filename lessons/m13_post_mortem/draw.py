@@ -38,7 +38,7 @@ def draw(paths: list[str], out: Path) -> None:
     )
     axes.invert_yaxis()
     axes.set_title(finding.text, fontsize=9, loc="left", wrap=True)
-    figure.savefig(out, dpi=150)
+    figure.savefig(out, dpi=100)
     plt.close(figure)
 
 
