@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from brigade.course.modules import MODULES, CourseError, Module
+from brigade.course.modules import MODULES, ROOT, CourseError, Module
 from brigade.course.submission import find, read_text
 
 HEADING = "please look"
@@ -87,11 +87,16 @@ def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
 
 
 def look(texts: Mapping[str, str]) -> list[Finding]:
-    """List the findings in these files of one submission, the most telling first, at most MOST_FINDINGS."""
+    """List the findings in these files of one submission, the most telling first, at most MOST_FINDINGS.
+
+    A name that the module's skeleton contains is not listed.
+    """
     occurrences: dict[tuple[str, str, str], list[int]] = {}
     for file, text in texts.items():
-        for number, line in enumerate(remove_docstrings(text).split("\n"), 1):
-            for name, reason in find_names(line, number):
+        skeleton = ROOT / "lessons" / file
+        given = {name for name, _, _ in list_names(skeleton.read_text())} if skeleton.is_file() else set()
+        for name, reason, number in list_names(text):
+            if name not in given:
                 occurrences.setdefault((file, name, reason), []).append(number)
     found = [Finding(file, tuple(lines), name, reason) for (file, name, reason), lines in occurrences.items()]
     found.sort(key=lambda finding: ORDER.index(finding.name) if finding.name in NAMES else -1)
@@ -99,6 +104,12 @@ def look(texts: Mapping[str, str]) -> list[Finding]:
         left_out = len(found) - MOST_FINDINGS + 1
         found[MOST_FINDINGS - 1 :] = [Finding("and more", (), "", f"{left_out} other names are worth a look")]
     return found
+
+
+def list_names(text: str) -> list[tuple[str, str, int]]:
+    """Return the names of NAMES in a text, each with its reason and its line."""
+    lines = enumerate(remove_docstrings(text).split("\n"), 1)
+    return [(name, reason, number) for number, line in lines for name, reason in find_names(line, number)]
 
 
 def remove_docstrings(text: str) -> str:

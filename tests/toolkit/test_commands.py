@@ -112,7 +112,7 @@ ACCOUNTS = [
     ),
     NotRun("python -m brigade.lab.claims --write", "a minute; tests/toolkit/test_claims.py writes a page"),
     NotRun("python -m brigade.lab.(demo|memory|validate)", "long; tests/toolkit has tests of each"),
-    NotRun(r"python lessons/\w+/\w+\.py( dump_\*\.json)?", "tests/toolkit/test_experiments.py runs all scripts of the readings"),
+    NotRun(r"python lessons/\w+/\w+\.py( dump_\*\.json)?", "tests/toolkit/test_experiments.py runs the scripts"),
     # ---- several machines, GPUs
     NotRun("torchrun .*", "several GPUs or machines; tests/toolkit/test_bench.py and test_two_hosts.py start torchrun"),
     NotRun("sbatch .*", "it takes a Slurm cluster"),
