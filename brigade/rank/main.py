@@ -47,7 +47,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
     try:
-        channel.send_result(wire.encode(run(request, channel)))
+        channel.send_result(wire.encode(run(request, channel.add_event, channel if request["switch"] else None)))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
         channel.send_failure(failure.describe(error, request["packages"]))
     sys.stdout.flush()
@@ -67,8 +67,8 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
 
 
-def run(request: dict[str, Any], channel: Channel) -> list[Any]:
-    """Execute the request in this process and return the results of its calls."""
+def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None], switch: Channel | None = None) -> list[Any]:
+    """Execute the request in this process and return the results of its calls. See `perform`."""
     if request["mode"] != "emulate" and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
@@ -76,10 +76,10 @@ def run(request: dict[str, Any], channel: Channel) -> list[Any]:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.chdir(request["directory"])
     os.environ.update(request["environment"])
-    if request.get("switch"):
-        return perform(request, channel.add_event, dist.HashStore(), switch=channel)
+    if switch:
+        return perform(request, sink, dist.HashStore(), switch=switch)
     store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), request["world_size"])
-    return perform(request, channel.add_event, store)
+    return perform(request, sink, store)
 
 
 def perform(
