@@ -12,16 +12,7 @@ from brigade.course.modules import MODULES, ROOT, get_module
 
 TEXT = (ROOT / "docs" / "contributing.md").read_text()
 # Folders of brigade from the lowest to the highest. Those of one row do not import each other.
-FOLDERS = (
-    ("events",),
-    ("course", "switch"),
-    ("runner",),
-    ("rank",),
-    ("checks",),
-    ("grade", "lab"),
-    ("cli",),
-    ("__main__",),
-)
+FOLDERS = (("events",), ("course", "switch"), ("runner",), ("rank",), ("checks",), ("grade", "lab"), ("cli",))
 LEVELS = {folder: level for level, row in enumerate(FOLDERS) for folder in row}
 MODULES_OF_BRIGADE = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
