@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
+from brigade.checks.edge_case_models import OPTIMIZERS, border, compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
@@ -149,17 +149,17 @@ def change_forward(model: nn.Module, kind: str = "") -> None:
 
 
 def run_scaled(model: nn.Module, x: Tensor, branch: int) -> Tensor:
-    x = model.first(x)
-    for block in model.blocks:
-        x = block(x * model.scale)
+    x = border(model.first(x), 0)
+    for number, block in enumerate(model.blocks, 1):
+        x = border(block(x * model.scale), number)
     return model.last(x.to(model.last.weight.dtype))
 
 
 def run_checkpointed(model: nn.Module, x: Tensor, branch: int) -> Tensor:
-    x = model.first(x)
-    for block in model.blocks:
+    x = border(model.first(x), 0)
+    for number, block in enumerate(model.blocks, 1):
         with set_checkpoint_early_stop(False):  # so that the forward hooks of the second forward run, too
-            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            x = border(checkpoint(block, x, use_reentrant=False, preserve_rng_state=False), number)
     return model.last(x)
 
 
@@ -393,6 +393,7 @@ UNSYNCED = ("only no_sync", "no_sync last")
 def train_unusually(job: dict) -> dict:
     """Train with steps of the order job["order"]. Return the weights and what was alive, or why the wrapper refused."""
     model = build(job)
+    change_forward(model, job.get("forward", ""))
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]](list(ddp.shards()))
     results: dict[str, Any] = {"alive": [], "evaluated": []}
