@@ -183,6 +183,7 @@ def prepare() -> None:
 
     import brigade.checks.reference  # noqa: F401
 
+    machine.hide_gpus()  # this process computes the expected values on the CPU
     torch.set_num_threads(1)  # if torch was imported earlier; this applies to the current thread only
 
 

@@ -25,6 +25,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -291,7 +292,8 @@ def become_rank(request: dict[str, Any]) -> None:
         "function": "get_rank",
         "calls": [[]],
     }  # a placeholder: the work comes cell by cell
-    rank.run(request | function | {"rank": number}, lambda event: record.write(json.dumps(event) + "\n"))
+    channel = SimpleNamespace(add_event=lambda event: record.write(json.dumps(event) + "\n"))
+    rank.run(request | function | {"rank": number}, channel)
 
 
 def make_import_path() -> str:

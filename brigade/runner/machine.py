@@ -43,6 +43,23 @@ def count_gpus() -> int:
     return 0 if find_gpu_problem() else _count_devices()
 
 
+def hide_gpus() -> None:
+    """Make torch's C++ code count no GPUs in this process. Otherwise, the first backward on the CPU initialises CUDA.
+
+    Torch counts them once, with the variable of that moment. `count_gpus` and other processes are not affected.
+    """
+    import torch
+
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        torch.cuda.is_available()
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
 def find_gpu_problem() -> str:
     """Return why ranks cannot use a GPU here, as a part of a sentence. Return "" if they can."""
     import torch

@@ -1,6 +1,7 @@
 """No process touches a GPU unless its rank uses NCCL, and all tensors of such a rank are on its device."""
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -87,6 +88,17 @@ def test_torch_has_one_of_the_names_that_the_reference_replaces():
 def test_ranks_with_gloo_see_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert list(run_ranks(functions.read_visible_devices, world_size=2)) == ["", ""]
+
+
+@pytest.mark.parametrize("before", [None, "0,1"])
+def test_torch_counts_gpus_once_and_finds_none(before, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    machine.hide_gpus()
+    assert seen == [""] and os.environ.get("CUDA_VISIBLE_DEVICES") == before
 
 
 # ---- machines that have no usable GPU

@@ -70,7 +70,7 @@ def list_steps(deadline: str, minutes: str, number: list[str]) -> Iterator[Step]
     yield Step("ranks of a notebook", 2, ["python", "-c", NOTEBOOK])
     if os.geteuid() == 0:
         grade = [*brigade, "grade", "--submission", "solutions", "--modules", ",".join(number) or "1-8", *NCCL]
-        yield Step("grade as root", 1, grade, said="Score: ")
+        yield Step("grade as root", 1, grade, said=" points")
     for said, environment in (
         ("the NVIDIA driver is too old", {"FAKE_DRIVER": "12040"}),
         ("CUDA_VISIBLE_DEVICES is empty", {"CUDA_VISIBLE_DEVICES": ""}),
