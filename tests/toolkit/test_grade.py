@@ -710,7 +710,7 @@ GRADESCOPE_OPTIONS = ["--submission", "lessons", "--format", "gradescope", "--vi
     ("options", "line"),
     [
         (["--submission", "does/not/exist"], "there is no directory or archive does/not/exist"),
-        (["--submission", __file__], "test_grade.py cannot be unpacked: File is not a zip file"),
+        (["--submission", __file__], "unreadable: test_grade.py has no name of a module, such as naive_ddp.py"),
         (["--submission", "lessons", "--out", "does/not/exist/results.json"], "does/not/exist for the results"),
         (["--submission", "lessons", "--out", "/"], "/ is not an ordinary file"),
         (["--submission", "lessons", "--modules", "99"], "there is no module"),
