@@ -143,6 +143,34 @@ def test_each_rank_has_its_part(submission):
         )
 
 
+# ---- part (d): the wrapper
+
+
+@pytest.mark.parts("Parts (f) to (n): the wrapper")
+@pytest.mark.points(1)
+def test_shards_have_average_gradients(submission):
+    """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
+    [world] = submission.worlds(3)
+    cases = [
+        submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
+    ]
+    all_results = run_each(submission, scenarios.train, [case.make_jobs(**JOB, finish_each=True) for case in cases])
+    for number, (case, results) in enumerate(zip(cases, all_results)):
+        expect_nothing_whole(results, case)
+        expect_shapes(results, case)
+        expect_all_shards(results, results.events, case, finishes=number + 1)
+        with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
+            expect_equal(
+                "after finish_grad_sync the shards have the average of the gradients"
+                + (", and those of a second backward and finish are added" if number else ""),
+                [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
+                case.gradients(),
+                hypotheses=partial(diagnosis.suspect_gradients, case),
+                scale=case.largest_entries(),
+                tolerance=ONE_STEP,
+            )
+
+
 @pytest.mark.points(2)
 def test_parameters_stay_views(submission):
     """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage, never replace it."""
@@ -178,34 +206,6 @@ def test_parameters_stay_views(submission):
         )
     gathered = [result["gathered"] for result in results]
     expect_equal("gathered weights are those of rank 0", gathered, case.start(), tolerance=0.0)
-
-
-# ---- part (d): the wrapper
-
-
-@pytest.mark.parts("Parts (f) to (n): the wrapper")
-@pytest.mark.points(1)
-def test_shards_have_average_gradients(submission):
-    """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
-    [world] = submission.worlds(3)
-    cases = [
-        submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
-    ]
-    all_results = run_each(submission, scenarios.train, [case.make_jobs(**JOB, finish_each=True) for case in cases])
-    for number, (case, results) in enumerate(zip(cases, all_results)):
-        expect_nothing_whole(results, case)
-        expect_shapes(results, case)
-        expect_all_shards(results, results.events, case, finishes=number + 1)
-        with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
-            expect_equal(
-                "after finish_grad_sync the shards have the average of the gradients"
-                + (", and those of a second backward and finish are added" if number else ""),
-                [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
-                case.gradients(),
-                hypotheses=partial(diagnosis.suspect_gradients, case),
-                scale=case.largest_entries(),
-                tolerance=ONE_STEP,
-            )
 
 
 @pytest.mark.points(2)

@@ -278,6 +278,8 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of a forward. Floating-point tensors get the dtype `compute_dtype`, if there is one."""
+        if self.compute_dtype is None:
+            return args, kwargs
         # TODO: part (o)
         raise NotImplementedError("module 11, part (o)")
 

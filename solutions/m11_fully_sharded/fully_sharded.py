@@ -325,9 +325,9 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return the arguments of a forward. Floating-point tensors get the dtype `compute_dtype`, if there is one."""
-        ### BEGIN SOLUTION part (o)
         if self.compute_dtype is None:
             return args, kwargs
+        ### BEGIN SOLUTION part (o)
 
         def cast(value: Any) -> Any:
             is_float = isinstance(value, Tensor) and value.is_floating_point()
