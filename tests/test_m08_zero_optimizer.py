@@ -294,7 +294,7 @@ def test_zero_equals_unsharded(submission):
         why = partial(diagnosis.suspect_shards, case, recipe, is_moving, weights, layout)
         expect_trained(what, results, compute_weights(case, recipe), case.start(), why, ranks=case.group)
         require_shared_state([results[rank] for rank in case.group], case, name)
-    [world] = submission.worlds(3)
+    [world] = submission.worlds(2)
     results = submission.run(
         m08_zero.collect_refusals, submission.case("Plain", world).make_jobs(**ZERO), world_size=world
     )

@@ -154,8 +154,8 @@ class ParamShard:
         # TODO: part (f)
         raise NotImplementedError("module 8, part (f)")
         weights = buffer.param_data[self.buffer_slice]
-        if len(self.param.flatten()[self.param_slice]) != len(weights):
-            raise ValueError("param_slice and buffer_slice differ in length. A negative stop counts from the end")
+        if self.param_slice.start > self.param_slice.stop or self.buffer_slice.start > self.buffer_slice.stop:
+            raise ValueError("a slice stops before it starts. If the overlap is empty, start and stop must be equal")
         self.is_master = weights.itemsize < 4
         self.shard = nn.Parameter(weights.float() if self.is_master else weights)
 

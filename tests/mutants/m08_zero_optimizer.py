@@ -477,7 +477,7 @@ ZERO = [
         OVERLAP,
         OVERLAP.replace("max(start, min(param_end, shard_start + length))", "min(param_end, shard_start + length)"),
         ("test_zero_equals_unsharded", "test_zero_checkpoints"),
-        "A negative stop counts from the end",
+        "start and stop must be equal",
     ),
     Mutant(
         "weights not gathered",
