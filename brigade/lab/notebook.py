@@ -25,7 +25,6 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -292,8 +291,7 @@ def become_rank(request: dict[str, Any]) -> None:
         "function": "get_rank",
         "calls": [[]],
     }  # a placeholder: the work comes cell by cell
-    channel = SimpleNamespace(add_event=lambda event: record.write(json.dumps(event) + "\n"))
-    rank.run(request | function | {"rank": number}, channel)
+    rank.run(request | function | {"rank": number}, lambda event: record.write(json.dumps(event) + "\n"))
 
 
 def make_import_path() -> str:
