@@ -69,7 +69,7 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
 
 def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None], switch: Channel | None = None) -> list[Any]:
     """Execute the request in this process and return the results of its calls. See `perform`."""
-    if request["mode"] != "emulate" and hasattr(os, "SCHED_BATCH"):
+    if request["mode"] != "emulate" and not switch and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
             # as long. On the emulated link, however, a collective must interrupt the computation.
