@@ -76,7 +76,7 @@ def test_bytes_on_the_wire(submission):
 
 @pytest.mark.points(1)
 def test_mixed_dtypes(submission):
-    """Gradients of several dtypes are averaged without casts, with one all-reduce per dtype."""
+    """Gradients keep their dtypes, and float64 gradients the precision of float64, with few all-reduces."""
     for world in submission.worlds(2, 3):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         # A pure float64 model reveals a cast to float32, which bfloat16 activations would hide.

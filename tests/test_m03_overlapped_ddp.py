@@ -49,6 +49,7 @@ def test_launches_are_asynchronous(submission):
         for rank, events in enumerate(results.events):
             for step in range(2):
                 launched = launches(events, step)
+                expect_no_weight(launched, rank)
                 expect(
                     sorted((launch.op, launch.numel) for launch in launched)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
@@ -96,6 +97,7 @@ def test_launches_follow_their_gradients(submission):
                 diagnosis.COPIED_PARAMETERS,
                 rank=rank,
             )
+            expect_no_weight(launches(events, 0), rank)
             launched_at = {launch.numel: launch.place for launch in launches(events, 0)}
             for index, (ready_at, name) in enumerate(order):
                 launch_at = launched_at.get(sizes[name])
@@ -237,6 +239,18 @@ def test_steps_and_subgroups(submission):
 
 
 # ---- what the checks of this module and of later ones use
+
+
+def expect_no_weight(launched, rank):
+    """Expect no launch to carry a parameter instead of its gradient."""
+    count = sum(launch.memory == "weight" for launch in launched)
+    expect(
+        not count,
+        "every all_reduce carries a gradient",
+        f"{describe_share(count, len(launched))} carry the parameter itself",
+        "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad.",
+        rank=rank,
+    )
 
 
 def expect_unsynced(results, case, step):

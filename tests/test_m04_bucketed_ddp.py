@@ -117,7 +117,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
         cap, job = fit_cap(case)
         jobs = case.make_jobs(**job)
         buckets = plan_by_rule(case, cap)
-        with diagnosis.blame_ready_order(buckets):
+        with diagnosis.blame_ready_order(buckets, count_elements(case, buckets)):
             results = submission.run(training.train, jobs, world_size=world)
         expected = count_elements(case, buckets)
         for rank, events in enumerate(results.events):
@@ -158,7 +158,7 @@ def test_unused_parameters(submission):
         cap, job = fit_cap(case)
         buckets = plan_by_rule(case, cap)
         with diagnosis.blame_plan(submission, case, cap):
-            with diagnosis.blame_ready_order(buckets):
+            with diagnosis.blame_ready_order(buckets, count_elements(case, buckets)):
                 results = submission.run(training.train, case.make_jobs(**job), world_size=world)
             expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
@@ -322,7 +322,7 @@ def expect_buckets(case, buckets):
                 "a bucket closes only if the next parameter does not fit. A parameter that fits exactly belongs to "
                 "the bucket",
                 f"{got}. Parameter #{after[0]} would still fit",
-                partial(diagnosis.explain_small_bucket, total + sizes[after[0]] == case["cap_bytes"]),
+                partial(diagnosis.explain_small_bucket, apply_rule, case, sizes, buckets),
             )
 
 
@@ -346,6 +346,6 @@ def expect_dtypes(events, case):
             "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
             + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
             f"the step made {summarize(launches(own, 0))}",
-            diagnosis.MIXED_BUCKETS,
+            diagnosis.CAST if carried.total() == expected.total() else "",
             rank=rank,
         )

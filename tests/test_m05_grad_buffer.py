@@ -101,7 +101,7 @@ def test_buffer_memory(submission):
                         f"p.{name} is not a view of {flat}"
                         if offset is None
                         else f"p.{name} begins at element {offset}",
-                        partial(diagnosis.explain_place, name, when),
+                        partial(diagnosis.explain_place, name, when, state["starts"] == starts),
                         parameter=f"parameter {i}",
                     )
                     # The scenario fills main_grad before it moves the buffer.

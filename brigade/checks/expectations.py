@@ -78,7 +78,7 @@ def expect_start(
     expected = case.start()
     if kind in ("parameters", "buffers"):
         expected = {name: t for name, t in expected.items() if (name in case.parameters()) == (kind == "parameters")}
-    own = f"a rank still has its own {kind}: {explain_no_broadcast(events, case)}"
+    own = f"a rank still has its own values of {kind}: {explain_no_broadcast(events, case)}"
     world = (
         f"a rank has the {kind} of rank 0 of the world instead of those of its group's first rank: the broadcast "
         "ignores process_group."
@@ -99,9 +99,12 @@ def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -
     """Return why the first rank's tensors do not reach the other ranks, judging by its record."""
     if events is None:
         return "some tensors are not broadcast, or only copies of them are."
-    count = sum(launch.op == "broadcast" for launch in launches(events[case.group[0]]) if launch.step is None)
+    sent = [x.numel for x in launches(events[case.group[0]]) if x.op == "broadcast" and x.step is None]
+    count = len(sent)
     if not count:
         return "nothing is broadcast."
+    if not {tensor.numel() for tensor in case.start().values()}.issuperset(sent):
+        return "the broadcast does not reach these tensors."
     if count >= len(case.start()):
         return "copies are broadcast but not written back, or later code overwrites the result."
     return f"the broadcast sends only {count} of the model's {len(case.start())} parameters and buffers."

@@ -78,12 +78,18 @@ def explain_view(view, size):
 
 def explain_gathered(members):
     """Return, by cause, what the ranks would have instead of all chunks."""
+    size = len(members)
+    chunks = [torch.tensor_split(tensor.flatten(), size) for tensor in members]
+    added = [  # chunk c adds up on its way from rank c to this rank
+        torch.cat([sum(chunks[(c + k) % size][c] for k in range((rank - c) % size + 1)) for c in range(size)])
+        for rank in range(size)
+    ]
     return {
         "no chunk was replaced. Write each received chunk into the tensor.": [
             {"the tensor": tensor} for tensor in members
         ],
         "received chunks are added to the rank's own chunks. They must replace those chunks.": [
-            {"the tensor": sum(members)} for _ in members
+            {"the tensor": tensor.view(members[0].shape)} for tensor in added
         ],
     }
 
@@ -136,5 +142,8 @@ def explain_lengths(events):
 def explain_memory(most, nbytes):
     """Explain why so much memory is alive at once."""
     if most > 1.2 * nbytes:
-        return "the function copies the whole tensor. One buffer of the length of a chunk is enough for all steps."
+        return (
+            "the function copies the whole tensor, or as many chunks. One buffer of the length of a chunk is enough "
+            "for all steps."
+        )
     return "every step creates a new buffer and keeps the previous one. Create one buffer and use it in all steps."

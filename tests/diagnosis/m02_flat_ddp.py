@@ -24,7 +24,7 @@ LEFT_OUT = (
     "a rank leaves gradients that are None out of its flat tensor. It must include them as zeros, so that all "
     "flat tensors have the same length."
 )
-REPLACED = "p.grad is replaced by a piece of the flat tensor. Copy the piece into p.grad instead."
+REPLACED = "p.grad is replaced by another tensor. Copy the average into the existing p.grad instead."
 
 
 @contextlib.contextmanager

@@ -14,15 +14,12 @@ NOT_REVERSED = "the parameters are not reversed. Reverse the parameters, not the
 SEE_RULE = (
     "the wrapper uses the buckets of plan_buckets, and plan_buckets does not follow the rule. See test_bucket_rule."
 )
+CAST = "gradients are cast to another dtype. Each bucket must be all-reduced in the dtype of its gradients."
 MIXED_DTYPES = "a change of dtype does not close the bucket."
 CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if they close only above the cap
 
 READY_ORDER = (
     "a complete bucket is launched before an earlier bucket. It must wait until all earlier buckets are launched."
-)
-MIXED_BUCKETS = (
-    "the wrapper does not use the buckets of plan_buckets. torch.cat casts tensors of several dtypes to the widest "
-    "dtype."
 )
 
 
@@ -46,11 +43,17 @@ def explain_large_bucket(rule, case, sizes, buckets):
     return "a bucket closes after the parameter that exceeds the cap. It must close before that parameter."
 
 
-def explain_small_bucket(is_exact_fit):
-    """Explain why a bucket closes although the next parameter fits."""
-    if is_exact_fit:
+def explain_small_bucket(rule, case, sizes, buckets):
+    """Explain why a bucket closes although the next parameter fits. `rule` returns buckets for sizes in bytes."""
+    cap = case["cap_bytes"]
+    if buckets == rule(sizes, case["dtypes"], cap - 1):
         return "a parameter that fits exactly opens a new bucket. Compare with >, not with >=."
-    return "a bucket closes too early. Its size must start at 0 when it opens."
+    if buckets == rule([4 * numel for numel in case["numels"]], case["dtypes"], cap):
+        return "sizes are computed with 4 bytes for each element. Use element_size(), because bfloat16 has 2 bytes."
+    first = buckets[0]  # if the size is never reset, each parameter after the first bucket has a bucket of its own
+    if first == rule(sizes, case["dtypes"], cap)[0] and all(len(bucket) == 1 for bucket in buckets[1:]):
+        return "the size of the first bucket is never reset. It must start at 0 when a bucket opens."
+    return ""
 
 
 def run_plan(submission, case, cap):
@@ -116,16 +119,21 @@ def explain_launches(submission, case, buckets, cap, events, step):
         return "finish_grad_sync does not launch the buckets that never became complete."
     if set(launched) == set(expected):
         return "finish_grad_sync launches buckets that backward has already launched."
-    return ""
+    return "the wrapper does not launch the buckets of plan_buckets, which follow the rule."
 
 
 @contextlib.contextmanager
-def blame_ready_order(buckets):
-    """Explain a mismatch of collectives in the block by a rank that launched a complete bucket ahead of its turn."""
+def blame_ready_order(buckets, numels):
+    """Explain a mismatch of collectives in the block by a rank that launched a complete bucket ahead of its turn.
+
+    `numels` are the numbers of elements of the buckets. Other launches are not launches of these buckets.
+    """
     try:
         yield
     except CheckFailed as failed:
-        if failed.verdict.ending == "mismatch" and any(launches_ahead(own, buckets) for own in failed.events):
+        launched = [launch.numel for own in failed.events for step in (0, 1) for launch in launches(own, step)]
+        is_planned = failed.verdict.ending == "mismatch" and set(launched) <= set(numels)
+        if is_planned and any(launches_ahead(own, buckets) for own in failed.events):
             raise failed.with_cause(READY_ORDER) from None
         raise
 

@@ -11,6 +11,7 @@ from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
 
 # plan_layout
+SEE_LAYOUT = "plan_layout does not follow its rule (see test_layout_rule), or it is called with the wrong arguments."
 ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements. Count elements, not bytes."
 RULE = (
     "A bucket closes once it has bucket_numel elements or more, counted from its start to the end of its last "
@@ -34,8 +35,10 @@ SHARED_BUFFER = "the buffer and the parameter have different dtypes. Parameters 
 NARROWER = "grad_dtype is used for these parameters, although it is not wider than their dtype. Ignore it in this case."
 
 
-def explain_place(name, when):
-    """Return why p.main_grad or p.data is not at its position in a GradBuffer."""
+def explain_place(name, when, is_planned):
+    """Return why p.main_grad or p.data is not at its position in a GradBuffer; `is_planned` if the plan is right."""
+    if not is_planned:
+        return SEE_LAYOUT
     if when == "after reallocate()":
         return f"attach_views does not set parameter.{name} again when reallocate calls it."
     return f"attach_views does not set parameter.{name} to the parameter's own range of the flat tensor."
@@ -100,7 +103,7 @@ def explain_buffers(buffers, names):
         return "there must be one buffer per dtype, and all parameters of this model have the same dtype."
     order = list(buffers[0]["offsets"])
     if order == names:
-        return "plan_layout does not follow its rule (see test_layout_rule), or it is called with the wrong arguments."
+        return SEE_LAYOUT
     if order == names[::-1]:
         return "parameters are laid out from the first to the last. The list must be reversed."
     if set(order) != set(names):
@@ -149,7 +152,10 @@ def explain_lost_view(results):
 
 def explain_launches(buffers, names, layout, events, step):
     """Return why a step's launches are not one all_reduce per bucket; `buffers` are those of this step."""
-    if len(buffers) != 1 or buffers[0]["numel"] != layout["numel"]:
+    offsets = list(buffers[0]["offsets"].values())
+    starts = [start for start, _ in layout["param_ranges"]]
+    is_planned = buffers[0]["numel"] == layout["numel"] and all(a in (None, b) for a, b in zip(offsets, starts))
+    if len(buffers) != 1 or not is_planned:
         return explain_buffers(buffers, names)
     launched = launches(events, step)
     expected = [end - start for start, end in layout["bucket_ranges"]]

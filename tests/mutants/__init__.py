@@ -52,7 +52,7 @@ UNEQUAL_REPLICAS = Mutant(
     BROADCAST,
     "pass\n",
     ("test_gradients_are_averaged",),
-    "still has its own parameters and buffers",
+    "still has its own values of parameters and buffers",
 )
 GROUP_IGNORED_AT_START = Mutant(
     "process_group ignored by the broadcast",

@@ -69,6 +69,15 @@ MUTANTS = [
         "for step in range(size):\n        outgoing",
         REDUCED,
     ),
+    Mutant(
+        "chunks are added in the gather too",
+        GATHER_TURN,
+        "received = torch.empty_like(chunks[(rank - step - 1) % size])\n"
+        "        shift(chunks[(rank - step) % size], received, process_group)\n"
+        "        chunks[(rank - step - 1) % size] += received",
+        GATHERED,
+        "received chunks are added",
+    ),
     Mutant("chunks are replaced, not added", ADD, "incoming.copy_(received)", REDUCED, "Add the two chunks instead"),
     Mutant(
         "the chunks are copies",

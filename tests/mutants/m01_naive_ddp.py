@@ -19,14 +19,14 @@ MUTANTS = [
         STATE,
         "module.buffers()",
         ("test_parameters_start_equal",),
-        "still has its own parameters",
+        "still has its own values of parameters",
     ),
     Mutant(
         "buffers not broadcast",
         STATE,
         "module.parameters()",
         ("test_buffers_start_equal",),
-        "still has its own buffers",
+        "still has its own values of buffers",
     ),
     Mutant(
         "frozen parameters not broadcast",
@@ -47,7 +47,7 @@ MUTANTS = [
         STATE,
         "module.state_dict().values()",
         ("test_buffers_start_equal",),
-        "still has its own buffers",
+        "still has its own values of buffers",
     ),
     Mutant(
         "broadcast from the last rank",

@@ -149,7 +149,7 @@ MUTANTS = [
         COPY_BACK,
         "parameter.grad = piece.view(parameter.shape)",
         ("test_gradients_keep_shape_and_stride",),
-        "replaced by a piece",
+        "p.grad is replaced by another tensor",
     ),
     Mutant(
         "gradients assumed contiguous",

@@ -54,7 +54,13 @@ MUTANTS = [
         "weights reduced instead of gradients",
         LAUNCH,
         LAUNCH.replace("parameter.grad", "parameter.data"),
-        ("test_gradients_are_averaged", "test_steps_and_subgroups", "test_no_sync_restores_its_state"),
+        (
+            "test_gradients_are_averaged",
+            "test_steps_and_subgroups",
+            "test_no_sync_restores_its_state",
+            "test_launches_are_asynchronous",
+            "test_launches_follow_their_gradients",
+        ),
         "all-reduces the parameter itself",
     ),
     Mutant(

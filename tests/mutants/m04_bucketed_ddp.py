@@ -72,7 +72,7 @@ MUTANTS = [
         CLOSE,
         "            buckets.append([])\n",
         ("test_bucket_rule",),
-        "would still fit",
+        "the size of the first bucket is never reset",
     ),
     Mutant("the last bucket lost", "    return buckets\n", "    return buckets[:-1]\n", ("test_bucket_rule",), "lost"),
     Mutant(
@@ -88,6 +88,13 @@ MUTANTS = [
         "bucket_cap_mb",
         ("test_buckets_overlap_with_backward",),
         "the cap that plan_buckets receives is too small",
+    ),
+    Mutant(
+        "4 bytes for every element",
+        SIZE,
+        "size = parameter.numel() * 4",
+        ("test_bucket_rule",),
+        "with 4 bytes for each element",
     ),
     Mutant(
         "megabytes of a million bytes",
@@ -110,7 +117,7 @@ MUTANTS = [
         "            plan[-1].append(p)\n"
         "        self.buckets = [Bucket(group, process_group) for group in plan]",
         ("test_gradients_are_averaged",),
-        "does not use the buckets of plan_buckets",
+        "gradients are cast to another dtype",
     ),
     UNEQUAL_REPLICAS,
     GROUP_IGNORED_AT_START,

@@ -80,6 +80,21 @@ MUTANTS = [
         ("test_layout_rule",),
         "does not contain exactly its own elements",
     ),
+    Mutant(
+        "gaps not counted",
+        FULL,
+        "full = sum(b - a for (a, b), k in zip(param_ranges, bucket_of) if k == bucket_of[-1])\n"
+        "        is_full = bucket_numel is not None and full >= bucket_numel",
+        ("test_layout_rule",),
+        "a bucket closes too late",
+    ),
+    Mutant(
+        "gaps not counted, seen in the buffer",
+        START,
+        "start = end",
+        ("test_buffer_memory", "test_buckets_overlap_with_backward"),
+        "plan_layout does not follow its rule",
+    ),
     Mutant("closed only when exceeded", FULL, FULL.replace(">=", ">"), ("test_layout_rule",), "Compare with >="),
     Mutant(
         "closed before the parameter that fills it",

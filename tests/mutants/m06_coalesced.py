@@ -227,7 +227,7 @@ MUTANTS = [
         + MODULE_5
         + "        module.load_state_dict(own)\n",
         ("test_gradients_are_averaged",),
-        "still has its own parameters and buffers",
+        "still has its own values of parameters and buffers",
     ),
     Mutant(
         "parameters not in the buffers",

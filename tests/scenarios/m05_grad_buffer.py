@@ -55,6 +55,7 @@ def move_buffer(job: dict) -> dict:
 
     def describe() -> dict:
         return {
+            "starts": [start for start, _ in buffer.layout.param_ranges],
             "data": [(find_offset(p.data, buffer.param_data), clone(p.data)) for p in params],
             "main_grad": [(find_offset(p.main_grad, buffer.grad_data), clone(p.main_grad)) for p in params],
         }

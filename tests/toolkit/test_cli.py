@@ -471,13 +471,13 @@ def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
     for text, expected, absent in [
         (
             wrong,
-            ["still has its own buffers", "1 passes as before", "1 of 2 points"],
+            ["still has its own values of buffers", "1 passes as before", "1 of 2 points"],
             "parameters, including frozen ones",
         ),
         (
             wrong + "# nothing\n",
             ["1 passes as before\n", "still fails: 1.2  ", "1 of 2 points"],
-            "still has its own buffers",
+            "still has its own values of buffers",
         ),
         (right, ["1/1", "1 passes as before", "2 of 2 points"], "Expected"),
     ]:

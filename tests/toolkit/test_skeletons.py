@@ -164,3 +164,11 @@ def test_marks_keep_their_indentation(course):
         "class C:\n    def f(self):\n        # TODO: part (a)\n"
         '        raise NotImplementedError("module 1, part (a)")\n'
     )
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_wrappers_offer_their_process_group(number):
+    """The skeletons of modules 1 to 5 store it. Later wrappers inherit from module 5's."""
+    entry = get_module(number)
+    _, wrapper = skeletons.make_skeleton(entry).split(f"class {entry.public[-1]}(")
+    assert "        self.process_group = process_group\n" in wrapper.split("def forward")[0]

@@ -88,9 +88,12 @@ def explain_last_bucket(failure: RankFailure, sources: Sources) -> str:
 
 
 def explain_world_rank(failure: RankFailure, sources: Sources) -> str:
-    last = failure.frames[-1][-1] if failure.frames else ""
+    files = {file for file, *_ in failure.frames[-1:]}
+    text = "".join(text for path, text in sources.values() if Path(path).name in files)
+    ranks = [event["ranks"] for event in get_events(failure) if event["kind"] == "launch"]
+    in_group = any(len(group) < len(failure.events) for group in ranks)
     cause = "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)."
-    return cause if re.search(r"get_rank\(\)", last) else ""
+    return cause if in_group and re.search(r"get_rank\(\)", text) else ""
 
 
 def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
