@@ -251,7 +251,7 @@ def test_the_command_exists(command):
     elif program == "source":
         assert arguments == [".venv/bin/activate"]
     else:
-        assert isinstance(find_account(command), Run) or program in ("ip", "git")
+        assert isinstance(find_account(command), Run) or program in ("ip", "git", "bash")
 
 
 def expect_brigade(arguments: list[str]) -> None:
