@@ -75,7 +75,10 @@ def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 
 
 def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
-    """Replace a contiguous tensor with the sum of the ranks' tensors, on every rank of the group, in two phases."""
+    """Replace a contiguous tensor with the sum of the ranks' tensors, on every rank of the group, in two phases.
+
+    At any time, at most two chunks of memory are in use in addition to the tensor.
+    """
     # TODO: part (f)
     raise NotImplementedError("module 0, part (f)")
 
@@ -83,7 +86,8 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 def split_into_chunks(tensor: Tensor, world_size: int) -> list[Tensor]:
     """Split a contiguous tensor into flat views, one chunk per rank. The first chunks may be one element longer.
 
-    Some chunks are empty if there are fewer elements than ranks. Raise ValueError if the tensor is not contiguous.
+    Some chunks are empty if there are fewer elements than ranks; `torch.chunk` would return fewer chunks. Raise
+    ValueError if the tensor is not contiguous.
     """
     require_contiguous(tensor)
     return list(tensor.view(-1).tensor_split(world_size))

@@ -146,4 +146,7 @@ def explain_memory(most, nbytes):
             "the function copies the whole tensor, or as many chunks. One buffer of the length of a chunk is enough "
             "for all steps."
         )
-    return "every step creates a new buffer and keeps the previous one. Create one buffer and use it in all steps."
+    return (
+        "every step creates a new buffer or a copy of a chunk, and keeps the previous one. Create one buffer, use it in "
+        "all steps, and send the chunk itself."
+    )
