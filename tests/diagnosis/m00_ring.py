@@ -147,6 +147,6 @@ def explain_memory(most, nbytes):
             "for all steps."
         )
     return (
-        "every step creates a new buffer or a copy of a chunk, and keeps the previous one. Create one buffer, use it in "
-        "all steps, and send the chunk itself."
+        "every step creates a new buffer or a copy of a chunk, and keeps the previous one. Use one buffer "
+        "in all steps, and send the chunk itself."
     )
