@@ -161,7 +161,7 @@ def make_timeline(label):
             fields = dict.fromkeys(LAUNCH_FIELDS) | {"op": "all_reduce", "dtype": "float32", "nbytes": 4096, "parts": 1}
             fields |= {"phase": "backward", "line": "x.py:7"}
             launches.append(Launch(**fields, step=0, place=0, start=start_s, end=end_s))
-        launched += timeline.make_collectives(rank, launches, 0.0, True)
+        launched += timeline.make_collectives(rank, launches, range(2), 0.0, True)
     return timeline.Timeline(label, 2, spans, launched, 15.0, Link(1e-5, 1e9), 60.0)
 
 
