@@ -58,7 +58,7 @@ def test_collectives_in_different_orders():
         "                return\n"
         "            for parameter in self.waiting if dist.get_rank() else reversed(self.waiting):\n"
         "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
-        "                self.in_flight.append((handle, parameter))\n"
+        "                self.in_flight[parameter] = handle\n"
         "            return"
     )
     for _ in range(3):
@@ -86,7 +86,8 @@ def test_one_launch_too_few():
 
 def test_a_forgotten_wait_is_caught_every_time():
     text = (ROOT / "solutions" / MODULE_3.path).read_text()
-    wrong = text.replace("handle.wait()", "handle is self.in_flight[3][0] or handle.wait()")
+    wrong = text.replace("handle.wait()", "handle is [*self.in_flight.values()][3] or handle.wait()")
+    assert wrong != text
     for seed in range(5):
         outcome = outcome_of(checks(MODULE_3)["test_every_handle_is_waited_on"], wrong, "gloo", seed)
         assert "did not wait on" in str(outcome.verdict)
