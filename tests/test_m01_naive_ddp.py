@@ -8,7 +8,7 @@ import torch
 from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights
 from brigade.events import launches, summarize
 from diagnosis import m01_naive_ddp as diagnosis
-from diagnosis.easier import judge_with_visits
+from diagnosis.easier import blame_visits
 from scenarios import m01_naive_ddp, training
 
 JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
@@ -50,7 +50,9 @@ def test_several_steps(submission):
     """After four steps with evaluations, and one or two backward passes, the weights equal those from one process."""
     for world, optimizer, count in zip(submission.worlds(2, 3), ("sgd", "adam"), (1, 2)):
         case = submission.case("Tied", world, steps=4, micro_batches=count, dtype=torch.float64, optimizer=optimizer)
-        judge_with_visits(submission, case.make_jobs(**JOB), partial(expect_weights, case=case))
+        jobs, judge = case.make_jobs(visits=training.VISITS, **JOB), partial(expect_weights, case=case)
+        with blame_visits(submission, jobs, judge):
+            judge(submission.run(training.train, jobs, world_size=world))
 
 
 @pytest.mark.points(1)

@@ -8,7 +8,7 @@ import torch
 from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_steps, require_launches
 from brigade.events import launches, summarize
 from diagnosis import m02_flat_ddp as diagnosis
-from diagnosis.easier import judge_with_visits
+from diagnosis.easier import blame_visits
 from scenarios import training
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
@@ -137,8 +137,10 @@ def test_steps_and_subgroups(submission):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         options = {"dtype": torch.float64, "optimizer": optimizer, "group": groups[0]}
         case = submission.case("Tied", world, steps=4, micro_batches=count, **options)
-        require = partial(require_flat, steps=4)
-        judge_with_visits(submission, case.make_jobs(groups=groups, **JOB), partial(expect_steps, case, require))
+        jobs = case.make_jobs(groups=groups, visits=training.VISITS, **JOB)
+        judge = partial(expect_steps, case, partial(require_flat, steps=4))
+        with blame_visits(submission, jobs, judge):
+            judge(submission.run(training.train, jobs, world_size=world))
 
 
 # ---- what the checks use

@@ -21,7 +21,7 @@ from brigade.checks.expectations import (
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m03_overlapped_ddp as diagnosis
-from diagnosis.easier import judge_with_visits
+from diagnosis.easier import blame_visits
 from scenarios import m03_overlapped_ddp, training
 
 JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
@@ -234,8 +234,10 @@ def test_steps_and_subgroups(submission):
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        require = partial(require_overlapped, steps=4)
-        judge_with_visits(submission, case.make_jobs(groups=groups, **JOB), partial(expect_steps, case, require))
+        jobs = case.make_jobs(groups=groups, visits=training.VISITS, **JOB)
+        judge = partial(expect_steps, case, partial(require_overlapped, steps=4))
+        with blame_visits(submission, jobs, judge):
+            judge(submission.run(training.train, jobs, world_size=world))
 
 
 # ---- what the checks of this module and of later ones use

@@ -22,7 +22,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m04_bucketed_ddp as diagnosis
-from diagnosis.easier import explain_late_launches, judge_with_visits
+from diagnosis.easier import blame_visits, explain_late_launches
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # the cap in the checks below: a bucket contains a few parameters
@@ -220,10 +220,10 @@ def test_steps_and_subgroups(submission):
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        jobs = case.make_jobs(groups=groups, **JOB)
-        require = partial(require_buckets, submission, jobs, steps=4)
-        with diagnosis.blame_plan(submission, case, CAP_BYTES):
-            judge_with_visits(submission, jobs, partial(expect_steps, case, require))
+        jobs = case.make_jobs(groups=groups, visits=training.VISITS, **JOB)
+        judge = partial(expect_steps, case, partial(require_buckets, submission, jobs, steps=4))
+        with diagnosis.blame_plan(submission, case, CAP_BYTES), blame_visits(submission, jobs, judge):
+            judge(submission.run(training.train, jobs, world_size=world))
 
 
 # ---- what the checks use

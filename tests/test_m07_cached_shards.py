@@ -26,7 +26,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m07_cached_shards as diagnosis
-from diagnosis.easier import judge_with_visits
+from diagnosis.easier import blame_visits
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
 JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
@@ -157,14 +157,14 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        jobs = case.make_jobs(groups=groups, interrupted=2, unsynced=3, reallocate=1, **make_job(2))
+        visits = training.VISITS if model == "Tied" else ()
+        jobs = case.make_jobs(groups=groups, interrupted=2, unsynced=3, visits=visits, reallocate=1, **make_job(2))
         judge = partial(expect_steps, case, partial(require_halves, steps=3))
         with diagnosis.suspect_views(world):
-            results = (
-                judge_with_visits(submission, jobs, judge)
-                if model == "Tied"
-                else submission.run(training.train, jobs, world_size=world)
-            )
+            with blame_visits(submission, jobs, judge):
+                results = submission.run(training.train, jobs, world_size=world)
+                if visits:
+                    judge(results)
             if model == "Frozen":
                 expect_silence(results.events, case.group, 3)
                 expect_restored(results.events, case.group, 2)

@@ -12,9 +12,9 @@ from brigade.checks import edge_case_models
 from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names
 from brigade.events import launches, summarize
 from diagnosis import m09_prefetched_weights as diagnosis
-from diagnosis.easier import judge_with_visits
+from diagnosis.easier import blame_visits
 from expected.m08_zero_optimizer import compute_weights
-from scenarios import m08_zero, m09_prefetched_weights
+from scenarios import m08_zero, m09_prefetched_weights, training
 
 JOB = {
     "package": "m09_prefetched_weights",
@@ -47,11 +47,12 @@ def test_equals_unsharded(submission):
         )
         recipe = make_recipe("Adam" if model == "Branches" else "AdamW", **detail)
         bucket_numel = 1 if world == 3 else BUCKET_NUMEL
-        jobs = make_jobs(case, recipe, None if world == 1 else 1, bucket_numel, groups=groups, finish=True)
+        # Where no evaluation awaits the weights, a forward must find weights that are still on the way.
+        visits = training.VISITS if world == 4 else ()
+        limits = (None if world == 1 else 1, bucket_numel)
+        jobs = make_jobs(case, recipe, *limits, groups=groups, finish=True, visits=visits)
         judge = partial(expect_unsharded, submission, jobs, case, recipe, bucket_numel == BUCKET_NUMEL)
-        if world == 4:  # elsewhere, a forward must find weights that no evaluation has awaited
-            judge_with_visits(submission, jobs, judge, m08_zero.train)
-        else:
+        with blame_visits(submission, jobs, judge, m08_zero.train):
             judge(submission.run(m08_zero.train, jobs, world_size=world))
 
 

@@ -19,9 +19,9 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m10_grad_shards as diagnosis
-from diagnosis.easier import judge_with_visits
+from diagnosis.easier import blame_visits
 from expected.m08_zero_optimizer import compute_weights, train_alone
-from scenarios import m10_grad_shards
+from scenarios import m10_grad_shards, training
 
 JOB = {
     "package": "m10_grad_shards",
@@ -51,13 +51,11 @@ def test_equals_unsharded(submission):
             group=groups[0],
         )
         recipe = make_recipe(name, **({"max_norm": 0.5} if world == 2 else {}))
-        jobs = make_jobs(case, world, recipe=recipe, groups=groups, micro_batches=1, finish_each=False)
+        visits = training.VISITS if world == 2 else ()
+        jobs = make_jobs(case, world, recipe=recipe, groups=groups, micro_batches=1, finish_each=False, visits=visits)
         judge = partial(expect_unsharded, submission, jobs, case, recipe)
-        with diagnosis.explain_failed_run(groups):
-            if world == 2:
-                judge_with_visits(submission, jobs, judge, m10_grad_shards.train)
-            else:
-                judge(submission.run(m10_grad_shards.train, jobs, world_size=world))
+        with diagnosis.explain_failed_run(groups), blame_visits(submission, jobs, judge, m10_grad_shards.train):
+            judge(submission.run(m10_grad_shards.train, jobs, world_size=world))
 
 
 @pytest.mark.points(5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from brigade.checks.diagnose.evidence import find_leftover
@@ -21,7 +21,8 @@ def explain_late_launches(
         return cause
     if any(launch.phase == "backward" for launch in launches(events, step)):
         return ""
-    alone = [dict(job) | {"batches": [[micro[-1]] for micro in job["batches"]], "interrupted": None} for job in jobs]
+    changes = {"interrupted": None, "visits": ()}
+    alone = [dict(job) | {"batches": [[micro[-1]] for micro in job["batches"]]} | changes for job in jobs]
     if len(list_backward_passes(events, step)) > 1 and launches_in_backward(submission, alone):
         return (
             "gradients that become ready inside no_sync are counted too. Without no_sync, the same wrapper launches "
@@ -44,33 +45,30 @@ def launches_in_backward(submission: Any, jobs: Sequence[Mapping[str, Any]]) -> 
     return results is not None and any(launch.phase == "backward" for launch in launches(results.events[0], 0))
 
 
-def judge_with_visits(
+@contextlib.contextmanager
+def blame_visits(
     submission: Any,
     jobs: Sequence[Mapping[str, Any]],
     judge: Callable[[RankResults], None],
     scenario: Callable[..., Any] = training.train,
-) -> RankResults:
-    """Train with all VISITS and judge the results. If this fails, name the first of these forwards that is to blame."""
-
-    def train(visits: Sequence[Any]) -> RankResults:
-        visited = PerRank(dict(job) | {"visits": visits} for job in jobs)
-        results = submission.run(scenario, visited, world_size=len(jobs))
-        judge(results)
-        return results
+) -> Iterator[None]:
+    """Blame the first forward of job["visits"] that alone makes `judge` fail, if training without them succeeds."""
 
     def succeeds(visits: Sequence[Any]) -> bool:
+        visited = PerRank(dict(job) | {"visits": visits} for job in jobs)
+        results = submission.try_run(scenario, visited, world_size=len(jobs))
         with contextlib.suppress(CheckFailed):
-            return bool(train(visits))
+            return results is not None and judge(results) is None
         return False
 
     try:
-        return train(training.VISITS)
+        yield
     except CheckFailed as failed:
-        output = submission.output
-        bad = [] if failed.verdict.part or not succeeds([]) else [v for v in training.VISITS if not succeeds([v])]
-        submission.output = output
-        if not bad:
+        visits = jobs[0]["visits"]
+        if failed.verdict.part or not visits or not succeeds([]):
             raise
-        (place, kind), *_ = bad
-        cause = f"{kind}, {place}, changes the step. Forward must not change the state of the step."
-        raise failed.with_cause(cause) from None
+        for place, kind in visits:
+            if not succeeds([(place, kind)]):
+                cause = f"{kind}, {place}, changes the step. Forward must not change the state of the step."
+                raise failed.with_cause(cause) from None
+        raise

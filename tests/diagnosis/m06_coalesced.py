@@ -8,7 +8,6 @@ from brigade.checks.verdict import CheckFailed
 from brigade.events import Progress, launches, list_ready_gradients
 
 # coalesce
-ONE_BY_ONE = "the calls of a block are launched one by one."
 MADE_BY_WAIT = (
     "the block only collects the calls, and handle.wait() launches them. They must be launched when the block ends."
 )
