@@ -30,7 +30,7 @@ from brigade.course.modules import CourseError
 from brigade.events import Event, RankRecord
 from brigade.runner import sandbox
 from brigade.runner.machine import count_cores, make_nccl_environments
-from brigade.runner.ranks import RankResults, RunOptions, find_sources
+from brigade.runner.ranks import RankResults, RunOptions, draw_seeds, find_sources
 from brigade.runner.report import BROKEN_LINK, RankFailure
 from brigade.runner.server import SERVER
 from brigade.runner.temporary import make_locked_directory
@@ -107,8 +107,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "function": function.__qualname__,
         "packages": {**sources, **(how.packages or {})},
         "threads": max(1, count_cores() // local_size),
-        # Ranks cannot agree on a random seed before they communicate.
-        "seed": (how.seed or 0) + rank,
+        "seed": draw_seeds(how.seed or 0, size)[rank],  # ranks cannot agree on a random one before they communicate
         "calls": [args],
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}

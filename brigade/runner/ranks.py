@@ -164,20 +164,24 @@ def make_requests(
         "terminal": how.terminal,
         "stream": how.stream,
     }
-    # Every rank has its own seed, so that replicas differ unless the submission makes them equal.
-    rng = random.Random(how.seed)
     return [
         request
         | {
             "rank": rank,
-            "seed": rng.randrange(2**63),
+            "seed": seed,
             "calls": [
                 [copy_lists(arg[rank] if isinstance(arg, PerRank) else arg) for arg in args] for args in args_per_call
             ],
             "environment": common | environment,
         }
-        for rank, environment in enumerate(environments)
+        for rank, (seed, environment) in enumerate(zip(draw_seeds(how.seed, how.world_size), environments))
     ]
+
+
+def draw_seeds(seed: int | None, world_size: int) -> list[int]:
+    """Return a seed for each rank, so that replicas differ unless the submission makes them equal."""
+    rng = random.Random(seed)
+    return [rng.randrange(2**63) for _ in range(world_size)]
 
 
 def copy_lists(value: Any) -> Any:

@@ -62,6 +62,8 @@ class Moves(TorchFunctionMode):
         global _names_device
         kwargs = kwargs or {}
         names_device = kwargs.get("device") is not None or any(isinstance(value, torch.device) for value in args[1:])
+        if function is torch.Tensor.to and isinstance(args[1], torch.Tensor):
+            names_device = is_tagged(args[1])
         before, _names_device = _names_device, names_device
         try:
             result = function(*args, **kwargs)

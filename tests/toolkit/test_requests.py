@@ -15,8 +15,9 @@ from brigade.course.modules import MODULES, ROOT
 from brigade.runner import ranks, wire
 from brigade.runner.ranks import SERVER, run_ranks
 
-# Equal on all ranks by contract: weights that are equal before the optimizer exists, and checkpoints.
-SHARED = {"start", "load", "params", "values", "weights"}
+# Equal on all ranks by contract: weights that are equal before the optimizer exists, checkpoints, and the weights that
+# all ranks have when they load a checkpoint.
+SHARED = {"start", "load", "params", "values", "weights", "late_weights"}
 LARGE = 8  # entries of a tensor; smaller ones can be equal by chance
 
 
