@@ -131,6 +131,19 @@ def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
     return select_named([text, *(path.read_text() for path in checks)], earlier)
 
 
+def list_earlier(target: Path, entry: Module) -> frozenset[int]:
+    """Return the numbers of the modules that the module in `target` may import: none if it names no module.
+
+    If the module cannot be read, it may name all.
+    """
+    earlier = {other.package: other for other in TRAINING_MODULES if other.number < entry.number}
+    path = find(target, entry)
+    with contextlib.suppress(CourseError):
+        if path and not select_used(entry, read_text(path, target), dict.fromkeys(earlier, ("", ""))):
+            return frozenset()
+    return frozenset(other.number for other in earlier.values())
+
+
 def select_named(texts: list[str], sources: Sources) -> Sources:
     """Return the entries of `sources` whose package the texts mention, directly or through other entries."""
     selected: Sources = {}

@@ -15,7 +15,8 @@ from pathlib import Path
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
-from brigade.course.modules import TRAINING_MODULES, Module
+from brigade.course.modules import Module, get_module
+from brigade.course.submission import list_earlier
 from brigade.grade.outcome import Grading
 
 Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
@@ -84,6 +85,7 @@ class Schedule:
         self.ends_at = self.began + total_s
         # for each module and check, the attempts in order, by the numbers of the modules that the reference replaces
         self.attempts: dict[tuple[int, str], dict[Replaced, Outcome]] = {}
+        self.earlier = {n: list_earlier(target, get_module(n)) for n, _ in grading.modules()}  # what each may import
         self.stalled: set[int] = set()  # modules that hung in a check or used up their time
 
     def run(self) -> None:
@@ -94,7 +96,7 @@ class Schedule:
             share = max(0.0, self.ends_at - now) / (len(modules) - index)
             self.attempt(outcomes, self.choose_first(number), now + share)
         if self.prior == "auto":
-            for choose in (self.list_failed, list_earlier, lambda number: NONE):
+            for choose in (self.list_failed, self.earlier.__getitem__, lambda number: NONE):
                 for number, _ in modules:
                     replaced = choose(number)
                     outcomes = self.grading.list_outcomes(number)
@@ -106,13 +108,13 @@ class Schedule:
     def choose_first(self, number: int) -> Replaced:
         """Return the earlier modules that the reference replaces in the first attempt."""
         if self.prior != "auto":
-            return list_earlier(number) if self.prior == "reference" else NONE
+            return self.earlier[number] if self.prior == "reference" else NONE
         return self.list_failed(number) if any(stalled < number for stalled in self.stalled) else NONE
 
     def list_failed(self, number: int) -> Replaced:
         """Return the earlier modules that have failed a check so far, or that are not graded and so may be wrong."""
         passing = {n for n, outcomes in self.grading.modules() if all(outcome.passed for outcome in outcomes)}
-        return list_earlier(number) - passing
+        return self.earlier[number] - passing
 
     def may_gain(self, outcome: Outcome, replaced: Replaced) -> bool:
         """Return whether a check that has not passed could pass if the reference replaces these earlier modules."""
@@ -205,11 +207,6 @@ class Schedule:
             what = f"The check fails with the reference's {names} too."
         note = "\n".join(filter(None, [outcome.verdict.note, what]))
         outcome.verdict = replace(outcome.verdict, note=note)
-
-
-def list_earlier(number: int) -> Replaced:
-    """Return the numbers of the modules that module `number` may import."""
-    return frozenset(entry.number for entry in TRAINING_MODULES if entry.number < number)
 
 
 def join_numbers(numbers: Sequence[int]) -> str:
