@@ -9,7 +9,7 @@ scalars.
 import weakref
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,7 +50,9 @@ class Operations(TorchDispatchMode):
         if len(found) == 2 and name not in MIXES_DEVICES:
             raise RuntimeError(f"{MESSAGE}, but found at least two devices (in {name})")
         result = function(*args, **kwargs)
-        if any(map(is_tagged, given)) or (not given and _names_device):
+        # Backward hooks run without `Moves`, so only this class sees their moves.
+        is_move = name == "_to_copy" and kwargs.get("device") is not None and not _get_current_function_mode_stack()
+        if any(map(is_tagged, given)) or is_move or (not given and _names_device):
             tag([tensor for tensor in list_tensors(result) if not any(tensor is one for one in given)])
         return result
 
@@ -62,8 +64,6 @@ class Moves(TorchFunctionMode):
         global _names_device
         kwargs = kwargs or {}
         names_device = kwargs.get("device") is not None or any(isinstance(value, torch.device) for value in args[1:])
-        if function is torch.Tensor.to and isinstance(args[1], torch.Tensor):
-            names_device = is_tagged(args[1])
         before, _names_device = _names_device, names_device
         try:
             result = function(*args, **kwargs)
