@@ -246,9 +246,8 @@ def test_weights_are_freed(submission):
         unit_of = {name: unit for unit, names in enumerate(units) for name in names}
         whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
         for rank, result in enumerate(results):
-            after = {unit_of[name] for name in result["after"]}
             for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
-                expect_bounded(entry, alone, unit_of, whole, prefetch, after, result["whole"], rank)
+                expect_bounded(entry, alone, unit_of, whole, prefetch, result["whole"], rank)
             expect(
                 not result["after"],
                 "after finish_grad_sync, the full weights of every unit are freed",
@@ -598,7 +597,7 @@ def test_mixed_precision_memory(submission):
     for rank, result in enumerate(results):
         for entry, alone in zip(result["boundaries"], result["bare"]):
             if entry["direction"] == "forward":
-                expect_bounded(entry, alone, unit_of, whole, 0, result["after"], result["whole"], rank)
+                expect_bounded(entry, alone, unit_of, whole, 0, result["whole"], rank)
 
 
 # ---- helpers
@@ -786,10 +785,10 @@ def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwis
         )
 
 
-def expect_bounded(entry, alone, unit_of, whole, prefetch, after, uncleared, rank):
+def expect_bounded(entry, alone, unit_of, whole, prefetch, uncleared, rank):
     """Expect a boundary to have no more full weights and gradients than allowed. `alone` is the bare model's.
 
-    After finish_grad_sync, the units in `after` have full weights, and the parameters in `uncleared` have gradients.
+    After finish_grad_sync, the parameters in `uncleared` have full gradients.
     """
     name, direction = entry["name"], entry["direction"]
     unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
@@ -804,7 +803,7 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, after, uncleared, ran
         fits,
         f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
         f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory",
-        partial(diagnosis.explain_alive, alive, unit, direction, prefetch, [] if entry["kept"] else after),
+        partial(diagnosis.explain_alive, alive, unit, direction, prefetch),
         rank=rank,
     )
     bound = whole[0] + sum(whole[u] for u in alive)

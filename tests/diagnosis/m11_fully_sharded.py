@@ -88,9 +88,6 @@ ROOT_STAYS = (
 )
 NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
-LEFT_OVER = (
-    "units keep their memory after finish_grad_sync: during backward, `leave` must free each unit that has computed."
-)
 OTHER_PREFETCH = {
     "forward": (
         "units are gathered before forward reaches them. If plan_schedule passes its checks, `forward` does not give "
@@ -114,6 +111,11 @@ EARLY_WAIT = "a gather is awaited where it is launched. Wait for it only before 
 EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run until the next unit has computed."
 GATHERED_AGAIN = (
     "without reshard_after_forward, the weights are still in memory during backward, so do not gather them again."
+)
+NOT_STARTED = (
+    "a flat shard in `self.reducing` has no reduction in flight: it was never started, or it was already finished. "
+    'For the action "reduce", start the reduction of every flat shard of the unit, and leave the waiting to '
+    "`finish_reduce`."
 )
 REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
 READ_EARLY = "the wrapper reads the flag of no_sync during forward. `begin_backward` must read it."
@@ -344,6 +346,8 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
         return explain_too_small(failed, int(sizes[1]), int(sizes[2]))
     if failed.verdict.error == "FreedTensorError":
         return explain_in_flight(failed)
+    if "no attribute 'wait'" in failed.verdict.message and failed.verdict.location.function.endswith("finish_reduce"):
+        return NOT_STARTED
     if "shape '[0]' is invalid" in failed.verdict.message:
         return EMPTIED
     has_crashed = failed.verdict.ending == "died"
@@ -485,12 +489,10 @@ def explain_skips(submission, scenario, jobs_per_call):
     return UNFINISHED if is_unfinished else SKIPPED
 
 
-def explain_alive(alive, unit, direction, prefetch, after):
-    """Return why other units than allowed have memory at a boundary. Those of `after` keep it until the end."""
-    if not unit and direction == "forward":
-        return LEFT_OVER if set(alive) & set(after) else OTHER_PREFETCH["forward"]
+def explain_alive(alive, unit, direction, prefetch):
+    """Return why other units than allowed have memory at a boundary."""
     if not unit:
-        return IN_THE_ROOT
+        return OTHER_PREFETCH["forward"] if direction == "forward" else IN_THE_ROOT
     distances = [other - unit if direction == "forward" else unit - other for other in alive]
     return TOO_FAR if max(distances) > prefetch else NOT_FREED
 

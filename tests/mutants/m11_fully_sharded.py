@@ -196,7 +196,7 @@ SHARD_MISTAKES = [
         FREE,
         FREE + "        for parameter in self.params:\n            parameter.data = parameter.data.new_empty(0)\n",
         (VIEWS,),
-        "the storage is replaced",
+        "the parameter lost its shape",
     ),
     Mutant(
         "views made again from parameters that are emptied",
@@ -279,7 +279,7 @@ WRAPPER_MISTAKES = [
         STAYS,
         "if self.phase is not Phase.BACKWARD and unit != 0:\n",
         (FREED,),
-        "during backward",
+        "a unit that has computed is not freed",
     ),
     Mutant(
         "the root freed with the first unit",
@@ -289,10 +289,11 @@ WRAPPER_MISTAKES = [
         "must not free the root in forward",
     ),
     Mutant(
-        "the root stays after backward",
+        "the root stays after backward and finish_grad_sync",
         STAYS,
-        "if unit != 0 and (self.phase is Phase.BACKWARD or self.reshard_after_forward):\n",
-        (FREED, GRADIENTS),
+        "self.free_all = lambda: None\n"
+        "        if unit != 0 and (self.phase is Phase.BACKWARD or self.reshard_after_forward):\n",
+        (FREED,),
         "end of backward",
     ),
     Mutant(
@@ -326,9 +327,16 @@ WRAPPER_MISTAKES = [
     Mutant(
         "each reduction awaited at once",
         "                flat.start_reduce()\n",
-        "                flat.start_reduce()\n                flat.finish_reduce()\n",
+        "                flat.start_reduce()\n                flat.reduce_handle and flat.reduce_handle.wait()\n",
         (OVERLAP,),
         "Let it run",
+    ),
+    Mutant(
+        "each reduction finished twice",
+        "                flat.start_reduce()\n",
+        "                flat.start_reduce()\n                flat.finish_reduce()\n",
+        (GRADIENTS,),
+        "it was already finished",
     ),
     Mutant(
         "no prefetch in backward",
@@ -429,7 +437,7 @@ WRAPPER_MISTAKES = [
         "            else:\n                flat.start_reduce()\n",
         "            elif flat is self.units[unit][0]:\n                flat.start_reduce()\n",
         (FROZEN,),
-        "is not reduced in this step",
+        "it was never started",
     ),
     Mutant(
         "skipped units freed before the wait",
