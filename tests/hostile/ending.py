@@ -17,6 +17,7 @@ CASES = [
         "os._exit in the run of four ranks: only that check is lost",
         reference("def attack():\n    if dist.get_world_size() == 4: os._exit(0)", IN_FINISH),
         7,
+        "ended without a result (exit code 0)",
         checks=ALL,
     ),
     Hostile("endless loop at import", reference("while True: pass"), 0, "stopped after 1 s", limit_s=1),

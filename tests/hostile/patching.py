@@ -29,6 +29,7 @@ CASES = [
         "torch.distributed does nothing",
         reference("dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None"),
         START_ONLY,
+        "finish_grad_sync launches nothing",
         checks=ALL,
     ),
     Hostile(
@@ -42,6 +43,7 @@ for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
 """,
         ),
         START_ONLY,
+        "finish_grad_sync launches nothing",
         checks=ALL,
     ),
     Hostile(
