@@ -143,7 +143,8 @@ def change_forward(model: nn.Module, kind: str = "") -> None:
     If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32.
     """
     if kind == "scaled":
-        model.register_buffer("scale", torch.linspace(0.5, 1.5, model.first.out_features))
+        weight = model.first.weight
+        model.register_buffer("scale", torch.linspace(0.5, 1.5, weight.shape[0], device=weight.device))
     if kind:
         model.forward = partial(run_checkpointed if kind == "checkpointed" else run_scaled, model)
 
