@@ -197,8 +197,8 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
             kill_process(pid)
         ended |= reap(ranks)
         time.sleep(0.001)
-    if sandbox_settings:
-        sandbox.remove_files(sandbox_settings["uid"])
+    if sandbox_settings and (sandbox_settings["shares_memory"] or not sandbox.has_private_mounts()):
+        sandbox.remove_files(sandbox_settings["uid"])  # private directories have disappeared with the rank
     return {pid: status for pid, status in ended.items() if pid not in doomed}
 
 

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import resource
 import shutil
@@ -326,6 +327,15 @@ def unshare_mounts(shares_memory: bool) -> bool:
     if not shares_memory:
         libc.unshare(CLONE_NEWIPC)  # if this fails, only a rank's System V shared memory can remain
     return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+
+
+@functools.cache
+def has_private_mounts() -> bool:
+    """Return whether a process of this user may have its own mounts. A child process tries it."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if unshare_mounts(shares_memory=True) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def leave_network() -> None:
