@@ -130,7 +130,8 @@ def explain_refusal(failure: RankFailure, sources: Sources) -> str:
     events = get_events(failure)
     steps = [None, *(event["step"] for event in events if event["kind"] == "step")]
     is_own = bool(failure.own and failure.frames) and failure.frames[-1][-1].startswith("raise ")
-    if not is_own or events[-1]["phase"] != "backward":
+    phase = [event["phase"] for event in events if event["kind"] != "end"][-1]  # another thread records an "end"
+    if not is_own or phase != "backward":
         return ""
     launched = launches(events, steps[-1], phase="backward")
     passes = list_backward_passes(events, steps[-1])
