@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         prepare()
     if config.getoption("--backend") is None:
         config.option.backend = choose_backend()
+    config.option.force_short_summary = True  # in CI, pytest's summary would repeat every message in full
 
 
 def pytest_report_header(config: pytest.Config) -> str:

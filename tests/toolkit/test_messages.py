@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -138,7 +139,8 @@ def test_plain_pytest_names_the_check_that_has_failed_for_the_same_reason(tmp_pa
         "-k",
         "start_equal",
     ]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
+    in_ci = os.environ | {"CI": "true"}
+    shown = subprocess.run(command, cwd=ROOT, env=in_ci, capture_output=True, text=True, timeout=120).stdout
     assert shown.count("Repeat: ") == 1 and "\nsame cause as test_parameters_start_equal\n" in shown, shown
 
 
