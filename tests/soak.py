@@ -5,11 +5,15 @@ Without options: the reference with 30 seeds, while busy loops occupy both cores
 With `--all`: also the alternatives, the variants and the mutants. Every program must pass or fail the same checks with
 every seed. Results are kept in the file `--out`, so that a later run continues where this one stopped; the results of
 a program are used again only if neither its text nor the module's checks and scenario have changed.
+
+With `--isolated`, which needs root: every check runs both ways, as `brigade check` and as `brigade grade` run it. It
+must have the same status with gloo as in isolation with the switch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -26,6 +30,8 @@ from rich.progress import track
 from brigade.checks.collect import collect, import_from_tests
 from brigade.checks.run import Conditions, prepare
 from brigade.course.modules import ROOT, Module, select_modules
+from brigade.grade.isolation import isolate_ranks, may_isolate
+from brigade.runner.server import SERVER
 
 
 @dataclass(frozen=True)
@@ -59,42 +65,51 @@ def list_programs(module: Module, include_all: bool) -> Iterator[Program]:
             yield Program(module, mutant.name, mutant.apply(reference), fails=mutant.caught_by)
 
 
-def find_fault(program: Program, check: str, statuses: dict[int, str]) -> str:
-    """Return what is wrong with the status of a check for each seed, or ""."""
-    wanted = "failed" if check in program.fails else "passed" if check in program.passes else statuses[0]
+def find_fault(program: Program, check: str, statuses: dict[str, str]) -> str:
+    """Return what is wrong with the status of a check for each seed and way, or ""."""
+    first = next(iter(statuses.values()))
+    wanted = "failed" if check in program.fails else "passed" if check in program.passes else first
     if set(statuses.values()) == {wanted}:
         return ""
-    kinds = {kind: [str(seed) for seed in statuses if statuses[seed] == kind] for kind in sorted({*statuses.values()})}
+    kinds = {kind: [seed for seed in statuses if statuses[seed] == kind] for kind in sorted({*statuses.values()})}
     seeds = "; ".join(f"{kind} with seed {', '.join(found)}" for kind, found in kinds.items())
     return f"module {program.module.number}, {program.name}, {check}: {seeds}"
 
 
-def run(programs: Sequence[Program], seeds: Sequence[int], out: Path | None = None, only: str = "") -> list[str]:
+def run(
+    programs: Sequence[Program], seeds: Sequence[int], out: Path | None = None, only: str = "", isolated: bool = False
+) -> list[str]:
     """Run the checks whose names contain `only` on every program with every seed, and return what is wrong.
 
-    Results in `out` are not repeated.
+    With `isolated`, run each of them with gloo and in isolation. Results in `out` are not repeated.
     """
     known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
-    results = {(entry["key"], entry["check"], entry["seed"]): entry["status"] for entry in known}
+    results = {(entry["key"], entry["check"], entry["seed"], entry.get("isolated", False)): entry for entry in known}
     faults = []
-    prepare()
-    for program in track(programs, description="programs"):
-        for check in [check for check in collect([program.module]) if only in check.name]:
-            for seed in seeds:
-                if (place := (program.key, check.name, seed)) in results:
-                    continue
-                outcome = run_on_text(check, program.text, Conditions(seed=seed))
-                results[place] = outcome.status
-                if out:
-                    entry = dict(zip(("key", "check", "seed"), place)) | {"status": outcome.status}
-                    entry |= {"module": program.module.number, "name": program.name}
-                    entry |= {"cause": outcome.verdict.likely_cause if outcome.verdict else ""}
-                    with out.open("a") as file:
-                        file.write(json.dumps(entry) + "\n")
-            statuses = {seed: results[program.key, check.name, seed] for seed in seeds}
-            if fault := find_fault(program, check.name, statuses):
-                print(fault, flush=True)
-                faults.append(fault)
+    with isolate_ranks("", None, "gloo") if isolated else contextlib.nullcontext():
+        sandbox = SERVER.sandbox
+        prepare()
+        for program in track(programs, description="programs"):
+            for check in [check for check in collect([program.module]) if only in check.name]:
+                statuses = {}
+                for seed in seeds:
+                    for way in (False, True)[: 1 + isolated]:
+                        place = (program.key, check.name, seed, way)
+                        if place not in results:
+                            SERVER.sandbox = sandbox if way else None  # for the next ranks of the same server
+                            outcome = run_on_text(check, program.text, Conditions(seed=seed))
+                            SERVER.sandbox = sandbox
+                            entry = dict(zip(("key", "check", "seed", "isolated"), place)) | {"status": outcome.status}
+                            entry |= {"module": program.module.number, "name": program.name}
+                            entry |= {"cause": outcome.verdict.likely_cause if outcome.verdict else ""}
+                            results[place] = entry
+                            if out:
+                                with out.open("a") as file:
+                                    file.write(json.dumps(entry) + "\n")
+                        statuses[f"{seed}{' isolated' * way}"] = results[place]["status"]
+                if fault := find_fault(program, check.name, statuses):
+                    print(fault, flush=True)
+                    faults.append(fault)
     return faults
 
 
@@ -109,15 +124,18 @@ def main() -> int:
     parser.add_argument("--modules", default="0-11", help="such as 3, 1-4 or 1,5 (default: all)")
     parser.add_argument("--only", default="", metavar="NAME", help="run the checks whose names contain NAME")
     parser.add_argument("--all", action="store_true", help="also run alternatives, variants and mutants")
+    parser.add_argument("--isolated", action="store_true", help="run each check with gloo and isolated, as root")
     parser.add_argument("--busy", type=int, default=2, help="the number of busy loops meanwhile (default: 2)")
     parser.add_argument("--out", type=Path, help="keep the results in this file, and continue from it")
     options = parser.parse_args()
+    if options.isolated and not may_isolate():
+        parser.error("--isolated needs Linux and root")
     programs = [p for module in select_modules(options.modules) for p in list_programs(module, options.all)]
     loops = [multiprocessing.Process(target=burn, daemon=True) for _ in range(options.busy)]
     for loop in loops:
         loop.start()
     try:
-        faults = run(programs, range(options.seeds), options.out, options.only)
+        faults = run(programs, range(options.seeds), options.out, options.only, options.isolated)
     finally:
         for loop in loops:
             loop.terminate()
