@@ -21,7 +21,8 @@ from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_r
 from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look, visibility
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import Grading, make_empty_grading
-from brigade.runner import machine, ranks, sandbox
+from brigade.runner import machine, ranks
+from brigade.sandbox import users
 
 PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
 
@@ -228,7 +229,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same for all, in every run
     passed_on += ["--share-gpu"] if options.share_gpu else []
     if isolation.may_isolate():  # without private mounts, one submission could read another
-        sandbox.close_off([Path(options.class_directory).resolve()])
+        users.close_off([Path(options.class_directory).resolve()])
     with classroom.lock_gradebook(gradebook) as lock:
         book = GradebookFile(gradebook, classroom.get_results_path(gradebook))
         before = classroom.read_scores(everyone)

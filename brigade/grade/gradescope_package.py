@@ -9,7 +9,7 @@ from pathlib import Path
 
 from brigade.course import editions, validation
 from brigade.course.modules import ROOT
-from brigade.runner.temporary import temporary_directory
+from brigade.ipc.temporary import temporary_directory
 
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)

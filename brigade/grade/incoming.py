@@ -24,7 +24,7 @@ from brigade.course.modules import CORE_MODULES, MODULES, CourseError
 from brigade.course.submission import MAX_SOURCE_BYTES, find, read_text
 from brigade.course.submission import open_no_follow as open_no_link
 from brigade.grade.formats import make_printable
-from brigade.runner.temporary import temporary_directory
+from brigade.ipc.temporary import temporary_directory
 
 MEDDLING = (
     "conftest.py",

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import ranks, sandbox
+from brigade.runner import ranks
+from brigade.sandbox import enter, users
 
 UNFILTERED = (
     "Graded without a filter for system calls, which this machine does not support: a submission may have left data in "
@@ -28,18 +29,18 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
         return
     private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
     private = [path for path in private if path != "/"]
-    with sandbox.reserve_user() as (uid, reservation):
+    with users.reserve_user() as (uid, reservation):
         # CUDA reserves more address space than any limit would allow. NCCL uses fast transports only between ranks
         # that have the same /dev/shm.
         shared = {"memory": 0, "together": 16 << 30, "shares_memory": True, "offline": False}
         limits = shared if backend == "nccl" else {}
-        ranks.SERVER.sandbox = sandbox.Sandbox(uid, reservation, hidden=private, **limits)
+        ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=private, **limits)
         try:
             yield []
         finally:
             ranks.SERVER.close()  # while the user is reserved: the server kills all processes of the user when it ends
             ranks.SERVER.sandbox = None
-            sandbox.remove_files(uid)
+            users.remove_files(uid)
 
 
 def may_isolate() -> bool:
@@ -52,9 +53,9 @@ def verify_isolation() -> list[str]:
 
     Return notes on protections that this machine does not have.
     """
-    sandbox.close_off([ROOT / name for name in sandbox.SECRETS])
+    users.close_off([ROOT / name for name in enter.SECRETS])
     try:
-        [found] = ranks.run_ranks(sandbox.probe, world_size=1)
+        [found] = ranks.run_ranks(enter.probe, world_size=1)
     except ranks.RankFailure as failure:
         raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
     if found["uid"] == 0 or found["secrets"]:

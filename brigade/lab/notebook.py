@@ -32,10 +32,11 @@ import psutil
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import Sources, read
-from brigade.events import Event, Progress
+from brigade.events import Event
+from brigade.ipc.temporary import make_locked_directory
+from brigade.progress import Progress
 from brigade.runner.machine import count_cores, count_gpus, make_gloo_environment
 from brigade.runner.report import describe_exit
-from brigade.runner.temporary import make_locked_directory
 
 if TYPE_CHECKING:
     from ipyparallel import AsyncResult

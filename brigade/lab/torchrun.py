@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
-from brigade.events import Event, RankRecord
-from brigade.runner import sandbox
+from brigade.events import Event
+from brigade.ipc.temporary import make_locked_directory, remove
+from brigade.progress import RankRecord
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, draw_seeds, find_sources
 from brigade.runner.report import BROKEN_LINK, RankFailure
 from brigade.runner.server import SERVER
-from brigade.runner.temporary import make_locked_directory
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
@@ -142,8 +142,8 @@ def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Eve
     import torch
     from torch import distributed as dist
 
+    from brigade.ipc import wire
     from brigade.rank import emulated_link
-    from brigade.runner import wire
 
     emulated_link.use(None)
     recorded = json.dumps(events).encode()  # encoded now, because the gather is recorded too
@@ -180,14 +180,14 @@ _directory: Path | None = None  # on rank 0: the directory of the files that the
 
 
 def make_directory() -> None:
-    """Make `_directory` and keep it locked until this process ends: see `runner/temporary.py`."""
+    """Make `_directory` and keep it locked until this process ends: see `ipc/temporary.py`."""
     global _directory
     _directory, _ = make_locked_directory()
 
 
 def remove_directory() -> None:
     if _directory:
-        sandbox.remove(_directory)
+        remove(_directory)
 
 
 def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:

@@ -19,10 +19,11 @@ import importlib.abc
 import importlib.util
 import os
 import sys
-import tempfile
 import types
 from importlib.machinery import ModuleSpec
 from typing import Any
+
+from brigade.ipc.temporary import temporary_directory
 
 COMPILER = "torch._dynamo"
 META_KERNELS = "torch._meta_registrations"
@@ -54,10 +55,10 @@ def import_compiler() -> types.ModuleType:
         return sys.modules[COMPILER]
     import_meta_kernels()
     name = "TORCHINDUCTOR_CACHE_DIR"
-    with tempfile.TemporaryDirectory(prefix="brigade-") as unused:
-        before = os.environ.setdefault(name, unused)
+    with temporary_directory() as unused:
+        before = os.environ.setdefault(name, str(unused))
         real = importlib.import_module(COMPILER)
-        if before == unused:
+        if before == str(unused):
             del os.environ[name]
     return real
 

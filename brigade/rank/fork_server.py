@@ -5,7 +5,7 @@ then waits on a Unix socket for orders, each of which is one line of JSON:
 
     {"fork": n, "sandbox": {...}, "directory": path}
                             with 3n file descriptors: fork n ranks, and run `brigade.rank.main.main` in each of
-                            them with its own three descriptors, in the sandbox if there is one (`sandbox.py`).
+                            them with its own three descriptors, in the sandbox if there is one (`brigade.sandbox`).
                             Answer: {"forked": [pid, ...]}
     {"kill": [pid, ...], "sandbox": {...}}
                             kill and reap these process groups, and all processes of the sandbox's user.
@@ -30,9 +30,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from brigade.ipc.protocol import FDS_PER_RANK, kill_group, receive, send
+from brigade.ipc.temporary import remove
 from brigade.rank import dynamo_stub
-from brigade.runner import sandbox
-from brigade.runner.protocol import FDS_PER_RANK, kill_group, receive, send
+from brigade.sandbox import enter, users
 
 PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 10.0  # limit on the wait for killed ranks
@@ -50,7 +51,7 @@ def serve(descriptor: int, locks: Sequence[int], scratch: str, import_path: str,
         sys.path.remove(import_path)  # a submission must not find the course's own files
     gc.freeze()
     if sys.platform == "linux":
-        sandbox.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a rank become our children, and we kill them
+        enter.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a rank become our children, and we kill them
     server = ForkServer(channel, locks)
     try:
         server.listen()
@@ -58,7 +59,7 @@ def serve(descriptor: int, locks: Sequence[int], scratch: str, import_path: str,
         pass
     finally:
         kill(set(server.ranks), server.ranks, server.sandbox_settings)
-        sandbox.remove(scratch)
+        remove(scratch)
         os._exit(0)  # the parent waits for this process to end, and unloading torch would take long
 
 
@@ -106,7 +107,7 @@ class ForkServer:
     def fork(self, descriptors: list[int], sandbox_settings: dict | None, directory: str) -> list[int]:
         """Fork one rank for every three descriptors. Return their process ids."""
         if sandbox_settings and not self.sandbox_settings:
-            sandbox.leave_network()
+            enter.leave_network()
         self.sandbox_settings = sandbox_settings or self.sandbox_settings
         inherited = [self._channel.fileno(), self._wake_read, self._wake_write, *self._locks, *descriptors]
         pids = []
@@ -143,7 +144,7 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
     try:
         os.setsid()  # its own process group, so that its children are killed with it
         if sys.platform == "linux":
-            sandbox.prctl(sandbox.PR_SET_PDEATHSIG, signal.SIGKILL)
+            enter.prctl(enter.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
             os._exit(1)
         signal.set_wakeup_fd(-1)
@@ -154,7 +155,7 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
         from brigade.rank.main import main
 
         if sandbox_settings:
-            sandbox.enter(sandbox_settings, directory, server, rank)
+            enter.enter(sandbox_settings, directory, server, rank)
         main(*own, server)
     finally:
         os._exit(1)
@@ -184,7 +185,7 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
     give_up = time.monotonic() + PATIENCE_S
     ended: dict[int, int] = {}
     if sandbox_settings:
-        sandbox.kill_user(sandbox_settings["uid"])
+        users.kill_user(sandbox_settings["uid"])
     for pid in doomed & ranks:
         kill_group(pid)
         kill_process(pid)  # if it was just forked, it has no group yet
@@ -197,8 +198,8 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
             kill_process(pid)
         ended |= reap(ranks)
         time.sleep(0.001)
-    if sandbox_settings and (sandbox_settings["shares_memory"] or not sandbox.has_private_mounts()):
-        sandbox.remove_files(sandbox_settings["uid"])  # private directories have disappeared with the rank
+    if sandbox_settings and (sandbox_settings["shares_memory"] or not enter.has_private_mounts()):
+        users.remove_files(sandbox_settings["uid"])  # private directories have disappeared with the rank
     return {pid: status for pid, status in ended.items() if pid not in doomed}
 
 

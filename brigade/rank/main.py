@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from brigade.course import submission
+from brigade.ipc import wire
+from brigade.ipc.channel import Channel
 from brigade.rank import api, dynamo_stub, emulated_link, failure, recording, strict
-from brigade.rank.channel import Channel
 from brigade.rank.switch_group import SwitchGroup
-from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.rank.channel import Channel
+from brigade.ipc.channel import Channel
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import METHODS, find_options
 from brigade.rank.strict import is_contiguous

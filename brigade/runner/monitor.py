@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.course.submission import Sources, is_sealed
-from brigade.events import Event, Mismatch, Progress, validate
+from brigade.events import Event, validate
+from brigade.progress import Mismatch, Progress
 from brigade.runner.report import (
     OUTPUT_LIMIT,
     Frame,
@@ -53,7 +54,7 @@ TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
 FRAMES_LIMIT = 30  # frames of an exception that are kept
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 LAUNCH_LIMIT = 128 << 20  # bytes of one launch, if there is a switch
-LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")  # see `rank/channel.py`
+LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")  # see `ipc/channel.py`
 HEADER_BYTES = 9  # of a message: its letter and its size
 
 
@@ -175,7 +176,7 @@ class Monitor:
 
     def decode_results(self, num_calls: int) -> list[list[Any]]:
         """Return each rank's list of results, one per call. Raise RankFailure if a rank sent anything else."""
-        from brigade.runner import wire
+        from brigade.ipc import wire
 
         values = []
         for state in self.states:
@@ -294,7 +295,7 @@ class Monitor:
         self._note_failure()
 
     def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> list[Event]:
-        """Handle one message of a rank and return the events in it. See `rank/channel.py` for the letters."""
+        """Handle one message of a rank and return the events in it. See `ipc/channel.py` for the letters."""
         state = rank.state
         rank.num_received += HEADER_BYTES + (0 if letter == b"C" else len(body))  # the switch counts launches
         if state.result is not None or state.error is not None:
@@ -422,7 +423,7 @@ def read_json(body: bytes) -> Any:
 @functools.cache
 def make_decoder() -> json.JSONDecoder:
     """Return the decoder of all messages. `json.loads` with the same arguments would make one for each message."""
-    from brigade.runner import wire
+    from brigade.ipc import wire
 
     return json.JSONDecoder(parse_int=wire.read_int, parse_constant=refuse_constant)
 

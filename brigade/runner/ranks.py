@@ -25,7 +25,7 @@ from typing import Any
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources, prepare_for_ranks
 from brigade.events import Event, split_calls
-from brigade.runner import sandbox
+from brigade.ipc.temporary import remove
 from brigade.runner.machine import count_cores, make_gloo_environment, make_nccl_environments
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
@@ -106,7 +106,7 @@ def run_calls(
     packages = {**sources, **(how.packages or {})}
     requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
     SERVER.start()
-    from brigade.runner import wire  # torch is imported while the server is starting
+    from brigade.ipc import wire  # torch is imported while the server is starting
     from brigade.switch.switch import Switch
 
     seeds = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
@@ -131,7 +131,7 @@ def run_calls(
         failure = monitor.watch()
     finally:
         monitor.end()
-        sandbox.remove(directory)
+        remove(directory)
     num_calls = len(args_per_call)
     events = [split_calls(state.record.events, num_calls) for state in monitor.states]  # by rank and call
     if failure:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from brigade.course.parts import Part, find_part
 from brigade.course.submission import PACKAGE, Sources
-from brigade.events import OPPOSITES, Event, Mismatch, Progress, RankRecord, describe_with_line
+from brigade.events import OPPOSITES, Event, describe_with_line
+from brigade.progress import Mismatch, Progress, RankRecord
 
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 # An exception with such a message means that a peer has ended. The rank that raised it is not the cause.

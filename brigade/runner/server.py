@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import protocol, sandbox
-from brigade.runner.temporary import make_locked_directory, sweep
+from brigade.ipc import protocol
+from brigade.ipc.temporary import make_locked_directory, remove, sweep
+from brigade.sandbox import enter, users
 
 # The variables that a rank in a sandbox may see: those that select and find GPUs, but no keys such as NVIDIA_API_KEY.
 VISIBLE = re.compile(
@@ -46,7 +47,7 @@ class Server:
         self.num_runs = 0  # for which ranks were forked
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
-        self.sandbox: sandbox.Sandbox | None = None  # the sandbox of all ranks from now on
+        self.sandbox: enter.Sandbox | None = None  # the sandbox of all ranks from now on
         self.has_switch = False  # whether ranks on the CPU communicate through the grader's switch from now on
 
     def start(self) -> None:
@@ -146,7 +147,7 @@ class Server:
             except (OSError, EOFError):
                 self.close()
                 if self.sandbox:
-                    sandbox.kill_user(self.sandbox.uid)
+                    users.kill_user(self.sandbox.uid)
                 lost = "the process that starts the ranks has ended. Likely cause: `import torch` fails here."
                 raise ServerLost(lost) from None
 
@@ -185,7 +186,7 @@ class Server:
                 self._process.kill()
                 self._process.wait()
             self._process = None
-            sandbox.remove(self.scratch)
+            remove(self.scratch)
 
 
 SERVER = Server()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from brigade.events import OPPOSITES
+from brigade.ipc.wire import DTYPES
 from brigade.switch import Refused
 
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
@@ -34,13 +35,6 @@ MOST_PARTS = 10_000  # tensors of a coalesced launch
 MOST_ENTRIES = 1 << 20  # of a border's gradient
 HEADER_LIMIT = 1 << 18  # bytes of a launch's header
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
 COLLECTIVES = {
     "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier",
 }  # fmt: skip

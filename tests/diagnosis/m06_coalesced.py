@@ -5,7 +5,8 @@ from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
-from brigade.events import Progress, launches, list_ready_gradients
+from brigade.events import launches, list_ready_gradients
+from brigade.progress import Progress
 
 # coalesce
 MADE_BY_WAIT = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.course.modules import ROOT, get_module, select_modules
-from brigade.runner.sandbox import FIRST_UID
+from brigade.sandbox.users import FIRST_UID
 
 MODULE_1 = get_module(1)
 SOME = ("test_gradients_are_averaged", "test_one_all_reduce_per_parameter")  # of module 1's checks: 3 points

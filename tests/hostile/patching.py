@@ -73,8 +73,8 @@ for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
     Hostile(
         "an empty value for every result",
         skeleton("""
-            import brigade.runner.wire
-            brigade.runner.wire.encode = lambda value: b'\\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
+            import brigade.ipc.wire
+            brigade.ipc.wire.encode = lambda value: b'\\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
             """),
         0,
     ),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.rank.channel import Channel
+from brigade.ipc.channel import Channel
 
 
 def find_channel() -> Channel:

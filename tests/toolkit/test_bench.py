@@ -26,8 +26,8 @@ from brigade.cli import lab
 from brigade.cli import main as cli
 from brigade.course.measurements import MAX_BYTES, read_measurements
 from brigade.course.modules import CORE_MODULES, ROOT, TRAINING_MODULES, CourseError, get_module
-from brigade.events import RankRecord
 from brigade.lab import bench, ladder, links, torchrun
+from brigade.progress import RankRecord
 from brigade.rank.emulated_link import Link, Pace
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model

@@ -12,7 +12,14 @@ from brigade.course.modules import MODULES, ROOT, get_module
 
 TEXT = (ROOT / "docs" / "contributing.md").read_text()
 # Folders of brigade from the lowest to the highest. Those of one row do not import each other.
-FOLDERS = (("events",), ("course", "switch"), ("runner",), ("rank",), ("checks",), ("grade", "lab"), ("cli",))
+FOLDERS = (
+    ("events", "course", "ipc"),
+    ("progress", "switch", "sandbox"),
+    ("runner", "rank"),
+    ("checks",),
+    ("grade", "lab"),
+    ("cli",),
+)
 LEVELS = {folder: level for level, row in enumerate(FOLDERS) for folder in row}
 MODULES_OF_BRIGADE = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
@@ -85,9 +92,9 @@ def test_imports_point_from_high_folders_to_low_ones():
             "brigade.lab.bench imports brigade.grade.formats",
         ),
         (
-            "brigade.runner.wire",
+            "brigade.runner.report",
             "from brigade.runner import ranks",
-            "a circle among brigade.runner.monitor, brigade.runner.ranks, brigade.runner.wire",
+            "a circle among brigade.runner.monitor, brigade.runner.ranks, brigade.runner.report",
         ),
     ],
 )

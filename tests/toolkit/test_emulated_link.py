@@ -11,9 +11,9 @@ import torch
 
 from brigade.course.modules import MODULES, REFERENCE, get_module
 from brigade.course.submission import read
+from brigade.ipc.wire import encode
 from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
 from brigade.runner.ranks import RankFailure, run_ranks
-from brigade.runner.wire import encode
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e6)
 

@@ -37,7 +37,9 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.course.submission import read
 from brigade.grade import formats, grading, incoming
 from brigade.grade.outcome import Grading, make_empty_grading
-from brigade.runner import monitor, ranks, sandbox, server
+from brigade.ipc.temporary import remove
+from brigade.runner import monitor, ranks, server
+from brigade.sandbox import enter, users
 from scenarios import training
 
 # These take several seconds each, and run with --everything.
@@ -71,10 +73,10 @@ def user() -> Iterator[int]:
     os.environ["COURSE_SECRET"] = "the grader's own secret"
     ranks.SERVER.close()
     try:
-        with sandbox.reserve_user() as (uid, reservation):
-            sandbox.close_off(ROOT / name for name in sandbox.SECRETS)
-            ranks.SERVER.sandbox = sandbox.Sandbox(uid, reservation)
-            [found] = ranks.run_ranks(sandbox.probe, world_size=1)
+        with users.reserve_user() as (uid, reservation):
+            users.close_off(ROOT / name for name in enter.SECRETS)
+            ranks.SERVER.sandbox = enter.Sandbox(uid, reservation)
+            [found] = ranks.run_ranks(enter.probe, world_size=1)
             assert found["uid"] == uid and found["secrets"] == []
             yield uid
     finally:
@@ -155,7 +157,7 @@ def list_processes(uid: int) -> list[psutil.Process]:
 
 def list_files(uid: int) -> list[str]:
     found = []
-    for place in sandbox.PRIVATE_DIRECTORIES:
+    for place in users.PRIVATE_DIRECTORIES:
         for entry in os.scandir(place) if os.path.isdir(place) else ():
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat(follow_symlinks=False).st_uid == uid:
@@ -184,7 +186,7 @@ def submission(tmp_path: Path) -> Iterator[Path]:
     directory = tmp_path / "submission"
     directory.mkdir()
     yield directory
-    sandbox.remove(directory)  # some are too deep for pytest to remove
+    remove(directory)  # some are too deep for pytest to remove
 
 
 def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +338,7 @@ if eats and signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {
 
 def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, monkeypatch):
     """Each process stays within its own limit. If all together exceed their run's limit, the kernel ends some."""
-    [found] = ranks.run_ranks(sandbox.probe, world_size=1)
+    [found] = ranks.run_ranks(enter.probe, world_size=1)
     if not found["is_grouped"]:
         pytest.skip("no control groups can be made here")
     monkeypatch.setattr(ranks.SERVER, "sandbox", dataclasses.replace(ranks.SERVER.sandbox, together=1 << 30))
@@ -411,10 +413,10 @@ def test_a_rank_that_is_killed_from_outside_costs_one_check(user, submission, tm
 
 @contextlib.contextmanager
 def kill_processes(uid: int) -> Iterator[None]:
-    """During the block, kill all processes of the user as soon as they start, as `sandbox.kill_user` does once."""
+    """During the block, kill all processes of the user as soon as they start, as `users.kill_user` does once."""
     program = f"""if True:
         import os, signal, time
-        os.setresuid({uid + sandbox.USERS}, {uid}, {uid + sandbox.USERS})
+        os.setresuid({uid + users.USERS}, {uid}, {uid + users.USERS})
         print("ready", flush=True)
         while True:
             try:
@@ -457,7 +459,7 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
             time.sleep(0.02)
             with contextlib.suppress(psutil.NoSuchProcess):
                 found = {p.uids().real for p in psutil.Process(process.pid).children(recursive=True)} - others
-                users = found & set(range(sandbox.FIRST_UID, sandbox.FIRST_UID + sandbox.USERS))
+                users = found & set(range(users.FIRST_UID, users.FIRST_UID + users.USERS))
         time.sleep(0.3)
         [server] = psutil.Process(process.pid).children()
         server.suspend()
@@ -499,7 +501,7 @@ def bare(user: int) -> Iterator[None]:
         ranks.SERVER.close()
         ranks.SERVER.start()
     assert list(ranks.run_ranks(functions.mounts, world_size=1)) == [Path("/proc/self/mounts").read_text()]
-    [found] = ranks.run_ranks(sandbox.probe, world_size=1)
+    [found] = ranks.run_ranks(enter.probe, world_size=1)
     assert found["uid"] == user and found["secrets"] == []
     yield
     ranks.SERVER.close()

@@ -16,7 +16,7 @@ import pytest
 from brigade.course.modules import MODULES, CourseError, get_module
 from brigade.course.submission import find
 from brigade.grade import incoming
-from brigade.runner import sandbox
+from brigade.ipc.temporary import remove
 
 FIRST, SECOND = get_module(1), get_module(2)
 LESSONS = {entry.path.as_posix(): f"own {entry.number}" for entry in MODULES}
@@ -311,7 +311,7 @@ def test_a_tree_1500_levels_deep_costs_only_what_is_there(tmp_path):
     started = time.monotonic()
     files, (modules, _) = incoming.walk(tmp_path), read_modules(tmp_path)
     seconds = time.monotonic() - started
-    sandbox.remove(tmp_path / "d")  # it is too deep for pytest to remove
+    remove(tmp_path / "d")  # it is too deep for pytest to remove
     assert files == [f"{place}/{FIRST.path.name}"] and incoming.choose_place(files) == place
     assert modules == {1: "own 1"}
     assert seconds < 10, "seconds; 0.1 on a machine that does nothing else"

@@ -21,7 +21,7 @@ from brigade.cli import gradescope as package_command
 from brigade.cli import main as cli
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade import gradescope_package as package
-from brigade.runner import sandbox
+from brigade.sandbox import enter
 
 OPTIONS = ["--modules", "1-2", "--seed", "7"]
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
@@ -108,12 +108,12 @@ def start_program(gradescope, **options):
 
 def open_up(directories):
     """Let every user enter these directories, but only in the view of this process and its children."""
-    for closed in {place for path in directories for place in sandbox.list_closed_ancestors(path)}:
-        handles = {path: os.open(path, os.O_PATH) for path in directories if sandbox.is_below(path, closed)}
-        sandbox.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
+    for closed in {place for path in directories for place in enter.list_closed_ancestors(path)}:
+        handles = {path: os.open(path, os.O_PATH) for path in directories if enter.is_below(path, closed)}
+        enter.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
         for path, handle in handles.items():
             os.makedirs(path, exist_ok=True)
-            sandbox.mount(f"/proc/self/fd/{handle}", path, "", sandbox.MS_BIND, "")
+            enter.mount(f"/proc/self/fd/{handle}", path, "", enter.MS_BIND, "")
 
 
 def solution(number):
@@ -252,9 +252,9 @@ def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
     (submission / get_module(1).path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
 
     def like_a_container():
-        if sandbox.unshare_mounts(shares_memory=False):
+        if enter.unshare_mounts(shares_memory=False):
             open_up((sys.prefix, sys.base_prefix))
-        sandbox.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
+        enter.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
 
     process = start_program(gradescope, preexec_fn=like_a_container)
     output, _ = process.communicate(timeout=120)

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from brigade.events import Mismatch, Progress, RankRecord, validate
+from brigade.events import validate
+from brigade.progress import Mismatch, Progress, RankRecord
 
 
 class Run:

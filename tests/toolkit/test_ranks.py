@@ -25,11 +25,12 @@ import rank_functions as functions
 import torch.multiprocessing
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import machine, monitor, sandbox, wire
+from brigade.ipc import wire
+from brigade.ipc.temporary import PREFIX, lock_directory, make_locked_directory, remove, sweep
+from brigade.runner import machine, monitor
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
 from brigade.runner.report import OUTPUT_LIMIT, RankState
 from brigade.runner.server import Server
-from brigade.runner.temporary import PREFIX, lock_directory, make_locked_directory, sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
@@ -603,7 +604,7 @@ def test_a_directory_that_is_swept_before_it_is_locked_is_made_again(tmp_path, m
     def sweep_first(descriptor, how):
         if not swept:
             swept.extend(tmp_path.iterdir())
-            sandbox.remove(swept[0])
+            remove(swept[0])
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", sweep_first)

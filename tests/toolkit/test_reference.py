@@ -12,8 +12,8 @@ from torch import Tensor
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import MODELS
 from brigade.checks.reference import OPTIMIZERS, Case, compute_loss, copy_gradients, draw_sizes
+from brigade.ipc.wire import encode
 from brigade.runner.ranks import PerRank, list_batches
-from brigade.runner.wire import encode
 
 SIZES = [7, 11, 13, 5]
 every_model = pytest.mark.parametrize("name", MODELS)

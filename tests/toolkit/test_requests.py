@@ -12,7 +12,8 @@ import torch
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.course.modules import MODULES, ROOT
-from brigade.runner import ranks, wire
+from brigade.ipc import wire
+from brigade.runner import ranks
 from brigade.runner.ranks import SERVER, run_ranks
 
 # Equal on all ranks by contract: weights that are equal before the optimizer exists, checkpoints, and the weights that

@@ -1,4 +1,4 @@
-"""The protections of `sandbox.py`, each by itself. `test_hostile.py` tests them with submissions, as root."""
+"""The protections of `brigade.sandbox`, each by itself. `test_hostile.py` tests them with submissions, as root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 
 from brigade.course.modules import ROOT, CourseError, resolve_results_file
 from brigade.grade import isolation
-from brigade.runner import ranks, sandbox
+from brigade.runner import ranks
+from brigade.sandbox import enter, users
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux")
 EPERM, ENOSYS = 1, 38
@@ -37,8 +38,8 @@ def run_in_child(work: Callable[[], bool]) -> bool:
 
 
 def load_filtered_libc(offline: bool = False) -> ctypes.CDLL:
-    sandbox.prctl(sandbox.PR_SET_NO_NEW_PRIVS, 1)
-    assert sandbox.filter_system_calls(offline)
+    enter.prctl(enter.PR_SET_NO_NEW_PRIVS, 1)
+    assert enter.filter_system_calls(offline)
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,7 +52,7 @@ def find_refusal(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
 @pytest.fixture(scope="module")
 def machine() -> tuple:
     """Return the row of this machine in MACHINES. Skip the test if no filter can be set."""
-    found = sandbox.MACHINES.get(os.uname().machine)
+    found = enter.MACHINES.get(os.uname().machine)
     if sys.platform != "linux" or found is None or not run_in_child(lambda: bool(load_filtered_libc())):
         pytest.skip("no filter of system calls here")
     return found
@@ -122,7 +123,7 @@ def test_the_filter_survives_a_program(machine):
     assert run_in_child(work)
 
 
-@pytest.mark.parametrize("name", sorted(sandbox.MACHINES))
+@pytest.mark.parametrize("name", sorted(enter.MACHINES))
 def test_the_numbers_are_the_kernels(name):
     """The kernel's headers give the same numbers, if they are installed."""
     places = {"x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"]}
@@ -138,15 +139,15 @@ def test_the_numbers_are_the_kernels(name):
         "mq_open", "unshare", "setns", "ptrace", "process_vm_readv", "process_vm_writev",
     ]  # fmt: skip
     offline = ["socket", "io_uring_setup", "flock", "inotify_init1", "fanotify_init", "inotify_init"]
-    _, seccomp, clone, clone3, *calls = sandbox.MACHINES[name]
+    _, seccomp, clone, clone3, *calls = enter.MACHINES[name]
     assert calls[0] == tuple(numbers[word] for word in refused)
     assert calls[1] == tuple(numbers[word] for word in offline if word in numbers)
     assert (seccomp, clone, clone3) == tuple(numbers[word] for word in ("seccomp", "clone", "clone3"))
 
 
 def test_an_unknown_machine_has_no_filter(monkeypatch):
-    monkeypatch.setattr(sandbox, "MACHINES", {})
-    assert not sandbox.filter_system_calls()
+    monkeypatch.setattr(enter, "MACHINES", {})
+    assert not enter.filter_system_calls()
 
 
 # ---- control groups
@@ -157,7 +158,7 @@ class Kernel:
 
     def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch, own: str):
         self.top = top
-        monkeypatch.setattr(sandbox, "CONTROL_GROUPS", top)
+        monkeypatch.setattr(users, "CONTROL_GROUPS", top)
         read = Path.read_text
         monkeypatch.setattr(
             Path, "read_text", lambda path, *a, **k: own if str(path) == "/proc/self/cgroup" else read(path, *a, **k)
@@ -182,9 +183,9 @@ def test_in_version_2_the_group_is_in_the_nearest_that_divides_memory(tmp_path, 
     kernel.add("user.slice", subtree_control="memory pids\n")
     kernel.add("user.slice/session-3.scope", subtree_control="\n")
     group = tmp_path / "user.slice" / "brigade-64163"
-    assert sandbox.find_control_groups(64163) == [group]
+    assert users.find_control_groups(64163) == [group]
     kernel.add("user.slice/brigade-64163", "memory.max", "memory.swap.max", "cgroup.procs")
-    assert sandbox.join_groups(JAIL)
+    assert enter.join_groups(JAIL)
     found = {name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "cgroup.procs")}
     assert found == {"memory.max": str(5 << 20), "memory.swap.max": "0", "cgroup.procs": str(os.getpid())}
 
@@ -195,10 +196,10 @@ def test_in_version_1_the_groups_are_below_ours(tmp_path, monkeypatch):
     kernel.add("memory/slice")
     kernel.add("cpu")
     groups = [tmp_path / "memory" / "slice" / "brigade-64163", tmp_path / "cpu" / "brigade-64163"]
-    assert sandbox.find_control_groups(64163) == groups
+    assert users.find_control_groups(64163) == groups
     kernel.add("memory/slice/brigade-64163", "memory.limit_in_bytes", "cgroup.procs")
     kernel.add("cpu/brigade-64163", "cgroup.procs")
-    assert sandbox.join_groups(JAIL)
+    assert enter.join_groups(JAIL)
     assert (groups[0] / "memory.limit_in_bytes").read_text() == str(5 << 20)
     assert [(group / "cgroup.procs").read_text() for group in groups] == [str(os.getpid())] * 2
 
@@ -208,8 +209,8 @@ def test_without_control_groups_nothing_is_written(own, tmp_path, monkeypatch):
     """Control groups may be missing, may not limit memory, or may have paths outside the container."""
     Kernel(tmp_path, monkeypatch, own).add("", subtree_control="\n")
     before = sorted(tmp_path.rglob("*"))
-    assert sandbox.find_control_groups(64163) == [] and not sandbox.join_groups(JAIL)
-    sandbox.leave_groups(64163)
+    assert users.find_control_groups(64163) == [] and not enter.join_groups(JAIL)
+    users.leave_groups(64163)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -274,7 +275,7 @@ def test_no_server_outlives_the_reservation_of_its_user():
     """When a server ends, it kills all processes of its user, who may belong to another grader by then."""
     ranks.SERVER.start()
     with isolation.isolate_ranks("submission", None, "gloo"):
-        ranks.run_ranks(sandbox.probe, world_size=1)
+        ranks.run_ranks(enter.probe, world_size=1)
         server = psutil.Process(ranks.SERVER._process.pid)
     assert not server.is_running()
 
@@ -282,7 +283,7 @@ def test_no_server_outlives_the_reservation_of_its_user():
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="files of another user need root")
 def test_files_in_directories_of_others_are_removed(tmp_path, monkeypatch):
     """Everybody may write to some directories below /tmp. Only the user's own files are removed from them."""
-    monkeypatch.setattr(sandbox, "PRIVATE_DIRECTORIES", (str(tmp_path), str(tmp_path / "nowhere")))
+    monkeypatch.setattr(users, "PRIVATE_DIRECTORIES", (str(tmp_path), str(tmp_path / "nowhere")))
     uid, elsewhere = 64_000, tmp_path / "shared" / "deeper"
     (elsewhere / "mine" / "inside").mkdir(parents=True)
     for path in (elsewhere / "file", elsewhere / "of another"):
@@ -290,5 +291,5 @@ def test_files_in_directories_of_others_are_removed(tmp_path, monkeypatch):
     (elsewhere / "link").symlink_to(elsewhere / "of another")
     for path in (elsewhere / "mine", elsewhere / "file", elsewhere / "link"):
         os.chown(path, uid, uid, follow_symlinks=False)
-    sandbox.remove_files(uid)
+    users.remove_files(uid)
     assert [path.name for path in elsewhere.iterdir()] == ["of another"]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from brigade.events import launches
+from brigade.ipc.wire import encode
 from brigade.rank.recording import CarriedMessage, Finished, Recorder, RecordingGroup
 from brigade.rank.strict import StrictGroup, get_filler
 from brigade.runner.ranks import SERVER, RankFailure, run_ranks
-from brigade.runner.wire import encode
 
 WORLD = 3
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)

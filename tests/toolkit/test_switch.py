@@ -9,8 +9,8 @@ import time
 import pytest
 import switch_functions as functions
 
-from brigade.runner import sandbox
 from brigade.runner.ranks import SERVER, RankFailure, run_ranks
+from brigade.sandbox import enter, users
 from brigade.switch import switch
 
 
@@ -69,8 +69,8 @@ def test_offline_ranks_reach_nobody(tmp_path):
     """Ranks have no network, no common directory and no common user, and see no process of another rank."""
     tmp_path.chmod(0o777)
     SERVER.close()
-    with sandbox.reserve_user() as (uid, reservation):
-        SERVER.sandbox = sandbox.Sandbox(uid, reservation, hidden=[str(tmp_path)])
+    with users.reserve_user() as (uid, reservation):
+        SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=[str(tmp_path)])
         try:
             found = run_ranks(functions.look_around, str(tmp_path), mode="strict")
         finally:

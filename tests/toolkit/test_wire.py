@@ -16,8 +16,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from brigade.runner import ranks, sandbox, wire
-from brigade.runner.wire import DTYPES, WireError, decode, encode
+from brigade.ipc import wire
+from brigade.ipc.wire import DTYPES, WireError, decode, encode
+from brigade.runner import ranks
+from brigade.sandbox import enter
 
 limited = settings(max_examples=150, deadline=None, database=None)
 
@@ -151,7 +153,7 @@ def seconds_to_refuse(data: bytes, why: str) -> float:
     return time.process_time() - start
 
 
-SENT = sandbox.Sandbox.sent  # bytes that a rank may send
+SENT = enter.Sandbox.sent  # bytes that a rank may send
 COLLIDING = [i * (2**61 - 1) for i in range(SENT // 24)]  # integers with one hash, as many as a rank may send
 
 

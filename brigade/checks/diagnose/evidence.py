@@ -10,14 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from brigade.events import (
-    Event,
-    Launch,
-    launches,
-    list_backward_passes,
-    list_ready_gradients,
-    make_signature,
-)
+from brigade.events import Event, Launch, launches, list_backward_passes, list_ready_gradients
+from brigade.progress import make_signature
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case

@@ -27,38 +27,25 @@ import fcntl
 import functools
 import os
 import resource
-import shutil
 import signal
 import socket
 import stat
 import struct
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.modules import ROOT
+from brigade.sandbox import users
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x08000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
-FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
-USERS = 64  # the number of graders that can run at a time on one machine
-RANKS = 8  # users of one grader; with more ranks, several share one
-PRIVATE_DIRECTORIES = (
-    "/tmp",
-    "/var/tmp",
-    "/dev/shm",
-    "/dev/mqueue",
-    "/run/lock",
-)  # directories that anybody may write to
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
 ORDINARY_SHARES = 4  # a grading run gets the processor time of this many ordinary processes
 
 # System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused
@@ -111,7 +98,7 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> None:
     mounted = unshare_mounts(settings["shares_memory"])
     uid, shared = settings["uid"], None
     if settings["offline"]:
-        uid = list_users(uid)[rank % RANKS]
+        uid = users.list_users(uid)[rank % users.RANKS]
         directory = os.path.join(directory, str(rank))
         os.mkdir(directory, 0o700)
         os.chown(directory, uid, uid)
@@ -177,7 +164,7 @@ def filter_system_calls(offline: bool = False) -> bool:
 def join_groups(settings: dict) -> bool:
     """Move this process into the control groups of the sandbox's user. Return whether they limit its memory."""
     is_limited = False
-    for group in find_control_groups(settings["uid"]):
+    for group in users.find_control_groups(settings["uid"]):
         # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
         sizes = {"memory.max": settings["together"], "memory.swap.max": 0}
         sizes |= {"memory.limit_in_bytes": settings["together"], "memory.memsw.limit_in_bytes": settings["together"]}
@@ -192,112 +179,10 @@ def join_groups(settings: dict) -> bool:
     return is_limited
 
 
-def leave_groups(uid: int) -> None:
-    """Remove the user's control groups. This needs root, and the user must have no processes."""
-    for group in find_control_groups(uid):
-        with contextlib.suppress(OSError):
-            group.rmdir()
-
-
-def find_control_groups(uid: int) -> list[Path]:
-    """Return the directories of the user's control groups. They are below our own groups, so our limits include them.
-
-    In version 2, a group with processes cannot limit its subgroups, so ours are in the nearest ancestor that can.
-    """
-    groups = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            for controller in {"memory", "cpu"} & set(controllers.split(",")):
-                groups.append(CONTROL_GROUPS / controller / path[1:] / f"brigade-{uid}")
-            if not controllers:
-                group = CONTROL_GROUPS / path[1:]
-                for above in (group, *group.parents):
-                    if above.is_relative_to(CONTROL_GROUPS) and can_divide_memory(above):
-                        groups.append(above / f"brigade-{uid}")
-                        break
-    return [group for group in groups if group.parent.is_dir()]
-
-
-def can_divide_memory(group: Path) -> bool:
-    """Return whether a version 2 group can limit the memory of groups below it."""
-    try:
-        return "memory" in (group / "cgroup.subtree_control").read_text().split()
-    except OSError:
-        return False
-
-
 def write_existing(path: Path, number: int) -> None:
     """Write a number to a file that exists. Raise FileNotFoundError if it does not exist."""
     with open(os.open(path, os.O_WRONLY), "w") as file:
         file.write(str(number))
-
-
-@contextlib.contextmanager
-def reserve_user() -> Iterator[tuple[int, int]]:
-    """Reserve a user that no other grader on this machine uses. Yield its id and a descriptor.
-
-    The user stays reserved until all processes have closed the descriptor. Raise CourseError if no user is free.
-    """
-    locks = Path("/run/brigade")
-    locks.mkdir(mode=0o700, exist_ok=True)
-    for uid in range(FIRST_UID, FIRST_UID + USERS):
-        with open(locks / str(uid), "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            kill_user(uid)  # a grader that was killed may have left processes and files
-            remove_files(uid)
-            try:
-                yield uid, lock.fileno()
-            finally:
-                leave_groups(uid)
-            return
-    raise CourseError(f"{USERS} grading runs are already active on this machine")
-
-
-def list_users(uid: int) -> list[int]:
-    """Return the ids of all users that run ranks for the grader with this user: the user itself, and one per rank."""
-    return [uid + USERS * i for i in range(0, 2 * RANKS, 2)]
-
-
-def kill_user(uid: int) -> None:
-    """Kill all processes of the user and of its ranks' users, each at once, from a process that they cannot signal.
-
-    This needs root.
-    """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for user in list_users(uid):
-                # We may signal processes of the effective user; the other ids decide who may signal us.
-                os.setresuid(uid + USERS, user, 0)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)
-                os.seteuid(0)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def remove_files(uid: int) -> None:
-    """Remove the files of the user and of its ranks' users in the directories that all users share, and below them."""
-    users = [word for user in list_users(uid) for word in ("-o", "-user", str(user))][1:]
-    action = ["-prune", "-exec", "rm", "-rf", "--", "{}", "+"]
-    subprocess.run(
-        ["find", *PRIVATE_DIRECTORIES, "-xdev", "(", *users, ")", *action],
-        stderr=subprocess.DEVNULL,  # some of the directories do not exist, and other processes remove files too
-    )
-
-
-def remove(path: str | Path) -> None:
-    """Remove a file or a directory of any depth, without following links."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        with contextlib.suppress(RecursionError):
-            shutil.rmtree(path, ignore_errors=True)
-    if os.path.lexists(path):
-        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL)
 
 
 def probe() -> dict:
@@ -310,13 +195,6 @@ def probe() -> dict:
         "is_grouped": "/brigade-" in Path("/proc/self/cgroup").read_text(),
         "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
     }
-
-
-def close_off(paths: Iterable[Path]) -> None:
-    """Remove the permissions of all other users on these paths."""
-    for path in paths:
-        if path.exists():
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)
 
 
 def unshare_mounts(shares_memory: bool) -> bool:
@@ -355,7 +233,7 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
     limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
-    privates = {os.path.realpath(path) for path in PRIVATE_DIRECTORIES}
+    privates = {os.path.realpath(path) for path in users.PRIVATE_DIRECTORIES}
     if settings["shares_memory"]:
         privates.discard(os.path.realpath("/dev/shm"))
     covers = {str(ROOT), *map(os.path.realpath, settings["hidden"]), *privates}

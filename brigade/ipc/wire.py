@@ -20,8 +20,13 @@ from typing import Any
 
 import torch
 
-from brigade.switch.switch import DTYPES
-
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
 MOST_VALUES = 200_000  # in one message, including nested values and keys
 MOST_DEPTH = 100  # of nested values
 MOST_KEY = 1 << 20  # the largest integer key

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-from brigade.runner import sandbox
 
 PREFIX = "brigade-locked-"  # of the directories' names
 
@@ -25,7 +25,7 @@ def temporary_directory() -> Iterator[Path]:
     try:
         yield directory
     finally:
-        sandbox.remove(directory)
+        remove(directory)
         os.close(lock)
 
 
@@ -56,5 +56,14 @@ def sweep() -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another process uses the directory, or it belongs to another user
             lock = lock_directory(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            sandbox.remove(directory)
+            remove(directory)
             os.close(lock)
+
+
+def remove(path: str | Path) -> None:
+    """Remove a file or a directory of any depth, without following links."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL)

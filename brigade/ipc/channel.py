@@ -16,7 +16,7 @@ import threading
 import time
 from typing import Any
 
-from brigade.runner import wire
+from brigade.ipc import wire
 
 UNSTREAMED_S = 0.5  # the longest time between two batches of events that are not streamed
 

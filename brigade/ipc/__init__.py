@@ -1,0 +1,1 @@
+"""What the parent and the ranks both import: messages between them, and temporary directories."""

@@ -1,0 +1,183 @@
+"""What the ranks of a run are doing, from their events: who waits for whom, mismatches and deadlocks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from brigade.events import OPPOSITES, OUTSIDE, Event, describe, describe_call
+
+
+class RankRecord:
+    """The events and the launches that one rank has reported so far."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.launches: list[Event] = []
+        self.waiting: Event | None = None  # the launch that the rank is waiting for
+        self.connecting: Event | None = None  # the "connect" event of the process group that the rank is creating
+        self.groups: set[str] = set()  # the names of the process groups that the rank has begun to create
+        self.num_borders = 0
+
+    def add(self, event: Event) -> None:
+        """Add the rank's next event."""
+        self.events.append(event)
+        self.num_borders += event["kind"] == "border"
+        if event["kind"] == "launch":
+            self.launches.append(event)
+        elif event["kind"] == "wait":
+            self.waiting = self.launches[event["index"]]
+        elif event["kind"] == "done":
+            self.waiting = None
+        elif event["kind"] == "connect":
+            self.connecting = event
+            self.groups.add(event["group"])
+        elif event["kind"] == "connected":
+            self.connecting = None
+
+    def describe_last_launch(self) -> str:
+        """Describe the rank's last launch, for example "after all_reduce #3 (fc2.weight, float32, 4096 B)"."""
+        return f"after {describe(self.launches[-1])}" if self.launches else "and has launched nothing"
+
+    def describe_activity(self, missing_peers: Sequence[int] = ()) -> str:
+        """Describe what the rank is doing.
+
+        For example: "waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched". `missing_peers` are the
+        ranks that have not launched the collective that this rank waits for.
+        """
+        names = " and ".join(f"rank {peer}" for peer in missing_peers)
+        if self.connecting:
+            ranks = ", ".join(map(str, self.connecting["ranks"]))
+            return f"is creating the process group of the ranks {ranks}" + (
+                f", which {names} never did" if names else ""
+            )
+        if self.waiting:
+            opposite = OPPOSITES.get(self.waiting["op"])
+            missing = f"for which {names} called no {opposite}" if opposite else f"which {names} never launched"
+            return f"waits in {describe(self.waiting)}" + (f", {missing}" if names else "")
+        phase = self.events[-1]["phase"] if self.events else OUTSIDE
+        return (
+            f"is busy {self.describe_last_launch()}"
+            if phase == OUTSIDE
+            else f"is in {phase} {self.describe_last_launch()}"
+        )
+
+
+class Mismatch(NamedTuple):
+    """Two launches with the same number on two ranks of a group that do not match."""
+
+    rank: int
+    launch: Event
+    peer: int
+    peer_launch: Event
+
+
+class Progress:
+    """The launches of the ranks of a run so far. They determine which ranks wait for which others."""
+
+    def __init__(self, world_size: int):
+        self.ranks = [RankRecord() for _ in range(world_size)]
+        self._collectives: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> the rank's launches in it
+        self._messages: dict[tuple[str, int, str, int | None], list[Event]] = {}  # (group, rank, op, peer) -> launches
+
+    def add(self, rank: int, event: Event) -> None:
+        """Add the next event of a rank."""
+        self.ranks[rank].add(event)
+        if event["kind"] != "launch":
+            return
+        if event["op"] in OPPOSITES:
+            self._messages.setdefault((event["group"], rank, event["op"], event["peer"]), []).append(event)
+        else:
+            self._collectives.setdefault((event["group"], rank), []).append(event)
+
+    def list_collectives(self, group: str, rank: int) -> list[Event]:
+        """Return the collectives that a rank has launched in a group, in order."""
+        return self._collectives.get((group, rank), [])
+
+    def describe_activity(self, rank: int) -> str:
+        """Describe what a rank is doing: see `RankRecord.describe_activity`.
+
+        If the rank waits for a message, the text also says what its peer waits for instead.
+        """
+        missing = self.find_missing_peers(rank)
+        text = self.ranks[rank].describe_activity(missing)
+        own = self.ranks[rank].waiting
+        if missing and own and own["op"] in OPPOSITES and (other := self.ranks[missing[0]].waiting):
+            text += f" because it waits in {describe_call(other)}"
+        return text
+
+    def find_missing_peers(self, rank: int) -> list[int]:
+        """Return the peers that have not launched what this rank waits for, or not begun to create its new group."""
+        connecting, launch = self.ranks[rank].connecting, self.ranks[rank].waiting
+        if connecting:
+            return [
+                peer
+                for peer in connecting["ranks"]
+                if 0 <= peer < len(self.ranks) and connecting["group"] not in self.ranks[peer].groups
+            ]
+        if launch is None:
+            return []
+        group = launch["group"]
+        if launch["op"] in OPPOSITES:
+            return [] if self._is_answered(rank, launch) else [launch["peer"]]
+        number = find_position(launch, self.list_collectives(group, rank))
+        members = [peer for peer in launch["ranks"] if 0 <= peer < len(self.ranks)]
+        return [peer for peer in members if len(self.list_collectives(group, peer)) <= number]
+
+    def _is_answered(self, rank: int, launch: Event) -> bool:
+        """Return whether the peer has made, or may have made, the call that matches a send or a receive.
+
+        With gloo, a send ends when the peer receives. Tags are not compared. A receive from any rank may match any
+        send. If there is such a receive, return True. A run that hangs then ends only at the deadline.
+        """
+        group, op, peer = launch["group"], launch["op"], launch["peer"]
+        if peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._messages:
+            return True
+        number = find_position(launch, self._messages[group, rank, op, peer])
+        return len(self._messages.get((group, peer, OPPOSITES[op], rank), ())) > number
+
+    def is_deadlocked(self, settled: Collection[int]) -> bool:
+        """Return whether no rank can continue by itself. `settled` contains the ranks that have finished or failed.
+
+        A rank can continue if all its peers have launched what it waits for, because every group completes its
+        collectives in order and independently of other groups. Such a rank only needs processor time, and may still
+        launch what others wait for.
+        """
+        unsettled = [rank for rank in range(len(self.ranks)) if rank not in settled]
+        return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
+
+    def find_unequal_message(self) -> Mismatch | None:
+        """Return the first message whose receiver expects a different length, or None if there is none.
+
+        Tags are not compared.
+        """
+        for (group, rank, op, peer), sent in self._messages.items():
+            received = self._messages.get((group, peer, "recv", rank), []) if op == "send" else []
+            for send, recv in zip(sent, received):
+                if send["nbytes"] != recv["nbytes"]:
+                    return Mismatch(peer, recv, rank, send)
+        return None
+
+    def find_mismatch(self, rank: int) -> Mismatch | None:
+        """Return the first mismatch between a rank's last launch and a peer's launch with the same number, or None."""
+        launch = self.ranks[rank].launches[-1]
+        if launch["op"] in OPPOSITES:
+            return None
+        number = len(self.list_collectives(launch["group"], rank)) - 1
+        for peer in range(len(self.ranks)):
+            launched = self.list_collectives(launch["group"], peer)
+            if len(launched) > number and make_signature(launched[number]) != make_signature(launch):
+                return Mismatch(rank, launch, peer, launched[number])
+        return None
+
+
+def find_position(launch: Event, launched: Sequence[Event]) -> int:
+    """Return the position of this launch in `launched`, compared by identity."""
+    return next(i for i, other in enumerate(launched) if other is launch)
+
+
+def make_signature(launch: Event) -> tuple:
+    """Return the fields of a launch that must be equal on all ranks. In a gather, the root may have other sizes."""
+    if launch["op"] in ("gather", "scatter", "all_to_all"):
+        return (launch["op"], launch["root"])
+    return tuple(launch[name] for name in ("op", "dtype", "numel", "reduce_op", "root"))

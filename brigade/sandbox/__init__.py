@@ -1,0 +1,1 @@
+"""Isolation of the ranks that run a stranger's code."""

@@ -1,0 +1,126 @@
+"""Users and control groups of the sandbox: a grader reserves users, kills their processes, and removes their files."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from brigade.course.modules import CourseError
+
+FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
+USERS = 64  # the number of graders that can run at a time on one machine
+RANKS = 8  # users of one grader; with more ranks, several share one
+PRIVATE_DIRECTORIES = (
+    "/tmp",
+    "/var/tmp",
+    "/dev/shm",
+    "/dev/mqueue",
+    "/run/lock",
+)  # directories that anybody may write to
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def leave_groups(uid: int) -> None:
+    """Remove the user's control groups. This needs root, and the user must have no processes."""
+    for group in find_control_groups(uid):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def find_control_groups(uid: int) -> list[Path]:
+    """Return the directories of the user's control groups. They are below our own groups, so our limits include them.
+
+    In version 2, a group with processes cannot limit its subgroups, so ours are in the nearest ancestor that can.
+    """
+    groups = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in {"memory", "cpu"} & set(controllers.split(",")):
+                groups.append(CONTROL_GROUPS / controller / path[1:] / f"brigade-{uid}")
+            if not controllers:
+                group = CONTROL_GROUPS / path[1:]
+                for above in (group, *group.parents):
+                    if above.is_relative_to(CONTROL_GROUPS) and can_divide_memory(above):
+                        groups.append(above / f"brigade-{uid}")
+                        break
+    return [group for group in groups if group.parent.is_dir()]
+
+
+def can_divide_memory(group: Path) -> bool:
+    """Return whether a version 2 group can limit the memory of groups below it."""
+    try:
+        return "memory" in (group / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def reserve_user() -> Iterator[tuple[int, int]]:
+    """Reserve a user that no other grader on this machine uses. Yield its id and a descriptor.
+
+    The user stays reserved until all processes have closed the descriptor. Raise CourseError if no user is free.
+    """
+    locks = Path("/run/brigade")
+    locks.mkdir(mode=0o700, exist_ok=True)
+    for uid in range(FIRST_UID, FIRST_UID + USERS):
+        with open(locks / str(uid), "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            kill_user(uid)  # a grader that was killed may have left processes and files
+            remove_files(uid)
+            try:
+                yield uid, lock.fileno()
+            finally:
+                leave_groups(uid)
+            return
+    raise CourseError(f"{USERS} grading runs are already active on this machine")
+
+
+def list_users(uid: int) -> list[int]:
+    """Return the ids of all users that run ranks for the grader with this user: the user itself, and one per rank."""
+    return [uid + USERS * i for i in range(0, 2 * RANKS, 2)]
+
+
+def kill_user(uid: int) -> None:
+    """Kill all processes of the user and of its ranks' users, each at once, from a process that they cannot signal.
+
+    This needs root.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for user in list_users(uid):
+                # We may signal processes of the effective user; the other ids decide who may signal us.
+                os.setresuid(uid + USERS, user, 0)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+                os.seteuid(0)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def remove_files(uid: int) -> None:
+    """Remove the files of the user and of its ranks' users in the directories that all users share, and below them."""
+    users = [word for user in list_users(uid) for word in ("-o", "-user", str(user))][1:]
+    action = ["-prune", "-exec", "rm", "-rf", "--", "{}", "+"]
+    subprocess.run(
+        ["find", *PRIVATE_DIRECTORIES, "-xdev", "(", *users, ")", *action],
+        stderr=subprocess.DEVNULL,  # some of the directories do not exist, and other processes remove files too
+    )
+
+
+def close_off(paths: Iterable[Path]) -> None:
+    """Remove the permissions of all other users on these paths."""
+    for path in paths:
+        if path.exists():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)
