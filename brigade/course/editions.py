@@ -8,7 +8,10 @@ from brigade.course.modules import ROOT
 
 CORE = (
     "brigade/*.py",
-    *(f"brigade/{folder}/**/*.py" for folder in ("course", "runner", "rank", "switch", "checks", "cli")),
+    *(
+        f"brigade/{folder}/**/*.py"
+        for folder in ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
+    ),
 )
 CHECKS = ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
 
