@@ -1,6 +1,7 @@
 """`pytest --module 3`, which `make module MODULE=3` calls, runs every test about module 3.
 
-Fixtures: `brigade` runs a command, and `site` is the course's site, built once for all tests that read it.
+Fixtures: `brigade` runs a command, `snapshot` compares a text with a file in `toolkit/snapshots`, and `site` is the
+course's site, built once for all tests that read it.
 """
 
 from __future__ import annotations
@@ -49,8 +50,24 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return out
 
 
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with `snapshots/NAME`. With `--update-snapshots`, write it there; then read what git says."""
+
+    def compare(name: str, text: str) -> None:
+        path = Path(__file__).parent / "toolkit" / "snapshots" / name
+        if request.config.option.update_snapshots:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"there is no {path.name}: --update-snapshots writes it"
+        assert text == path.read_text(), "if the new text is right, run this test with --update-snapshots"
+
+    return compare
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--module", metavar="N", help="run only tests about module N and about all modules together")
+    parser.addoption("--update-snapshots", action="store_true", help="write the texts in tests/toolkit/snapshots again")
     parser.addoption("--everything", action="store_true", help="also run the tests marked extended")
 
 

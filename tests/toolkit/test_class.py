@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -93,7 +94,7 @@ def small_class(directory, **points):
 # A class from beginning to end
 
 
-def test_a_class_from_beginning_to_end(tmp_path):
+def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     """A class is graded, and its gradebook and feedback are complete.
 
     Two submissions are correct, one has a mistake, one is not Python, one has no modules, and one is an essay.
@@ -111,30 +112,10 @@ def test_a_class_from_beginning_to_end(tmp_path):
     command += ["--modules", "1", "--feedback", str(tmp_path / "feedback")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
-    assert "6 submissions, 0 of them unchanged" in done.stdout
-    assert "  not graded (the gradebook says why): essay\n" in done.stdout
-    assert "  Possibly one student: ada, ada.zip. All of them are graded; decide which one counts\n" in done.stdout
-    assert "3 of 6 submissions fail 1.buffers_start_equal" in done.stdout
-    assert f"feedback for 5 submissions: {tmp_path / 'feedback'}" in done.stdout
+    printed = re.sub(r"\d+(\.\d+)? s\b", "(n) s", done.stdout.replace(str(tmp_path), "(directory)"))
+    table = table_file.read_text(encoding="utf-8-sig")
+    snapshot("class", "\n".join([printed, *sorted(done.stderr.splitlines()), "", table]))
     assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points, seed 1\n")
-    [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
-    assert copy == "  near-identical in module 1: =bob-flat, tests/alternatives/ (100%)"
-    of_bob = (tmp_path / "feedback" / "=bob-flat.txt").read_text()
-    assert sorted(done.stderr.splitlines())[0] == "=bob-flat: 8 points", of_bob
-    table = gradebook_rows(table_file)
-    assert [(row["student"], row["score"], row["max"], row["1.buffers_start_equal"]) for row in table] == [
-        ("'=bob-flat", "8", "8", "1"),
-        ("ada", "8", "8", "1"),
-        ("ada.zip", "7", "8", "0"),
-        ("carl_98765_assignsubmission_file", "0", "8", "0"),
-        ("dora", "0", "8", "0"),
-        ("essay", "", "", ""),
-    ]
-    notes = [row["note"] for row in table]
-    assert all("Possibly one student: ada, ada.zip" in note for note in notes[1:3]) and "Possibly" not in notes[0]
-    assert "No module file such as naive_ddp.py was found. Found instead: notes.ipynb" in notes[4]
-    assert "unreadable: .pdf; hand in .zip, .tar, .tar.gz, .tgz or a directory (essay.pdf)" in notes[5]
-    assert len(table[0]) == 5 + 7 + 1 and all(row["module 1"] == row["score"] for row in table)
     assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
 
 
@@ -163,12 +144,8 @@ def test_interrupted_it_goes_on_where_it_was(tmp_path):
     options = small_class(tmp_path / "class", **{f"student{n}": n for n in range(7)})
     command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "toolkit"), *options]
     results = tmp_path / "grades.csv.results"
-    started = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "env": os.environ | {"STUB_S": "0.5"},
-    }
+    started = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started["env"] = os.environ | {"STUB_S": "0.5"}
     started["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a background job ignores it
     first = stop_after(subprocess.Popen(command, **started), results, 2, signal.SIGKILL)
     process = subprocess.Popen(command, **started)
@@ -522,11 +499,8 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "Feedback for &lt;b&gt;ada</h1>" in page
     assert "instructor" not in text + page
     assert not list((tmp_path / "feedback").glob("[!<]*"))
-    assert [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")] == [
-        "<b>ada",
-        "bob",
-        "grades.csv.results",
-    ]
+    names = [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")]
+    assert names == ["<b>ada", "bob", "grades.csv.results"]
 
 
 def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_path):
@@ -580,16 +554,15 @@ def disguise(text):
     return ast.unparse(ast.fix_missing_locations(tree)).replace("\n", "  # see the lecture\n\n")
 
 
+def read_class(number, texts):
+    return classroom.read_class(
+        [SimpleNamespace(name=n, texts={number: t}) for n, t in texts.items()], [get_module(number)]
+    )
+
+
 def groups(number, texts):
     """Return the groups that are reported for module n: a dict from names to the similarity."""
-    everyone = [SimpleStudent(name, {number: text}) for name, text in texts.items()]
-    texts = classroom.read_class(everyone, [get_module(number)])
-    return {group.names: group.share for group in similarity.find_groups(texts)}
-
-
-class SimpleStudent:
-    def __init__(self, name, texts):
-        self.name, self.texts = name, texts
+    return {group.names: group.share for group in similarity.find_groups(read_class(number, texts))}
 
 
 @pytest.fixture
@@ -597,7 +570,7 @@ def texts_given(monkeypatch):
     monkeypatch.setattr(classroom, "read_texts", lambda student: student.texts)
 
 
-@pytest.mark.parametrize("number", [4, 5, 6, 8])
+@pytest.mark.parametrize("number", [4, 8])
 def test_disguised_copies_are_reported(number, texts_given):
     alternative = answer(number, "tests/alternatives")
     copies = {"ada": disguise(answer(number)), "bob": disguise(alternative), "carl": alternative}
@@ -606,7 +579,7 @@ def test_disguised_copies_are_reported(number, texts_given):
     assert min(found.values()) > 0.95
 
 
-@pytest.mark.parametrize("number", [4, 5, 6, 8])
+@pytest.mark.parametrize("number", [4, 8])
 def test_a_copy_with_a_mistake_is_reported(number, texts_given):
     mutants = importlib.import_module(f"mutants.{get_module(number).package}").MUTANTS
     found = groups(number, {str(place): mutant.apply(answer(number)) for place, mutant in enumerate(mutants[:8])})
@@ -628,8 +601,7 @@ def test_the_report_ranks_copies_first_and_shows_both_texts(number, texts_given,
     monkeypatch.setattr(similarity, "SHOWN", 0)  # list independent answers too
     original = answer(number) + "\n# <script>alert(1)</script>\n"
     copies = {"ada": original, "bob": disguise(original), "carl": answer(number, "tests/alternatives"), "dora": "x = 1"}
-    everyone = [SimpleStudent(name, {number: text}) for name, text in copies.items()]
-    texts = classroom.read_class(everyone, [get_module(number)])
+    texts = read_class(number, copies)
     pairs = similarity.find_pairs(texts)
     copied = {("ada", "bob"), ("ada", "solutions/"), ("bob", "solutions/"), ("carl", "tests/alternatives/")}
     assert {pair.names for pair in pairs[:3]} < copied and len(pairs) == 4, "two pairs connect ada, bob and solutions/"
@@ -637,17 +609,12 @@ def test_the_report_ranks_copies_first_and_shows_both_texts(number, texts_given,
     page = similarity_report.format_report(pairs, texts)
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "dora" not in page
     [(marked, _)] = similarity.match_pairs([similarity.Pair(number, ("ada", "bob"), 1.0, 100)], texts)
-    first_words = [
-        (original.splitlines()[line - 1].split()[0], copies["bob"].splitlines()[other - 1].replace("_2", "").split()[0])
-        for line, other in marked.items()
-    ]
-    assert len(first_words) > 10 and not [pair for pair in first_words if pair[0] != pair[1]]
+    mine, theirs = original.splitlines(), copies["bob"].replace("_2", "").splitlines()
+    assert len(marked) > 10 and all(mine[i - 1].split()[0] == theirs[j - 1].split()[0] for i, j in marked.items())
 
 
 def test_copies_of_one_answer_are_one_group_under_the_students_names(texts_given):
-    copies = {f"s{place}": answer(4) for place in range(8)}
-    everyone = [SimpleStudent(name, {4: text}) for name, text in copies.items()]
-    texts = classroom.read_class(everyone, [get_module(4)])
+    texts = read_class(4, {f"s{place}": answer(4) for place in range(8)})
     pairs = similarity.find_pairs(texts)
     assert len([pair for pair in pairs if "tests/alternatives/" not in pair.names]) == 8
     page = similarity_report.format_report(pairs, texts)
@@ -662,66 +629,12 @@ def test_submissions_are_shown_under_the_students_names(tmp_path):
         for login, name in (("a1", "Ada"), ("b2", "Bo"))
     ]
     everyone = classroom.name_students(classroom.list_students(tmp_path, tmp_path / "x"), people)
-    assert [student.name for student in everyone] == [
-        "Bo (Bo_9_assignsubmission_file)",
-        "Ada",
-        "Bo (b2)",
-        "eve",
-    ]
+    names = ["Bo (Bo_9_assignsubmission_file)", "Ada", "Bo (b2)", "eve"]
+    assert [student.name for student in everyone] == names
 
 
 def test_answers_along_the_hints_are_not_reported(texts_given):
     assert similarity.ALIKE > 0.49  # the most that such answers had in common
-    found = groups(4, {"ada": ALONG_THE_HINTS, "bob": ALONG_THE_HINTS.replace("p.", "q."), "carl": answer(4)})
+    text = (ROOT / "tests" / "toolkit" / "snapshots" / "along_the_hints").read_text()
+    found = groups(4, {"ada": text, "bob": text.replace("p.", "q."), "carl": answer(4)})
     assert found == {("ada", "bob"): 1.0, ("carl", "solutions/"): 1.0}
-
-
-ALONG_THE_HINTS = """
-import torch
-import torch.distributed as dist
-from torch import nn
-
-
-def plan_buckets(params, bucket_cap_bytes):
-    buckets, current, size = [], [], 0
-    for p in reversed(list(params)):
-        nbytes = p.numel() * p.element_size()
-        if current and (size + nbytes > bucket_cap_bytes or p.dtype != current[0].dtype):
-            buckets.append(current)
-            current, size = [], 0
-        current.append(p)
-        size += nbytes
-    if current:
-        buckets.append(current)
-    return buckets
-
-
-class Bucket:
-    def __init__(self, parameters, process_group):
-        self.parameters = parameters
-        self.process_group = process_group
-        self.missing = len(parameters)
-        self.flat = None
-        self.handle = None
-
-    def launch(self):
-        grads = []
-        for p in self.parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            grads.append(p.grad.flatten())
-        self.flat = torch.cat(grads)
-        self.handle = dist.all_reduce(self.flat, group=self.process_group, async_op=True)
-
-    def finish(self):
-        self.handle.wait()
-        self.flat.div_(dist.get_world_size(self.process_group))
-        offset = 0
-        for p in self.parameters:
-            n = p.numel()
-            p.grad.copy_(self.flat[offset : offset + n].view_as(p.grad))
-            offset += n
-        self.flat = None
-        self.handle = None
-        self.missing = len(self.parameters)
-"""

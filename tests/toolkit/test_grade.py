@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import zipfile
+from datetime import datetime, timezone
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -15,7 +17,7 @@ import pytest
 from mutants.m01_naive_ddp import MUTANTS
 
 from brigade.checks.collect import Check
-from brigade.checks.verdict import ENDINGS, Outcome, Verdict
+from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, list_checks
@@ -26,140 +28,6 @@ from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.grade.visibility import resolve_visibility
 from brigade.runner import ranks
 
-INTEGER, NUMBER, TEXT = {"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0}, {"type": "string"}
-LINE = TEXT | {"minLength": 1, "pattern": r"^[^\n]*$"}
-INSTANT = {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$"}
-
-
-def validate(result: object, schema: object) -> None:
-    """Raise ValidationError unless the result has the form that the schema describes."""
-    import jsonschema  # takes two seconds, which collecting the other tests need not wait for
-
-    jsonschema.validate(result, schema)
-
-
-def make_object_schema(*optional, **properties):
-    """Return the schema of an object with exactly these properties. Those in `optional` may be missing."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def some(of):
-    return {"type": "array", "items": of, "minItems": 1}
-
-
-SHOWN = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
-GRADESCOPE = make_object_schema(
-    "leaderboard",
-    score=INTEGER,
-    execution_time=NUMBER,
-    output=TEXT,
-    visibility=SHOWN,
-    stdout_visibility=SHOWN,
-    tests=some(
-        make_object_schema(
-            score=INTEGER,
-            max_score=INTEGER,
-            status={"enum": ["passed", "failed"]},
-            name=LINE,
-            number={"type": "string", "pattern": r"^\d\.\d+$"},
-            output=TEXT | {"maxLength": 4_004, "pattern": r"^([^\n]*\n){0,24}[^\n]*$"},
-            output_format={"const": "text"},
-            tags=some(LINE),
-            visibility=SHOWN,
-        )
-    ),
-    leaderboard=some(make_object_schema(name=LINE, value=INTEGER, order={"enum": ["asc", "desc"]})),
-)
-MAYBE = {"type": ["string", "null"], "maxLength": 4_000}
-OWN = make_object_schema(
-    score=INTEGER,
-    max_score=INTEGER,
-    seed=INTEGER,
-    started=INSTANT,
-    seconds=NUMBER,
-    finished={"type": "boolean"},
-    not_included=LINE,
-    notes={"type": "array", "items": TEXT},
-    checks=some(
-        make_object_schema(
-            module=INTEGER,
-            name=LINE,
-            number={"type": "string", "pattern": r"^\d\.\d+$"},
-            title=LINE,
-            points=INTEGER,
-            score=INTEGER,
-            status={"enum": ["not run", "passed", "failed", "not written", "error"]},
-            seconds=NUMBER,
-            prior_source={"enum": ["own", "reference"]},
-            feedback=TEXT | {"maxLength": 4_004},
-            verdict={
-                "anyOf": [
-                    {"type": "null"},
-                    make_object_schema(
-                        **dict.fromkeys(("expected", "got", "likely_cause", "hypothesis", "note"), MAYBE),
-                        **dict.fromkeys(("error", "message", "parameter"), MAYBE),
-                        **dict.fromkeys(("rank", "step"), {"type": ["integer", "null"]}),
-                        ending={"enum": list(ENDINGS)},
-                        part={"anyOf": [{"type": "null"}, make_object_schema(module=INTEGER, letter=LINE)]},
-                        location={
-                            "anyOf": [{"type": "null"}, make_object_schema(file=LINE, line=INTEGER, function=LINE)]
-                        },
-                    ),
-                ]
-            },
-        )
-    ),
-)
-HIDDEN = make_object_schema(  # what is for the instructor only; it has no points
-    name=LINE, output=TEXT, output_format={"const": "text"}, tags=some(LINE), visibility={"const": "hidden"}
-)
-CLASSROOM50 = make_object_schema(
-    "graded_at",
-    "submitted_by",
-    **{
-        "schema": {"const": "classroom50/result/v1"},
-        "classroom": LINE,
-        "assignment": LINE,
-        "assignment_type": {"enum": ["individual", "group", "team"]},
-        "owner": LINE,
-        "submission": {"type": "string", "pattern": "^submit/"},
-        "commit": LINE,
-        "release": LINE,
-        "review": LINE,
-        "datetime": INSTANT,
-        "score": INTEGER,
-        "max-score": INTEGER,
-        "tests": some(
-            make_object_schema(
-                "output",
-                **{"test-name": LINE, "passed": {"type": "boolean"}, "score": INTEGER, "max-score": INTEGER},
-                output=TEXT | {"maxLength": 4_100},
-            )
-        ),
-        "graded_at": INSTANT,
-        "submitted_by": make_object_schema("id", username=LINE, id={"type": ["integer", "null"]}),
-    },
-)
-COUNT, SECONDS = {"type": "string", "pattern": r"^\d+$"}, {"type": "string", "pattern": r"^\d+\.\d+$"}
-CASE = make_object_schema(
-    "failure",
-    classname=LINE,
-    name=LINE,
-    time=SECONDS,
-    failure=some(make_object_schema("text", message=LINE, text=TEXT)),
-)
-JUNIT = make_object_schema(
-    name=LINE,
-    time=SECONDS,
-    testsuite=some(
-        make_object_schema(
-            **dict.fromkeys(("tests", "failures", "errors", "skipped"), COUNT),
-            **{"name": LINE, "time": SECONDS, "timestamp": INSTANT},
-            **{"testcase": some(CASE), "system-out": some(make_object_schema("text", text=TEXT))},
-        )
-    ),
-)
 META = {
     "CLASSROOM": "parallel",
     "ASSIGNMENT": "brigade",
@@ -172,49 +40,12 @@ META = {
 }
 
 
-def convert_element(element):
-    """Return an XML element as a dict of attributes, text, and lists of children by tag."""
-    found = dict(element.attrib)
-    if element.text and element.text.strip():
-        found["text"] = element.text
-    for child in element:
-        found.setdefault(child.tag, []).append(convert_element(child))
-    return found
-
-
-def read_validated(text, form):
-    """Return the score, the maximum, and whether the run is unfinished. Fail if the results file is not valid."""
-    if form == "text":
-        score, _, most, *_ = text.split()
-        return int(score), int(most), UNFINISHED in text
-    if form == "junit":
-        result = convert_element(ElementTree.fromstring(text.encode()))
-        validate(result, JUNIT)
-        for suite in result["testsuite"]:
-            assert int(suite["tests"]) == len(suite["testcase"])
-            assert int(suite["failures"]) == sum("failure" in case for case in suite["testcase"])
-        score, _, most, *_ = result["testsuite"][0]["system-out"][0]["text"].split()
-        return int(score), int(most), UNFINISHED in text
+def read_scores(text):
+    """Return the score, the maximum, and whether the run is unfinished, of a results.json of Gradescope."""
     result = json.loads(text)
-    if form == "json":
-        validate(result, OWN)
-        assert result["score"] == sum(check["score"] for check in result["checks"])
-        assert result["max_score"] == sum(check["points"] for check in result["checks"])
-        return result["score"], result["max_score"], any(UNFINISHED in note for note in result["notes"])
-    if form == "gradescope":
-        for test in [test for test in result["tests"] if test["tags"] == ["please look"]]:
-            validate(test, HIDDEN)
-            result["tests"].remove(test)
-        validate(result, GRADESCOPE)
-        assert all(test["score"] == (test["status"] == "passed") * test["max_score"] for test in result["tests"])
-        assert result["score"] == sum(test["score"] for test in result["tests"]) == result["leaderboard"][0]["value"]
-        return result["score"], sum(test["max_score"] for test in result["tests"]), UNFINISHED in result["output"]
-    validate(result, CLASSROOM50)
-    assert result["score"] == sum(test["score"] for test in result["tests"])
-    assert result["max-score"] == sum(test["max-score"] for test in result["tests"])
-    assert all(test["passed"] or test["output"] for test in result["tests"]), "a failed test has no reason"
-    assert " points, seed " in result["tests"][-1]["output"]
-    return result["score"], result["max-score"], UNFINISHED in text
+    assert all(test["score"] == (test["status"] == "passed") * test["max_score"] for test in result["tests"])
+    assert result["score"] == sum(test["score"] for test in result["tests"]) == result["leaderboard"][0]["value"]
+    return result["score"], sum(test["max_score"] for test in result["tests"]), UNFINISHED in result["output"]
 
 
 @pytest.fixture
@@ -278,41 +109,48 @@ def scores(result):
 
 
 def states():
-    """Yield the states of a grading run from its beginning to its end."""
-    yield make_empty_grading(CORE_MODULES, 7), 0, sum(entry.points for entry in CORE_MODULES), True
+    """Yield the states of a grading run of three checks, from its beginning to its end, with hostile texts."""
     checks = [(1, "test_one", "The first.", 3), (1, "test_two", "The second.", 5), (2, "test_three", "The third.", 8)]
     outcomes = [Outcome(GradedCheck(*check)) for check in checks]
     state = Grading(outcomes, 7, notes=["a \x1b[31mred\x1b[0m file \udcff", "another\n"])
-    yield state, 0, 16, True
+    state.started = datetime(2026, 1, 31, 12, tzinfo=timezone.utc)
+    yield state
     outcomes[0].status = "passed"
     outcomes[1].status = outcomes[2].status = "failed"
     outcomes[1].verdict = Verdict("no nonsense", "\x00\x1b[2J\ufffe\udc80]]>&<\r\n" * 50 + "x" * 10_000)
     outcomes[1].printed = ["", "\x1b[2J\n" * 50 + "x" * 10_000]
-    yield state, 3, 16, True
     outcomes[2].verdict = Verdict("few lines", "\n".join(map(str, range(100))), part=Part(2, "a"))
-    yield state, 3, 16, True  # what failed is to be repeated with the reference's earlier modules
+    yield state  # what failed is to be repeated with the reference's earlier modules
     outcomes[2].status, outcomes[2].verdict, state.finished = "passed", None, True
-    yield state, 11, 16, False
+    yield state
 
 
 @pytest.mark.parametrize("form", formats.FORMATS)
-def test_results_are_valid_in_every_state(form, monkeypatch):
+def test_results_in_every_state(form, monkeypatch, snapshot):
+    """No state contains a character that a terminal, XML or a database does not take, or more than a screen of text."""
     for name, value in META.items():
         monkeypatch.setenv(name, value)
-    for state, score, most, unfinished in states():
-        metadata = formats.read_classroom50_metadata({"submitted_by": "ada"})
-        text = formats.format_classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
-        assert read_validated(text, form) == (score, most, unfinished)
-        assert text.isprintable() or set(filter(lambda c: not c.isprintable(), text)) == {"\n"}
+    metadata = formats.read_classroom50_metadata({"submitted_by": "ada"})
+    texts = [
+        formats.format_classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
+        for state in states()
+    ]
+    assert all(set(filter(lambda c: not c.isprintable(), text)) == {"\n"} for text in texts)
+    for text in texts:
+        ElementTree.fromstring(text.encode()) if form == "junit" else form == "text" or json.loads(text)
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    texts = [
+        re.sub(rf"{now}T[\d:]+Z", "(now)", re.sub("x{99,}", lambda xs: f"({len(xs[0])} x)", text)) for text in texts
+    ]
+    snapshot(f"results.{form}", "\n".join(texts))
 
 
 def test_students_see_what_the_instructor_chooses():
     """A check's setting overrides its module's, which overrides its part's. A hidden check hides the score."""
-    [state, *_] = states()
+    state = make_empty_grading(CORE_MODULES, 7)
     settings = ["test_steps_and_subgroups=visible", "4=hidden", "core=after_due_date"]
     chosen = resolve_visibility(settings, CORE_MODULES)
-    result = json.loads(formats.format_gradescope(state[0], chosen))
-    validate(result, GRADESCOPE)
+    result = json.loads(formats.format_gradescope(state, chosen))
     seen = {tuple(test["tags"]): test["visibility"] for test in result["tests"]}
     assert seen["module 4", "test_steps_and_subgroups"] == "visible"
     assert seen["module 4", "test_gradients_are_averaged"] == "hidden"
@@ -320,8 +158,8 @@ def test_students_see_what_the_instructor_chooses():
     assert (
         "leaderboard" not in result and "of 100 points" not in result["output"] and "The seed is 7" in result["output"]
     )
-    everything = json.loads(formats.format_gradescope(state[0], resolve_visibility(["core=visible"], CORE_MODULES)))
-    assert everything == json.loads(formats.format_gradescope(state[0]))
+    everything = formats.format_gradescope(state, resolve_visibility(["core=visible"], CORE_MODULES))
+    assert everything == formats.format_gradescope(state)
 
 
 def test_classroom50_fields_come_from_options_and_environment(monkeypatch):
@@ -362,17 +200,12 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
 # What is graded
 
 
-def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkeypatch):
-    """Each state that is written during the grading run is valid and has the correct maximum. The score never falls."""
+def test_the_results_are_complete_at_any_time(grade, submit, monkeypatch):
+    """Each file that is written during the grading run has the correct maximum."""
     written = []
-    monkeypatch.setattr(formats, "write", lambda path, text: written.append(text))
-    for name, value in META.items():
-        monkeypatch.setenv(name, value)
-    for form in formats.FORMATS:
-        written.clear()
-        assert grade(submit(), "--modules", "2", "--format", form, only=["test_mixed_dtypes"]).status == 0
-        found = [read_validated(text, form) for text in written]
-        assert found[0] == (0, 8, True) and found[1] == (0, 1, True) and found[-1] == (1, 1, False), found
+    monkeypatch.setattr(formats, "write", lambda path, text: written.append(read_scores(text)))
+    assert grade(submit(), "--modules", "2", only=["test_mixed_dtypes"]).status == 0
+    assert written[:2] == [(0, 8, True), (0, 1, True)] and written[-1] == (1, 1, False)
 
 
 @pytest.mark.extended
@@ -388,38 +221,13 @@ def test_points_are_what_the_checks_say(grade, submit):
     """Module 1 has one mistake, and module 2 is still the skeleton."""
     unwritten = (ROOT / "lessons" / get_module(2).path).read_text()
     done = grade(submit({1: make_mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
-    assert done.status == 0 and "7 of 16 points" in done.errors
+    assert done.status == 0 and "7 of 16 points in " in done.errors
+    assert done.errors.endswith("Not included: 12 points for written answers. A person grades them.\n")
     points, failed = scores(done.result)
     assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *list_check_names(2)}
     told = {test["output"] for test in done.result["tests"] if test["number"].startswith("2.")}
     assert told == {"to do: module 2, part (a)"}
-    assert read_validated(json.dumps(done.result), "gradescope") == (7, 16, False)
-
-
-def test_skeletons_get_nothing(grade):
-    done = grade(ROOT / "lessons", "--modules", "1,7")
-    assert done.status == 0 and read_validated(json.dumps(done.result), "gradescope") == (0, 16, False)
-
-
-@pytest.mark.parametrize("form", ["flat", "clone", "zip", "zip of a directory"])
-def test_forms_of_a_submission(form, grade, submit, tmp_path):
-    place = submit(name="solved/lessons" if form == "clone" else "solved")
-    files = [place / entry.path for entry in select_modules("1-2")]
-    if form == "clone":
-        place = place.parent
-    elif form == "flat":
-        place = tmp_path / "flat"
-        place.mkdir()
-        for file in files:
-            file.rename(place / file.name)
-    elif form.startswith("zip"):
-        place = tmp_path / "submission.zip"
-        with zipfile.ZipFile(place, "w") as bundle:
-            for file in files:
-                inside = file.relative_to(tmp_path / "solved") if form == "zip" else file.relative_to(tmp_path)
-                bundle.write(file, inside)
-    done = grade(place, "--modules", "2", only=["test_bytes_on_the_wire"])
-    assert done.result["score"] == 1, done
+    assert read_scores(json.dumps(done.result)) == (7, 16, False)
 
 
 def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
@@ -431,7 +239,7 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     checks = [Check(number, f"test_{number}", "A check.", 5, function=falls_over) for number in (1, 2, 3)]
     monkeypatch.setattr(grading, "collect", lambda entries: checks)
     done = grade(submit({1: None, 2: "def f(:\n"}, upto=3), "--modules", "1-3")
-    assert read_validated(json.dumps(done.result), "gradescope") == (0, 15, False)
+    assert read_scores(json.dumps(done.result)) == (0, 15, False)
     told = [test["output"] for test in done.result["tests"]]
     assert "module 1 is missing" in told[0] and "flat_ddp.py, line 1: invalid syntax" in told[1]
     assert (
@@ -500,17 +308,14 @@ def test_a_later_module_may_use_a_helper_of_an_earlier_one(helper, options, lost
     assert all(reason in test["output"] for test in failed)
 
 
-@pytest.mark.parametrize("failing", [*range(0, 11), None])
-def test_any_earlier_training_module_can_be_why_a_check_fails(failing):
-    outcomes = [
-        Outcome(check, "failed" if entry.number == failing else "passed")
-        for entry in MODULES
-        for check in list_checks(entry)[:1]
-    ]
-    schedule = grading.Schedule(ROOT, Grading(outcomes, 0), "auto", grading.Conditions(), 1, print)
-    affected = [entry.number for entry in MODULES if schedule.list_failed(entry.number)]
-    # nobody imports module 0, and module 13 imports nobody
-    assert affected == ([n for n in range(1, 12) if n > failing] if failing else [])
+def test_any_earlier_training_module_can_be_why_a_check_fails():
+    """Nobody imports module 0, and module 13 imports nobody."""
+    checks = [list_checks(entry)[0] for entry in MODULES]
+    for failing in [*range(0, 11), None]:
+        outcomes = [Outcome(check, "failed" if check.module == failing else "passed") for check in checks]
+        schedule = grading.Schedule(ROOT, Grading(outcomes, 0), "auto", grading.Conditions(), 1, print)
+        affected = [entry.number for entry in MODULES if schedule.list_failed(entry.number)]
+        assert affected == ([n for n in range(1, 12) if n > failing] if failing else [])
 
 
 # What takes too long
@@ -671,20 +476,6 @@ def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
     assert grade(submit({1: right, 2: wanting}), "--modules", "2", only=[one_check(2)]).result["score"]
 
 
-def test_feedback_fits_on_a_screen(grade, submit):
-    shouting = reference(1).replace(
-        "        for parameter in self.module.parameters():",
-        "        for line in range(500):\n            print('\\x1b[2J' + 'loud ' * 200)\n"
-        "        raise ValueError('\\n'.join('reason ' * 20 for line in range(300)))\n"
-        "        for parameter in self.module.parameters():",
-    )
-    done = grade(submit({1: shouting}), "--modules", "1", only=["test_gradients_are_averaged"])
-    [test] = done.result["tests"]
-    lines = test["output"].splitlines()
-    assert lines[0] == "Expected:     every rank finishes without an exception"
-    assert 20 <= len(lines) <= 25 and len(test["output"]) <= 4_010 and "\x1b" not in test["output"]
-
-
 def test_without_root_the_results_say_what_is_not_protected(grade, submit, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     done = grade(submit(), "--modules", "1", only=["test_buffers_start_equal"])
@@ -761,7 +552,7 @@ def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
     (tmp_path / "mine.zip").write_text("no zip")
     done = grade(tmp_path / "mine.zip")
     assert done.status == 2
-    assert read_validated(json.dumps(done.result), "gradescope") == (0, 100, True)
+    assert read_scores(json.dumps(done.result)) == (0, 100, True)
     assert "mine.zip cannot be unpacked: File is not a zip file" in done.result["output"]
 
 
@@ -769,42 +560,17 @@ def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
 def test_results_say_that_written_points_are_not_included(modules, points):
     done = make_empty_grading(select_modules(modules), 7)
     sentence = f"Not included: {points} points for written answers. A person grades them."
-    assert formats.format_written_points(done) == sentence
-    assert formats.format_text(done).splitlines()[1] == sentence
-    assert json.loads(formats.format_gradescope(done))["output"].splitlines()[1] == sentence
-    assert sentence in formats.format_junit(done)
-    assert json.loads(formats.format_json(done))["not_included"] == sentence
-    last = json.loads(formats.format_classroom50(done, {}))["tests"][-1]
-    assert (last["test-name"], last["output"], last["score"], last["max-score"]) == (
-        "Summary",
-        f"0 of {done.max_score} points, seed 7\n{sentence}\nThe grading run did not finish: "
-        f"{len(done.outcomes)} of {len(done.outcomes)} checks have not run.",
-        0,
-        0,
-    )
-
-
-def test_terminal_says_that_written_points_are_not_included(grade, submit):
-    done = grade(submit(), "--modules", "1", only=("test_parameters_start_equal",))
-    assert "1 of 1 points in " in done.errors
-    assert done.errors.endswith("Not included: 6 points for written answers. A person grades them.\n")
+    assert formats.format_written_points(done) == formats.format_text(done).splitlines()[1] == sentence
 
 
 def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
     monkeypatch.setattr(grading, "collect", lambda entries: [])
     assert cli.main(["grade", "--submission", str(submit()), "--modules", "1"]) == 0
     assert capfd.readouterr().out.startswith("0 of 0 points, seed ")
-    assert cli.main(["grade", "--submission", str(submit()), "--modules", "1", "--format", "junit"]) == 0
-    assert capfd.readouterr().out.startswith("<?xml")
 
 
-@pytest.mark.parametrize("text", ["", f"1-{len(CORE_MODULES)}", "1-99"])
-def test_selected_modules(text):
-    if text == "1-99":
-        with pytest.raises(CourseError, match="there is no module 99:"):
-            select_modules(text)
-    else:
-        assert [entry.number for entry in select_modules(text)] == [entry.number for entry in CORE_MODULES]
+def test_selected_modules():
+    assert select_modules("") == select_modules(f"1-{len(CORE_MODULES)}") == list(CORE_MODULES)
     assert [entry.number for entry in select_modules("5, 2-3,3")] == [2, 3, 5]
 
 
@@ -846,7 +612,7 @@ def sample(grader, until):
     while time.monotonic() < ends_at and grader.process.poll() is None:
         if grader.out.exists():
             text = grader.out.read_text()
-            score, most, unfinished = read_validated(text, "gradescope")
+            score, most, unfinished = read_scores(text)
             assert most == 16 and unfinished and score >= best
             best = score
             finished = sum(test["output"] != UNFINISHED for test in json.loads(text)["tests"])
@@ -871,7 +637,7 @@ def test_killed_at_any_moment_the_results_are_valid(moment, grader):
     children = psutil.Process(grader.process.pid).children(recursive=True)
     grader.process.kill()
     grader.process.wait()
-    score, most, unfinished = read_validated(grader.out.read_text(), "gradescope")
+    score, most, unfinished = read_scores(grader.out.read_text())
     assert most == 16 and unfinished and score >= (moment == "checks run")
     assert is_gone(children)
 
@@ -886,7 +652,7 @@ def test_interrupted_it_puts_everything_away(number, grader):
     _, errors = grader.process.communicate(timeout=60)
     assert grader.process.returncode == 130 and errors.endswith("brigade: stopped\n"), errors
     assert "Traceback" not in errors
-    assert read_validated(grader.out.read_text(), "gradescope")[2]
+    assert read_scores(grader.out.read_text())[2]
     assert is_gone(children) and not list(grader.scratch.iterdir())
     assert not list(grader.out.parent.glob(".*"))
 
