@@ -54,15 +54,15 @@ lint: setup
 	$(BIN)/brigade skeletons --check
 
 figures: setup
-	$(BIN)/python -m brigade.lab.figures $(MODULE)
+	$(BIN)/python -m tools.figures $(MODULE)
 	$(if $(MODULE),,$(BIN)/python -m brigade.lab.memory --target solutions)
 	$(if $(MODULE),,$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png)
 
 notebooks: setup
-	$(BIN)/python -m brigade.lab.notebook_files $(MODULE)
+	$(BIN)/python -m tools.notebook_files $(MODULE)
 
 slides: setup
-	$(BIN)/python -m brigade.lab.slides $(MODULE)
+	$(BIN)/python -m tools.slides $(MODULE)
 
 site: setup $(if $(STUDENT),student)
 	rm -rf out/$(SITE)
@@ -94,12 +94,12 @@ claims: setup
 	$(BIN)/python -m brigade.lab.claims
 
 promises: setup
-	$(BIN)/python tests/promises.py
+	$(BIN)/python -m tools.promises
 
 soak: setup
 	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
 
 matrix: setup
-	$(BIN)/python tests/matrix.py $(MATRIX)
+	$(BIN)/python -m tools.matrix $(MATRIX)
 
 include setup.mk

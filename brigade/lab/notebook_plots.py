@@ -24,7 +24,6 @@ from brigade.lab.cost_model import BLOCK_BYTES, GRAD_BYTES, NUM_UNITS, ROOT_BYTE
 from brigade.lab.ladder import Ladder
 from brigade.lab.plan_config import import_solution
 from brigade.lab.plots import COLOURS
-from brigade.lab.ring_figure import list_ring_states
 from brigade.lab.timeline import STYLES, Timeline, draw_panels
 from brigade.rank.emulated_link import Link
 
@@ -270,6 +269,23 @@ def hide_frame(axes: Axes) -> None:
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+
+
+def list_ring_states(size: int) -> list[list[list[int]]]:
+    """Return the states of a ring all-reduce on `size` ranks: before it, and after each step.
+
+    `state[rank][chunk]` is the number of ranks whose values are in this chunk of this rank.
+    """
+    states = [[[1] * size for _ in range(size)]]
+    for step in range(2 * (size - 1)):
+        before = states[-1]
+        after = [list(chunks) for chunks in before]
+        for rank in range(size):
+            chunk = (rank - step - 2) % size
+            own = before[rank][chunk] if step < size - 1 else 0  # the second phase replaces values
+            after[rank][chunk] = own + before[rank - 1][chunk]
+        states.append(after)
+    return states
 
 
 def draw_ring_step(size: int, step: int) -> LargeFigure:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matrix
 import nbformat
 import pytest
 import yaml
@@ -20,6 +19,7 @@ from nbclient import NotebookClient
 from brigade.cli.main import parse
 from brigade.course import handout
 from brigade.course.modules import ROOT
+from tools import matrix
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 

@@ -110,9 +110,7 @@ ACCOUNTS = [
     NotRun("brigade plan .*", "as with the other two; tests/toolkit/test_plan.py runs more"),
     Run("python -m brigade.lab.claims NAME"),
     NotRun("python -m brigade.lab.claims slice", "as with another name"),
-    NotRun(
-        "python -m brigade.lab.figures 3 --computed", "it writes into a lesson; tests/toolkit/test_trace.py does that"
-    ),
+    NotRun("python -m tools.figures 3 --computed", "it writes into a lesson; tests/toolkit/test_trace.py does that"),
     NotRun("python -m brigade.lab.claims --write", "a minute; tests/toolkit/test_claims.py writes a page"),
     NotRun("python -m brigade.lab.(demo|memory|validate)", "long; tests/toolkit has tests of each"),
     NotRun(r"python lessons/\w+/\w+\.py( dump_\*\.json)?", "tests/toolkit/test_experiments.py runs the scripts"),
@@ -126,9 +124,9 @@ ACCOUNTS = [
     # ---- the maintainer's
     Run("brigade skeletons", written=False),
     NotRun("source .venv/bin/activate", "it changes the shell that types it"),
-    NotRun("python tests/promises.py --repetitions 1", "minutes; tests/toolkit/test_promises.py tests it"),
-    Run("python tests/gloo_memory.py --threads 1 --runs 3"),
-    NotRun("python tests/gloo_memory.py", "it counts crashes, and how many there are is chance"),
+    NotRun("python -m tools.promises --repetitions 1", "minutes; tests/toolkit/test_promises.py tests it"),
+    Run("python tools/gloo_memory.py --threads 1 --runs 3"),
+    NotRun("python tools/gloo_memory.py", "it counts crashes, and how many there are is chance"),
     NotRun(r"MEGATRON_LM=\S+ pytest tests/toolkit/test_megatron\.py", "it takes a checkout of Megatron-LM"),
     NotRun(r"pytest tests/toolkit/test_(ranks\.py|mutants\.py -k 3-summed)", "make test runs these"),
     NotRun(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
-import promises
 import pytest
 
 from brigade.course.modules import MODULES, ROOT, get_module
+from tools import promises
 
 TEXT = (ROOT / "docs" / "contributing.md").read_text()
 # Folders of brigade from the lowest to the highest. Those of one row do not import each other.

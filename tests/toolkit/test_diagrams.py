@@ -4,7 +4,7 @@ import pytest
 from matplotlib.testing.compare import compare_images
 
 from brigade.course.modules import get_module
-from brigade.lab.diagrams import DIAGRAMS
+from tools.diagrams import DIAGRAMS
 
 
 @pytest.mark.parametrize("number", DIAGRAMS)

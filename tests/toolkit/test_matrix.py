@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matrix
 import pytest
-from matrix import PAIRS, Pair, parse_pair
 
 from brigade.course.modules import ROOT
+from tools import matrix
+from tools.matrix import PAIRS, Pair, parse_pair
 
 
 def run(monkeypatch, *arguments: str) -> int:

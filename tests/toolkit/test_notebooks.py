@@ -23,9 +23,9 @@ from ipywidgets import IntSlider
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
-from brigade.lab.notebook_files import EXECUTED, execute, hash_code, list_notebooks
 from brigade.lab.notebook_plots import draw_step_times, explore
-from brigade.lab.slides import make_deck
+from tools.notebook_files import EXECUTED, execute, hash_code, list_notebooks
+from tools.slides import make_deck
 
 NOTEBOOKS = list_notebooks()
 

@@ -3,13 +3,13 @@
 import subprocess
 import sys
 
-import promises
 import pytest
-from promises import make_ladder_promises, make_left_promise, make_promise
 
 from brigade.course.modules import ROOT, get_module
 from brigade.lab.bench import Bench
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, Ladder, Measurement, Workload, get_variant
+from tools import promises
+from tools.promises import make_ladder_promises, make_left_promise, make_promise
 
 
 def make_measurement(label, step_s=0.1, state=100):
@@ -90,6 +90,6 @@ def test_a_command_that_fails_gets_a_sentence(monkeypatch, capsys):
 
 def test_its_options():
     done = subprocess.run(
-        [sys.executable, "tests/promises.py", "--repetitions", "0"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "tools.promises", "--repetitions", "0"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and "--repetitions must be at least 1" in done.stderr

@@ -4,9 +4,10 @@ import pytest
 from PIL import Image
 
 from brigade.course.modules import TRAINING_MODULES, get_module
-from brigade.lab.figures import list_compared
 from brigade.lab.ladder import get_variant
-from brigade.lab.schematic import (
+from brigade.lab.timeline import describe_lengths
+from tools.figures import list_compared
+from tools.schematic import (
     ALPHA_MS,
     BACKWARD_MS,
     COPY_MS,
@@ -16,7 +17,6 @@ from brigade.lab.schematic import (
     TRANSFER_MS,
     make_timelines,
 )
-from brigade.lab.timeline import describe_lengths
 
 BACKWARD_END_MS = LAYERS * (FORWARD_MS + BACKWARD_MS)
 BUCKET_MS = ALPHA_MS + 2 * TRANSFER_MS  # the all-reduce of two layers

@@ -14,8 +14,9 @@ from test_lab import png_size
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
-from brigade.lab import figures, ladder, memory_over_step, timeline, timeline_view
+from brigade.lab import ladder, memory_over_step, timeline, timeline_view
 from brigade.rank.emulated_link import Link
+from tools import figures
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 PARAMETERS = dict(TinyLM(SIZE).named_parameters())

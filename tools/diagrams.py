@@ -17,8 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from brigade.lab.notebook_plots import list_ring_states
 from brigade.lab.plan_config import load_planner
-from brigade.lab.ring_figure import draw_ring
+from brigade.lab.plots import COLOURS
 
 BLUE, LIGHT_BLUE, ORANGE, LIGHT_ORANGE, GREEN, GREY = "#0072b2", "#8fcdf0", "#e69f00", "#f6d58d", "#009e73", "#e0e0e0"
 EDGE = "#555555"
@@ -72,6 +73,48 @@ def draw_legend(figure: Figure, styles: dict[str, dict[str, Any]]) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+# ---- module 0: the chunks that travel around a ring
+
+
+def draw_ring(path: Path, size: int = 4) -> None:
+    """Draw the chunks of all ranks before a ring all-reduce and after each of its steps, as a PNG file."""
+    states = list_ring_states(size)
+    figure = Figure(figsize=(9, 3.1), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for column, state in enumerate(states):
+        left = column * (size + 1.0)
+        for rank in range(size):
+            for chunk, count in enumerate(state[rank]):
+                has_arrived = column and (rank - column - 1) % size == chunk
+                colour = COLOURS["backward"] if count == size else COLOURS["forward"] if count > 1 else "white"
+                axes.add_patch(Rectangle((left + chunk, rank), 1, 1, facecolor=colour, edgecolor="#777777", zorder=1))
+                if has_arrived:
+                    edge = COLOURS["collective"]
+                    box = Rectangle((left + chunk + 0.08, rank + 0.08), 0.84, 0.84, fill=False, edgecolor=edge, lw=3)
+                    axes.add_patch(box)
+                ink = "white" if count == size else "black"
+                axes.text(left + chunk + 0.5, rank + 0.52, count, ha="center", va="center", color=ink, fontsize=10)
+        axes.text(left + size / 2, -0.25, f"step {column}" if column else "before", ha="center", fontsize=10)
+        for chunk in range(size):
+            axes.text(left + chunk + 0.5, size + 0.5, chunk, ha="center", color="#555555", fontsize=10)
+    for first, name in (
+        (1, "ring_reduce_scatter: add the received chunk"),
+        (size, "ring_all_gather: copy the received chunk"),
+    ):
+        start, end = first * (size + 1.0), (first + size - 1) * (size + 1.0) - 1
+        axes.plot([start, end], [-1.0, -1.0], color="#777777", linewidth=1)
+        axes.text((start + end) / 2, -1.25, name, ha="center", fontsize=10)
+    names = [f"rank {rank}" for rank in range(size)]
+    axes.set_yticks([rank + 0.5 for rank in range(size)] + [size + 0.35], [*names, "chunk"])
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.set_xlim(-0.1, len(states) * (size + 1.0) - 0.9)
+    axes.set_ylim(size + 0.7, -2.1)
+    axes.spines[:].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 

@@ -7,7 +7,6 @@ tree, measured once per second; pages that several processes share count once.
 from __future__ import annotations
 
 import argparse
-import importlib
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from brigade.checks.collect import import_from_tests
 from brigade.course.modules import MODULES, ROOT, get_module
 
 REFERENCE = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES}
@@ -26,7 +26,7 @@ ALTERNATIVES = {e.number: (ROOT / "tests" / "alternatives" / f"{e.package}.py").
 
 def mutant(number: int, place: int) -> dict[int, str]:
     """Return the reference of a module with one of its mutants applied, by the module's number."""
-    found = importlib.import_module(f"mutants.{get_module(number).package}").MUTANTS[place]
+    found = import_from_tests(f"mutants.{get_module(number).package}").MUTANTS[place]
     return {number: found.apply(REFERENCE[number])}
 
 
@@ -82,7 +82,7 @@ def resident(process: psutil.Process) -> int:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__, epilog="Example: python tests/class_of_12.py").parse_args()
+    argparse.ArgumentParser(description=__doc__, epilog="Example: python -m tools.class_of_12").parse_args()
     with tempfile.TemporaryDirectory(prefix="brigade-class-") as directory:
         everyone = Path(directory) / "class"
         everyone.mkdir()

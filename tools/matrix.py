@@ -102,7 +102,7 @@ def try_pair(pair: Pair, arguments: list[str]) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0],
-        epilog="Example: python tests/matrix.py 3.12:2.13.0 -- tests/test_m03_overlapped_ddp.py",
+        epilog="Example: python -m tools.matrix 3.12:2.13.0 -- tests/test_m03_overlapped_ddp.py",
     )
     parser.add_argument("pairs", nargs="*", type=parse_pair, metavar="PYTHON:TORCH", help=f"default: {' '.join(PAIRS)}")
     words = sys.argv[1:]

@@ -237,7 +237,7 @@ def make_tables(rows: Sequence[Promise]) -> list[Table]:
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Measure what the course promises. Do not run anything else at the same time.",
-        epilog="Example: python tests/promises.py --repetitions 1",
+        epilog="Example: python -m tools.promises --repetitions 1",
     )
     parser.add_argument(
         "--repetitions",

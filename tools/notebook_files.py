@@ -1,4 +1,4 @@
-"""Execute the notebooks from top to bottom and store their outputs: python -m brigade.lab.notebook_files 4
+"""Execute the notebooks from top to bottom and store their outputs: python -m tools.notebook_files 4
 
 Notebooks run one after the other, each in a new kernel. If a cell fails, its notebook is not changed, and the command
 fails at the end. Do not run anything else at the same time, because the notebooks measure times.
@@ -33,9 +33,9 @@ CELL_S = 240
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m brigade.lab.notebook_files",
+        prog="python -m tools.notebook_files",
         description="Execute the notebooks and store their outputs. Each takes about half a minute.",
-        epilog="Example: python -m brigade.lab.notebook_files 4",
+        epilog="Example: python -m tools.notebook_files 4",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all notebooks)")
     options = parser.parse_args()

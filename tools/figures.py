@@ -1,4 +1,4 @@
-"""Redraw the pictures of all lessons, or of one lesson: python -m brigade.lab.figures 3
+"""Redraw the pictures of all lessons, or of one lesson: python -m tools.figures 3
 
 Computed pictures are the same on every machine: the concept diagrams of `diagrams.py`, and the schematic.png of each
 module that trains. A schematic shows a step as the α–β model predicts it. Measured pictures are timeline.png,
@@ -10,23 +10,33 @@ are alive during a step. In timelines and schematics, a step of the module is be
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
 
 from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, Module, get_module
-from brigade.lab import memory_over_step, views_figure
-from brigade.lab.diagrams import DIAGRAMS
+from brigade.lab import memory_over_step
 from brigade.lab.ladder import get_variant
-from brigade.lab.schematic import make_timelines
+from brigade.lab.plots import LINES
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import describe_lengths, draw, trace
+from lessons.m07_cached_shards.views import make_getters, measure_us
+from tools.diagrams import DIAGRAMS
+from tools.schematic import make_timelines
+
+VIEW_RANKS = (4, 8, 16, 32, 64, 128)
+VIEW_NUMEL = 1_000_000  # the time does not depend on it
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m brigade.lab.figures",
+        prog="python -m tools.figures",
         description="Redraw the readings' pictures: the concept diagrams, schematic.png from the cost model, and "
         "timeline.png, memory.png and module 7's views.png from real runs.",
-        epilog="Example: python -m brigade.lab.figures 3",
+        epilog="Example: python -m tools.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
     parser.add_argument("--computed", action="store_true", help="draw only the pictures that need no run")
@@ -65,7 +75,7 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
             print(f"{path.relative_to(ROOT)} written: {describe_lengths(timelines)}")
         if "CachedDDP" in entry.public and not only_computed:
             path = entry.lesson / "views.png"
-            views_figure.draw(views_figure.measure(), path)
+            draw_views(measure_views(), path)
             print(f"{path.relative_to(ROOT)} written")
         if entry.track == ADVANCED and not only_computed:
             path = entry.lesson / "memory.png"
@@ -77,6 +87,36 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
 def list_compared(entry: Module) -> list[Module]:
     """Return the modules in a module's pictures: the core module before it, if there is one, and the module itself."""
     return [*[module for module in CORE_MODULES if module.number < entry.number][-1:], entry]
+
+
+def measure_views() -> dict[str, list[float]]:
+    """Return, for each way to get a shard, the microseconds for each number of ranks in `VIEW_RANKS`."""
+    getters = [make_getters(torch.zeros(VIEW_NUMEL), ranks) for ranks in VIEW_RANKS]
+    return {way: [measure_us(by_way[way]) for by_way in getters] for way in getters[0]}
+
+
+def draw_views(times_us: dict[str, list[float]], path: Path) -> None:
+    """Draw a line for each way to get a shard, with logarithmic axes, as a PNG file."""
+    figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for (way, times), style in zip(times_us.items(), LINES):
+        axes.plot(VIEW_RANKS, times, markersize=6, **style)
+        text = f"{way}: {float(f'{times[-1]:.2g}'):g} µs"
+        axes.annotate(text, (VIEW_RANKS[-1], times[-1]), (8, 0), textcoords="offset points", va="center", fontsize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(VIEW_RANKS, [str(ranks) for ranks in VIEW_RANKS])
+    axes.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    axes.set_xlabel("N, the number of ranks", fontsize=10)
+    axes.set_ylabel("µs to get one shard", fontsize=10)
+    axes.set_title(
+        f"Fastest of 1000 samples, torch {torch.__version__.partition('+')[0]}, one {platform.machine()} core",
+        loc="left",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

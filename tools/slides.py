@@ -1,4 +1,4 @@
-"""Write a deck of slides for each notebook, or for the notebook of one module: python -m brigade.lab.slides 4
+"""Write a deck of slides for each notebook, or for the notebook of one module: python -m tools.slides 4
 
 A deck is one HTML file that needs no network: it contains reveal.js, its styles, the figures and the formulas. The
 notebooks' metadata (`slideshow.slide_type`) determine where slides begin. The deck shows figures and excerpts from the
@@ -22,10 +22,10 @@ from matplotlib.mathtext import math_to_image
 from nbconvert import SlidesExporter
 
 from brigade.course.modules import ROOT
-from brigade.lab.notebook_files import list_notebooks
 from brigade.lab.script import run_to_status
+from tools.notebook_files import list_notebooks
 
-TEMPLATE = ROOT / "brigade" / "lab" / "slides.html.j2"
+TEMPLATE = ROOT / "tools" / "slides.html.j2"
 OUTPUT = ROOT / "out" / "slides"
 REVEAL = resources.files("sphinx_revealjs") / "_static" / "revealjs"
 STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
@@ -37,9 +37,9 @@ FORMULA_PT = 18
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m brigade.lab.slides",
+        prog="python -m tools.slides",
         description="Write a deck of slides for each notebook to out/slides, from the stored outputs.",
-        epilog="Example: python -m brigade.lab.slides 4",
+        epilog="Example: python -m tools.slides 4",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all notebooks)")
     options = parser.parse_args()
