@@ -26,7 +26,7 @@ from brigade.cli.progress_file import find_state, hash_submission, recall, remem
 from brigade.cli.success import handle_success
 from brigade.course import skeletons
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
-from brigade.course.submission import find, read, resolve_target, select_used
+from brigade.course.submission import find, join_texts, read, resolve_target, select_files, select_used
 from brigade.runner import machine
 
 MAX_AT_A_TIME = 4  # checks that run at the same time; each has up to four ranks
@@ -267,7 +267,7 @@ def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) ->
         return ""
     target = Path(options.target)
     sources = read(target, entry.number).sources
-    text = sources.pop(f"{entry.package}.{entry.name}")[1]
+    text = join_texts(select_files(entry, sources))
     used = {name.partition(".")[0] for name in select_used(entry, text, sources)}
     for other in MODULES[: MODULES.index(entry)]:
         if other.package not in used and other.package not in text:
@@ -302,9 +302,10 @@ def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
 
 
 def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
-    """Return the time at which each module's file was last saved, or 0 for a missing file."""
-    paths = [find(Path(options.target), entry) for entry in entries]
-    return [path.stat().st_mtime if path else 0.0 for path in paths]
+    """Return the time at which each file of the modules was last saved, or 0 for a missing file."""
+    main = [(find(Path(options.target), entry), entry) for entry in entries]
+    paths = [path.with_name(name.name) for path, entry in main if path for name in entry.paths]
+    return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
 
 
 def name_track(entry: Module) -> str:
@@ -324,7 +325,8 @@ def run_next(options: argparse.Namespace) -> int:
             sources = read(options.target, entry.number, options.prior).sources
             key = hash_submission(entry, sources)
             done = recall("passed").get(entry.package) == key
-            begun = sources[f"{entry.package}.{entry.name}"][1] != skeletons.make_skeleton(entry)
+            own = select_files(entry, sources)
+            begun = {text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()}
             report = check_module(entry, options, is_quiet=True) if begun and not done else None
         except CourseError as error:
             console.print(f"→ {error}", markup=False)

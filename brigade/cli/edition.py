@@ -14,7 +14,7 @@ from brigade.course.skeletons import get_answers_path
 
 ARCHIVES = (ROOT / "brigade" / "course" / "student.zip", ROOT / "out" / "student.zip")  # in a package, in a clone
 MANIFEST = ".brigade-edition.json"  # in the directory: the hashes of the edition's files
-OWN = {("lessons" / entry.path).as_posix() for entry in MODULES}  # what students write
+OWN = {("lessons" / path).as_posix() for entry in MODULES for path in entry.paths}  # what students write
 OWN |= {("lessons" / get_answers_path(entry)).as_posix() for entry in MODULES}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from brigade.course.modules import ROOT, CourseError, Module
 from brigade.course.parts import find_unwritten_parts
-from brigade.course.submission import Sources, read, select_used
+from brigade.course.submission import Sources, join_texts, read, select_files, select_used
 
 PROGRESS = ROOT / ".brigade-progress.json"
 
@@ -37,9 +37,9 @@ def remember(kind: str, package: str, value: Any) -> None:
 
 def hash_submission(entry: Module, sources: Sources) -> str:
     """Return a fingerprint of the module's checks and of the module, with the earlier modules that it uses."""
-    name = f"{entry.package}.{entry.name}"
-    used = select_used(entry, sources[name][1], {other: source for other, source in sources.items() if other != name})
-    texts = [entry.checks.read_text(), sources[name][1], *(text for _, (_, text) in sorted(used.items()))]
+    own = select_files(entry, sources)
+    used = own | select_used(entry, join_texts(own), sources)
+    texts = [entry.checks.read_text(), *(text for _, (_, text) in sorted(used.items()))]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
@@ -49,8 +49,7 @@ def find_state(entry: Module, target: Path) -> str:
         sources = read(target, entry.number).sources
     except CourseError:
         return "broken"
-    text = sources[f"{entry.package}.{entry.name}"][1]
-    if find_unwritten_parts(text):
+    if find_unwritten_parts(join_texts(select_files(entry, sources))):
         return "not written"
     key = hash_submission(entry, sources)
     if recall("passed").get(entry.package) == key:

@@ -25,7 +25,7 @@ def run_skeletons(options: argparse.Namespace) -> int:
         for path in outdated:
             console.print(f"{shorten(path)} is out of date: run `brigade skeletons`")
         return 1 if outdated else 0
-    existing = {path for path in (ROOT / "lessons" / entry.path for entry in MODULES) if path.exists()}
+    existing = {path for entry in MODULES for name in entry.paths if (path := ROOT / "lessons" / name).exists()}
     for path in skeletons.write():
         console.print(f"{shorten(path)} written")
         if path in existing:
@@ -38,4 +38,4 @@ def write_first_skeletons() -> None:
     for entry in MODULES:
         is_new = not (ROOT / "lessons" / entry.path).exists() and (ROOT / "solutions" / entry.path).exists()
         if is_new and validation.find_missing_files(entry):
-            console.print(f"{shorten(skeletons.write_skeleton(entry))} written")
+            console.print(f"{shorten(skeletons.write_skeletons(entry))} written")

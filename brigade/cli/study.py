@@ -83,11 +83,12 @@ def print_markdown(text: str) -> None:
 
 
 def find_unwritten_part(entry: Module) -> str:
-    """Return the letter of the first part in the student's file that is not written; "" if there is none."""
-    path = ROOT / "lessons" / entry.path
-    if not path.is_file():
-        raise CourseError(f"module {entry.number} is missing: there is no {shorten(path)}. {advise_reset(entry)}")
-    unwritten = find_unwritten_parts(path.read_text())
+    """Return the letter of the first part in the student's files that is not written; "" if there is none."""
+    paths = [path for name in entry.paths if (path := ROOT / "lessons" / name).is_file()]
+    if ROOT / "lessons" / entry.path not in paths:
+        missing = f"there is no {shorten(ROOT / 'lessons' / entry.path)}. {advise_reset(entry)}"
+        raise CourseError(f"module {entry.number} is missing: {missing}")
+    unwritten = find_unwritten_parts("".join(path.read_text() for path in paths))
     return unwritten[0].letter if unwritten else ""
 
 
@@ -117,12 +118,12 @@ def run_answers(options: argparse.Namespace) -> int:
 
 
 def run_reset(options: argparse.Namespace) -> int:
-    """brigade reset N: restore the skeleton, and keep the student's file beside it."""
+    """brigade reset N: restore the skeletons, and keep the student's files beside them."""
     entry = get_module(options.number)
-    backup = skeletons.reset(entry)
-    console.print(f"{shorten(ROOT / 'lessons' / entry.path)} now contains the skeleton again.")
-    if backup:
+    for backup in skeletons.reset(entry):
         console.print(f"Your version is kept in {shorten(backup)}.")
+    for path in entry.paths:
+        console.print(f"{shorten(ROOT / 'lessons' / path)} now contains the skeleton again.")
     return 0
 
 
@@ -130,19 +131,21 @@ def run_submit(options: argparse.Namespace) -> int:
     """brigade submit: write a zip of the module files and the written answers."""
     target = resolve_target(options.target)
     archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
-    files = [(path, entry) for entry in MODULES if (path := find(target, entry))]
-    if not files:
+    present = [entry for entry in MODULES if find(target, entry)]
+    if not present:
         raise CourseError(f"there are no module files in {target}")
     with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED) as bundle:
-        for path, entry in files:
-            bundle.write(path, entry.path.as_posix())
+        for entry in present:
+            for name in entry.paths:
+                if (path := find(target, entry).with_name(name.name)).is_file():
+                    bundle.write(path, name.as_posix())
         answered = add_answers(bundle, target)
         measured = add_measurements(bundle, target)
-    states = {entry.number: find_state(entry, target) for _, entry in files}
+    states = {entry.number: find_state(entry, target) for entry in present}
     complete = [number for number, state in states.items() if state not in ("not written", "broken")]
     passing = [number for number, state in states.items() if state == "passes"]
     console.print(
-        f"{archive} contains {len(files)} of {len(MODULES)} module files: {len(complete)} written, "
+        f"{archive} contains {len(present)} of {len(MODULES)} modules: {len(complete)} written, "
         f"{len(passing)} known to pass all checks."
     )
     unknown = [number for number in complete if number not in passing]

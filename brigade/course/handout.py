@@ -113,7 +113,7 @@ def make_deliverables_table(root: Path) -> str:
     rows = [
         (
             f"{e.number}. {e.title}",
-            f"`lessons/{e.path.as_posix()}`",
+            f"`lessons/{e.path.as_posix()}`" + " and the files beside it" * bool(e.more_files),
             format_points(e),
             written.count_points([e], root) or "",
         )
@@ -144,10 +144,11 @@ def make_assignment(entry: Module, root: Path) -> str:
     names = [f"`{name}`" for name in entry.public]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     rows = make_check_rows(entry, root)
+    files = ", ".join(f"`{path.name}`" for path in entry.paths)
     return (
         f"## Module {entry.number}: {entry.title}\n\n"
-        f"**Hand in** `{entry.path.name}`: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} "
-        f"minutes, difficulty {entry.difficulty} of 5.\n\n"
+        f"**Hand in** {files}: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} minutes, "
+        f"difficulty {entry.difficulty} of 5.\n\n"
         + format_table(("check", "points", "requirement"), [*rows, ("", f"**{entry.points}**", "")])
         + f"\n**Written questions**{make_points_remark(entry, root)}\n\n{written.read_questions(entry, root)}"
     )

@@ -37,6 +37,7 @@ class Module:
     idea: str  # one line for tables
     track: str = CORE
     trains: bool = True  # whether its wrapper or optimizer can train a model
+    more_files: tuple[str, ...] = ()  # the names of its files besides the main one, beside which they are
 
     @property
     def is_core(self) -> bool:
@@ -48,8 +49,13 @@ class Module:
 
     @property
     def path(self) -> Path:
-        """The module's file, relative to `lessons`, `solutions` or a submission."""
+        """The module's main file, relative to `lessons`, `solutions` or a submission."""
         return Path(self.package) / f"{self.name}.py"
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files of the module, in the order in which students write them. The main one is the last."""
+        return (*(Path(self.package) / name for name in self.more_files), self.path)
 
     @property
     def checks(self) -> Path:

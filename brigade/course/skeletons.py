@@ -31,15 +31,24 @@ GIVEN = "given.py"
 REPAIR = "  # delete this line, then repair the code below"
 
 
-def make_skeleton(entry: Module) -> str:
-    """Return the text of a module's skeleton. Raise CourseError if the markers in the solution do not form pairs."""
+def make_skeleton(entry: Module, path: Path | None = None) -> str:
+    """Return the skeleton of a module's file, the main one by default.
+
+    Raise CourseError if the markers in the solution do not form pairs.
+    """
+    path = path or entry.path
     if not HAS_SOLUTIONS:
-        return (ROOT / STORED_SKELETONS / entry.path).read_text()
-    solution = (ROOT / "solutions" / entry.path).read_text()
+        return (ROOT / STORED_SKELETONS / path).read_text()
+    solution = (ROOT / "solutions" / path).read_text()
     text = BLOCK.sub(lambda block: make_todo(entry, block), solution)
-    if "SOLUTION" in text or text == solution:
-        raise CourseError(f"{entry.path}: {BEGIN} and {END} do not form pairs")
+    if "SOLUTION" in text or (text == solution and path == entry.path):
+        raise CourseError(f"{path}: {BEGIN} and {END} do not form pairs")
     return text
+
+
+def make_skeletons(entry: Module) -> dict[Path, str]:
+    """Return the skeletons of all files of a module by their paths, relative to `lessons`."""
+    return {path: make_skeleton(entry, path) for path in entry.paths}
 
 
 def make_todo(entry: Module, block: re.Match[str]) -> str:
@@ -58,7 +67,8 @@ def read_given(entry: Module) -> dict[str, str]:
 
 def find_outdated() -> list[Path]:
     """Return the skeletons, templates and documents that differ from what `write` would write."""
-    files = {ROOT / "lessons" / entry.path: make_skeleton(entry) for entry in MODULES} | handout.make_documents(ROOT)
+    files = {ROOT / "lessons" / path: text for entry in MODULES for path, text in make_skeletons(entry).items()}
+    files |= handout.make_documents(ROOT)
     files |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry, ROOT) for entry in MODULES}
     return [path for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
 
@@ -70,8 +80,7 @@ def write() -> list[Path]:
     """
     changed = find_outdated()
     for entry in MODULES:
-        if ROOT / "lessons" / entry.path in changed:
-            write_skeleton(entry)
+        write_skeletons(entry)
         answers = ROOT / "lessons" / get_answers_path(entry)
         replace_file(answers, written.make_template(entry, ROOT), ROOT / REPLACED / entry.package)
     for path, text in handout.make_documents(ROOT).items():
@@ -84,20 +93,21 @@ def get_answers_path(entry: Module) -> Path:
     return Path(entry.package) / written.ANSWERS
 
 
-def write_skeleton(entry: Module) -> Path:
-    """Write one skeleton and return its path. Move the file that it replaces to REPLACED."""
+def write_skeletons(entry: Module) -> Path:
+    """Write a module's skeletons and return the path of the main one. Move the files that they replace to REPLACED."""
     replace(entry, ROOT / REPLACED / entry.package)
     return ROOT / "lessons" / entry.path
 
 
-def reset(entry: Module) -> Path | None:
-    """Restore the skeleton in `lessons`. Return the path of the backup beside it, or None if none was needed."""
-    return replace(entry, (ROOT / "lessons" / entry.path).parent)
+def reset(entry: Module) -> list[Path]:
+    """Restore a module's skeletons in `lessons`. Return the paths of the backups beside them."""
+    return replace(entry, ROOT / "lessons" / entry.package)
 
 
-def replace(entry: Module, backups: Path) -> Path | None:
-    """Write the skeleton to `lessons`. If the existing file differs, move it to `backups` and return its new path."""
-    return replace_file(ROOT / "lessons" / entry.path, make_skeleton(entry), backups)
+def replace(entry: Module, backups: Path) -> list[Path]:
+    """Write the skeletons to `lessons`. Move existing files that differ to `backups` and return their new paths."""
+    moved = [replace_file(ROOT / "lessons" / path, text, backups) for path, text in make_skeletons(entry).items()]
+    return [path for path in moved if path]
 
 
 def replace_file(path: Path, text: str, backups: Path) -> Path | None:

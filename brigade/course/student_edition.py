@@ -59,7 +59,7 @@ def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) ->
     contents |= {path.relative_to(ROOT / "student"): path.read_bytes() for path in own}
     for entry in MODULES:
         for folder in ("lessons", skeletons.STORED_SKELETONS):
-            contents[folder / entry.path] = skeletons.make_skeleton(entry).encode()
+            contents |= {folder / path: text.encode() for path, text in skeletons.make_skeletons(entry).items()}
         contents["lessons" / skeletons.get_answers_path(entry)] = written.make_template(entry).encode()
         hints = Path("lessons", entry.package, "hints.md")
         contents[hints] = cut_hints(contents[hints].decode(), hint_levels).encode()
@@ -99,11 +99,11 @@ def write_unlock(number: str, out: Path) -> Path:
     Raise CourseError if there is no such module.
     """
     entry = get_module(number)
-    path = Path("solutions") / entry.path
     archive = out / f"unlock-{entry.number}.zip"
     out.mkdir(exist_ok=True)
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
-        bundle.write(ROOT / path, path.as_posix())
+        for path in (Path("solutions") / path for path in entry.paths):
+            bundle.write(ROOT / path, path.as_posix())
     return archive
 
 

@@ -1,6 +1,7 @@
 """Read the modules of a submission as text, and import them in ranks.
 
 A submission consists of the module files in `lessons`, `solutions` or any other directory; other files are ignored.
+A module may have further files beside its main one. They count if the main one imports them.
 `read` reads their text and never imports them. Only a rank imports them (`install`), from the text or code that it has
 received, as one package called `submission`. Therefore, `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds
 the module of the same submission, wherever its file is on disk.
@@ -28,12 +29,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
 from brigade.course.syntax import find_syntax_error
 
 PACKAGE = "submission"
 OWN = "__own"  # ends the name of a student's module whose place the reference's module has taken
 MAX_SOURCE_BYTES = 250_000
+IMPORT = r"^\s*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
+PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `read_earlier` if the path is ""
 ForRanks = dict[str, tuple[str, str, "bytes | None"]]  # module name -> (path, text, code)
@@ -50,7 +53,7 @@ class Submission:
 
 
 def find(target: Path, entry: Module) -> Path | None:
-    """Return the file of a module, or None if there is none.
+    """Return the main file of a module, or None if there is none.
 
     `target` is a clone, a lessons directory, a module's directory or a directory with all files.
     """
@@ -91,33 +94,65 @@ def read(target: str | Path, number: int, prior: str = "own", replaced: Collecti
     """
     target = resolve_target(target)
     entry = get_module(number)
-    path = find(target, entry)
-    if path is None:
+    if find(target, entry) is None:
         raise CourseError(f"module {number} is missing: {target} has no {entry.path}. {advise_reset(entry)}")
-    text = read_source(path, target)
+    own = read_module(target, entry)
     earlier: Sources = {}
     for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
-        name = f"{other.package}.{other.name}"
-        earlier[name] = read_earlier(target, other)
+        sources = read_earlier(target, other)
         if prior == "reference" and (replaced is None or other.number in replaced):
             solutions = resolve_target("solutions")
-            if other_path := find(solutions, other):
-                earlier[name + OWN] = earlier[name]
-                earlier[name] = (str(other_path), read_source(other_path, solutions))
+            if find(solutions, other):
+                sources = {name + OWN: source for name, source in sources.items()} | read_module(solutions, other)
+        earlier |= sources
     if prior == "reference":
-        earlier = select_used(entry, text, earlier)
-    return Submission(target, {f"{entry.package}.{entry.name}": (str(path), text), **earlier})
+        earlier = select_used(entry, join_texts(own), earlier)
+    return Submission(target, own | earlier)
 
 
-def read_earlier(target: Path, entry: Module) -> tuple[str, str]:
-    """Return the path and the text of a module, or "" and the reason why it cannot be imported."""
+def read_module(target: Path, entry: Module) -> Sources:
+    """Return the main file of a module, and the further files that it imports. Raise CourseError like `read_source`.
+
+    A further file that nobody has to write may be missing: then it is the course's own.
+    """
     path = find(target, entry)
+    if path is None:
+        raise CourseError(f"there is no {entry.path}")
+    sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
+    left = {Path(name).stem: name for name in entry.more_files}
+    while imported := [stem for stem in left if re.search(IMPORT.format(stem), join_texts(sources), re.MULTILINE)]:
+        for stem in imported:
+            sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left.pop(stem)), target, entry)
+    return sources
+
+
+def read_further(path: Path, target: Path, entry: Module) -> tuple[str, str]:
+    """Return the path and the text of a further file of a module, or "" and the reason why it cannot be imported."""
+    given = ROOT / ("solutions" if HAS_SOLUTIONS else "skeletons") / entry.package / path.name
     try:
-        if path is None:
-            raise CourseError(f"there is no {entry.path}")
+        if not path.exists() and given.is_file() and not PART.search(text := given.read_text()):
+            return str(given), text
         return str(path), read_source(path, target)
     except CourseError as error:
         return "", f"module {entry.number} cannot be imported: {error}"
+
+
+def read_earlier(target: Path, entry: Module) -> Sources:
+    """Return the files of a module. The main one is "" and a reason if the module cannot be imported."""
+    try:
+        return read_module(target, entry)
+    except CourseError as error:
+        return {f"{entry.package}.{entry.name}": ("", f"module {entry.number} cannot be imported: {error}")}
+
+
+def join_texts(sources: Sources) -> str:
+    """Return the texts of files, one after the other."""
+    return "\n".join(text for _, text in sources.values())
+
+
+def select_files(entry: Module, sources: Sources) -> Sources:
+    """Return the files of one module."""
+    return {name: source for name, source in sources.items() if name.partition(".")[0] == entry.package}
 
 
 def advise_reset(entry: Module) -> str:
@@ -137,9 +172,8 @@ def list_earlier(target: Path, entry: Module) -> frozenset[int]:
     If the module cannot be read, it may name all.
     """
     earlier = {other.package: other for other in TRAINING_MODULES if other.number < entry.number}
-    path = find(target, entry)
     with contextlib.suppress(CourseError):
-        if path and not select_used(entry, read_text(path, target), dict.fromkeys(earlier, ("", ""))):
+        if not select_used(entry, join_texts(read_module(target, entry)), dict.fromkeys(earlier, ("", ""))):
             return frozenset()
     return frozenset(other.number for other in earlier.values())
 

@@ -81,7 +81,7 @@ def find_table_faults() -> list[str]:
             faults.append(f"brigade/course/modules.py: {numbers}, but numbers must increase")
         if entry.points <= 0 or not entry.public:
             faults.append(f"brigade/course/modules.py: module {entry.number} needs points and public names")
-    names = [name for entry in MODULES for name in entry.public]
+    names = [name for entry in MODULES for name in (*entry.public, *(path.name for path in entry.paths))]
     faults += [
         f"brigade/course/modules.py: two modules define {name}" for name in sorted(set(names)) if names.count(name) > 1
     ]
@@ -100,7 +100,7 @@ def find_module_faults(entry: Module, root: Path) -> list[str]:
         except SyntaxError as error:
             faults.append(f"{path}, line {error.lineno}: {error.msg}")
     try:
-        skeletons.make_skeleton(entry)
+        skeletons.make_skeletons(entry)
     except CourseError as error:
         faults.append(f"solutions/{error}")
     return faults
@@ -112,15 +112,16 @@ def find_missing_files(entry: Module, root: Path = ROOT) -> list[Path]:
     needed = (
         lesson / "README.md",
         lesson / "hints.md",
-        Path("solutions", entry.path),
+        *(Path("solutions", path) for path in entry.paths),
         Path("tests", entry.checks.name),
     )
     return [path for path in needed if not (root / path).is_file()]
 
 
 def find_solution_faults(entry: Module, tree: ast.Module) -> list[str]:
-    """Return messages about public names that the solution does not define."""
+    """Return messages about public names that the solution's main file does not define or import."""
     defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    defined |= {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     return [
         f"it does not define {name}, which brigade/course/modules.py names"
         for name in entry.public

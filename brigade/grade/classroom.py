@@ -143,8 +143,9 @@ def read_texts(student: Student) -> dict[int, str]:
             for entry in MODULES:
                 if path := find(submission.directory, entry):
                     texts[entry.number] = ""
-                    with contextlib.suppress(CourseError):
-                        texts[entry.number] = read_text(path, submission.directory)
+                    for file in (path.with_name(name.name) for name in entry.paths):
+                        with contextlib.suppress(CourseError):
+                            texts[entry.number] += read_text(file, submission.directory)
     return texts
 
 
@@ -358,11 +359,11 @@ def read_class(everyone: Sequence[Student], entries: Sequence[Module]) -> simila
     texts: dict[str, dict[int, str]] = {student.name: read_texts(student) for student in everyone}
     given = {}
     for entry in entries:
-        for name, path in (
-            ("solutions/", ROOT / "solutions" / entry.path),  # no student's name has a slash
-            ("tests/alternatives/", ROOT / "tests" / "alternatives" / f"{entry.package}.py"),
+        for name, paths in (
+            ("solutions/", [ROOT / "solutions" / path for path in entry.paths]),  # no student's name has a slash
+            ("tests/alternatives/", [ROOT / "tests" / "alternatives" / f"{entry.package}.py"]),
         ):
-            texts.setdefault(name, {})[entry.number] = path.read_text()
+            texts.setdefault(name, {})[entry.number] = "".join(path.read_text() for path in paths)
         reading = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
         given[entry.number] = [
             *(

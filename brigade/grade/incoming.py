@@ -57,7 +57,8 @@ WITHOUT_CONTENT = (
 )
 LONGEST_PATH = 3_500  # bytes; a system call takes 4096 at most
 
-ENTRIES = {entry.path.name: entry for entry in MODULES}
+ENTRIES = {entry.path.name: entry for entry in MODULES}  # by the names of main files
+FILES = {path.name: entry for entry in MODULES for path in entry.paths}
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,17 @@ def walk(top: Path) -> list[str]:
 
 
 def find_places(files: Iterable[str]) -> dict[str, list[str]]:
-    """Return the directories in which `submission.find` finds modules, each with its module files."""
+    """Return the directories in which `submission.find` finds modules, each with its module files.
+
+    A file with a name such as plan.py counts only beside its module's main file.
+    """
     found: dict[str, list[str]] = {}
+    files = list(files)
+    present = set(files)
     for file in files:
         *above, name = file.split("/")
-        entry = ENTRIES.get(name)
-        if entry is None:
+        entry = FILES.get(name)
+        if entry is None or "/".join([*above, entry.path.name]) not in present:
             continue
         if above[-1:] == [entry.package]:
             above.pop()
@@ -248,7 +254,7 @@ def read_archive(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]
             files.append(path)
             if len(files) > MOST_MEMBERS:
                 raise ValueError(f"it has more than {MOST_MEMBERS} files")
-            if parts[-1] in ENTRIES and len(modules) < MOST_FILES:
+            if parts[-1] in FILES and len(modules) < MOST_FILES:
                 modules[path] = read_beginning(
                     MAX_SOURCE_BYTES + 1
                 )  # if it is one byte longer, `submission.read` refuses it

@@ -76,13 +76,14 @@ def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
     texts, findings = {}, []
     last = max((entry.number for entry in entries), default=0)
     for entry in MODULES:
-        path = find(target, entry) if entry.number <= last else None
-        if path is None:
-            continue
-        try:
-            texts[str(entry.path)] = read_text(path, target)
-        except CourseError as error:
-            findings.append(Finding(str(entry.path), (), "", f"cannot be examined: {error}"))
+        main = find(target, entry) if entry.number <= last else None
+        for name in entry.paths if main else ():
+            path = main.with_name(name.name)
+            try:
+                if path == main or path.exists():
+                    texts[str(name)] = read_text(path, target)
+            except CourseError as error:
+                findings.append(Finding(str(name), (), "", f"cannot be examined: {error}"))
     return findings + look(texts)
 
 

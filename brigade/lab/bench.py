@@ -28,7 +28,7 @@ import torch
 from brigade.checks.tiny_lm import Size, TinyLM, language_loss
 from brigade.course.modules import HAS_SOLUTIONS, TRAINING_MODULES, CourseError, Module, find_module
 from brigade.course.parts import find_unwritten_parts
-from brigade.course.submission import Sources, find, read_source, resolve_target
+from brigade.course.submission import Sources, find, join_texts, read_module, resolve_target, select_files
 from brigade.lab.ladder import (
     TORCH_DDP,
     TORCH_ZERO,
@@ -188,19 +188,18 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
     sources: Sources = {}
     faults: dict[str, str] = {}  # by package
     for entry in TRAINING_MODULES:
-        path = find(where, entry)
-        if path is None:
+        if find(where, entry) is None:
             faults[entry.package] = f"module {entry.number} is missing"
             continue
         try:
-            text = read_source(path, where)
+            own = read_module(where, entry)
         except CourseError as error:
             faults[entry.package] = str(error)
             continue
-        sources[f"{entry.package}.{entry.name}"] = (str(path), text)
-        if parts := find_unwritten_parts(text):
+        sources |= own
+        if parts := find_unwritten_parts(join_texts(own)):
             faults[entry.package] = f"{parts[0]} is not written yet"
-    texts = {name.partition(".")[0]: text for name, (_, text) in sources.items()}
+    texts = {entry.package: join_texts(select_files(entry, sources)) for entry in TRAINING_MODULES}
     chosen, sentences = [], []
     for entry in entries:
         missing = [faults[package] for package in list_needed_packages(entry, texts) if package in faults]

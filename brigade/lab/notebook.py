@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -345,7 +346,8 @@ def show(number: int, name: str) -> Markdown:
     """
     from IPython.display import Markdown
 
-    text = (ROOT / "solutions" / get_module(number).path).read_text()
+    texts = [(ROOT / "solutions" / path).read_text() for path in get_module(number).paths]
+    text = next(text for text in texts if re.search(rf"^(class|def) {name.partition('.')[0]}\b", text, re.MULTILINE))
     body = ast.parse(text).body
     for part in name.split("."):
         node = next(node for node in body if getattr(node, "name", None) == part)

@@ -211,7 +211,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
     printed = capsys.readouterr().out
     assert (
-        f"contains 1 of {len(MODULES)} module files: 1 written, 0 known to pass all checks.\n"
+        f"contains 1 of {len(MODULES)} modules: 1 written, 0 known to pass all checks.\n"
         "No passing run on record: module 1." in printed
     )
     assert "module 2 is missing" in printed
@@ -293,7 +293,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         (lessons / entry.package).mkdir(exist_ok=True)
         shutil.copy(ROOT / "lessons" / entry.path, lessons / entry.path)
     assert submitted(brigade, lessons, next(places), monkeypatch) == (
-        f"contains {len(MODULES)} of {len(MODULES)} module files: 0 written, 0 known to pass all checks.\n"
+        f"contains {len(MODULES)} of {len(MODULES)} modules: 0 written, 0 known to pass all checks.\n"
         f"Not completely written: modules {', '.join(str(entry.number) for entry in MODULES)}.\n"
         "No written answers yet: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
         "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
@@ -304,7 +304,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     (lessons / get_module(3).path).write_text("def f(:\n")
     printed = submitted(brigade, lessons, next(places), monkeypatch)
     assert printed.startswith(
-        f"contains {len(MODULES)} of {len(MODULES)} module files: 2 written, 1 known to pass all checks.\n"
+        f"contains {len(MODULES)} of {len(MODULES)} modules: 2 written, 1 known to pass all checks.\n"
         "No passing run on record: module 2. `brigade check 2` runs their checks.\n"
         f"Not completely written: modules {', '.join(str(e.number) for e in MODULES if e.number not in (1, 2, 3))}.\n"
         "No written answers yet: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"

@@ -89,11 +89,11 @@ def test_reset_keeps_what_was_there(course):
     entry = get_module(1)
     path = course / "lessons" / entry.path
     path.write_text("# my work\n")
-    first = skeletons.reset(entry)
+    [first] = skeletons.reset(entry)
     assert path.read_text() == skeletons.make_skeleton(entry) and first.read_text() == "# my work\n"
     assert first.parent == path.parent
     path.write_text("# more work, within the same second\n")
-    second = skeletons.reset(entry)
+    [second] = skeletons.reset(entry)
     assert first.read_text() == "# my work\n" and second.read_text().startswith("# more work")
     assert not first.name.endswith(".py"), "a backup is not found as a module"
 
@@ -102,14 +102,14 @@ def test_reset_keeps_what_is_not_even_text(course):
     path = course / "lessons" / get_module(1).path
     path.write_bytes(b"\xff\xfe my work")
     assert skeletons.find_outdated() == [path]
-    assert skeletons.reset(get_module(1)).read_bytes() == b"\xff\xfe my work"
+    assert skeletons.reset(get_module(1))[0].read_bytes() == b"\xff\xfe my work"
 
 
 def test_reset_of_an_untouched_or_missing_file_has_nothing_to_keep(course):
     entry = get_module(1)
-    assert skeletons.reset(entry) is None
+    assert skeletons.reset(entry) == []
     shutil.rmtree(course / "lessons" / entry.package)
-    assert skeletons.reset(entry) is None
+    assert skeletons.reset(entry) == []
     assert (course / "lessons" / entry.path).read_text() == skeletons.make_skeleton(entry)
 
 

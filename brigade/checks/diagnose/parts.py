@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.course.modules import MODULES, CourseError
-from brigade.course.skeletons import make_skeleton
-from brigade.course.submission import is_sealed
+from brigade.course.skeletons import make_skeletons
+from brigade.course.submission import is_sealed, select_files
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
@@ -27,15 +27,15 @@ def describe_part(failure: RankFailure, sources: Sources) -> str:
     """
     for file, line, _, _ in reversed(failure.frames):
         for entry in MODULES:
-            key = f"{entry.package}.{entry.name}"
-            path, text = sources.get(key, ("", ""))
-            if Path(path).name != file or is_sealed(path):
+            own = [(path, text) for path, text in select_files(entry, sources).values() if Path(path).name == file]
+            if not own or is_sealed(own[0][0]):
                 continue
-            function = find_function(text, line)
+            function = find_function(own[0][1], line)
             try:
-                parts = find_tasks(make_skeleton(entry)).get(function, [])
+                skeletons = make_skeletons(entry).values()
             except (CourseError, OSError):
                 continue
+            parts = [task for skeleton in skeletons for task in find_tasks(skeleton).get(function, [])]
             if parts:
                 tasks = "; ".join(f"part ({letter}){f': {task}' if task else ''}" for letter, task in parts)
                 hint = f"For a hint, run `brigade hint {entry.number} {parts[0][0]}`."
