@@ -36,7 +36,7 @@ help:
 	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
 	@echo "make clean            remove .venv and out"
 
-demo: setup
+demo: setup-demo
 	$(BIN)/python -m brigade.cli.demo
 
 test: setup lint
@@ -50,6 +50,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/plain_words.py
 	$(BIN)/brigade skeletons --check
 

@@ -7,22 +7,34 @@ PYTHON ?= python3
 VENV := $(or $(BRIGADE_VENV),.venv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+DEMO := $(VENV)/installed-for-demo
 
-.PHONY: setup clean
+.PHONY: setup setup-demo clean
 
 setup: $(INSTALLED)
 
+setup-demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
+
 $(INSTALLED): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with PYTHON=...")'
-	@echo "Creating $(VENV), then installing torch and other packages. This takes a few minutes."
-	@$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
+	$(make-environment)
 	$(BIN)/python -m pip install -r requirements.txt
 	@$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 	@echo "Ready. Now run these two commands:"
 	@echo "  source $(BIN)/activate"
 	@echo "  brigade next"
+
+$(DEMO): requirements.txt pyproject.toml
+	$(make-environment)
+	$(BIN)/python -m pip install --constraint requirements.txt --editable .[demo]
+	@touch $@
+
+define make-environment
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with PYTHON=...")'
+	@echo "Creating $(VENV), then installing torch and other packages. This takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
+endef
 
 clean:
 	rm -rf $(VENV) out *.egg-info
