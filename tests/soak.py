@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from alternatives.variants import VARIANTS
 from mutants import run_on_text
 from rich.progress import track
+from variants import VARIANTS
 
 from brigade.checks.collect import collect, import_from_tests
 from brigade.checks.run import Conditions, prepare
@@ -46,9 +46,8 @@ class Program:
 
     @functools.cached_property
     def key(self) -> str:
-        name = f"{self.module.package}.py"
-        tests = [self.module.checks, *(ROOT / "tests" / folder / name for folder in ("scenarios", "expected"))]
-        texts = [self.name, self.text, *(path.read_text() for path in tests if path.exists())]
+        tests = [path for name in ("scenario*.py", "expected.py") for path in sorted(self.module.tests.glob(name))]
+        texts = [self.name, self.text, *(path.read_text() for path in (self.module.checks, *tests))]
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
@@ -57,11 +56,11 @@ def list_programs(module: Module, include_all: bool) -> Iterator[Program]:
     names = tuple(check.name for check in collect([module]))
     yield Program(module, "the reference", reference, passes=names)
     if include_all:
-        alternative = ROOT / "tests" / "alternatives" / f"{module.package}.py"
-        yield Program(module, "the alternative", alternative.read_text(), passes=names)
+        alternative = (module.tests / "alternative.py").read_text()
+        yield Program(module, "the alternative", alternative, passes=names)
         for variant in VARIANTS.get(module.number, []):
             yield Program(module, variant.name, variant.apply(reference), passes=variant.passes)
-        for mutant in import_from_tests(f"mutants.{module.package}").MUTANTS:
+        for mutant in import_from_tests(f"{module.package}.mutants").MUTANTS:
             yield Program(module, mutant.name, mutant.apply(reference), fails=mutant.caught_by)
 
 

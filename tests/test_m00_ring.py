@@ -9,8 +9,8 @@ from brigade.checks.diagnose.evidence import describe_missed, join_names
 from brigade.checks.expectations import expect, expect_equal, format_ranks
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
-from diagnosis import m00_ring as diagnosis
-from scenarios import m00_ring
+from m00_ring import causes as diagnosis
+from m00_ring import scenario as m00_ring
 
 DTYPES = (torch.int64, torch.float64)
 SMALL = 512  # bytes of new memory that no check counts: a number, an empty tensor

@@ -7,9 +7,10 @@ import torch
 
 from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights
 from brigade.events import launches, summarize
-from diagnosis import m01_naive_ddp as diagnosis
-from diagnosis.easier import blame_visits
-from scenarios import m01_naive_ddp, training
+from helpers import training
+from helpers.easier import blame_visits
+from m01_naive_ddp import causes as diagnosis
+from m01_naive_ddp import scenario as m01_naive_ddp
 
 JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 

@@ -7,9 +7,9 @@ import torch
 
 from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_steps, require_launches
 from brigade.events import launches, summarize
-from diagnosis import m02_flat_ddp as diagnosis
-from diagnosis.easier import blame_visits
-from scenarios import training
+from helpers import training
+from helpers.easier import blame_visits
+from m02_flat_ddp import causes as diagnosis
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
 

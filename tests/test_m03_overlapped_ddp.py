@@ -20,9 +20,10 @@ from brigade.checks.expectations import (
 )
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients, summarize
-from diagnosis import m03_overlapped_ddp as diagnosis
-from diagnosis.easier import blame_visits
-from scenarios import m03_overlapped_ddp, training
+from helpers import training
+from helpers.easier import blame_visits
+from m03_overlapped_ddp import causes as diagnosis
+from m03_overlapped_ddp import scenario as m03_overlapped_ddp
 
 JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
 

@@ -21,9 +21,10 @@ from brigade.checks.expectations import (
     require_launches,
 )
 from brigade.events import launches, list_ready_gradients, summarize
-from diagnosis import m04_bucketed_ddp as diagnosis
-from diagnosis.easier import blame_visits, explain_late_launches
-from scenarios import m04_bucketed_ddp, training
+from helpers import training
+from helpers.easier import blame_visits, explain_late_launches
+from m04_bucketed_ddp import causes as diagnosis
+from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
 CAP_BYTES = 600  # the cap in the checks below: a bucket contains a few parameters
 JOB = {"package": "m04_bucketed_ddp", "wrapper": "BucketedDDP", "arguments": {"bucket_cap_mb": CAP_BYTES / 2**20}}

@@ -26,9 +26,10 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
-from diagnosis import m05_grad_buffer as diagnosis
-from diagnosis.easier import blame_visits, explain_late_launches
-from scenarios import m05_grad_buffer, training
+from helpers import training
+from helpers.easier import blame_visits, explain_late_launches
+from m05_grad_buffer import causes as diagnosis
+from m05_grad_buffer import scenario as m05_grad_buffer
 
 BUCKET_NUMEL = 150
 JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bucket_numel": BUCKET_NUMEL}}

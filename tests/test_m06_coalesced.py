@@ -28,10 +28,12 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
-from diagnosis import m06_coalesced as diagnosis
-from diagnosis.easier import blame_visits, explain_late_launches
-from diagnosis.m05_grad_buffer import explain_lost_view
-from scenarios import m05_grad_buffer, m06_coalesced, training
+from helpers import training
+from helpers.easier import blame_visits, explain_late_launches
+from m05_grad_buffer import scenario as m05_grad_buffer
+from m05_grad_buffer.causes import explain_lost_view
+from m06_coalesced import causes as diagnosis
+from m06_coalesced import scenario as m06_coalesced
 
 SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
 FUNCTIONS = {  # public names; torch 2.13 renamed two of them and still has the old names

@@ -25,9 +25,11 @@ from brigade.checks.expectations import (
     join_names,
 )
 from brigade.events import launches, list_ready_gradients, summarize
-from diagnosis import m07_cached_shards as diagnosis
-from diagnosis.easier import blame_visits
-from scenarios import m05_grad_buffer, m07_cached_shards, training
+from helpers import training
+from helpers.easier import blame_visits
+from m05_grad_buffer import scenario as m05_grad_buffer
+from m07_cached_shards import causes as diagnosis
+from m07_cached_shards import scenario as m07_cached_shards
 
 JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
 

@@ -19,8 +19,10 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
-from diagnosis import m08_zero_optimizer as diagnosis
-from expected.m08_zero_optimizer import (
+from m08_zero_optimizer import causes as diagnosis
+from m08_zero_optimizer import scenario as m08_zero
+from m08_zero_optimizer import scenario_sharded as m08_sharded
+from m08_zero_optimizer.expected import (
     compute_dots_weights,
     compute_weights,
     find_wrong_root,
@@ -30,7 +32,6 @@ from expected.m08_zero_optimizer import (
     train_unsharded,
     widen,
 )
-from scenarios import m08_sharded, m08_zero
 
 # The relative error that a correct norm may have, by the dtype in which it is returned. For a Python number (None), the
 # dtype of its computation is unknown, and float32 is precise enough.

@@ -11,10 +11,12 @@ from test_m08_zero_optimizer import expect_trained, make_recipe, require_shared_
 from brigade.checks import edge_case_models
 from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names
 from brigade.events import launches, summarize
-from diagnosis import m09_prefetched_weights as diagnosis
-from diagnosis.easier import blame_visits
-from expected.m08_zero_optimizer import compute_weights
-from scenarios import m08_zero, m09_prefetched_weights, training
+from helpers import training
+from helpers.easier import blame_visits
+from m08_zero_optimizer import scenario as m08_zero
+from m08_zero_optimizer.expected import compute_weights
+from m09_prefetched_weights import causes as diagnosis
+from m09_prefetched_weights import scenario as m09_prefetched_weights
 
 JOB = {
     "package": "m09_prefetched_weights",

@@ -18,10 +18,11 @@ from brigade.checks.expectations import (
     join_names,
 )
 from brigade.events import launches, list_ready_gradients, summarize
-from diagnosis import m10_grad_shards as diagnosis
-from diagnosis.easier import blame_visits
-from expected.m08_zero_optimizer import compute_weights, train_alone
-from scenarios import m10_grad_shards, training
+from helpers import training
+from helpers.easier import blame_visits
+from m08_zero_optimizer.expected import compute_weights, train_alone
+from m10_grad_shards import causes as diagnosis
+from m10_grad_shards import scenario as m10_grad_shards
 
 JOB = {
     "package": "m10_grad_shards",

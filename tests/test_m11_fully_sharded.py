@@ -18,10 +18,10 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
-from diagnosis import m11_fully_sharded as diagnosis
-from expected.m11_fully_sharded import build, find_units, join_shards, lay_out, train_mixed, train_plain
-from scenarios import m11_fully_sharded as scenarios
-from scenarios.m11_fully_sharded import UNIT_TYPES
+from m11_fully_sharded import causes as diagnosis
+from m11_fully_sharded import scenario as scenarios
+from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, train_mixed, train_plain
+from m11_fully_sharded.scenario import UNIT_TYPES
 
 JOB = {"unit_type": "Block"}
 NAMED_TREES = (

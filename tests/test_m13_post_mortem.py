@@ -7,11 +7,11 @@ import pytest
 
 from brigade.checks.expectations import expect
 from brigade.course.modules import ROOT
-from diagnosis import m13_post_mortem as diagnosis
-from expected import m13_post_mortem as jobs
-from scenarios import m13_post_mortem as scenarios
+from m13_post_mortem import causes as diagnosis
+from m13_post_mortem import expected as jobs
+from m13_post_mortem import scenario as scenarios
 
-DUMPS = ROOT / "tests" / "expected" / "m13_dumps"
+DUMPS = ROOT / "tests" / "m13_post_mortem" / "dumps"
 REPETITIONS = 40  # of each kind of job
 FAULTS = (
     jobs.stay_healthy,

@@ -21,12 +21,12 @@ from brigade.course.modules import MODULES, ROOT, get_module
 
 REFERENCE = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES}
 SKELETONS = {entry.number: (ROOT / "lessons" / entry.path).read_text() for entry in MODULES}
-ALTERNATIVES = {e.number: (ROOT / "tests" / "alternatives" / f"{e.package}.py").read_text() for e in MODULES}
+ALTERNATIVES = {e.number: (e.tests / "alternative.py").read_text() for e in MODULES}
 
 
 def mutant(number: int, place: int) -> dict[int, str]:
     """Return the reference of a module with one of its mutants applied, by the module's number."""
-    found = import_from_tests(f"mutants.{get_module(number).package}").MUTANTS[place]
+    found = import_from_tests(f"{get_module(number).package}.mutants").MUTANTS[place]
     return {number: found.apply(REFERENCE[number])}
 
 

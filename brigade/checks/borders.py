@@ -18,7 +18,10 @@ from brigade.checks.edge_case_models import compute_loss
 from brigade.events import Event
 from brigade.rank.recording import Recorder
 
-CHANGED = {"listed", "tied"}  # entries of jobs whose scenarios change the model (`scenarios/m09_prefetched_weights.py`)
+CHANGED = {
+    "listed",
+    "tied",
+}  # entries of jobs whose scenarios change the model (`tests/m09_prefetched_weights/scenario.py`)
 Order = tuple[list[int], dict[str, "int | None"]]
 
 

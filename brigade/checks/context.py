@@ -146,6 +146,7 @@ class CheckContext:
                     deadline=min(usual_s, left_s),
                     mode=mode,
                     packages={"submission": self.sources},
+                    graded=True,
                     seed=seed,
                     terminal=self.is_debugged,
                 )

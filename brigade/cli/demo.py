@@ -18,7 +18,7 @@ from brigade.runner import ranks
 
 ROUNDS = 12  # steps per variant
 MODULE = 3
-MUTANT = "synchronous all-reduce in the hook"  # in tests/mutants: its results are correct, but nothing overlaps
+MUTANT = "synchronous all-reduce in the hook"  # of module 3: its results are correct, but nothing overlaps
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def show_checks() -> int:
     status = brigade(["check", str(MODULE), "--target", "solutions"])
     if status:
         return report_failure(status, f"the solution of module {MODULE} does not pass its own checks")
-    mutants = import_from_tests(f"mutants.{entry.package}").MUTANTS
+    mutants = import_from_tests(f"{entry.package}.mutants").MUTANTS
     mutant = next(mutant for mutant in mutants if mutant.name == MUTANT)
     directory = ROOT / "out" / "mistake"
     file = directory / entry.path

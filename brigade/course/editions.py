@@ -13,7 +13,8 @@ CORE = (
         for folder in ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
     ),
 )
-CHECKS = ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
+CHECKS = ("tests/test_m*.py", "tests/helpers/*.py")
+CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.json"))
 
 
 def select_requirements(packages: Iterable[str]) -> str:

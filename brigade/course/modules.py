@@ -62,6 +62,11 @@ class Module:
         return ROOT / "tests" / f"test_{self.package}.py"
 
     @property
+    def tests(self) -> Path:
+        """The directory of the files beside its checks: scenario, causes, expected values, mutants, alternative."""
+        return ROOT / "tests" / self.package
+
+    @property
     def lesson(self) -> Path:
         return ROOT / "lessons" / self.package
 

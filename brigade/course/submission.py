@@ -162,7 +162,7 @@ def advise_reset(entry: Module) -> str:
 
 def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
     """Return the `earlier` modules that the module or its checks name, directly or through other earlier modules."""
-    checks = [entry.checks, *(ROOT / "tests" / "scenarios").glob(f"m{entry.number:02}_*.py")]
+    checks = [entry.checks, *entry.tests.glob("scenario*.py")]
     return select_named([text, *(path.read_text() for path in checks)], earlier)
 
 

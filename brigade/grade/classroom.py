@@ -361,7 +361,7 @@ def read_class(everyone: Sequence[Student], entries: Sequence[Module]) -> simila
     for entry in entries:
         for name, paths in (
             ("solutions/", [ROOT / "solutions" / path for path in entry.paths]),  # no student's name has a slash
-            ("tests/alternatives/", [ROOT / "tests" / "alternatives" / f"{entry.package}.py"]),
+            ("tests/", [entry.tests / "alternative.py"]),
         ):
             texts.setdefault(name, {})[entry.number] = "".join(path.read_text() for path in paths)
         reading = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))

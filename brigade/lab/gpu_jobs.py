@@ -23,7 +23,7 @@ from brigade.runner.server import SERVER
 
 def import_mutants(entry: Module) -> Any:
     """Import the file with the module's mutants, and return it."""
-    return import_from_tests(f"mutants.{entry.package}")
+    return import_from_tests(f"{entry.package}.mutants")
 
 
 def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -50,8 +50,8 @@ CALIBRATION = 9  # the median backward of this many rounds sets the link, becaus
 HELD_OUT = 16  # sequences on which the final loss is computed
 
 # Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does. With this workload in fp32,
-# we measured that correct answers differ from one process by at most 3e-7. On 64 sequences, the mutants in
-# `tests/mutants` that change the numbers on two ranks differ by at least 3e-3.
+# we measured that correct answers differ from one process by at most 3e-7. On 64 sequences, the mutants
+# that change the numbers on two ranks differ by at least 3e-3.
 LOSS_TOLERANCE = 1e-4
 
 

@@ -102,7 +102,6 @@ def perform(
         request["packages"][package] = {
             name: (path, "") for name, (path, *_) in sources.items()
         }  # drop source texts and compiled code
-    graded = {submission.PACKAGE, "scenarios"} <= request["packages"].keys()
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the first step of Adam would initialise CUDA
     torch.set_num_threads(request["threads"])
@@ -119,7 +118,7 @@ def perform(
         MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout, make_inner
     )
     function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
-    if graded:
+    if request.get("graded"):
         recording.expect_submission()
     kept = scatter(request["seed"]) if request["mode"] == "strict" else []
     results = []

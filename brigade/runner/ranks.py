@@ -5,7 +5,7 @@
     results.events[1]     its events, in order (see `brigade/events.py`)
     results.output[1]     its printed output
 
-`function` is a top-level function of a file. The ranks import that file, and the package that contains it, from their
+`function` is a top-level function of a file. The ranks import that file, and the files that it imports, from their
 source text. Each rank is a fresh process with an initialised default process group. Every rank must return a value that
 `wire.py` can encode; otherwise `RankFailure` reports the rank and the reason. When `run_ranks` returns or raises, all
 ranks have been killed and reaped, and their files have been removed.
@@ -13,6 +13,8 @@ ranks have been killed and reaped, and their files have been removed.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import random
 import sys
@@ -62,6 +64,7 @@ class RunOptions:
     packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
     seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
+    graded: bool = False  # whether only the submission itself may call collectives, in the main thread
     switch: bool | None = None  # communicate through the grader's switch; None: as SERVER.has_switch says
     terminal: bool = False  # run on this terminal without a deadline, for a debugger
     # False: events arrive in batches, which disturb a measurement less. A deadlock is then found only at the deadline.
@@ -157,6 +160,7 @@ def make_requests(
         "backend": how.backend,
         "mode": how.mode,
         "switch": how.has_switch,
+        "graded": how.graded,
         "module": module,
         "function": function,
         "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},
@@ -222,11 +226,23 @@ def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]
         return name, {}
     if "." not in name:
         return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
-    package, _, _ = name.partition(".")
-    directory = file.parents[name.count(".") - 1]
-    texts = {}
-    for path in sorted(directory.rglob("*.py")):
-        inner = ".".join(path.relative_to(directory).with_suffix("").parts)
-        if path.name != "__init__.py":
-            texts[inner] = (str(path), path.read_text())
-    return name, {package: texts}
+    packages: dict[str, Sources] = {}
+    names = [name]
+    while names:
+        package, _, inner = names.pop().partition(".")
+        path = Path(file.parents[name.count(".")], package, *inner.split(".")).with_suffix(".py")
+        if package != "brigade" and inner not in packages.setdefault(package, {}) and path.is_file():
+            packages[package][inner] = (str(path), path.read_text())
+            names += list_imports(packages[package][inner][1])
+    return name, {package: texts for package, texts in packages.items() if texts}
+
+
+@functools.lru_cache(maxsize=128)  # every check sends the same few files
+def list_imports(text: str) -> list[str]:
+    """Return the names in packages that a file imports; some of them are not modules."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in names if "." in name]

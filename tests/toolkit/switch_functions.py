@@ -187,6 +187,6 @@ def exchange_everything() -> dict[str, Any]:
 
 def find_in_memory() -> list[str]:
     """Return what of the parent's knowledge is in the memory of a rank."""
-    modules = ("brigade.checks.reference", "brigade.checks.context", "brigade.checks.expectations", "expected")
-    found = [name for name in modules if name in sys.modules]
+    ours = ("brigade.checks.reference", "brigade.checks.context", "brigade.checks.expectations")
+    found = [name for name in sys.modules if name in ours or name.endswith((".expected", ".causes"))]
     return found + [type(thing).__name__ for thing in gc.get_objects() if type(thing).__name__ in ("Case", "Switch")]

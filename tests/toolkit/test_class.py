@@ -28,7 +28,7 @@ from brigade.grade.static_look import Finding
 
 def answer(number, place="solutions"):
     entry = get_module(number)
-    path = f"{place}/{entry.package}.py" if "alternatives" in place else f"{place}/{entry.path}"
+    path = f"{place}/{entry.package}/alternative.py" if place == "tests" else f"{place}/{entry.path}"
     return (ROOT / path).read_text()
 
 
@@ -103,7 +103,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
     hand_in(directory, "ada", {1: answer(1), 4: answer(4)})
     hand_in(directory, "ada.zip", {1: wrong, 2: answer(2)})
-    hand_in(directory, "=bob-flat", {1: answer(1, "tests/alternatives")})
+    hand_in(directory, "=bob-flat", {1: answer(1, "tests")})
     hand_in(directory / "carl_98765_assignsubmission_file", "submission.zip", {1: "def f(:\n"})
     (directory / "dora").mkdir()
     (directory / "dora" / "notes.ipynb").write_text("{}")
@@ -572,16 +572,16 @@ def texts_given(monkeypatch):
 
 @pytest.mark.parametrize("number", [4, 8])
 def test_disguised_copies_are_reported(number, texts_given):
-    alternative = answer(number, "tests/alternatives")
+    alternative = answer(number, "tests")
     copies = {"ada": disguise(answer(number)), "bob": disguise(alternative), "carl": alternative}
     found = groups(number, copies)
-    assert set(found) == {("ada", "solutions/"), ("bob", "carl", "tests/alternatives/")}
+    assert set(found) == {("ada", "solutions/"), ("bob", "carl", "tests/")}
     assert min(found.values()) > 0.95
 
 
 @pytest.mark.parametrize("number", [4, 8])
 def test_a_copy_with_a_mistake_is_reported(number, texts_given):
-    mutants = importlib.import_module(f"mutants.{get_module(number).package}").MUTANTS
+    mutants = importlib.import_module(f"{get_module(number).package}.mutants").MUTANTS
     found = groups(number, {str(place): mutant.apply(answer(number)) for place, mutant in enumerate(mutants[:8])})
     assert set(found) == {(*map(str, range(8)), "solutions/")}
 
@@ -600,10 +600,10 @@ def test_the_report_ranks_copies_first_and_shows_both_texts(number, texts_given,
     """In a short and a long module, copies with other names come before the reference and the alternative."""
     monkeypatch.setattr(similarity, "SHOWN", 0)  # list independent answers too
     original = answer(number) + "\n# <script>alert(1)</script>\n"
-    copies = {"ada": original, "bob": disguise(original), "carl": answer(number, "tests/alternatives"), "dora": "x = 1"}
+    copies = {"ada": original, "bob": disguise(original), "carl": answer(number, "tests"), "dora": "x = 1"}
     texts = read_class(number, copies)
     pairs = similarity.find_pairs(texts)
-    copied = {("ada", "bob"), ("ada", "solutions/"), ("bob", "solutions/"), ("carl", "tests/alternatives/")}
+    copied = {("ada", "bob"), ("ada", "solutions/"), ("bob", "solutions/"), ("carl", "tests/")}
     assert {pair.names for pair in pairs[:3]} < copied and len(pairs) == 4, "two pairs connect ada, bob and solutions/"
     assert pairs[2].share > 0.95 and pairs[3].share < 0.2
     page = similarity_report.format_report(pairs, texts)
@@ -616,7 +616,7 @@ def test_the_report_ranks_copies_first_and_shows_both_texts(number, texts_given,
 def test_copies_of_one_answer_are_one_group_under_the_students_names(texts_given):
     texts = read_class(4, {f"s{place}": answer(4) for place in range(8)})
     pairs = similarity.find_pairs(texts)
-    assert len([pair for pair in pairs if "tests/alternatives/" not in pair.names]) == 8
+    assert len([pair for pair in pairs if "tests/" not in pair.names]) == 8
     page = similarity_report.format_report(pairs, texts)
     assert "<li>Module 4, 100%: s0, s1, s2, s3, s4, s5, s6, s7, solutions/</li>" in page and "<details open" not in page
 

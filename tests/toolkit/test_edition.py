@@ -26,7 +26,8 @@ from brigade.grade.grading import grade
 
 FIRST = get_module(1)
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
-KEPT_OUT = {"solutions", "mutants", "alternatives", "hostile", "toolkit", "grade", "slurm", "student"}
+KEPT_OUT = {"solutions", "mutants.py", "variants.py", "alternative.py"}
+KEPT_OUT |= {"hostile", "toolkit", "grade", "slurm", "student"}
 
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:

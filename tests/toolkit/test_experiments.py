@@ -199,13 +199,13 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
-    """The dumps stored in tests/expected are what hang.py writes: the same calls, and the same finding."""
+    """The dumps stored in tests/m13_post_mortem are what hang.py writes: the same calls, and the same finding."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "solutions/m13_post_mortem")}
     subprocess.run(
         [*command, str(POST_MORTEM / "hang.py"), fault], cwd=tmp_path, env=environment, capture_output=True, timeout=120
     )
-    stored = [str(ROOT / f"tests/expected/m13_dumps/{fault}_{rank}.json") for rank in range(3)]
+    stored = [str(ROOT / f"tests/m13_post_mortem/dumps/{fault}_{rank}.json") for rank in range(3)]
     new = [str(tmp_path / f"dump_{rank}.json") for rank in range(3)]
     program = "import sys, post_mortem, draw, pathlib; post_mortem.main(sys.argv[1:]); "
     program += "draw.draw(sys.argv[1:], pathlib.Path('calls.png'))"

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 
 import psutil
 import pytest
-from mutants.m01_naive_ddp import MUTANTS
 
 from brigade.checks.collect import Check
 from brigade.checks.verdict import Outcome, Verdict
@@ -27,6 +26,7 @@ from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.grade.visibility import resolve_visibility
 from brigade.runner import ranks
+from m01_naive_ddp.mutants import MUTANTS
 
 META = {
     "CLASSROOM": "parallel",

@@ -9,6 +9,8 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import importlib
+import inspect
 import json
 import os
 import random
@@ -33,14 +35,14 @@ from hostile import forging
 from brigade import events
 from brigade.checks.context import CheckContext
 from brigade.checks.reference import Case
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.modules import ROOT, CourseError, get_module
 from brigade.course.submission import read
 from brigade.grade import formats, grading, incoming
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.ipc.temporary import remove
 from brigade.runner import monitor, ranks, server
 from brigade.sandbox import enter, users
-from scenarios import training
+from helpers import training
 
 # These take several seconds each, and run with --everything.
 LONG = {
@@ -85,12 +87,16 @@ def user() -> Iterator[int]:
         ranks.SERVER.close()  # it has no network, and little of our environment
 
 
-def test_isolated_ranks_can_import_all_scenarios():
-    """They cannot read the course's files, so the fork server must have imported everything that scenarios use."""
-    _, packages = ranks.find_sources(training.train)
-    names = [f"scenarios.{name}" for name in packages["scenarios"]]
-    assert len(names) > len(MODULES)
-    ranks.run_ranks(functions.import_all, names, packages=packages, world_size=1)
+def test_isolated_ranks_receive_and_can_import_only_scenarios():
+    """They cannot read the course's files, so the fork server must have imported everything else that scenarios use."""
+    for path in [ROOT / "tests/helpers/training.py", *sorted((ROOT / "tests").glob("m*/scenario*.py"))]:
+        name = f"{path.parent.name}.{path.stem}"
+        members = vars(importlib.import_module(name)).values()
+        function = next(value for value in members if inspect.isfunction(value) and value.__module__ == name)
+        name, packages = ranks.find_sources(function)
+        files = {Path(file).name for texts in packages.values() for file, _ in texts.values()}
+        assert path.name in files and files <= {"scenario.py", "scenario_sharded.py", "training.py"}
+        ranks.run_ranks(functions.import_all, [name], packages=packages, world_size=1)
 
 
 @pytest.fixture(scope="module")

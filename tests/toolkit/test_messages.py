@@ -113,7 +113,7 @@ def test_a_check_needs_an_earlier_one():
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
     """Among the messages about all checks of a mutant is the cause that the mutant names."""
-    known = import_from_tests(f"mutants.{entry.package}")
+    known = import_from_tests(f"{entry.package}.mutants")
     [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == known.SAMPLE[0]]
     for other in MODULES[: MODULES.index(entry) + 1]:
         text = (ROOT / "solutions" / other.path).read_text()

@@ -5,9 +5,9 @@ import importlib
 import re
 
 import pytest
-from alternatives.variants import VARIANTS
 from mutants import escapes, run_on_text
-from mutants.renaming import Renaming
+from renaming import Renaming
+from variants import VARIANTS
 
 from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext
@@ -31,7 +31,7 @@ def outcome_of(check, text, backend, seed=0, **options):
 
 
 def mutants(entry):
-    return importlib.import_module(f"mutants.{entry.package}").MUTANTS
+    return importlib.import_module(f"{entry.package}.mutants").MUTANTS
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_mutant_is_caught(entry, mutant, request):
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_every_check_catches_a_mutant(entry):
     caught = {name for mutant in mutants(entry) for name in mutant.caught_by}
-    file = f"tests/mutants/{entry.package}.py"
+    file = f"tests/{entry.package}/mutants.py"
     unproved = sorted(set(checks(entry)) - caught)
     assert not unproved, f"no mutant of {file} has these checks in its `caught_by`: {', '.join(unproved)}"
     few, many = len(mutants(entry)), len(checks(entry))
@@ -88,7 +88,7 @@ def test_points_add_up(entry):
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_another_style_passes(entry, backend, options):
-    text = (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
+    text = (entry.tests / "alternative.py").read_text()
     for check in collect([entry]):
         outcome = outcome_of(check, text, backend, **options)
         assert outcome.passed, outcome.verdict

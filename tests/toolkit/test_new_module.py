@@ -42,7 +42,7 @@ CHECKS = '''"""Graded checks of module 99."""
 import pytest
 
 from brigade.checks.expectations import expect_gradients
-from scenarios import training
+from helpers import training
 
 JOB = {"package": "m99_scratch", "wrapper": "ScratchDDP"}
 
@@ -89,8 +89,8 @@ for parameter in self.module.parameters():
 READING = "# Module 99: A scratch module\n\n## Questions\n\n1. How many all-reduces does a step have?\n"
 FILES = {
     f"tests/test_{PACKAGE}.py": CHECKS,
-    f"tests/mutants/{PACKAGE}.py": MUTANTS,
-    f"tests/alternatives/{PACKAGE}.py": SOLUTION,
+    f"tests/{PACKAGE}/mutants.py": MUTANTS,
+    f"tests/{PACKAGE}/alternative.py": SOLUTION,
     f"lessons/{PACKAGE}/README.md": READING,
     f"lessons/{PACKAGE}/hints.md": HINTS,
     f"solutions/{PACKAGE}/answers.md": "# Answers\n\n1. One for each parameter.\n",

@@ -14,7 +14,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from mutants import m02_flat_ddp as mistakes
 from packaging.requirements import Requirement
 
 from brigade.cli import gradescope as package_command
@@ -22,6 +21,7 @@ from brigade.cli import main as cli
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade import gradescope_package as package
 from brigade.sandbox import enter
+from m02_flat_ddp import mutants as mistakes
 
 OPTIONS = ["--modules", "1-2", "--seed", "7"]
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
@@ -128,7 +128,7 @@ def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     assert {entry.checks.relative_to(ROOT).as_posix() for entry in MODULES} <= set(names)
     assert {f"solutions/{entry.path.as_posix()}" for entry in MODULES} <= set(names)
     unwanted = re.compile(
-        r"mutants|alternatives|hostile|toolkit|notebook|/lab/(?!__init__|models)|package|\.(md|png|ipynb|pyc)$"
+        r"mutants|alternative|variants|hostile|toolkit|notebook|/lab/(?!__init__|models)|package|\.(md|png|ipynb|pyc)$"
     )
     readings = {f"lessons/{entry.package}/README.md" for entry in MODULES}  # for the points of the written questions
     assert {name for name in names if name.startswith("lessons/")} == readings

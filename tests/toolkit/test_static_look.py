@@ -29,14 +29,14 @@ def list_names(text):
 
 
 def mutants(entry):
-    return importlib.import_module(f"mutants.{entry.package}").MUTANTS
+    return importlib.import_module(f"{entry.package}.mutants").MUTANTS
 
 
 def course_texts(entry):
     """Return all texts of the module in the course: answers, the skeleton, mutants."""
     reference = (ROOT / "solutions" / entry.path).read_text()
     yield "the reference", reference
-    yield "the alternative", (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
+    yield "the alternative", (entry.tests / "alternative.py").read_text()
     yield "the skeleton", (ROOT / "lessons" / entry.path).read_text()
     for mutant in mutants(entry):
         yield mutant.name, mutant.apply(reference)

@@ -258,7 +258,7 @@ def import_error(target: Path) -> RankFailure:
     return caught.value
 
 
-@pytest.mark.parametrize("name", ["solutions", "tests", "lessons", "scenarios", "mutants", FIRST.package])
+@pytest.mark.parametrize("name", ["solutions", "tests", "lessons", "helpers", "mutants", FIRST.package])
 def test_the_courses_own_files_are_not_found(tmp_path, name):
     lay(tmp_path, f"import {name}\n")
     failure = import_error(tmp_path)

@@ -11,8 +11,8 @@ from brigade.checks.edge_case_models import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device
 from brigade.rank.recording import phase
-from scenarios.m08_zero import build, build_param_group, make_zero_optimizer
-from scenarios.training import move_to_device, wrap
+from helpers.training import move_to_device, wrap
+from m08_zero_optimizer.scenario import build, build_param_group, make_zero_optimizer
 
 
 class Listed(nn.Module):

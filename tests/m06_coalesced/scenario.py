@@ -10,7 +10,7 @@ from brigade.checks.edge_case_models import OPTIMIZERS
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.training import Interruption, build, create_group, forward_backward, wrap
+from helpers.training import Interruption, build, create_group, forward_backward, wrap
 
 
 def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:

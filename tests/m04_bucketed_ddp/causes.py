@@ -6,8 +6,8 @@ from collections import Counter
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
-from diagnosis.easier import explain_late_launches
-from scenarios import m04_bucketed_ddp
+from helpers.easier import explain_late_launches
+from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
 # plan_buckets
 NOT_REVERSED = "the parameters are not reversed. Reverse the parameters, not the list of buckets."

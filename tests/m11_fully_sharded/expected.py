@@ -7,7 +7,7 @@ from test_m05_grad_buffer import compute_layout
 
 from brigade.checks import edge_case_models
 from brigade.checks.reference import OPTIMIZERS, compute_loss
-from scenarios.m11_fully_sharded import UNIT_TYPES, cast_layers, change_forward
+from m11_fully_sharded.scenario import UNIT_TYPES, cast_layers, change_forward
 
 
 def find_units(model, unit_types):

@@ -12,8 +12,8 @@ from brigade.checks.diagnose.evidence import find_no_sync_launches, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
-from diagnosis.m08_zero_optimizer import scale_to
-from expected.m11_fully_sharded import (
+from m08_zero_optimizer.causes import scale_to
+from m11_fully_sharded.expected import (
     build,
     cut_shards,
     find_units,
@@ -22,7 +22,7 @@ from expected.m11_fully_sharded import (
     train_mixed,
     train_plain,
 )
-from scenarios.m11_fully_sharded import DISCARDED, EVALUATION, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
+from m11_fully_sharded.scenario import DISCARDED, EVALUATION, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
 
 # Units
 OUTERMOST = "a submodule that is inside another one of these types is no unit: only the outermost one is."

@@ -20,7 +20,7 @@ from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss, copy_gradients
 from brigade.rank import recording, strict, switch_group
 from brigade.rank.memory import list_tensors
-from scenarios.training import build, move_to_device, reallocate_buffers, wrap
+from helpers.training import build, move_to_device, reallocate_buffers, wrap
 
 # These return the whole tensor under another name. They do not slice it, and code needs them to write without autograd.
 WHOLE = ("data", "detach", "_base")

@@ -12,7 +12,7 @@ from brigade.checks.diagnose.evidence import describe_missed
 from brigade.checks.expectations import agree, expect_equal, format_ranks, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
-from expected.m08_zero_optimizer import (
+from m08_zero_optimizer.expected import (
     compute_dots_weights,
     compute_weights,
     find_wrong_root,

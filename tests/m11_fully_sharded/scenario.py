@@ -16,7 +16,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
-from scenarios.training import accumulate, build, create_group, forward_backward, move_to_device
+from helpers.training import accumulate, build, create_group, forward_backward, move_to_device
 
 PACKAGE = "m11_fully_sharded"
 

@@ -10,7 +10,7 @@ from brigade.checks.edge_case_models import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.training import build, create_group, move_to_device
+from helpers.training import build, create_group, move_to_device
 
 SCHEDULERS = {
     "none": lambda optimizer: None,

@@ -8,7 +8,7 @@ from brigade.checks.expectations import join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
-from scenarios import m09_prefetched_weights
+from m09_prefetched_weights import scenario as m09_prefetched_weights
 
 AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launch them; forward waits."
 SOME_AWAITED = "step waits for some of the all-gathers that it launches. It may only launch them; forward waits."

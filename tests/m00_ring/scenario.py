@@ -9,7 +9,7 @@ import torch
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
-from scenarios.training import create_group
+from helpers.training import create_group
 
 
 def shard(batch: torch.Tensor, world_sizes: list[int]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.training import build, create_group, forward_backward, move_to_device, wrap
+from helpers.training import build, create_group, forward_backward, move_to_device, wrap
 
 COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")
 

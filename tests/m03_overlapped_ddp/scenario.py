@@ -3,7 +3,7 @@
 from brigade.checks.edge_case_models import copy_gradients
 from brigade.rank import recording
 from brigade.rank.recording import phase
-from scenarios.training import Interruption, build, forward_backward, wrap
+from helpers.training import Interruption, build, forward_backward, wrap
 
 
 def interrupted_no_sync(job: dict) -> list:

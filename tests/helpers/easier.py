@@ -10,7 +10,7 @@ from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
 from brigade.events import Event, launches, list_backward_passes
 from brigade.runner.ranks import PerRank, RankResults
-from scenarios import training
+from helpers import training
 
 
 def explain_late_launches(

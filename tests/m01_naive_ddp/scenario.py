@@ -3,7 +3,7 @@
 from brigade.checks import edge_case_models
 from brigade.rank.api import student
 from brigade.rank.recording import phase
-from scenarios.training import build, create_group
+from helpers.training import build, create_group
 
 
 def broadcast(job: dict) -> dict:

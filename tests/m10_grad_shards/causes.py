@@ -9,8 +9,8 @@ from brigade.checks.expectations import join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
-from expected.m08_zero_optimizer import compute_weights
-from scenarios import m10_grad_shards
+from m08_zero_optimizer.expected import compute_weights
+from m10_grad_shards import scenario as m10_grad_shards
 
 WHOLE_AT_START = (
     "the constructor allocates the gradients of all buckets, as module 5's GradBuffer does. Allocate a bucket when its "

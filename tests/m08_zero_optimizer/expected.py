@@ -6,7 +6,8 @@ import torch
 
 from brigade.checks import edge_case_models
 from brigade.checks.reference import compute_loss
-from scenarios import m08_sharded, m08_zero
+from m08_zero_optimizer import scenario as m08_zero
+from m08_zero_optimizer import scenario_sharded as m08_sharded
 
 
 def train_unsharded(case, job, ranks=None, steps=None, forget=False):

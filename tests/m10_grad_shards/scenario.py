@@ -14,8 +14,8 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
-from scenarios import m08_zero
-from scenarios.training import PLACES, accumulate, build, forward_backward, move_to_device, visit, wrap
+from helpers.training import PLACES, accumulate, build, forward_backward, move_to_device, visit, wrap
+from m08_zero_optimizer import scenario as m08_zero
 
 
 def train(job: dict) -> dict:

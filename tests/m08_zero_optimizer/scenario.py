@@ -13,8 +13,8 @@ from brigade.checks.edge_case_models import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.m08_sharded import count_state_bytes
-from scenarios.training import PLACES, move_to_device, reallocate_buffers, visit, wrap
+from helpers.training import PLACES, move_to_device, reallocate_buffers, visit, wrap
+from m08_zero_optimizer.scenario_sharded import count_state_bytes
 
 
 class LARS(torch.optim.Optimizer):

@@ -1,6 +1,6 @@
 """Likely causes when a check of module 13 fails."""
 
-from expected import m13_post_mortem as jobs
+from m13_post_mortem import expected as jobs
 
 UNREADABLE = "main does not catch both OSError and ValueError, or it returns another number."
 
