@@ -6,7 +6,8 @@ import soak
 from brigade.checks import run
 from brigade.course.modules import get_module
 from brigade.grade.isolation import may_isolate
-from brigade.runner import ranks, sandbox
+from brigade.runner import ranks
+from brigade.sandbox import enter
 
 
 def test_results_that_depend_on_the_seed_are_found(tmp_path, monkeypatch, capsys):
@@ -38,7 +39,7 @@ def test_results_that_depend_on_isolation_are_found(tmp_path, monkeypatch):
     runs = []
 
     def run_on_text(check, text, conditions):
-        [rank] = ranks.run_ranks(sandbox.probe, world_size=1)
+        [rank] = ranks.run_ranks(enter.probe, world_size=1)
         runs.append((conditions.seed, rank["uid"] > 0, ranks.SERVER._process.pid))
         return run.Outcome(check, status="passed" if rank["uid"] else "failed")
 
