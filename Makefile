@@ -13,7 +13,7 @@
 COURSE := $(if $(STUDENT),out/student,.)
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module figures notebooks slides site gradescope student package unlock gpu-check gpu-sim claims promises soak matrix lint
+.PHONY: help demo test module figures notebooks slides site gradescope student package unlock gpu-check gpu-sim promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -30,7 +30,6 @@ help:
 	@echo "make unlock MODULE=5  write the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
 	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL; needs only a python3 with torch and pytest"
 	@echo "make gpu-sim          do the same and more on simulated GPUs; downloads 0.6 GB, needs Linux on x86-64 and g++"
-	@echo "make claims           run the experiments behind the readings' claims, in less than a minute"
 	@echo "make promises         measure what the course promises; do not run anything else at the same time"
 	@echo "make soak             run all graded checks with 30 seeds while both cores are busy; takes about half an hour"
 	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
@@ -90,9 +89,6 @@ gpu-check:
 
 gpu-sim:
 	$(PYTHON) tools/gpu_sim/simulate.py $(GPU_OPTIONS)
-
-claims: setup
-	$(BIN)/python -m brigade.lab.claims
 
 promises: setup
 	$(BIN)/python -m tools.promises

@@ -38,7 +38,7 @@ PROGRAMS = (
 )  # fmt: skip
 BEFORE = r"(?:sudo )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"  # what may precede a program
 COMMAND = re.compile(rf"{BEFORE}(?:{'|'.join(map(re.escape, PROGRAMS))}) \S.*", re.DOTALL)
-PLACEHOLDERS = {"NAME": "xl-size", "RATE": "500mbit"}
+PLACEHOLDERS = {"RATE": "500mbit"}
 LIMIT_S = 120
 AT_ONCE = 2  # commands that are run
 
@@ -108,11 +108,8 @@ ACCOUNTS = [
     Run("brigade plan"),
     Run("brigade plan --model tiny .*"),
     NotRun("brigade plan .*", "as with the other two; tests/toolkit/test_plan.py runs more"),
-    Run("python -m brigade.lab.claims NAME"),
-    NotRun("python -m brigade.lab.claims slice", "as with another name"),
     NotRun("python -m tools.figures 3 --computed", "it writes into a lesson; tests/toolkit/test_trace.py does that"),
-    NotRun("python -m brigade.lab.claims --write", "a minute; tests/toolkit/test_claims.py writes a page"),
-    NotRun("python -m brigade.lab.(demo|memory|validate)", "long; tests/toolkit has tests of each"),
+    NotRun("python -m brigade.lab.(demo|memory)", "long; tests/toolkit has tests of each"),
     NotRun(r"python lessons/\w+/\w+\.py( dump_\*\.json)?", "tests/toolkit/test_experiments.py runs the scripts"),
     # ---- several machines, GPUs
     NotRun("torchrun .*", "several GPUs or machines; tests/toolkit/test_bench.py and test_two_hosts.py start torchrun"),

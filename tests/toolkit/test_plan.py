@@ -1,6 +1,5 @@
 """The plan is correct in cases computed by hand, and predicts the launches, bytes and memory of real ranks."""
 
-import io
 import json
 import math
 import time
@@ -8,14 +7,13 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Size
 from brigade.cli import main as cli
-from brigade.course.modules import ROOT, TRAINING_MODULES, CourseError
+from brigade.course.modules import ROOT, TRAINING_MODULES
 from brigade.events import launches
-from brigade.lab import ladder, memory, plan, schedules, validate
+from brigade.lab import ladder, memory, plan, schedules
 from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
 from brigade.rank.emulated_link import Link, Pace
 from brigade.runner.ranks import run_ranks
@@ -327,29 +325,3 @@ def test_the_command_prints_json(capsys):
 def test_errors_are_one_sentence(options, sentence, capsys):
     assert cli.main(["plan", *options]) == 2
     assert capsys.readouterr().err.startswith(f"brigade: {sentence}")
-
-
-def test_a_ladder_is_compared_with_its_plan(results):
-    points = validate.compare(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
-    assert {point.label for point in points} == {*BY_HAND} - {"8 ShardedOptimizer"}
-    assert all(point.measured_ms == results.get_measurement(point.label).median_ms for point in points)
-    setting = validate.make_setting(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
-    alone_s = schedules.simulate(schedules.make_program(ladder.COMPUTATION, setting), results.link).end_s
-    assert 1e3 * alone_s == pytest.approx(results.computation.median_ms)
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(validate.make_validation_table(points))
-    assert max(map(len, console.export_text().splitlines())) <= 80
-    assert validate.Point("a", 2, 1.0, 110.0, 100.0, 0.0, 0.0).error == pytest.approx(0.1)
-
-
-def test_overheads_are_measured_in_ranks():
-    by_label = validate.measure_overheads(2, replace(ladder.EMULATED, size=SIZE))
-    assert by_label.copy_bytes_per_s > 0 and by_label.launch_s >= 0
-    assert by_label.launch_s_per_byte >= 0 and by_label.wake_s >= 0
-
-
-def test_points_that_cannot_be_run_are_refused():
-    assert validate.parse_points(["2x0.5", "4x1"]) == [(2, 0.5), (4, 1.0)]
-    for text in ("2", "x", "1x1", "5x1", "2x0"):
-        with pytest.raises(CourseError, match=f"^{text}"):
-            validate.parse_points([text])

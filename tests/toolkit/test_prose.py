@@ -23,7 +23,7 @@ from brigade.grade import similarity
 from brigade.lab import gpu_check, links, plan
 from brigade.runner import monitor, ranks
 
-PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests")
+PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests", "tools")
 GENERATED = ("docs/gpu_report.md", "lessons/measurements.json")  # not there until somebody makes them
 AMERICAN = ("optimizer", "optimizers", "optimization", "program", "programs")  # names of the field; computer programs
 TORCH = Path(torch.__file__).parent
