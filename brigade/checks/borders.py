@@ -90,6 +90,6 @@ class Asked(list):
         super().__init__([0] * edge_case_models.BORDERS)
         self._order = order
 
-    def __getitem__(self, number: int) -> int:
+    def __getitem__(self, number: Any) -> Any:
         self._order.append(number)
         return super().__getitem__(number)
