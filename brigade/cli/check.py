@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -54,6 +55,7 @@ def add_next_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="repeat the random cases of the run that used this seed")
     parser.add_argument("--only", metavar="NAME", help="run only the checks whose names contain NAME")
+    parser.add_argument("--until", metavar="PART", help="run only the checks that need no part after PART, such as b")
     parser.add_argument(
         "--debug",
         action="store_true",
@@ -130,7 +132,7 @@ def check_module(
 ) -> Report:
     """Run a module's graded checks from this process, starting with those that failed in the previous run.
 
-    Raise CourseError if the checks cannot be imported, or if `options.only` matches none of them.
+    Raise CourseError if the checks cannot be imported, or if the options select none of them.
     """
     with exit_on_ctrl_c():
         prepare()
@@ -140,6 +142,8 @@ def check_module(
             raise CourseError(f"the checks could not run:\n{type(error).__name__}: {error}") from None
     if options.only:
         checks = select(checks, options.only)
+    if options.until:
+        checks = select_until(checks, options.until)
     conditions = Conditions(
         seed=random.randrange(10**6) if options.seed is None else options.seed,
         backend=options.backend or choose_backend(),
@@ -173,6 +177,19 @@ def select(checks: Sequence[Check], only: str) -> list[Check]:
         names = ", ".join(check.name.removeprefix("test_") for check in checks)
         raise CourseError(
             f"module {checks[0].module} has no check whose name contains {only!r}; its checks are {names}"
+        )
+    return selected
+
+
+def select_until(checks: Sequence[Check], until: str) -> list[Check]:
+    """Return the checks that need only the parts up to `until`, such as "b". Raise CourseError if there are none."""
+    last = {check: max(re.findall(r"\((\w)\)", check.parts), default="") for check in checks}
+    selected = [check for check in checks if last[check] and last[check] <= until.strip("()").lower()]
+    if not selected:
+        parts = ", ".join(sorted({part for part in last.values() if part})) or "none"
+        raise CourseError(
+            f"module {checks[0].module} has no check that needs only the parts up to {until!r}; "
+            f"the parts after which checks can run: {parts}"
         )
     return selected
 
@@ -274,7 +291,7 @@ def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) ->
             continue
         state = find_state(other, target)
         if state == "written":
-            everything = argparse.Namespace(**vars(options) | {"only": None})
+            everything = argparse.Namespace(**vars(options) | {"only": None, "until": None})
             key = hash_submission(other, read(target, other.number).sources)
             state = "fails" if check_module(other, everything, is_quiet=True).failed else "passes"
             remember("passed" if state == "passes" else "failed", other.package, key)

@@ -56,6 +56,7 @@ def lessons(tmp_path):
         (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["check", "1", "--target", __file__], "is not a directory"),
         (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'; its checks are parameters"),
+        (["check", "6", "--until", "1"], "only the parts up to '1'; the parts after which checks can run: a, d, f, g"),
         (["check", "--debug"], "--debug needs the number of one module"),
         (["hint", "12"], "there is no module 12"),
         (["reset", "x"], "there is no module x"),
@@ -106,6 +107,11 @@ def test_checks_are_listed_by_parts(brigade):
          "broadcast_module_state = lambda module: None\n", "the signature differs"),
     ],
 )  # fmt: skip
+def test_the_checks_up_to_a_part(brigade):
+    shown = brigade("check", 13, "--target", "solutions", "--until", "d").stdout
+    assert "Part (a): " in shown and "Parts (b) to (d): " in shown and "(e) to (g)" not in shown
+
+
 def test_broken_submission_fails_in_words(brigade, lessons, text, line):
     (lessons / get_module(1).path).write_text(text)
     done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged or invalid")
