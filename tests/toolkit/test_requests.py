@@ -10,15 +10,16 @@ import switch_functions as functions
 import torch
 
 from brigade.checks.collect import collect
+from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
 from brigade.course.modules import MODULES, ROOT
 from brigade.ipc import wire
 from brigade.runner import ranks
 from brigade.runner.ranks import SERVER, run_ranks
 
-# Equal on all ranks by contract: weights that are equal before the optimizer exists, checkpoints, and the weights that
-# all ranks have when they load a checkpoint.
-SHARED = {"start", "load", "params", "values", "weights", "late_weights"}
+# Equal on all ranks by contract: weights that are equal before the optimizer exists, checkpoints, the weights that all
+# ranks have when they load a checkpoint, and the input of an evaluation.
+SHARED = {"start", "load", "params", "values", "weights", "late_weights", "probe"}
 LARGE = 8  # entries of a tensor; smaller ones can be equal by chance
 
 
@@ -39,12 +40,31 @@ def list_numbers(value: Any) -> Iterator[int]:
         yield from list_numbers(item)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [pytest.param(entry, marks=[pytest.mark.extended] * (entry.number not in (3, 8))) for entry in MODULES],
-    ids=lambda entry: entry.package,
-)
+class Collected(Exception):
+    """Ends a check that would start ranks."""
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_a_rank_gets_only_its_own_part(entry, monkeypatch):
+    """Compare what would enter the ranks of each check's first run with several ranks. No ranks are started."""
+
+    def collect_requests(function, args_per_call, **options):
+        requests = ranks.make_requests("scenario", "train", args_per_call, {}, ranks.RunOptions(**options))
+        for request in requests:
+            ranks.number_batches(request["calls"], keep=True)
+        expect_own_parts([wire.decode(wire.encode(request)) for request in requests])
+        raise Collected
+
+    monkeypatch.setattr(ranks, "run_calls", collect_requests)
+    monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: sizes[1:2] or sizes)
+    for check in collect([entry]):
+        error = run_check(check, "solutions", Conditions(seed=3)).exception
+        assert not isinstance(error, AssertionError), error  # others: the check's lists are for other world sizes
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_ranks_get_only_their_own_parts_in_all_runs(entry, monkeypatch):
     """Compare everything that enters the ranks in all checks of the module."""
     received: list[list[dict[str, Any]]] = []
     encode = wire.encode
@@ -62,22 +82,27 @@ def test_a_rank_gets_only_its_own_part(entry, monkeypatch):
         assert run_check(check, ROOT / "solutions", Conditions(seed=3)).passed, check.name
     assert received
     for requests in received:
-        assert len({request["seed"] for request in requests}) == len(requests)
-        for request in requests:
-            assert all(abs(number) < 2**31 for number in list_numbers(request["calls"])), "a seed of a case"
-        own = [dict(list_tensors(request["calls"])) for request in requests]
-        for rank, tensors in enumerate(own):
-            secrets = [
-                tensor
-                for other, foreign in enumerate(own)
-                for path, tensor in foreign.items()
-                if other != rank and tensor.numel() >= LARGE and tensor.is_floating_point() and not SHARED & {*path}
-            ]
-            for path, tensor in tensors.items():
-                if SHARED & {*path} or len(tensor.unique()) < LARGE:
-                    continue
-                same = [secret for secret in secrets if secret.shape == tensor.shape and torch.equal(secret, tensor)]
-                assert not same, f"rank {rank} has at {path} a tensor of another rank"
+        expect_own_parts(requests)
+
+
+def expect_own_parts(requests: list[dict[str, Any]]) -> None:
+    """Expect that no rank has a seed of the case, or a tensor of another rank."""
+    assert len({request["seed"] for request in requests}) == len(requests)
+    for request in requests:
+        assert all(abs(number) < 2**31 for number in list_numbers(request["calls"])), "a seed of a case"
+    own = [dict(list_tensors(request["calls"])) for request in requests]
+    for rank, tensors in enumerate(own):
+        secrets = [
+            tensor
+            for other, foreign in enumerate(own)
+            for path, tensor in foreign.items()
+            if other != rank and tensor.numel() >= LARGE and tensor.is_floating_point() and not SHARED & {*path}
+        ]
+        for path, tensor in tensors.items():
+            if SHARED & {*path} or len(tensor.unique()) < LARGE:
+                continue
+            same = [secret for secret in secrets if secret.shape == tensor.shape and torch.equal(secret, tensor)]
+            assert not same, f"rank {rank} has at {path} a tensor of another rank"
 
 
 def test_cases_are_not_in_the_memory_of_a_rank():
@@ -89,4 +114,4 @@ def test_the_seeds_of_borders_stay_in_the_parent():
     for keep, seen in ((True, None), (False, [5, 6])):
         calls = ranks.copy_lists([[batch]])
         assert ranks.number_batches(calls, keep) == [[5, 6]]
-        assert calls == [[{"x": 1, "borders": {"batch": 0, "seeds": seen}}]] and batch["borders"] == [5, 6]
+        assert calls == [[{"x": 1, "borders": {"batch": 0, "count": 2, "seeds": seen}}]] and batch["borders"] == [5, 6]
