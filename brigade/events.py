@@ -21,7 +21,8 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
-    border   backward learns the factors of border `number` of batch `batch` of the run (`checks/edge_case_models.py`)
+    border   the rank learns the factors of border `number` of batch `batch` of the run, and has computed `values` there
+             (`checks/edge_case_models.py`)
     call     the rank begins the second or a later call of the function given to `run_calls` (`rank/main.py`)
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
@@ -59,7 +60,7 @@ FIELDS: dict[str, Fields] = {
     "race": COMMON_FIELDS | {"index": (int,)},
     "connect": COMMON_FIELDS | {"group": (str,), "ranks": (list,)},
     "ready": COMMON_FIELDS | {"name": (str,)},
-    "border": COMMON_FIELDS | {"batch": (int,), "number": (int,)},
+    "border": COMMON_FIELDS | {"batch": (int,), "number": (int,), "values": (str,)},
     "step": COMMON_FIELDS | {"step": (int, type(None))},
 }  # fmt: skip
 

@@ -7,7 +7,6 @@ course's site, built once for all tests that read it.
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
 from collections import namedtuple
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from brigade.course.modules import ROOT, CourseError, Module, get_module
-from brigade.runner import ranks
 
 Done = namedtuple("Done", "returncode stdout stderr")
 
@@ -74,8 +72,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "COVERAGE_PROCESS_CONFIG" in os.environ:
-        ranks.SERVER.preload.add("tests.helpers.rank_coverage")
     config.addinivalue_line("markers", "all_modules: the test is about all modules together")
     config.addinivalue_line(
         "markers", "extended: runs only with --everything, or with --module if it is about that module"

@@ -45,7 +45,7 @@ def test_launches_are_asynchronous(submission):
     [world] = submission.worlds(2)
     for model in ("Tied", "Frozen"):
         case = submission.case(model, world, steps=2)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(proven=1, **JOB), world_size=world)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         for rank, events in enumerate(results.events):
             for step in range(2):
@@ -86,7 +86,7 @@ def test_launches_follow_their_gradients(submission):
     """Each all-reduce starts after its gradient is in .grad, and before the gradient after the next one is ready."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(proven=1, **JOB), world_size=world)
         sizes = {name: p.numel() for name, p in case.parameters().items()}  # all different
         for rank, events in enumerate(results.events):
             order = list_ready_gradients(events, 0)
@@ -132,7 +132,7 @@ def test_every_handle_is_waited_on(submission):
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, steps=3)
         numel = sum(parameter.numel() for parameter in case.parameters().values())
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(proven=1, **JOB), world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(3):
                 launched = launches(events, step)

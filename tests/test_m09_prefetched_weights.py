@@ -92,13 +92,13 @@ def test_step_waits_for_no_weights(submission):
 @pytest.mark.points(4)
 def test_weights_are_awaited_just_before_use(submission):
     """Forward waits for each group just before the first module that has one of its parameters, in launch order."""
-    cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "Plain"), (1, BUCKET_NUMEL, 1), (None, None, 3))
-    for world, model, bucket_numel, listed in cases:
-        case = submission.case(model, world, steps=4, hidden_layers=5)
-        more = {} if listed is None else {"listed": listed}
-        jobs = make_jobs(case, make_recipe("SGD"), 1, bucket_numel, **more)
+    cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "Listed"), (1, BUCKET_NUMEL, 1))
+    for world, model, bucket_numel in cases:
+        case = submission.case(model, world, steps=4, hidden_layers=5, forward_borders=True)
+        still = {"optimizer": "SGD", "options": {"lr": 1e-6}}  # then the values at all borders are known
+        jobs = make_jobs(case, still, 1, bucket_numel, proven=4)
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
-        module = build(case, listed)
+        module = build(case)
         expected = count_waits(module, list_forward_groups(module, world, 1, bucket_numel))
         for rank, events in enumerate(results.events):
             for step in range(2, 4):  # in the first forward, it is unknown which modules are called
@@ -117,13 +117,13 @@ def test_weights_are_awaited_just_before_use(submission):
                     == {name: count for name, count in expected.items() if count},
                     f"forward waits for groups just before the module that needs them first: {where}",
                     describe_waits(actual) or "no wait",
-                    partial(diagnosis.explain_places, actual, expected, bool(listed), gathers, events),
+                    partial(diagnosis.explain_places, actual, expected, model == "Listed", gathers, events),
                     rank=rank,
                     step=step,
                 )
                 order = sorted(gathers, key=lambda launch: launch.waits[0])
                 expect(
-                    order == gathers or listed is not None,  # the wrapper waits for the groups of a ParameterList first
+                    order == gathers or model == "Listed",  # the wrapper waits for the groups of a ParameterList first
                     "step launches the all-gathers in the order in which forward waits for them",
                     f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order",
                     diagnosis.LAUNCH_ORDER,
@@ -136,12 +136,12 @@ def test_weights_are_awaited_just_before_use(submission):
 @pytest.mark.needs("test_equals_unsharded")
 def test_groups_that_no_forward_used(submission):
     """If forward skips a layer, a layer that shares its weight waits for the group, or else the next step does."""
-    for world, is_tied in zip(submission.worlds(2, 3), (False, True)):
-        case = submission.case("Branches", world, steps=4)
-        jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1, tied=is_tied)
+    for world, model in zip(submission.worlds(2, 3), ("Branches", "TiedBranches")):
+        case = submission.case(model, world, steps=4, forward_borders=True)
+        jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1, proven=1)
         for job in jobs:  # the first forward uses the layer `left`, which the later ones skip
             for [batch] in job["batches"][1:]:
-                batch["branch"] = 1 if is_tied else -1  # use the layer `right`, which may share a weight with `left`
+                batch["branch"] = 1 if model == "TiedBranches" else -1  # there, `right` shares a weight with `left`
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(4):
@@ -199,7 +199,8 @@ def test_complete_weights_elsewhere(submission):
             recipe["late"] = {"names": [weight, bias], "options": {}}
         cases.append(case)
         recipes.append(recipe)
-        jobs_per_call.append(make_jobs(case, recipe, 1, read=reader, probe=case.batches[0][0][0]["x"]))
+        probe = torch.linspace(-1, 1, 2 * case.sizes[0], dtype=case.dtype).view(2, -1)
+        jobs_per_call.append(make_jobs(case, recipe, 1, read=reader, probe=probe))
     all_results = submission.run_each(m09_prefetched_weights.read_weights, jobs_per_call)
     settings = zip(num_steps_by_reader.items(), cases, recipes, jobs_per_call)
     for ((reader, steps), case, recipe, jobs), results in zip(settings, all_results):
@@ -231,12 +232,9 @@ def expect_unsharded(submission, jobs, case, recipe, is_shared, results):
     require_prefetch(results.events, case.group if len(case.group) > 1 else [])
 
 
-def build(case, listed=None):
-    """Return the case's model in this process, with the layer that has a ParameterList if `listed`."""
-    model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
-    if listed:
-        m09_prefetched_weights.insert_list(model, listed)
-    return model
+def build(case):
+    """Return the case's model in this process."""
+    return edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
 
 
 def list_forward_groups(model, world, buckets_per_group, bucket_numel=BUCKET_NUMEL):

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.edge_case_models import BORDERS
 from brigade.checks.expectations import (
     MANY_STEPS,
     ONE_STEP,
@@ -271,9 +272,9 @@ def test_gathers_and_reductions_overlap(submission):
     """A rank waits for a gather only when it needs the unit, and for a reduction only after the next unit computes."""
     [world] = submission.worlds(2)
     prefetches = (1, 2, 0)
-    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=6) for _ in prefetches]
-    marks = [f"blocks.{block}" for block in range(5)]
-    jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}, marks=marks) for p, case in zip(prefetches, cases)]
+    more = {"dtype": torch.float64, "hidden_layers": 6, "forward_borders": True}
+    cases = [submission.case("Blocks", world, steps=2, **more) for _ in prefetches]
+    jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}, proven=1) for p, case in zip(prefetches, cases)]
     all_results = run_each(submission, scenarios.train, jobs)
     for prefetch, case, results in zip(prefetches, cases, all_results):
         units = find_units(build(case), UNIT_TYPES["Block"])
@@ -833,7 +834,7 @@ def expect_overlap(events, step, units, prefetch, rank):
     """Expect each gather and each reduction of a step to have time to finish while units compute."""
     at = {"rank": rank, "step": step}
     unit_of = {name: unit for unit, names in enumerate(units) for name in names}
-    marks = {(event["kind"], event["unit"]): place for place, event in find_marks(events, step)}
+    computes, leaves, enters = find_borders(events, step)
     ready: dict[int, list[int]] = {}
     for place, name in list_ready_gradients(events, step):
         ready.setdefault(unit_of[name], []).append(place)
@@ -854,14 +855,14 @@ def expect_overlap(events, step, units, prefetch, rank):
         gather = forward[unit]
         ahead = max(unit - prefetch, 1)
         expect(
-            gather.place < marks["inside", ahead],
+            gather.place < computes[ahead],
             f"unit {unit} is gathered before unit {ahead} computes in forward (prefetch={prefetch})",
             "the gather was launched later",
             diagnosis.LATE_GATHER,
             **at,
         )
         expect(
-            gather.waits and gather.waits[0] > marks["reached", unit],
+            gather.waits and gather.waits[0] > leaves[unit - 1],
             f"during forward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
             "the rank waited earlier" if gather.waits else "the rank never waited",
             diagnosis.EARLY_WAIT,
@@ -870,7 +871,7 @@ def expect_overlap(events, step, units, prefetch, rank):
     for unit, gather in zip(range(count - 1, 0, -1), backward):
         ahead = min(unit + prefetch, count - 1)
         expect(
-            gather.place < min(ready[ahead]),
+            gather.place < enters[ahead],
             f"during backward, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})",
             "the gather was launched later",
             diagnosis.OTHER_PREFETCH["backward"],
@@ -908,14 +909,21 @@ def expect_overlap(events, step, units, prefetch, rank):
     expect(not raced, "no tensor changes before wait()", f"{len(raced)} of {len(launched)} changed", **at)
 
 
-def find_marks(events, step):
-    """Yield (place, event) of the marks of a step."""
+def find_borders(events, step):
+    """Return, by unit, where in the record it computes in forward, where it has computed, and where backward enters it.
+
+    Unit 0 has computed at the first border. In backward, a unit's norm computes after its border "computes".
+    """
+    computes, leaves, enters = {}, {}, {}
     current = None
     for place, event in enumerate(events):
         if event["kind"] == "step":
             current = event["step"]
-        elif event["kind"] in ("reached", "inside") and current == step:
-            yield place, event
+        elif event["kind"] == "border" and current == step:
+            kind, unit = divmod(event["number"], BORDERS)
+            by_kind = {3: leaves if unit == 0 else {}, 4: computes, 5: leaves, 2: enters}
+            by_kind.get(kind, {})[unit] = place
+    return computes, leaves, enters
 
 
 def expect_volume(events, step, case, rank, gathers, passes=1, is_crossed=False):

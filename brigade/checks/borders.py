@@ -1,8 +1,12 @@
-"""Compare the order of a rank's events with the order in which its backward passes must compute their gradients.
+"""Compare the order of a rank's events with the order in which its passes must compute activations and gradients.
 
-In a run with a switch, the borders in a record are proven: a rank could not compute a gradient below a border before
-the switch answered. The rank itself reports when gradients are ready. `find_contradiction` therefore compares these
-reports with the borders. Whatever relies on the order of launches and ready gradients then relies on the switch.
+In a run with a switch, the borders in a record are proven: a rank could not compute what comes after a border before
+the switch answered. The rank itself reports when gradients are ready and when modules start. `find_contradiction`
+therefore compares these reports with the borders. Whatever relies on their order relative to launches and waits then
+relies on the switch.
+
+A rank could also ask earlier than it computes, in order to wait earlier. In the first `proven` steps of a job,
+`find_contradiction` therefore compares the values that the rank has reported at each border.
 """
 
 from __future__ import annotations
@@ -12,66 +16,106 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import compute_loss
+from brigade.checks.edge_case_models import NotedSeeds, compute_loss
 from brigade.events import Event
-from brigade.rank.recording import Recorder
+from brigade.rank.recording import Recorder, sample
+from brigade.runner.ranks import list_batches
 
-CHANGED = {
-    "listed",
-    "tied",
-}  # entries of jobs whose scenarios change the model (`tests/m09_prefetched_weights/scenario.py`)
-Order = tuple[list[int], dict[str, "int | None"]]
+TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves values
+Order = tuple[list[int], dict[tuple, "int | None"]]
 
 
-def find_contradiction(events: Sequence[Event], job: Any, batches: Sequence[dict[str, Any]], first: int) -> str:
+def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, first: int) -> str:
     """Return how a rank's record contradicts itself, or "" if it does not.
 
-    `batches` are the batches of the rank's job, and `first` is the number of the first of them in the run.
+    `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job.
     """
-    if not (isinstance(job, dict) and {"model", "sizes", "dtype"} <= job.keys() and batches) or CHANGED & job.keys():
+    job = jobs[rank] if jobs else None
+    if not (isinstance(job, dict) and {"model", "sizes", "dtype", "state", "batches"} <= job.keys()):
+        return ""
+    batches = list_batches(job)
+    if not batches:
         return ""
     last: tuple[int, int] | None = None  # the batch and the number of the last border
     for event in events:
-        if event["kind"] not in ("border", "ready"):
-            continue
         if event["kind"] == "border":
             if not first <= event["batch"] < first + len(batches):
-                return "a backward pass asked for the factors of a batch that is not its own"
+                return "a pass asked for the factors of a batch that is not its own"
             borders, _ = compute_order(*describe(job, batches[event["batch"] - first]))
             position = borders.index(event["number"]) if event["number"] in borders else -1
             before = (event["batch"], borders[position - 1]) if position > 0 else None
             if position < 0 or before and before != last:
-                return f"a backward pass asked for border {event['number']} too early or too late"
+                return f"a pass asked for border {event['number']} too early or too late"
             last = event["batch"], event["number"]
-        elif last is not None:
-            borders, sections = compute_order(*describe(job, batches[last[0] - first]))
-            is_next_pass = last[1] == borders[-1] and any(
-                compute_order(*describe(job, batch))[1].get(event["name"]) is None for batch in batches
+        elif event["kind"] in ("ready", "module"):
+            borders, sections = compute_order(*describe(job, batches[last[0] - first if last else 0]))
+            key = event["kind"], event["name"], event.get("at")
+            is_between = (last is None or last[1] == borders[-1]) and any(
+                compute_order(*describe(job, batch))[1].get(key) is None for batch in batches
             )
-            if sections.get(event["name"]) != last[1] and not is_next_pass:
-                return f"the gradient of {event['name']} was reported as ready too early or too late"
+            is_proven = key[0] == "ready" or has_forward_borders(borders)
+            if is_proven and not is_between and sections.get(key) != (last and last[1]):
+                what = "the gradient of" if key[0] == "ready" else f"the {key[2]} of module"
+                return f"{what} {event['name']} was reported as ready too early or too late"
+    return find_wrong_values(events, job, [other["state"] for other in jobs], first)
+
+
+def find_wrong_values(events: Sequence[Event], job: Any, states: Sequence[dict[str, Tensor]], first: int) -> str:
+    """Return at which border of the first `proven` steps a rank cannot have computed its values; "" if there is none.
+
+    The rank may have the starting weights of any rank.
+    """
+    batches = [batch for step in job["batches"][: job.get("proven", 0)] for batch in step]
+    expected: dict[tuple[int, int], list[Tensor]] = {}  # the values for each state
+    for number, batch in enumerate(batches, first):
+        for values in [compute_values(job, state, batch) for state in states]:
+            for border, value in values.items():
+                expected.setdefault((number, border), []).append(value)
+    reported = [((e["batch"], e["number"]), e["values"]) for e in events if e["kind"] == "border"]
+    if missing := expected.keys() - dict(reported):
+        return f"border {min(missing)[1]} was never asked for"
+    for key, text in reported:
+        if not any(are_close(text, values) for values in expected.get(key, ())) and key in expected:
+            return f"border {key[1]} was asked for before its values were computed"
     return ""
 
 
-def describe(job: dict[str, Any], batch: dict[str, Any]) -> tuple[str, tuple[int, ...], torch.dtype | None, int]:
-    """Return what determines the order of a backward pass."""
-    return job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"]
+def are_close(text: str, expected: Tensor) -> bool:
+    """Return whether the values that a rank has reported are about the expected ones."""
+    data = bytes.fromhex(text)
+    if len(data) != expected.nbytes:
+        return False
+    difference = torch.frombuffer(bytearray(data), dtype=torch.float32) - expected if data else expected
+    return not data or bool(difference.abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def has_forward_borders(borders: Sequence[int]) -> bool:
+    return any(number >= edge_case_models.ALL_BORDERS for number in borders)
+
+
+def describe(job: dict[str, Any], batch: dict[str, Any]) -> tuple[str, tuple[int, ...], torch.dtype | None, int, int]:
+    """Return what determines the order of a forward and a backward pass."""
+    return job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"])
 
 
 @functools.lru_cache(maxsize=256)
-def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None, branch: int) -> Order:
-    """Return the borders of a backward pass in order, and the border before each gradient (None: no border)."""
+def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None, branch: int, count: int) -> Order:
+    """Return the borders of both passes in order, and the border before each other event (None: no border)."""
     order: list[Any] = []
     with torch.random.fork_rng(devices=[]):
         module = edge_case_models.MODELS[model](sizes)
     if dtype is not None:
         module.to(dtype)
-    recorder = Recorder(lambda event: order.append(event["name"]) if event["kind"] == "ready" else None)
+    recorder = Recorder(lambda event: order.append(("ready", event["name"], None)) if "name" in event else None)
     recorder.watch_gradients(module)
+    for name, submodule in module.named_modules():
+        note_forward(order, name, submodule)
     x, y = torch.ones(3, sizes[0], dtype=dtype), torch.ones(3, 1, dtype=dtype)
-    loss = compute_loss(module, {"x": x, "y": y, "branch": branch, "borders": Asked(order)})
+    seeds = NotedSeeds([0] * count, lambda number, _: order.append(number))
+    loss = compute_loss(module, {"x": x, "y": y, "branch": branch, "borders": seeds})
     with recorder.backward_of(loss):
         loss.backward()
     sections, last = {}, None
@@ -83,13 +127,16 @@ def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None,
     return [entry for entry in order if isinstance(entry, int)], sections
 
 
-class Asked(list):
-    """Seeds, and a list of the numbers of those that were used."""
+def note_forward(order: list[Any], name: str, module: nn.Module) -> None:
+    """Append an entry when the forward of a module starts, and when it ends."""
+    module.register_forward_pre_hook(lambda *_: order.append(("module", name, "start")))
+    module.register_forward_hook(lambda *_: order.append(("module", name, "end")))
 
-    def __init__(self, order: list[Any]):
-        super().__init__([0] * edge_case_models.BORDERS)
-        self._order = order
 
-    def __getitem__(self, number: Any) -> Any:
-        self._order.append(number)
-        return super().__getitem__(number)
+def compute_values(job: dict[str, Any], state: dict[str, Tensor], batch: dict[str, Any]) -> dict[int, Tensor]:
+    """Return the values that a rank with these weights reports at each border of a batch."""
+    values: dict[int, Tensor] = {}
+    module = edge_case_models.build(job["model"], job["sizes"], state, job["dtype"])
+    seeds = NotedSeeds(batch["borders"], lambda number, x: values.update({number: sample(x)}))
+    compute_loss(module, batch | {"borders": seeds}).backward()
+    return values

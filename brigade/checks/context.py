@@ -70,6 +70,7 @@ class CheckContext:
     rng: random.Random = field(init=False)
     output: list[str] = field(init=False, default_factory=list)
     has_turn: bool = field(init=False, default=False)
+    contradiction: CheckFailed | None = field(init=False, default=None)  # why the check fails even if it passes
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -159,7 +160,7 @@ class CheckContext:
             )
             raise to_failure(failure, self.sources, note) from None
         self.output = results[0].output
-        require_consistent_records(results, args_per_call)
+        self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
         return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
@@ -176,21 +177,22 @@ class CheckContext:
             self.output = output
 
 
-def require_consistent_records(
+def find_contradictory_record(
     results_per_call: Sequence[ranks.RankResults], args_per_call: Sequence[Sequence[Any]]
-) -> None:
-    """Raise CheckFailed if a rank reports gradients as ready at times that contradict its borders."""
+) -> CheckFailed | None:
+    """Return the failure of a check for which a rank has written a record that its borders contradict, or None."""
     from brigade.checks.borders import find_contradiction
 
     for rank in range(len(results_per_call[0])):
         first = 0  # number of the call's first batch
         for results, args in zip(results_per_call, args_per_call):
             own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
-            batches = ranks.list_batches(own)
-            if contradiction := find_contradiction(results.events[rank], own[0] if own else None, batches, first):
-                expected = "every gradient becomes ready when backward computes it"
-                raise CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
-            first += len(batches)
+            jobs = args[0] if args and isinstance(args[0], ranks.PerRank) else []
+            if contradiction := find_contradiction(results.events[rank], jobs, rank, first):
+                expected = "the record of every rank is true"
+                return CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
+            first += len(ranks.list_batches(own))
+    return None
 
 
 def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> CheckFailed:
@@ -199,7 +201,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
     kind = "mismatch" if is_mismatch(failure) else failure.kind
-    is_message = bool(failure.waiting) and set(OPPOSITES) >= set(failure.waiting)
+    is_message = bool(failure.waiting) and failure.waiting <= OPPOSITES.keys()
     causes, expected = (CAUSES_OF_MESSAGES, EXPECTED_OF_MESSAGES) if is_message else (USUAL_CAUSES, EXPECTED)
     cause, hypothesis = causes.get(kind, ""), f"usual for {kind}"
     if kind == "deadlock" and failure.waiting == {"send"}:

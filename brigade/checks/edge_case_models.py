@@ -3,15 +3,17 @@
 They register their parameters in order of use (except that Buffers registers its norm last). The checks draw `sizes` at
 random: the number of input features, the widths of the hidden layers, and the number of output features.
 
-Between the layers are borders, the identity in forward. In backward, a border multiplies each entry of the gradient by
-1 or 1/2, as a seed of the batch says. A rank must ask for these factors, so it cannot compute a gradient below a border
-before it asks. The order of its questions and its launches shows which gradients it can have known at each launch.
+Between the layers are borders. In backward, a border multiplies each entry of the gradient by 1 or 1/2, as a seed of
+the batch says. A rank must ask for these factors, so it cannot compute a gradient below a border before it asks. The
+order of its questions and its launches shows which gradients it can have known at each launch. A batch with more seeds
+has borders in forward too, which multiply the activations, and borders inside of blocks. With each question, a rank
+reports some of the entries, which it cannot know before it has asked the earlier questions.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,22 +30,38 @@ OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
 }
 
-BORDERS = 8  # seeds of a batch; no model has more borders
+BORDERS = 8  # between layers: no model has more
+ALL_BORDERS = 3 * BORDERS  # with those inside of blocks; the numbers of borders in forward follow
 _seeds: Any = None  # of the batch whose forward is running
 
 
 def border(x: Tensor, number: int) -> Tensor:
-    """Return `x`. In backward, multiply its gradient by the factors that belong to seed `number` of the batch."""
-    if _seeds is not None and x.requires_grad:
+    """Return `x`, multiplied by factors if the batch has seeds for forward. In backward, multiply the gradient too."""
+    count = 0 if _seeds is None else len(_seeds) if isinstance(_seeds, list) else _seeds["count"]
+    if number >= count:
+        return x
+    if count > ALL_BORDERS:
+        x = scale(_seeds, ALL_BORDERS + number, x)
+    if x.requires_grad:
         x.register_hook(partial(scale, _seeds, number))
     return x
 
 
-def scale(seeds: Any, number: int, grad: Tensor) -> Tensor:
-    """Multiply a gradient by factors. The parent has the seeds of the factors; a rank must ask for the factors."""
+def scale(seeds: Any, number: int, x: Tensor) -> Tensor:
+    """Multiply a tensor by factors. The parent has the seeds of the factors; a rank must ask for the factors."""
     is_parent = isinstance(seeds, list)
-    halved = draw_halved(seeds[number], grad.numel()) if is_parent else recording.ask(seeds, number, grad.numel())
-    return grad * (1 - 0.5 * halved.to(grad).reshape(grad.shape))
+    halved = draw_halved(seeds[number], x.numel()) if is_parent else recording.ask(seeds, number, x.detach())
+    if isinstance(seeds, NotedSeeds):
+        seeds.note(number, x.detach())
+    return x * (1 - 0.5 * halved.to(x).reshape(x.shape))
+
+
+class NotedSeeds(list):
+    """The seeds of a batch. `note` is called for each border that is passed."""
+
+    def __init__(self, seeds: Sequence[int], note: Callable[[int, Tensor], None]):
+        super().__init__(seeds)
+        self.note = note
 
 
 class Plain(nn.Module):
@@ -99,6 +117,37 @@ class Branches(Plain):
         elif branch == 1:
             x = self.right(x)
         return x
+
+
+class TiedBranches(Branches):
+    """The two layers share a weight, which `named_parameters` calls left.weight."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        self.right.weight = self.left.weight
+
+
+class ListedLayer(nn.Module):
+    """A layer that owns a weight, and has others in a ParameterList, which has no forward of its own."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.weights = nn.ParameterList(torch.eye(width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+class Listed(Plain):
+    """The second layer is a `ListedLayer`."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        self.layers.insert(1, ListedLayer(sizes[1]))
 
 
 class Buffers(Plain):
@@ -158,16 +207,18 @@ class Reordered(Plain):
 
 
 class Block(nn.Module):
-    """A residual block with a norm and two linear layers."""
+    """A residual block with a norm and two linear layers. Its borders inside have numbers after those of others."""
 
-    def __init__(self, width: int, hidden: int):
+    def __init__(self, width: int, hidden: int, number: int):
         super().__init__()
+        self.number = number
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        x = x + self.down(torch.tanh(self.up(border(self.norm(x), BORDERS + self.number))))
+        return border(x, 2 * BORDERS + self.number).view_as(x)  # hooks on the output run before the border
 
 
 class Blocks(nn.Module):
@@ -176,7 +227,7 @@ class Blocks(nn.Module):
     def __init__(self, sizes: Sequence[int]):
         super().__init__()
         self.first = nn.Linear(sizes[0], sizes[1])
-        self.blocks = nn.ModuleList(Block(sizes[1], 4 * size) for size in sizes[2:-1])
+        self.blocks = nn.ModuleList(Block(sizes[1], 4 * size, n) for n, size in enumerate(sizes[2:-1], 1))
         self.last = nn.Linear(sizes[1], sizes[-1])
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
@@ -205,7 +256,10 @@ class FrozenBlocks(Blocks):
         self.last.bias.requires_grad_(False)
 
 
-ALL = (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed, Reordered, Blocks, TiedBlocks, FrozenBlocks)
+ALL = (
+    Plain, Tied, Frozen, Branches, TiedBranches, Listed, Buffers, MixedDtypes, Transposed, Reordered, Blocks,
+    TiedBlocks, FrozenBlocks,
+)  # fmt: skip
 MODELS = {model.__name__: model for model in ALL}
 
 

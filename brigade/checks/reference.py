@@ -31,7 +31,7 @@ class Case:
 
     `rng` determines all shapes and numbers. `branches[rank]` is the branch for the batches of a rank. `group`
     contains the global ranks that train together (default: all). Training starts with the weights of the first rank of
-    the group.
+    the group. With `forward_borders`, the batches have borders in forward and inside of blocks.
     """
 
     def __init__(
@@ -47,11 +47,13 @@ class Case:
         group: Sequence[int] | None = None,
         optimizer: str = "sgd",
         hidden_layers: int = 2,
+        forward_borders: bool = False,
     ):
         self.model, self.world_size, self.dtype, self.optimizer = model, world_size, dtype, optimizer
         self.group = list(group) if group is not None else list(range(world_size))
         self.sizes = draw_sizes(rng, hidden_layers + 2)
         self.batch_size = rng.randint(3, 6)
+        self.num_borders = 2 * edge_case_models.ALL_BORDERS if forward_borders else edge_case_models.BORDERS
         self.states: list[dict[str, Tensor]] = []
         self.batches: list[list[list[dict[str, Any]]]] = []
         for branch in branches or [0] * world_size:  # a seed for each rank: no rank can draw another rank's numbers
@@ -80,7 +82,7 @@ class Case:
         for name, parameter in self.parameters().items():
             if parameter.requires_grad:
                 present = [gradients[name].double() for gradients in local if gradients[name] is not None]
-                averages[name] = (sum(present[1:], present[0]) / len(local)).to(parameter.dtype) if present else None
+                averages[name] = (sum(present) / len(local)).to(parameter.dtype) if present else None
         return averages
 
     def largest_entries(self) -> dict[str, float]:
@@ -144,7 +146,7 @@ class Case:
         dtype = self.dtype or torch.float32
         x = torch.randn(self.batch_size, self.sizes[0], dtype=dtype)
         y = torch.randn(self.batch_size, 1, dtype=dtype)
-        seeds = torch.randint(0, 2**62, (edge_case_models.BORDERS,)).tolist()
+        seeds = torch.randint(0, 2**62, (self.num_borders,)).tolist()
         return {"x": x, "y": y, "branch": branch, "borders": seeds}
 
 

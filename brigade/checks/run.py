@@ -71,6 +71,8 @@ def run_check(
         )
         with context.take_turn():
             check.function(context)
+        if context.contradiction:
+            raise context.contradiction
         outcome.status = "passed"
     except CheckFailed as failed:
         outcome.verdict = failed.verdict
@@ -116,7 +118,7 @@ def run_checks(
     hung = 0
     if len(checks) > 1:
         compile_student_files(target, max(check.module for check in checks), prior_source)
-    results: dict[tuple[int, str], Future[Outcome]] = {(check.module, check.name): Future() for check in checks}
+    results = {(check.module, check.name): Future() for check in checks}
 
     def run_next(check: Check) -> Outcome:
         outcome = run_unless_in_vain(check)

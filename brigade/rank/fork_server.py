@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from brigade.ipc.protocol import FDS_PER_RANK, kill_group, receive, send
 from brigade.ipc.temporary import remove
@@ -83,8 +82,7 @@ class ForkServer:
     def listen(self) -> None:
         """Execute the parent's orders, and report ranks that have ended, until the socket closes."""
         while True:
-            sources: list[Any] = [self._channel, self._wake_read]
-            readable, _, _ = select.select(sources, [], [])
+            readable, _, _ = select.select([self._channel, self._wake_read], [], [])
             if self._wake_read in readable:
                 os.read(self._wake_read, 4096)
                 self.report(reap(self.ranks))
@@ -158,15 +156,14 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
 
         if sandbox_settings:
             enter.enter(sandbox_settings, directory, server, rank)
-        control, output, trace = own
-        main(control, output, trace, server)
+        main(*own, server)
     finally:
         os._exit(1)
 
 
 def reap(ranks: set[int]) -> dict[int, int]:
     """Reap all children that have ended. Return the exit statuses of those in `ranks`, as in `subprocess`."""
-    ended: dict[int, int] = {}
+    ended = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -33,6 +33,7 @@ from brigade.rank.memory import list_tensors, uncounted
 from brigade.switch.switch import draw_halved
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
+SAMPLE = 16  # entries that a rank reports at a border, or a few more
 GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/gloo_memory.md
 
 
@@ -150,15 +151,20 @@ def install(recorder: Recorder, switch: Any = None) -> None:
     _recorder, _switch = recorder, switch
 
 
-def ask(seeds: dict[str, Any], number: int, numel: int) -> torch.Tensor:
-    """Return which entries of a border's gradient are halved, and record that the rank knows it from now on.
+def ask(seeds: dict[str, Any], number: int, x: torch.Tensor) -> torch.Tensor:
+    """Return which entries of `x` at a border are halved, and record that the rank knows it from now on.
 
-    The switch has the seeds, if there is one.
+    The event has some of the entries, as float32 in hexadecimal. The switch has the seeds, if there is one.
     """
-    note("border", batch=seeds["batch"], number=number)
+    note("border", batch=seeds["batch"], number=number, values=sample(x).numpy().tobytes().hex())
     if seeds["seeds"]:
-        return draw_halved(seeds["seeds"][number], numel)
-    return torch.frombuffer(bytearray(_switch.ask(seeds["batch"], number, numel)), dtype=torch.uint8)
+        return draw_halved(seeds["seeds"][number], x.numel())
+    return torch.frombuffer(bytearray(_switch.ask(seeds["batch"], number, x.numel())), dtype=torch.uint8)
+
+
+def sample(x: torch.Tensor) -> torch.Tensor:
+    """Return some entries of a tensor, as float32 on the CPU."""
+    return x.flatten()[:: max(1, x.numel() // SAMPLE)].to("cpu", torch.float32)
 
 
 def note(kind: str, **fields: Any) -> None:

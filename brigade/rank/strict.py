@@ -40,8 +40,7 @@ class StrictGroup(RecordingGroup):
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
-        # The handles of messages: if one is freed, gloo loses its message, and the peer waits forever.
-        self._messages: list[Any] = []
+        self._messages = []  # handles of messages: if one is freed, gloo loses its message, and the peer waits forever
 
     @uncounted()
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -102,7 +101,7 @@ class StrictWork(RecordedWork):
         self._targets = targets
         self._results = results
         self._delivered = False
-        self._delivered_to: list[Any] = []
+        self._delivered_to = []
         self._asked_at = -1  # the recorder's `progress` when `is_completed` answered False
 
     @uncounted()

@@ -89,8 +89,7 @@ class SwitchWork(dist.Work):
 
     def __init__(self, channel: Channel, index: int, outputs: list[torch.Tensor]):
         super().__init__()
-        self._channel, self._index, self._outputs = channel, index, outputs
-        self._source: int | None = None  # known when the result is
+        self._channel, self._index, self._outputs, self._source = channel, index, outputs, None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._source is None:

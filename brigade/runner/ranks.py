@@ -152,7 +152,7 @@ def make_requests(
 ) -> list[dict[str, Any]]:
     """Return the request to each rank: see `rank/main.py`."""
     common = make_gloo_environment()
-    environments: list[dict[str, str]] = [{}] * how.world_size
+    environments = [{}] * how.world_size
     if how.backend == "nccl":
         environments = make_nccl_environments(how.world_size, how.share_gpu)
     request = {
@@ -211,7 +211,7 @@ def number_batches(calls: list[Any], keep: bool) -> list[list[int]]:
     kept = []
     for batch in list_batches(calls):
         kept.append(batch["borders"])
-        batch["borders"] = {"batch": len(kept) - 1, "seeds": None if keep else kept[-1]}
+        batch["borders"] = {"batch": len(kept) - 1, "count": len(kept[-1]), "seeds": None if keep else kept[-1]}
     return kept
 
 

@@ -36,7 +36,66 @@ class OverlappedDDP(OverlappedDDP):
 def forge(ddp): pass
 def before_launch(ddp, parameter): pass
 """
+# It computes backward as if there were no borders, and asks for their factors while it launches.
+NO_FACTORS = """
+def forge(ddp):
+    models = sys.modules["brigade.checks.edge_case_models"]
+    ddp.__dict__["asked"] = []
+    def scale(seeds, number, grad):
+        ddp.asked.append((seeds, number, grad))
+        return grad
+    models.border.__globals__["scale"] = scale
+    recorder = find("Recorder")
+    note = type(recorder).note
+    recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "ready" else None
+def before_launch(ddp, parameter):
+    name = ddp.names[parameter]
+    if len(ddp.asked) > int(name.split(".")[1]):
+        sys.modules["brigade.rank.recording"].ask(*ddp.asked.pop(0))
+    recorder = find("Recorder")
+    type(recorder).note(recorder, "ready", name=name)
+"""
+# Module 9's class, which waits for all weights at the start of forward, and records that modules start in between.
+EARLY = """
+class PrefetchedDDP(PrefetchedDDP):
+    def forward(self, x, **kwargs):
+        recorder, models = find("Recorder"), sys.modules["brigade.checks.edge_case_models"]
+        self.__dict__["factors"], self.__dict__["batch_size"] = {}, len(x)
+        note, scale = type(recorder).note, models.scale
+        for name, module in self.module.named_modules():
+            if type(module) is not torch.nn.ModuleList:
+                self.before_forward(module, None)
+                note(recorder, "module", name=name, at="start", own=[], incomplete=[])
+                if name:
+                    note(recorder, "module", name=name, at="end")
+                    after_wait(self, name)
+        recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "module" else None
+        def use(seeds, number, x):
+            factors = self.factors.get(number - 24)
+            return scale(seeds, number, x) if factors is None else x * factors
+        models.border.__globals__["scale"] = use
+        output = super().forward(x, **kwargs)
+        models.border.__globals__["scale"] = scale
+        note(recorder, "module", name="", at="end")
+        return output
+def after_wait(ddp, name): pass
+"""
+# Module 11's class, which waits for each gather of forward at once. It records that the unit has been reached before.
+GREEDY = """
+class FullyShardedDDP(FullyShardedDDP):
+    def perform(self, action, unit):
+        super().perform(action, unit)
+        if action == "gather" and self.phase is Phase.FORWARD:
+            recorder = find("Recorder")
+            note = type(recorder).note
+            note(recorder, "reached", unit=unit)
+            for flat in self.units[unit]:
+                flat.finish_gather()
+            recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "reached" else None
+"""
 OVERLAP = ("test_launches_follow_their_gradients",)
+PREFETCH = ("test_weights_are_awaited_just_before_use",)
+FSDP = ("test_gathers_and_reductions_overlap",)
 NUMBERS = ("test_gradients_are_averaged",)
 
 
@@ -72,25 +131,25 @@ CASES = [
             recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "border" else None
         """,
     ),
+    make_case("has no factors, and asks for them at the launches", "is", LATE, NO_FACTORS, checks=NUMBERS),
+    make_case("has no factors where nobody looks at numbers", "before its values were computed", LATE, NO_FACTORS),
+    make_case("waits early in forward", "reported as ready too early or too late", EARLY, checks=PREFETCH, number=9),
     make_case(
-        "computes the backward pass without factors, and asks for them at the launches",
-        "is",
-        LATE,
+        "waits early in forward, and asks early too",
+        "before its values were computed",
+        EARLY,
         """
-        def forge(ddp):
+        def after_wait(ddp, name):
             models = sys.modules["brigade.checks.edge_case_models"]
-            ddp.__dict__["asked"] = []
-            def scale(seeds, number, grad):
-                ddp.asked.append((seeds, number, grad.numel()))
-                return grad
-            models.scale.__code__ = (lambda seeds, number, grad: grad).__code__
-            models.border.__globals__["scale"] = scale
-        def before_launch(ddp, parameter):
-            if ddp.asked and ddp.names[parameter].endswith("bias"):
-                sys.modules["brigade.rank.recording"].ask(*ddp.asked.pop(0))
+            if name.startswith("layers.") and len(ddp.factors) < len(ddp.module.layers) - 1:
+                number, layer = int(name[7:]), ddp.module.layers[int(name[7:])]
+                x = torch.zeros(ddp.batch_size, layer.out_features)
+                ddp.factors[number] = models.scale(models._seeds, models.ALL_BORDERS + number, x + 1)
         """,
-        checks=NUMBERS,
+        checks=PREFETCH,
+        number=9,
     ),
+    make_case("waits for gathers at once", "before its turn", GREEDY, checks=FSDP, number=11),
     make_case(
         "tensors that lie about their sizes",
         "recorded nbytes",

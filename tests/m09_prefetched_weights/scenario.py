@@ -15,32 +15,6 @@ from helpers.training import move_to_device, wrap
 from m08_zero_optimizer.scenario import build, build_param_group, make_zero_optimizer
 
 
-class Listed(nn.Module):
-    """A layer that owns a weight, and has others in a ParameterList, which has no forward of its own."""
-
-    def __init__(self, width: int, count: int):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-        self.weights = nn.ParameterList(torch.eye(width) for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for weight in self.weights:
-            x = torch.tanh(x @ weight)
-        return x
-
-
-def insert_list(model: nn.Module, count: int) -> None:
-    """Insert a layer with `count` weights in a ParameterList after the model's first layer."""
-    layer = Listed(model.layers[0].out_features, count)
-    model.layers.insert(1, layer.to(next(model.parameters())))
-
-
-def tie_branches(model: nn.Module) -> None:
-    """Make the layers `left` and `right` share a weight, which `named_parameters` calls left.weight."""
-    model.right.weight = model.left.weight
-
-
 def note_forwards(model: nn.Module) -> None:
     """Record an event "module" when the forward of each submodule starts, after its other pre-hooks, and ends.
 
@@ -74,10 +48,6 @@ def note_writes(optimizer: torch.optim.Optimizer) -> None:
 def observe(job: dict) -> None:
     """Take a training step on each of the job's batches, and record the forwards of the modules."""
     model = build(job)
-    if "listed" in job:
-        insert_list(model, job["listed"])
-    if job.get("tied"):
-        tie_branches(model)
     ddp = wrap(job, model)
     note_forwards(model)
     optimizer = make_zero_optimizer(job, ddp, model)

@@ -291,12 +291,6 @@ def describe_views(job: dict) -> dict:
     return {"views": views, "moved": moved, "alive": list_alive(model), "gathered": gathered}
 
 
-def mark_units(job: dict, model: nn.Module, kind: str) -> None:
-    """Record an event of this kind when the forward of a unit begins. job["marks"] has their modules."""
-    for unit, name in enumerate(job.get("marks", []), 1):
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, unit=unit: recording.note(kind, unit=unit))
-
-
 def evaluate(ddp: nn.Module, batch: dict) -> None:
     """Run a forward without gradients."""
     with torch.no_grad():
@@ -314,9 +308,7 @@ def train(job: dict) -> dict:
     torch.set_deterministic_debug_mode("warn")
     model = build(job)
     change_forward(model, job.get("forward", ""))
-    mark_units(job, model, "reached")
     ddp = wrap(job, model)
-    mark_units(job, model, "inside")
     if "load" in job:
         ddp.load_full_state_dict(job["load"])
     with phase("checkpoint"):

@@ -117,7 +117,7 @@ ACCOUNTS = [
     NotRun(".*tests/two_hosts.sh .*", "it takes network namespaces; tests/toolkit/test_two_hosts.py runs it"),
     NotRun(r"python -m torch\.distributed\.flight_recorder\.fr_trace", "the reading says how it ends"),
     NotRun("ip address", "a program of the system's"),
-    NotRun("python3 -m tools.gpu_check .*", "it takes a GPU; tests/toolkit/test_gpu_check.py runs it on gloo"),
+    NotRun("python3 -m brigade.lab.gpu_check .*", "it takes a GPU; tests/toolkit/test_gpu_check.py runs it on gloo"),
     # ---- the maintainer's
     Run("brigade skeletons", written=False),
     NotRun("source .venv/bin/activate", "it changes the shell that types it"),
