@@ -107,11 +107,6 @@ def test_checks_are_listed_by_parts(brigade):
          "broadcast_module_state = lambda module: None\n", "the signature differs"),
     ],
 )  # fmt: skip
-def test_the_checks_up_to_a_part(brigade):
-    shown = brigade("check", 13, "--target", "solutions", "--until", "d").stdout
-    assert "Part (a): " in shown and "Parts (b) to (d): " in shown and "(e) to (g)" not in shown
-
-
 def test_broken_submission_fails_in_words(brigade, lessons, text, line):
     (lessons / get_module(1).path).write_text(text)
     done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged or invalid")
@@ -436,6 +431,11 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
     assert before[views] == "0" and before[state] == after[state] == "3.48"  # momentum
     assert "Compared with module" not in brigade("check", 2, "--target", lessons).stdout
     assert "brigade next" in done.stdout
+
+
+def test_the_checks_up_to_a_part(brigade):
+    shown = brigade("check", 13, "--target", "solutions", "--until", "d").stdout
+    assert "Part (a): " in shown and "Parts (b) to (d): " in shown and "(e) to (g)" not in shown
 
 
 def test_a_module_that_passes_on_the_reference_only_is_not_compared(brigade, lessons):
