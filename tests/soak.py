@@ -76,11 +76,16 @@ def find_fault(program: Program, check: str, statuses: dict[str, str]) -> str:
 
 
 def run(
-    programs: Sequence[Program], seeds: Sequence[int], out: Path | None = None, only: str = "", isolated: bool = False
+    programs: Sequence[Program],
+    seeds: Sequence[int],
+    out: Path | None = None,
+    only: str = "",
+    isolated: bool = False,
+    named: bool = False,
 ) -> list[str]:
     """Run the checks whose names contain `only` on every program with every seed, and return what is wrong.
 
-    With `isolated`, run each of them with gloo and in isolation. Results in `out` are not repeated.
+    With `named`, run only those that a program must fail or must pass. With `isolated`, run each of them with gloo and in isolation. Results in `out` are not repeated.
     """
     known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
     results = {(entry["key"], entry["check"], entry["seed"], entry.get("isolated", False)): entry for entry in known}
@@ -89,7 +94,10 @@ def run(
         sandbox = SERVER.sandbox
         prepare()
         for program in track(programs, description="programs"):
-            for check in [check for check in collect([program.module]) if only in check.name]:
+            names = {*program.fails, *program.passes}
+            for check in collect([program.module]):
+                if only not in check.name or named and check.name not in names:
+                    continue
                 statuses = {}
                 for seed in seeds:
                     for way in (False, True)[: 1 + isolated]:
@@ -123,6 +131,7 @@ def main() -> int:
     parser.add_argument("--modules", default="0-11", help="such as 3, 1-4 or 1,5 (default: all)")
     parser.add_argument("--only", default="", metavar="NAME", help="run the checks whose names contain NAME")
     parser.add_argument("--all", action="store_true", help="also run alternatives, variants and mutants")
+    parser.add_argument("--named", action="store_true", help="run only the checks that must catch a mutant")
     parser.add_argument("--isolated", action="store_true", help="run each check with gloo and isolated, as root")
     parser.add_argument("--busy", type=int, default=2, help="the number of busy loops meanwhile (default: 2)")
     parser.add_argument("--out", type=Path, help="keep the results in this file, and continue from it")
@@ -134,7 +143,7 @@ def main() -> int:
     for loop in loops:
         loop.start()
     try:
-        faults = run(programs, range(options.seeds), options.out, options.only, options.isolated)
+        faults = run(programs, range(options.seeds), options.out, options.only, options.isolated, options.named)
     finally:
         for loop in loops:
             loop.terminate()
