@@ -85,7 +85,8 @@ def run(
 ) -> list[str]:
     """Run the checks whose names contain `only` on every program with every seed, and return what is wrong.
 
-    With `named`, run only those that a program must fail or must pass. With `isolated`, run each of them with gloo and in isolation. Results in `out` are not repeated.
+    With `named`, run only those that a program must fail or must pass. With `isolated`, run each of them with gloo and
+    in isolation. Results in `out` are not repeated.
     """
     known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
     results = {(entry["key"], entry["check"], entry["seed"], entry.get("isolated", False)): entry for entry in known}
