@@ -33,7 +33,7 @@ REASONS = {
     "accesses files, processes, threads or the interpreter": """os sys open ctypes CDLL subprocess socket threading
         _thread multiprocessing concurrent asyncio signal mmap pathlib shutil tempfile resource fcntl atexit
         faulthandler pythonapi cpp_extension memfd_create""",
-    "names a part of the course's toolkit": "brigade scenario _inner _recorder _channel RecordingGroup StrictGroup",
+    "names a part of the course's toolkit": "brigade scenario _recorder _channel RecordingGroup StrictGroup",
     "changes hooks or functions globally": """hooks_dict_ref _post_accumulate_grad_hooks _backward_hooks overrides
         TorchDispatchMode TorchFunctionMode _python_dispatch register_module_forward_hook
         register_module_forward_pre_hook register_module_full_backward_hook register_optimizer_step_post_hook

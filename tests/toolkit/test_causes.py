@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import rank_functions as functions
+from in_ranks import course as functions
 
 from brigade.checks.context import CheckContext, to_failure
 from brigade.checks.diagnose.evidence import find_skipped_call

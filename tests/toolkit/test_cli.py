@@ -48,6 +48,17 @@ def lessons(tmp_path):
     return tmp_path
 
 
+def edit(lessons, old, new):
+    """Replace the first occurrence of a text in module 1."""
+    file = lessons / get_module(1).path
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+FINISH = "        for parameter in self.module.parameters():"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -115,14 +126,8 @@ def test_broken_submission_fails_in_words(brigade, lessons, text, line):
 
 
 def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
-    text = (lessons / get_module(1).path).read_text()
-    noisy = text.replace(
-        "        for parameter in self.module.parameters():",
-        "        print('hello from the submission')\n        print('x' * 5_000_000)\n        for parameter in []:",
-        1,
-    )
-    assert noisy != text
-    (lessons / get_module(1).path).write_text(noisy)
+    prints = "        print('hello from the submission')\n        print('x' * 5_000_000)\n"
+    edit(lessons, FINISH, prints + "        for parameter in []:")
     done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged")
     assert done.returncode == 1
     assert "[ranks 0, 1] hello from the submission" in done.stdout
@@ -130,20 +135,14 @@ def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
 
 
 def test_prints_of_a_check_that_passes(brigade, lessons):
-    text = (lessons / get_module(1).path).read_text()
-    noisy = text.replace(
-        "            if parameter.grad is None:", "            print('hello')\n            if parameter.grad is None:"
-    )
-    assert noisy != text
-    (lessons / get_module(1).path).write_text(noisy)
+    edit(lessons, FINISH, "        print('hello')\n" + FINISH)
     shown = brigade("check", 1, "--target", lessons, "--only", "one_all_reduce").stdout
     assert "✓ 1/1" in shown and "[ranks 0, 1] hello" in shown
     assert "hello" not in brigade("check", 1, "--target", lessons).stdout
 
 
 def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
-    text = (lessons / get_module(1).path).read_text()
-    (lessons / get_module(1).path).write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
+    edit(lessons, "dist.get_world_size(", "dist.get_wolrd_size(")
     shown = brigade("check", 1, "--target", lessons, "--seed", 3).stdout
     assert shown.count("AttributeError") == 1 and "Check 1.1 (and 1.2, 1.3, 1.5, 1.6):" in shown, shown
     assert shown.count("Not run: first 1.3.") == 2  # 1.4 and 1.7 would tell nothing new
@@ -153,11 +152,7 @@ def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
     monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 4.0)
     monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that the order of the first two is known
-    text = (lessons / get_module(1).path).read_text()
-    hanging = text.replace(
-        "        for parameter in self.module", "        while True: pass\n        for parameter in self.module"
-    )
-    (lessons / get_module(1).path).write_text(hanging)
+    edit(lessons, FINISH, "        while True: pass\n" + FINISH)
     shown = brigade("check", 1, "--target", lessons).stdout
     assert shown.count("stopped after 4 s") == 1 and "rank 0 is in finish" in shown, shown
     assert shown.count(" 0/") == 7 and shown.count(" Not run: ") == 5 and "0 of 8 points" in shown
@@ -203,48 +198,43 @@ def test_reset_keeps_the_students_file(tmp_path, monkeypatch, capsys):
     assert len(list((tmp_path / "lessons" / entry.package).glob("*.bak"))) == 1
 
 
-def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsys):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    assert cli.main(["submit", "--target", str(lessons)]) == 0
-    [archive] = elsewhere.glob("submission-*.zip")
-    assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
-    printed = capsys.readouterr().out
-    assert (
-        f"contains 1 of {len(MODULES)} modules: 1 written, 0 known to pass all checks.\n"
-        "No passing run on record: module 1." in printed
-    )
-    assert "module 2 is missing" in printed
+@pytest.fixture
+def submit(brigade, lessons, tmp_path_factory, monkeypatch):
+    """Run `brigade submit` in a new directory. Return the zip's files and what was printed after its name."""
+
+    def run():
+        monkeypatch.chdir(tmp_path_factory.mktemp("submitted"))
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "run_ranks", lambda *_, **__: pytest.fail("a check ran"))
+            done = brigade("submit", "--target", lessons)
+        assert done.returncode == 0
+        [archive] = Path().glob("submission-*.zip")
+        with zipfile.ZipFile(archive) as bundle:
+            files = {name: bundle.read(name).decode() for name in bundle.namelist()}
+        return files, done.stdout.partition(".zip ")[2]
+
+    return run
 
 
-def test_submit_adds_written_answers(lessons, tmp_path, monkeypatch, capsys):
+def test_submit_adds_modules_written_answers_and_measurements(lessons, submit):
     """A template that is not filled in is added too, but does not count as an answer."""
+    own = get_module(1).path.as_posix()
+    files, printed = submit()
+    assert list(files) == [own]
+    assert f"contains 1 of {len(MODULES)} modules: 1 written, 0 known to pass all checks.\n" in printed
+    assert "No passing run on record: module 1." in printed and "module 2 is missing" in printed
     entries = select_modules("1-3")
-    templates = {f"{entry.package}/answers.md": written.make_template(entry) for entry in entries}
-    for entry, (name, template) in zip(entries, templates.items()):
-        (lessons / entry.package).mkdir(exist_ok=True)
-        (lessons / name).write_text(template if entry.number == 2 else template + "\nMy answer: β.\n")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert cli.main(["submit", "--target", str(lessons)]) == 0
-    [archive] = Path().glob("submission-*.zip")
-    with zipfile.ZipFile(archive) as bundle:
-        assert {*bundle.namelist()} == {get_module(1).path.as_posix(), *templates}
-        assert "My answer: β.\n" in bundle.read(f"{get_module(3).package}/answers.md").decode()
-    assert "No written answers yet: modules 2, 4, 5, 6, 7, 8.\n" in capsys.readouterr().out
-
-
-def test_submit_adds_the_measurements(lessons, tmp_path, monkeypatch, capsys):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
+    answers = {f"{entry.package}/answers.md": written.make_template(entry) + "\nMy answer: β.\n" for entry in entries}
+    answers[f"{entries[1].package}/answers.md"] = written.make_template(entries[1])
+    for name, text in answers.items():
+        (lessons / name).parent.mkdir(exist_ok=True)
+        (lessons / name).write_text(text)
     content = '{"date": "2026-11-22T08:07:15Z", "rows": [{}]}\n'
     (lessons / "measurements.json").write_text(content)
-    assert cli.main(["submit", "--target", str(lessons)]) == 0
-    [archive] = Path().glob("submission-*.zip")
-    assert zipfile.ZipFile(archive).read("measurements.json").decode() == content
-    said = "measurements.json is included: the numbers that `brigade bench --save` wrote on 2026-11-22T08:07:15Z.\n"
-    assert said in capsys.readouterr().out
+    files, printed = submit()
+    assert files == answers | {own: (lessons / own).read_text(), "measurements.json": content}
+    assert "No written answers yet: modules 2, 4, 5, 6, 7, 8.\n" in printed
+    assert "the numbers that `brigade bench --save` wrote on 2026-11-22T08:07:15Z.\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -259,62 +249,35 @@ def test_submit_adds_the_measurements(lessons, tmp_path, monkeypatch, capsys):
         (None, "Too many levels of symbolic links"),
     ],
 )
-def test_submit_leaves_out_measurements_that_bench_cannot_have_written(
-    lessons, tmp_path, monkeypatch, capsys, content, why
-):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
+def test_submit_leaves_out_measurements_that_bench_cannot_have_written(lessons, submit, content, why):
     if content is None:
         (lessons / "measurements.json").symlink_to(__file__)
     else:
         (lessons / "measurements.json").write_bytes(content)
-    assert cli.main(["submit", "--target", str(lessons)]) == 0
-    [archive] = Path().glob("submission-*.zip")
-    assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "measurements.json" in line]
+    files, printed = submit()
+    assert list(files) == [get_module(1).path.as_posix()]
+    [line] = [line for line in printed.splitlines() if "measurements.json" in line]
     said = "measurements.json is not included: it is not what `brigade bench --save` writes ("
     assert line.startswith(said) and why in line
 
 
-def submitted(brigade, lessons, directory, monkeypatch):
-    """Return the output of `brigade submit` after the name of the zip. Running a check is an error."""
-    directory.mkdir()
-    monkeypatch.chdir(directory)
-    with monkeypatch.context() as patch:
-        patch.setattr(ranks, "run_ranks", lambda *_, **__: pytest.fail("a check ran"))
-        done = brigade("submit", "--target", lessons)
-    assert done.returncode == 0
-    return done.stdout.partition(".zip ")[2]
-
-
-def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_factory, monkeypatch):
+def test_submit_says_what_is_written_and_passes(brigade, lessons, submit):
     """The command runs no check, because it uses the results of `check` and `next` for exactly these files."""
-    places = iter(tmp_path_factory.mktemp("submitted") / str(number) for number in range(9))
     for entry in MODULES:
         (lessons / entry.package).mkdir(exist_ok=True)
-        shutil.copy(ROOT / "lessons" / entry.path, lessons / entry.path)
-    assert submitted(brigade, lessons, next(places), monkeypatch) == (
-        f"contains {len(MODULES)} of {len(MODULES)} modules: 0 written, 0 known to pass all checks.\n"
-        f"Not completely written: modules {', '.join(str(entry.number) for entry in MODULES)}.\n"
-        "No written answers yet: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
-        "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
-    )
-    for entry in select_modules("1-2"):
-        shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
-    assert brigade("check", 1, "--target", lessons).returncode == 0
+        shutil.copy(ROOT / ("solutions" if entry.number in (1, 2) else "lessons") / entry.path, lessons / entry.path)
     (lessons / get_module(3).path).write_text("def f(:\n")
-    printed = submitted(brigade, lessons, next(places), monkeypatch)
+    assert brigade("check", 1, "--target", lessons).returncode == 0
+    _, printed = submit()
     assert printed.startswith(
         f"contains {len(MODULES)} of {len(MODULES)} modules: 2 written, 1 known to pass all checks.\n"
         "No passing run on record: module 2. `brigade check 2` runs their checks.\n"
         f"Not completely written: modules {', '.join(str(e.number) for e in MODULES if e.number not in (1, 2, 3))}.\n"
-        "No written answers yet: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
-        "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
-        "Note: overlapped_ddp.py, line 1: "
     )
+    assert "Note: overlapped_ddp.py, line 1: " in printed
     file = lessons / get_module(1).path
     file.write_text(file.read_text() + "# another line\n")
-    printed = submitted(brigade, lessons, next(places), monkeypatch)
+    _, printed = submit()
     assert "2 written, 0 known to pass" in printed and "passed before the last change: module 1.\n" in printed
 
 
@@ -351,13 +314,6 @@ def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, 
     assert "you have already written all parts of module 4: name one" in brigade("hint", 4).stderr
 
 
-@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
-def test_every_part_has_three_hints(entry):
-    steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
-    parts = re.findall(r"part \((\w)\)\"", (ROOT / "lessons" / entry.path).read_text())
-    assert parts and all(study.extract_part(step, part) for step in steps for part in parts)
-
-
 def test_a_hint_of_a_missing_module_names_the_command_that_restores_it(brigade, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "ROOT", tmp_path)
     assert "`brigade reset 4` writes its skeleton." in brigade("hint", 4).stderr
@@ -386,11 +342,7 @@ def test_next_names_the_first_unfinished_module(brigade, lessons):
 
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
-    text = (lessons / get_module(1).path).read_text()
-    broken = text.replace(
-        "        for parameter in self.module", "        breakpoint()\n        for parameter in self.module", 1
-    )
-    (lessons / get_module(1).path).write_text(broken)
+    edit(lessons, FINISH, "        breakpoint()\n" + FINISH)
     command = [sys.executable, "-m", "brigade.cli", "check", "1", "--debug", "--only", "gradients_are_averaged"]
     command += ["--target", str(lessons)]
     done = subprocess.run(command, cwd=ROOT, input="p 6 * 7\nc\n", capture_output=True, text=True, timeout=60)
@@ -475,17 +427,10 @@ def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
     file = lessons / get_module(1).path
     right = file.read_text()
     wrong = right.replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
+    own = "still has its own values of buffers"
     for text, expected, absent in [
-        (
-            wrong,
-            ["still has its own values of buffers", "1 passes as before", "1 of 2 points"],
-            "parameters, including frozen ones",
-        ),
-        (
-            wrong + "# nothing\n",
-            ["1 passes as before\n", "still fails: 1.2  ", "1 of 2 points"],
-            "still has its own values of buffers",
-        ),
+        (wrong, [own, "1 passes as before", "1 of 2 points"], "parameters, including frozen ones"),
+        (wrong + "# nothing\n", ["1 passes as before\n", "still fails: 1.2  ", "1 of 2 points"], own),
         (right, ["1/1", "1 passes as before", "2 of 2 points"], "Expected"),
     ]:
         saved = time.monotonic()
@@ -506,10 +451,6 @@ def read_until(process, text):
         if text in line:
             return lines
     raise AssertionError("".join(lines))
-
-
-def test_skeletons_check_passes(brigade):
-    assert brigade("skeletons", "--check").returncode == 0
 
 
 @pytest.mark.parametrize("command", ["", "check", "next", "hint", "reset", "submit", "skeletons"])

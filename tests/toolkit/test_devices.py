@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-import rank_functions as functions
 import torch
+from in_ranks import basics as functions
 from tagged_device import MESSAGE
 
 from brigade.checks import reference

@@ -28,9 +28,9 @@ from statistics import median
 import hostile
 import psutil
 import pytest
-import rank_functions as functions
 import torch
 from hostile import forging
+from in_ranks import basics as functions
 
 from brigade import events
 from brigade.checks.context import CheckContext

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 
 import pytest
-import rank_functions as functions
 import torch
+from in_ranks import strict as functions
 from torch import nn
 
 from brigade.rank.memory import LiveMemory, uncounted

@@ -83,14 +83,6 @@ def read_claims(text):
     return [row for row in rows if row[0] not in ("name", "claim")]
 
 
-def test_claims_about_the_source_name_the_commit():
-    text = (ROOT / "docs" / "claims.md").read_text()
-    about = [row for row in read_claims(text) if "Megatron-LM" in row[3] and row[-1] == "cited"]
-    assert len(about) >= 3
-    for row in about:
-        assert LINK in row[3] and unknown(row[3]) == set(), row[0]
-
-
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_table_of_a_reading_names_its_claims(entry):
     box = (entry.lesson / "README.md").read_text().partition("## Claims, checked\n")[2].partition("\n## ")[0]
@@ -99,11 +91,9 @@ def test_the_table_of_a_reading_names_its_claims(entry):
     assert names == [row[0] for row in read_claims(page) if row[0] in names]
 
 
-def test_a_name_that_is_not_in_the_table_is_found():
-    assert unknown("`_pad_end_of_bucket_if_needed` of `megatron/core/old`, not `pad_bucket_end`") == {
-        "_pad_end_of_bucket_if_needed",
-        "megatron/core/old",
-    }
+def test_all_documents_name_one_commit():
+    texts = [path.read_text() for pattern in ("docs/*.md", "lessons/*/README.md") for path in ROOT.glob(pattern)]
+    assert {commit for text in texts for commit in re.findall(r"Megatron-LM/tree/(\w+)", text)} == {COMMIT}
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM")

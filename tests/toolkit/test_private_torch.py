@@ -1,6 +1,5 @@
 """Torch's private names that the course uses: each test shows what breaks if torch changes one."""
 
-import _thread
 from datetime import timedelta
 
 import pytest
@@ -49,12 +48,6 @@ def test_behaviour_of_the_coalescing_manager():
         assert found["still captures"], "the manager cleans up after an exception by itself now"
 
 
-@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
-def test_one_of_both_names_exists(name):
-    old = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
-    assert hasattr(dist, f"{name}_single") or hasattr(dist, old), "torch has renamed the collective once more"
-
-
 @pytest.mark.parametrize("interfaces", ["", find_loopback_interface()])
 def test_options_of_gloo(interfaces, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
@@ -93,7 +86,3 @@ def test_stand_in_for_a_backend():
     tensor = torch.ones(2)
     group.allreduce([tensor]).wait()
     assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"
-
-
-def test_threads_start_with_these_functions():
-    assert "start_new_thread" in recording.THREAD_STARTS and hasattr(_thread, "start_new_thread")

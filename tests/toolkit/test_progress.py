@@ -223,7 +223,11 @@ def test_valid_events(event):
         (LAUNCH | {"ranks": ["0"]}, "not numbers"),
         (LAUNCH | {"sync": 0}, "sync"),
         (LAUNCH | {"line": 59}, "line"),
-        ({name: value for name, value in LAUNCH.items() if name != "group"}, "group"),
+        *(({name: value for name, value in LAUNCH.items() if name != field}, field) for field in LAUNCH),
+        *(
+            (LAUNCH | {field: value}, field)
+            for field, value in (("group", [1]), ("ranks", 3), ("op", 3), ("index", "0"))
+        ),
         (WAIT | {"index": 2}, "not made"),
         (WAIT | {"index": True}, "index"),
         (WAIT | {"index": -1}, "too large"),

@@ -5,40 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rank_functions as functions
 import torch
+from in_ranks import recording as functions
 
 from brigade.events import Event, launches, list_ready_gradients, split_calls, summarize
 from brigade.rank import recording
 from brigade.runner.ranks import RankFailure, run_ranks
 
-FIELDS = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "root")
-
 # What one rank of two records in each phase of `recorded_calls`. Sizes are those of the full buffer.
-F32 = {"dtype": "float32", "numel": 4, "nbytes": 16, "parts": 1, "sync": True, "reduce_op": None, "root": None}
-SUM = F32 | {"op": "all_reduce", "reduce_op": "SUM"}
-GATHERED = F32 | {"op": "all_gather", "numel": 8, "nbytes": 32}
-SCATTERED = F32 | {"op": "reduce_scatter", "numel": 8, "nbytes": 32, "reduce_op": "SUM"}
+SUM = {"op": "all_reduce", "numel": 15, "parts": 1, "reduce_op": "SUM", "root": None, "dtype": "float32"}
+GATHERED = SUM | {"op": "all_gather", "numel": 8, "reduce_op": None}
+SCATTERED = SUM | {"op": "reduce_scatter", "numel": 8}
 EXPECTED = {
     "all_reduce": SUM,
-    "all_reduce asynchronously": SUM | {"sync": False, "reduce_op": "AVG"},
-    "all_reduce by another name": SUM | {"dtype": "bfloat16", "nbytes": 8, "reduce_op": "MAX"},
-    "reduce": SUM | {"op": "reduce", "root": 1},
-    "broadcast": F32 | {"op": "broadcast", "dtype": "int64", "nbytes": 32, "root": 1},
+    "all_reduce_average": SUM | {"reduce_op": "AVG"},
+    "all_reduce_max": SUM | {"reduce_op": "MAX"},
+    "all_reduce_view": SUM | {"numel": 4},
+    "by another name": SUM | {"dtype": "bfloat16", "numel": 4, "reduce_op": "MAX"},
+    "reduce": SUM | {"op": "reduce", "numel": 7, "root": 1},
+    "broadcast": SUM | {"op": "broadcast", "numel": 7, "reduce_op": None, "root": 1},
     "all_gather": GATHERED,
     "all_gather_into_tensor": GATHERED,
+    "all_gather_in_place": GATHERED,
     "reduce_scatter": SCATTERED,
     "reduce_scatter_tensor": SCATTERED,
-    "all_to_all_single": F32 | {"op": "all_to_all"},
-    "barrier": F32 | {"op": "barrier", "dtype": None, "numel": 0, "nbytes": 0},
-    "coalesced all_reduce": SUM | {"numel": 6, "nbytes": 24, "parts": 3},
-    "coalesced reduce_scatter": SCATTERED | {"numel": 6, "nbytes": 24, "parts": 2, "sync": False},
-    "coalesced all_gather": GATHERED | {"numel": 6, "nbytes": 24, "parts": 2, "sync": False},
-    "functional all_reduce": SUM | {"sync": False},
-    "functional broadcast": F32 | {"op": "broadcast", "sync": False, "root": 1},
+    "reduce_scatter_in_place": SCATTERED,
+    "all_to_all_single": GATHERED | {"op": "all_to_all", "numel": 4},
+    "barrier": GATHERED | {"op": "barrier", "dtype": None, "numel": 0},
+    "coalesced": SUM | {"numel": 6, "parts": 3},
+    "coalesced_reduce_scatter": SCATTERED | {"numel": 6, "parts": 2},
+    "coalesced_all_gather": GATHERED | {"numel": 6, "parts": 2},
+    "functional all_reduce": SUM | {"numel": 4},
+    "functional broadcast": GATHERED | {"op": "broadcast", "numel": 4, "root": 1},
 }
 if hasattr(torch.distributed, "all_gather_single"):
     EXPECTED |= {"all_gather_single": GATHERED, "reduce_scatter_single": SCATTERED}
+ALWAYS_SYNC = ("by another name", "barrier", "all_gather_single", "reduce_scatter_single")
 
 
 def select_phase(events: list[Event], phase: str, kind: str = "launch") -> list[Event]:
@@ -50,30 +52,34 @@ def select_kind(events: list[Event], *kinds: str) -> list[Event]:
 
 
 @pytest.fixture(scope="module")
-def calls() -> Any:
-    return run_ranks(functions.recorded_calls)
+def both() -> dict[bool, Any]:
+    """Return the results of all calls without and with async_op."""
+    return {async_op: run_ranks(functions.recorded_calls, async_op) for async_op in (False, True)}
 
 
+@pytest.fixture
+def calls(both) -> Any:
+    return both[False]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("phase", EXPECTED)
-def test_every_collective_is_one_launch(calls, phase):
-    for events in calls.events:
+def test_every_collective_is_one_launch(both, phase, async_op):
+    expected = EXPECTED[phase] | {"group": "0", "ranks": [0, 1]}
+    expected["nbytes"] = expected["numel"] * {"float32": 4, "bfloat16": 2, None: 0}[expected["dtype"]]
+    expected["sync"] = not (async_op or phase.startswith("functional")) or phase in ALWAYS_SYNC
+    for events in both[async_op].events:
         [launch] = select_phase(events, phase)
-        assert {field: launch[field] for field in FIELDS} == EXPECTED[phase]
-        assert (launch["group"], launch["ranks"]) == ("0", [0, 1])
-        indices = {kind: [e["index"] for e in select_phase(events, phase, kind)] for kind in ("wait", "done")}
-        assert set(indices["wait"]) == set(indices["done"]) == {launch["index"]}
+        assert {field: launch[field] for field in expected} == expected
+        indices = {kind: {e["index"] for e in select_phase(events, phase, kind)} for kind in ("wait", "done")}
+        assert indices == {"wait": {launch["index"]}, "done": {launch["index"]}}
 
 
-def test_gather_and_scatter(calls):
-    gathered, scattered = ([select_phase(events, name) for events in calls.events] for name in ("gather", "scatter"))
-    assert [[(e["op"], e["root"], e["numel"]) for e in found] for found in gathered] == [
-        [("gather", 0, 8)],
-        [("gather", 0, 4)],  # who only sends knows its own part only
-    ]
-    assert [[(e["op"], e["root"], e["numel"]) for e in found] for found in scattered] == [
-        [("scatter", 0, 8)],
-        [("scatter", 0, 4)],
-    ]
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_gather_and_scatter(calls, op):
+    """A rank that is not the root knows only its own part."""
+    found = [[(e["op"], e["root"], e["numel"]) for e in select_phase(events, op)] for events in calls.events]
+    assert found == [[(op, 0, 8)], [(op, 0, 4)]]
 
 
 @pytest.mark.parametrize("phase", ["send and recv", "recv from anyone"])
@@ -249,20 +255,14 @@ def test_launches_of_a_record():
 
 
 def test_ready_order_of_a_step():
-    assert (
-        list_ready_gradients(RECORD, 0) == [(2, "b"), (4, "a")]
-        and list_ready_gradients(RECORD, 1) == [(9, "c")]
-        and list_ready_gradients(RECORD, 2) == []
-    )
+    ready = [list_ready_gradients(RECORD, step) for step in range(3)]
+    assert ready == [[(2, "b"), (4, "a")], [(9, "c")], []]
 
 
 def test_events_of_each_call():
     first = [launch_event(0), event("wait", index=0), launch_event(1), event("note", index=1)]
     second = [launch_event(2), event("wait", index=2)]
-    late = [
-        event("wait", index=0),
-        event("end", index=1),
-    ]  # the late end goes to the first call; the late wait is dropped
+    late = [event("wait", index=0), event("end", index=1)]  # the end goes to the first call; the wait is dropped
     events_by_call = split_calls([*first, event("call"), *second, *late, event("call")], 4)
     assert events_by_call == [[*first, late[1]], [launch_event(0), event("wait", index=0)], [], []]
     assert len(split_calls([event("call")] * 5, 2)) == 2, "a rank cannot add calls"

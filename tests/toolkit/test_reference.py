@@ -208,84 +208,12 @@ def test_gradients_become_ready_in_the_reverse_order_of_registration(name):
         assert order == registered[::-1]
 
 
-@every_model
-def test_models_take_features_and_give_a_batch(name):
-    output = build_random(name)(torch.randn(4, SIZES[0]))
-    assert output.shape[0] == 4 and output.dim() == 2
-    assert output.dtype == torch.float32
-
-
-def test_tied_has_one_parameter_in_two_places_with_one_gradient():
-    model = build_random("Tied")
-    assert model.layers[0].weight is model.layers[-1].weight
-    twice = dict(model.named_parameters(remove_duplicate=False))
-    assert len(twice) == len(dict(model.named_parameters())) + 1
-    assert model(torch.randn(4, SIZES[0])).shape == (4, SIZES[0]), "it maps back to its inputs"
-    order = ready_order(model, torch.randn(4, SIZES[0]))
-    assert order.count("layers.0.weight") == 1
-    x, untied = torch.randn(4, SIZES[0]), build_random("Tied")
-    untied.load_state_dict(model.state_dict())
-    last = torch.nn.Parameter(untied.layers[-1].weight.detach().clone())
-    untied.layers[-1].weight = last
-    for each in (model, untied):
-        each.zero_grad()
-        each(x).square().mean().backward()
-    both = untied.layers[0].weight.grad + last.grad
-    torch.testing.assert_close(model.layers[0].weight.grad, both)
-    assert untied.layers[0].weight.grad.any() and last.grad.any()
-
-
-def test_frozen_does_not_train_a_layer_and_a_bias():
-    model = build_random("Frozen")
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    assert frozen == {"layers.0.bias", "layers.1.weight", "layers.1.bias"}
-    assert all(gradient.any() for gradient in ready_gradients(model).values())
-
-
-@pytest.mark.parametrize("branch, used", [(0, {"left"}), (1, {"right"}), (-1, set())])
-def test_branches_follow_the_batch(branch, used):
-    model = build_random("Branches")
-    model(torch.randn(4, SIZES[0]), branch=branch).square().mean().backward()
-    got = {name.partition(".")[0] for name, gradient in copy_gradients(model).items() if gradient is not None}
-    assert got == {"layers"} | used
-
-
-def test_buffers_of_three_dtypes_and_one_outside_the_state_dict():
-    model = build_random("Buffers")
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64, torch.bool}
-    assert set(dict(model.named_buffers())) - set(model.state_dict()) == {"scratch"}
-    x = torch.randn(4, SIZES[0])
-    before = model.eval()(x)
-    for name, buffer in model.named_buffers():
-        if "num_batches" in name:
-            continue
-        kept = buffer.clone()
-        buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
-        assert not torch.equal(model(x), before), f"{name} has no effect"
-        buffer.copy_(kept)
-
-
 def test_buffers_differ_between_ranks_in_every_case():
     for seed in range(20):
         one, other = case("Buffers", 2, seed).states
         different = {name for name in one if not torch.equal(one[name], other[name])}
         assert {"norm.running_mean", "norm.running_var", "scratch"} <= different
     assert set(one) >= {"norm.num_batches_tracked", "mask"}
-
-
-def test_mixed_dtypes():
-    model = build_random("MixedDtypes")
-    dtypes = [parameter.dtype for parameter in model.parameters()]
-    assert dtypes == [d for d in (torch.float32, torch.bfloat16, torch.float64) for _ in "wb"]
-    assert all(g.any() and g.dtype == p.dtype for g, p in zip(ready_gradients(model).values(), model.parameters()))
-
-
-def test_transposed_weights_and_gradients_are_not_contiguous():
-    model = build_random("Transposed")
-    ready_gradients(model)
-    for layer in model.layers:
-        for tensor in (layer.weight, layer.weight.grad):
-            assert not tensor.is_contiguous() and tensor.T.is_contiguous()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import string
 from pathlib import Path
 
 import pytest
-import rank_functions as functions
+from in_ranks import basics as functions
 
 from brigade.course import handout, skeletons
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module, select_modules

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rank_functions as functions
 import torch
 import torch.distributed as dist
+from in_ranks import collectives
+from in_ranks import strict as functions
 from torch import Tensor
 
 from brigade.events import launches
@@ -36,9 +37,9 @@ def is_filler(tensor: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_are_those_of_the_group_that_records(dtype):
     """Results are bitwise equal for all collectives. Asynchronous collectives deliver nothing before the wait."""
-    recorded = run_ranks(functions.every_collective, dtype, False, world_size=WORLD)
-    synchronous = run_ranks(functions.every_collective, dtype, False, world_size=WORLD, mode="strict")
-    held = run_ranks(functions.every_collective, dtype, True, world_size=WORLD, mode="strict")
+    recorded = run_ranks(collectives.every_collective, dtype, False, world_size=WORLD)
+    synchronous = run_ranks(collectives.every_collective, dtype, False, world_size=WORLD, mode="strict")
+    held = run_ranks(collectives.every_collective, dtype, True, world_size=WORLD, mode="strict")
     for rank in range(WORLD):
         assert len(held[rank]) >= 18
         for name, found in recorded[rank].items():
@@ -52,20 +53,22 @@ def test_results_are_those_of_the_group_that_records(dtype):
 
 def test_results_are_right():
     """Results agree with the documentation of `torch.distributed`. A comparison of modes alone would not show this."""
-    found = run_ranks(functions.every_collective, torch.float64, True, world_size=WORLD, mode="strict")
+    found = run_ranks(collectives.every_collective, torch.float64, True, world_size=WORLD, mode="strict")
 
     def sum_of(*shape: int, ranks: int = WORLD) -> Tensor:
-        return sum(functions.values(torch.float64, *shape, rank=rank) for rank in range(ranks))
+        return sum(collectives.values(torch.float64, *shape, rank=rank) for rank in range(ranks))
 
     for rank in range(WORLD):
         own = {name: outputs["after"] for name, outputs in found[rank].items()}
         torch.testing.assert_close(own["all_reduce"][0], sum_of(3, 5))
         torch.testing.assert_close(own["all_reduce_average"][0], sum_of(3, 5) / WORLD)
         torch.testing.assert_close(own["all_reduce_view"][0], sum_of(12)[3:7])
-        torch.testing.assert_close(own["all_gather"][2], functions.values(torch.float64, 4, rank=2))
-        torch.testing.assert_close(own["all_gather_in_place"][0][1], functions.values(torch.float64, 4, rank=1))
+        torch.testing.assert_close(own["all_gather"][2], collectives.values(torch.float64, 4, rank=2))
+        torch.testing.assert_close(
+            own["all_gather_in_place"][0].view(WORLD, 4)[1], collectives.values(torch.float64, 4, rank=1)
+        )
         torch.testing.assert_close(own["reduce_scatter_in_place"][0], sum_of(WORLD, 4)[rank])
-        torch.testing.assert_close(own["scatter"][0], functions.values(torch.float64, WORLD, 4, rank=0)[rank])
+        torch.testing.assert_close(own["scatter"][0], collectives.values(torch.float64, WORLD, 4, rank=0)[rank])
         torch.testing.assert_close(own["coalesced"][2], sum_of(3))
     for rank in range(2):
         torch.testing.assert_close(found[rank]["all_reduce_in_a_subgroup"]["after"][0], sum_of(3, 5, ranks=2))
@@ -154,7 +157,7 @@ def test_the_group_that_records_takes_the_tensors_that_gloo_takes(inner):
         torch.testing.assert_close(result["transposed"], total.T)
         assert result["stride"] == [1, 6]
         torch.testing.assert_close(
-            result["parameter"], sum(functions.values(torch.float64, 5, rank=other) for other in range(2))
+            result["parameter"], sum(collectives.values(torch.float64, 5, rank=other) for other in range(2))
         )
 
 

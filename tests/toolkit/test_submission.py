@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import rank_functions as functions
+from in_ranks import basics as functions
 
 from brigade.course import syntax
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
@@ -279,7 +279,7 @@ def test_files_beside_the_modules_are_not_looked_at(tmp_path):
         "import brigade.rank.main, os, torch\nfound = ' '.join(m.__file__ for m in (torch, brigade.rank.main, os))\n",
     )
     for place in (tmp_path, tmp_path / FIRST.package):
-        for name in ("torch", "brigade", "os", "json", "sitecustomize", "usercustomize", "conftest", "rank_functions"):
+        for name in ("torch", "brigade", "os", "json", "sitecustomize", "usercustomize", "conftest", "in_ranks"):
             (place / f"{name}.py").write_text("raise SystemExit('a file beside the modules was imported')\n")
         (place / "numpy").mkdir()
         (place / "numpy" / "__init__.py").write_text("raise SystemExit('a package beside the modules was imported')\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import rank_functions as functions
+from in_ranks import course as functions
 
 from brigade.course.submission import read
 from brigade.runner.ranks import run_ranks

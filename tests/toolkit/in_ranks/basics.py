@@ -1,0 +1,291 @@
+"""Functions for the tests of `run_ranks`, and simple ones for others."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from brigade.rank import recording
+from brigade.rank.api import device
+
+
+def whoami(*args: Any) -> dict[str, Any]:
+    """Return this rank's number, world size, process id, working directory and arguments."""
+    return {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "pid": os.getpid(),
+        "directory": os.getcwd(),
+        "args": list(args),
+    }
+
+
+def search_memory(part: str, length: int, own: str) -> list[str]:
+    """Return all strings in this process that have this length and begin with `part`.
+
+    Search objects and callers' locals.
+    """
+    found = set()
+    frame = sys._getframe()
+    while frame:
+        found |= set(strings_in(list(frame.f_locals.values())))
+        frame = frame.f_back
+    for container in gc.get_objects():
+        if type(container) in (list, tuple, dict):
+            found |= set(strings_in(container))
+    return sorted(text for text in found if len(text) == length and text.startswith(part))
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield the strings in the first two levels of a container."""
+    for item in list(value.values()) if type(value) is dict else list(value):
+        if type(item) is str:
+            yield item
+        elif type(item) in (list, tuple, dict):
+            yield from (inner for inner in (item.values() if type(item) is dict else item) if type(inner) is str)
+
+
+def mounts() -> str:
+    """Return the mounts that this rank sees."""
+    with open("/proc/self/mounts") as file:
+        return file.read()
+
+
+def random_number() -> float:
+    return torch.rand(()).item()
+
+
+def scheduling() -> list[int]:
+    """Return the scheduling policy of this process, and the number of gloo's threads for collectives."""
+    dist.barrier()  # then the thread has begun, and has its name
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [os.sched_getscheduler(0), names.count("pt_gloo_runloop")]
+
+
+def cut_off() -> None:
+    """On all ranks except 0, raise gloo's error for a connection to an ended process. Then kill rank 0."""
+    if dist.get_rank():
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused")
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def reduce_once() -> float:
+    """Return the sum of rank + 1 over all ranks."""
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def reduce_often(times: int) -> None:
+    x = torch.zeros(2)
+    for _ in range(times):
+        dist.all_reduce(x)
+
+
+def write_file(name: str) -> str:
+    """Write into the rank's directory. Return the path and this process's id."""
+    Path(name).write_text("left here")
+    return f"{os.path.abspath(name)} {os.getpid()}"
+
+
+def fail(rank: int, message: str) -> None:
+    """Raise ValueError on one rank while the others wait for it."""
+    print("before the error")
+    if dist.get_rank() == rank:
+        raise ValueError(message)
+    dist.all_reduce(torch.ones(3))
+
+
+def fail_in_a_collective() -> None:
+    dist.all_reduce(torch.ones(3), op="not an operation")
+
+
+def end(rank: int, how: str) -> None:
+    """End the process of one rank without a result while the others wait for it."""
+    if dist.get_rank() == rank:
+        print("last words", flush=True)
+        if how == "os._exit(0)":
+            os._exit(0)
+        elif how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "segfault":
+            ctypes.string_at(0)
+        elif how == "sys.exit":
+            sys.exit("enough")
+    dist.all_reduce(torch.ones(3))
+
+
+def end_server() -> None:
+    """On rank 0, kill the server from which the rank was forked."""
+    if dist.get_rank() == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def spin() -> None:
+    """Run an endless loop on rank 1 while rank 0 waits for it."""
+    if dist.get_rank() == 1:
+        while True:  # HERE IT SPINS
+            pass
+    dist.all_reduce(torch.ones(3))
+
+
+def forever() -> None:
+    """Record the process id, then run forever."""
+    recording.note("pid", pid=os.getpid())
+    while True:
+        time.sleep(0.01)
+
+
+def leave_one_out(async_op: bool) -> None:
+    """Make two launches on rank 0 and one on rank 1, which then returns without waiting."""
+    model = nn.Linear(4, 2)
+    recording.name_parameters(model)
+    dist.all_reduce(model.bias.detach())
+    if dist.get_rank() == 0:
+        handle = dist.all_reduce(model.weight.detach(), async_op=async_op)
+        if async_op:
+            handle.wait()  # HERE IT WAITS
+
+
+def cross_over() -> None:
+    """Use two sub-groups of both ranks. In each, one rank waits for a launch that the other rank makes later."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    first = groups[dist.get_rank()]
+    second = groups[1 - dist.get_rank()]
+    dist.all_reduce(torch.ones(3), group=first)
+    dist.all_reduce(torch.ones(3), group=second)
+
+
+def create_group_on_rank_0() -> None:
+    """Create a process group of both ranks on one rank only."""
+    if dist.get_rank() == 0:
+        dist.new_group([0, 1])
+
+
+def hang_in_a_new_group() -> None:
+    """Create a process group whose backends never connect."""
+    recording.register_backends = lambda *_: time.sleep(100)
+    dist.new_group([0, 1])
+
+
+def read_visible_devices() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def mix_devices(place: str, given: torch.Tensor) -> float:
+    """Add a tensor on the device to one that, depending on `place`, is not on it: "job", "new", or no such tensor."""
+    other = given if place == "job" else torch.ones(2) if place == "new" else given.to(device())
+    return (torch.ones(2, device=device()) + other).sum().item()
+
+
+def send_first() -> None:
+    """Send to the next rank before receiving. No send ends, because no rank receives."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.send(torch.ones(3), (rank + 1) % world_size)
+    dist.recv(torch.empty(3), (rank - 1) % world_size)
+
+
+def send_and_reduce() -> float:
+    """Send a message from rank 0 to rank 1, while rank 2 does nothing. Then run an all-reduce on all three ranks."""
+    rank, total = dist.get_rank(), torch.ones(1)
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    elif rank == 1:
+        dist.recv(torch.empty(3), 0)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def slow_peer(seconds: float) -> float:
+    """Delay rank 1 before an all-reduce. A slow rank is not a deadlock."""
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+    return reduce_once()
+
+
+def mismatch(how: str) -> None:
+    """Call different collectives on ranks 0 and 1."""
+    rank = dist.get_rank()
+    small, large = torch.ones(3), torch.ones(50_000)
+    if how == "size":
+        dist.all_reduce([small, large][rank])
+    elif how == "order":
+        for tensor in [small, large] if rank == 0 else [large, small]:
+            dist.all_reduce(tensor)
+    elif how == "operation":
+        dist.broadcast(small, src=0) if rank == 0 else dist.all_reduce(small)
+    elif how == "dtype":
+        dist.all_reduce(small if rank == 0 else small.double())
+    elif how == "root":
+        dist.broadcast(small, src=rank)
+    elif how == "reduce op":
+        dist.all_reduce(small, op=dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.MAX)
+
+
+def chatter(megabytes: int) -> int:
+    """Print more than fits into a pipe, from Python and directly to the file descriptor."""
+    for _ in range(megabytes):
+        print("x" * 1_000_000)
+        os.write(2, b"y" * 1000)
+    return megabytes
+
+
+def give_back(kind: str) -> Any:
+    """Return a result on rank 1 that cannot be sent."""
+    if dist.get_rank() == 0:
+        return 1
+    return {"object": object(), "function": give_back, "module": nn.Linear(1, 1)}[kind]
+
+
+def write_to_channel(data: bytes) -> None:
+    """Write directly to the sockets that connect rank 1 with the parent, then call an all-reduce."""
+    if dist.get_rank() == 1:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                channel = socket.socket(fileno=os.dup(int(name)))
+                if channel.family == socket.AF_UNIX:
+                    channel.sendall(data)
+    dist.all_reduce(torch.ones(3))
+
+
+def frame(letter: bytes, body: bytes) -> bytes:
+    """Return a message in the format of a rank: see `brigade.rank.channel`."""
+    return letter + struct.pack("<Q", len(body)) + body
+
+
+def start_daemon() -> list[int]:
+    """Start processes outside this rank's session and process group. Return their ids."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+    grandchild = subprocess.run(
+        ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], capture_output=True, start_new_session=True, check=True
+    )
+    return [child.pid, int(grandchild.stdout)]
+
+
+def import_all(names: list[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
+def import_by_name(name: str) -> dict[str, Any]:
+    """Import a module of the submission, and return its public strings by name."""
+    module = importlib.import_module(name)
+    return {key: value for key, value in vars(module).items() if not key.startswith("_") and isinstance(value, str)}

@@ -1,0 +1,71 @@
+"""Functions that use the course's modules."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from brigade.rank.api import student
+
+
+def call_wrongly() -> dict[str, str]:
+    """Return the message of the exception that each wrong use of the fully sharded wrapper raises."""
+    file = importlib.import_module("submission.m11_fully_sharded.fully_sharded")
+
+    def wrap(unit_types: tuple[type[nn.Module], ...] = (nn.Linear,), **options: Any) -> nn.Module:
+        return file.FullyShardedDDP(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), unit_types, **options)
+
+    def forget_a_name() -> None:
+        plan, file.plan_units = file.plan_units, lambda *arguments: plan(*arguments)[:-1]
+        try:
+            wrap()
+        finally:
+            file.plan_units = plan
+
+    def run_backwards() -> None:
+        ddp = wrap()
+        ddp.module.forward = lambda x: ddp.module[0](ddp.module[2](x))
+        ddp(torch.ones(2, 4))
+
+    mistakes = {
+        "types": lambda: wrap((nn.Conv1d,)),
+        "prefetch": lambda: wrap(prefetch=-1),
+        "no unit": forget_a_name,
+        "outside": lambda: wrap().module[2](torch.ones(2, 4)),
+        "order": run_backwards,
+        "optimizer": lambda: wrap().make_optimizer(torch.optim.Adafactor, lr=0.1),
+        "state_dict": lambda: wrap().state_dict(),
+        "load_state_dict": lambda: wrap().load_state_dict({}),
+        "other names": lambda: wrap().load_full_state_dict({"0.weight": torch.ones(4, 4)}),
+    }
+    messages = {}
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+            messages[name] = "accepted"
+        except (RuntimeError, ValueError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    wrap().make_optimizer(torch.optim.AdamW, lr=0.1)
+    return messages
+
+
+def save_on_one_rank(module: int) -> None:
+    """Train one step with module 8 or 11, then save a checkpoint on rank 0 only, as in a training script."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if module == 8:
+        ddp = student("m07_cached_shards", "CachedDDP")(model)
+        optimizer = student("m08_zero_optimizer", "ZeroOptimizer")(ddp, torch.optim.Adam)
+        save = optimizer.state_dict
+    else:
+        ddp = student("m11_fully_sharded", "FullyShardedDDP")(model, (nn.Linear,))
+        optimizer, save = torch.optim.Adam(ddp.shards()), ddp.full_state_dict
+    for step in range(2):
+        ddp(torch.ones(2, 4)).sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        if step == 0 and dist.get_rank() == 0:
+            save()

@@ -1,0 +1,197 @@
+"""Functions for `test_emulated_link.py`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from brigade.rank import emulated_link
+from brigade.rank.api import student
+
+from .basics import end, reduce_often  # noqa: F401
+from .collectives import every_collective  # noqa: F401
+from .recording import train_ddp  # noqa: F401
+
+
+def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:
+    """Call another function that this file defines or imports on an emulated link."""
+    emulated_link.use(emulated_link.Link(latency_s, bytes_per_s))
+    return globals()[name](*args)
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Return the duration of a call in seconds. All ranks start it together."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def wait_for_the_link(count: int) -> dict[str, float]:
+    """Return durations in seconds: of one collective, of `count` collectives launched at once, and of other cases."""
+    x = torch.ones(4)
+    processor = time.process_time()
+    one = timed(lambda: dist.all_reduce(x))
+    processor = time.process_time() - processor
+
+    def launch_all() -> None:
+        for handle in [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(count)]:
+            handle.wait()
+
+    def launch_and_work() -> None:
+        handle = dist.all_reduce(x, async_op=True)
+        time.sleep(one)
+        handle.wait()
+
+    subgroup = dist.new_group([0, 1])
+    return {
+        "one": one,
+        "processor": processor,
+        "all": timed(launch_all),
+        "overlapped": timed(launch_and_work),
+        "subgroup": timed(lambda: dist.all_reduce(x, group=subgroup)),
+        "barrier": timed(dist.barrier),
+    }
+
+
+def ask_for_completion() -> list[bool]:
+    """Return whether a launch is complete immediately, and after the wait."""
+    handle = dist.all_reduce(torch.ones(4), async_op=True)
+    answers = [handle.is_completed()]
+    handle.wait()
+    return [*answers, handle.is_completed()]
+
+
+def count_from_own_launch(name: str, *args: Any) -> Any:
+    """Call another function on a wrong link: each rank counts the time from its own launch."""
+    free_at = 0.0
+    ends: dict[int, tuple[float, float]] = {}
+
+    def add(self: emulated_link.LaunchSeries, seconds: float) -> int:
+        nonlocal free_at
+        start = max(free_at, time.perf_counter())
+        free_at = start + seconds
+        ends[len(ends)] = start, free_at
+        return len(ends) - 1
+
+    emulated_link.LaunchSeries.add = add
+    emulated_link.LaunchSeries.get_times = lambda self, number: ends[number]
+    return globals()[name](*args)
+
+
+def train_with_a_late_rank(wrapper: tuple[str, str] | None, late: int, late_s: float, ranks: list[int] | None) -> None:
+    """Take three steps with a model of 8 parameters. Rank `late` sleeps before and during each backward.
+
+    `wrapper` is the package and class of a submission's wrapper, or None for torch DDP. If `ranks` is given, only these
+    ranks train, in their own group. After each of their steps, all ranks all-reduce a tensor.
+    """
+    group = dist.new_group(ranks) if ranks else None
+    if ranks is None or dist.get_rank() in ranks:
+        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+        wrapper_class = student(*wrapper) if wrapper else nn.parallel.DistributedDataParallel
+        accepted = inspect.signature(wrapper_class).parameters
+        sizes = {"bucket_cap_mb": 0.006, "bucket_numel": 1500}
+        ddp = wrapper_class(model, **{k: v for k, v in sizes.items() if k in accepted}, process_group=group)
+    is_late = dist.get_rank() == late
+    for _ in range(3):
+        if ranks is None or dist.get_rank() in ranks:
+            hidden = ddp(torch.ones(2, 32))
+            hidden.register_hook(lambda _: time.sleep(late_s if is_late else 0.0))
+            model[1].weight.register_hook(lambda _: time.sleep(late_s / 2 if is_late else 0.0))
+            hidden.sum().backward()
+            if wrapper:
+                ddp.finish_grad_sync()
+        if ranks:
+            dist.all_reduce(torch.ones(8))
+
+
+def every_op_with_a_late_rank(late: int, late_s: float) -> None:
+    """Run five kinds of collectives. Rank `late` launches each of them late."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, whole = torch.ones(12), torch.ones(12 * size)
+    for launch in (
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.all_gather_into_tensor(whole, x),
+        lambda: dist.reduce_scatter_tensor(x, whole),
+        lambda: dist.gather(x, list(whole.chunk(size)) if rank == 0 else None, 0),
+    ):
+        if rank == late:
+            time.sleep(late_s)
+        launch()
+
+
+def launch_in_two_groups() -> None:
+    """Launch on rank 0 in a group with rank 1, then in a group with rank 2.
+
+    Rank 1 launches after rank 2 has finished.
+    """
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    rank = dist.get_rank()
+    for _ in range(3):
+        if rank == 0:
+            first = launch_in(groups[0])
+        if rank != 1:
+            launch_in(groups[1]).wait()
+        dist.barrier()
+        if rank == 1:
+            first = launch_in(groups[0])
+        if rank != 2:
+            first.wait()
+
+
+def launch_in(group: dist.ProcessGroup) -> dist.Work:
+    return dist.all_reduce(torch.ones(8), group=group, async_op=True)
+
+
+def read_clock() -> float:
+    return time.perf_counter()
+
+
+def launch_without_rank_1() -> None:
+    """Broadcast from rank 0 to a rank that never takes part."""
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(4), 0)
+    else:
+        time.sleep(60)
+
+
+def train_ddp_with_a_peer_that_ends() -> None:
+    """Train with torch DDP. Rank 1 ends after its first backward."""
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    for _ in range(3):
+        ddp(torch.ones(2, 8)).sum().backward()
+        if dist.get_rank() == 1:
+            os._exit(0)
+
+
+def time_messages(nbytes: int) -> dict[str, float]:
+    """Return the seconds on an emulated link for one message, two messages to one rank, and one in each direction."""
+    emulated_link.use(emulated_link.Link(latency_s=0.05, bytes_per_s=1e6))
+    rank, tensor = dist.get_rank(), torch.zeros(nbytes, dtype=torch.uint8)
+    seconds = {}
+
+    def measure(name, *calls):
+        dist.barrier()
+        began = time.perf_counter()
+        for work in [call() for call in calls]:
+            work.wait()
+        seconds[name] = time.perf_counter() - began
+
+    def send(to):
+        return lambda: dist.isend(tensor, to)
+
+    def receive(source):
+        return lambda: dist.irecv(torch.zeros_like(tensor), source)
+
+    measure("one", *{0: [send(1)], 1: [receive(0)]}.get(rank, []))
+    measure("to one rank", *{0: [receive(1), receive(2)]}.get(rank, [send(0)]))
+    measure("around", send((rank + 1) % 3), receive((rank - 1) % 3))
+    return seconds

@@ -1,0 +1,208 @@
+"""Functions for `test_recording.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed import all_reduce as imported_by_another_name
+
+from brigade.rank import recording
+from brigade.rank.recording import phase
+
+from .collectives import every_collective
+
+
+def recorded_calls(async_op: bool) -> None:
+    """Call every kind of collective once, in a phase with its name."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(4.0)
+    first, last = 0, world - 1
+    every_collective(torch.float32, async_op)
+    with phase("by another name"):
+        imported_by_another_name(x.bfloat16(), op=dist.ReduceOp.MAX)
+    for name, outer in (("all_gather_single", 4 * world), ("reduce_scatter_single", 4)):
+        if hasattr(dist, name):  # since torch 2.13
+            with phase(name):
+                getattr(dist, name)(torch.ones(outer), torch.ones(16 * world // outer))
+    with phase("barrier"):
+        dist.barrier()
+    with phase("send and recv"):
+        if rank == first:
+            dist.send(x, last)
+        elif rank == last:
+            dist.recv(torch.empty(4), first)
+    with phase("recv from anyone"):
+        if rank == first:
+            dist.send(x, last)
+        elif rank == last:
+            assert dist.recv(torch.empty(4)) == first
+    with phase("functional all_reduce"):
+        functional.all_reduce(x, "sum", dist.group.WORLD).sum().item()
+    with phase("functional broadcast"):
+        functional.broadcast(x, last, dist.group.WORLD).sum().item()
+    with phase("broadcast_object_list"):
+        dist.broadcast_object_list(["a", "b"] if rank == first else [None, None], src=first)
+    with phase("all_gather_object"):
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, {"rank": rank})
+        assert found == [{"rank": other} for other in range(world)]
+
+
+def recorded_subgroups() -> dict[str, Any]:
+    """Call an all-reduce and a broadcast in groups that are created in several ways. Each phase names the way."""
+    from torch.distributed.distributed_c10d import new_group as imported_new_group
+
+    rank = dist.get_rank()
+    groups = {
+        "plain": dist.new_group([0, 2]),
+        "with a backend": dist.new_group([2, 0], backend="gloo"),
+        "backend by position": imported_new_group([0, 2], timedelta(seconds=30), "gloo"),
+        "alone": dist.new_group([2], backend="gloo"),
+    }
+    sums = {}
+    for name, group in groups.items():
+        if rank == 2 or (rank == 0 and name != "alone"):
+            x = torch.tensor([rank + 1.0])
+            with phase(name):
+                dist.all_reduce(x, group=group)
+                dist.broadcast(torch.ones(5), src=2, group=group)
+            sums[name] = x.item()
+    return {"sums": sums, "backends": sorted({dist.get_backend(), dist.get_backend(dist.group.WORLD)})}
+
+
+def readiness(how: str) -> None:
+    """Run two backward passes of a watched model, whose hooks record events. `how` is the preparation of each pass."""
+    model = nn.Linear(3, 2)
+    recording.watch_gradients(model)
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: recording.note("tensor hook", name=name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: recording.note("post hook", name=name))
+    buffer = torch.zeros(2, 8)
+    for _ in range(2):
+        for parameter, memory in zip(model.parameters(), buffer):
+            if how == "None":
+                parameter.grad = None
+            elif how == "views":
+                parameter.grad = memory[: parameter.numel()].view(parameter.shape)
+            elif how == "moved":
+                parameter.data = parameter.data.clone()
+        loss = model(torch.ones(1, 3)).sum()
+        with recording.record_backward(loss):
+            loss.backward()
+
+
+def meddling(how: str) -> None:
+    """Run one backward of a watched model while its hooks are manipulated. The bias may be unused."""
+    model = nn.Linear(3, 2)
+    recording.watch_gradients(model)
+    node = torch.autograd.graph.get_gradient_edge(model.bias).node
+    hooks = node.register_prehook(lambda gradients: None).hooks_dict_ref()
+    own, *_ = hooks.values()
+
+    def again() -> None:
+        model.bias.sum().backward()
+
+    output = model(torch.ones(1, 3)) if how != "unused" else torch.ones(1, 3) @ model.weight.T
+    loss = output.sum()
+    if how == "cleared":
+        hooks.clear()
+    if how == "replayed":  # out of the way while the bias is accumulated, and back for a backward of its own
+        (identity, own), hooks_then = next(iter(hooks.items())), hooks
+        hooks.clear()
+        model.weight.register_post_accumulate_grad_hook(lambda _: hooks_then.update({identity: own}))
+        model.weight.register_post_accumulate_grad_hook(lambda _: torch.enable_grad()(again)())
+    if how == "called at another time":
+        model.weight.register_post_accumulate_grad_hook(lambda _: own((torch.ones(2),)))
+    if how == "twice":
+        model.weight.register_post_accumulate_grad_hook(lambda _: torch.enable_grad()(again)())
+    if how == "none in backward":
+        with recording.record_backward(loss):
+            pass
+    with recording.record_backward(loss):
+        loss.backward()
+    if how == "afterwards":
+        model.bias.sum().backward()
+        own((torch.ones(2),))
+
+
+def recorded_names() -> None:
+    """Launch collectives on a parameter, a gradient, a copy, and two gradients at once."""
+    model = nn.Linear(3, 2)
+    recording.name_parameters(model)
+    model(torch.ones(1, 3)).sum().backward()
+    dist.broadcast(model.weight.detach(), src=0)
+    dist.all_reduce(model.bias.grad)
+    dist.all_reduce(model.weight.grad.clone())
+    dist.all_reduce_coalesced([model.weight.grad, model.bias.grad])
+
+
+def recorded_handles() -> None:
+    """Wait for two launches in reverse order. Then learn the results of other launches in other ways."""
+    first = dist.all_reduce(torch.ones(3), async_op=True)
+    second = dist.all_reduce(torch.ones(4), async_op=True)
+    with phase("finish"):
+        second.wait()
+        first.wait()
+    third = dist.all_reduce(torch.ones(5), async_op=True)
+    third.get_future().wait()
+    forgotten = dist.all_reduce(torch.ones(6), async_op=True)
+    while not forgotten.is_completed():
+        time.sleep(0.001)
+    assert forgotten.is_success()
+    with phase("own"):
+        recording.note("mark", text="from the scenario")
+    with contextlib.suppress(KeyError), phase("interrupted"):
+        raise KeyError
+    recording.note("after")
+
+
+def threads_launch() -> int:
+    """Launch from two threads at once, each in its own group. Return the number of launches per thread."""
+    groups = [dist.new_group(), dist.new_group()]
+
+    def reduce(group: dist.ProcessGroup) -> None:
+        for _ in range(50):
+            dist.all_reduce(torch.ones(2), group=group)
+
+    threads = [threading.Thread(target=reduce, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 50
+
+
+def train_ddp() -> dict[str, Tensor]:
+    """Take four steps with torch DDP and several buckets (the first one has 1 MiB). Return the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 800), nn.BatchNorm1d(800), nn.Tanh(), nn.Linear(800, 400), nn.Linear(400, 9))
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        with phase("forward"):
+            loss = ddp(torch.randn(8, 30, generator=generator)).square().mean()
+        with phase("backward"):
+            loss.backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train_ddp_twice() -> list[dict[str, Tensor]]:
+    """Train with the recording group, then with plain gloo in the same process. Return the weights of both."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    recorded = train_ddp()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore("plain", world), rank=rank, world_size=world)
+    assert not isinstance(dist.group.WORLD, recording.RecordingGroup)
+    return [recorded, train_ddp()]

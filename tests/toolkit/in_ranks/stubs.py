@@ -1,0 +1,75 @@
+"""Functions for `test_dynamo_stub.py`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+
+import torch
+from torch import nn
+
+LEFT_OUT = ("torch._dynamo", "torch._dynamo.", "torch._decomp", "torch._refs", "torch._prims.")
+
+
+def every_optimizer() -> list[str]:
+    """Use each of torch's optimizers for dense gradients, and inspect the stack.
+
+    Return the modules that this imported.
+    """
+    before = set(sys.modules)
+    for name in sorted(vars(torch.optim)):
+        kind = getattr(torch.optim, name)
+        if not isinstance(kind, type) or name in ("Optimizer", "SparseAdam"):
+            continue
+        model = nn.Linear(3, 3)
+        params = [model.weight] if name == "Muon" else list(model.parameters())
+        optimizer = kind(params)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model(torch.ones(2, 3)).sum().backward()
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step(lambda: torch.zeros(()))
+        scheduler.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    inspect.stack()
+    return sorted(name for name in set(sys.modules) - before if name.startswith(LEFT_OUT))
+
+
+def train_with_torch_ddp() -> list[str]:
+    """Run one backward with torch DDP. Return the imported modules of the compiler and the kernels."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    return sorted(name for name in sys.modules if name.startswith(LEFT_OUT[1:]))
+
+
+def compile_something() -> dict:
+    doubled = torch.compile(lambda x: x * 2, backend="eager")(torch.ones(3))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    optimizer.step()
+    names = ("torch._dynamo.config", "torch._dynamo.utils")
+    return {
+        "doubled": doubled,
+        "real": "DynamoStub" not in type(torch._dynamo).__name__,
+        "submodules": [name for name in names if name in sys.modules],
+    }
+
+
+def import_a_submodule() -> dict:
+    config = importlib.import_module("torch._dynamo.config")
+    return {
+        "same": config is torch._dynamo.config is sys.modules["torch._dynamo.config"],
+        "real": "DynamoStub" not in type(sys.modules["torch._dynamo"]).__name__,
+    }
+
+
+def draw_with_a_generator() -> list:
+    """Return whether two generators with the same seed agree, and the modules of `LEFT_OUT` that they imported."""
+    first, second = (torch.rand(3, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    return [torch.equal(first, second), sorted(name for name in sys.modules if name.startswith(LEFT_OUT[1:]))]
+
+
+def embed_on_the_meta_device(use_kernels: str) -> list[int]:
+    """Run `use_kernels`, and return the shape of an embedding, which needs a kernel in Python."""
+    exec(use_kernels, {"torch": torch})
+    return list(nn.Embedding(5, 3, device="meta")(torch.zeros(2, dtype=torch.long, device="meta")).shape)
