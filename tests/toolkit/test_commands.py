@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from documents import documents, read_markdown
 
 from brigade.cli import main as cli
 from brigade.cli import progress_file
@@ -70,22 +71,6 @@ RUN = [
     Run("brigade skeletons", written=False),
     Run("python tools/gloo_memory.py --threads 1 --runs 3"),
 ]
-
-
-def documents() -> list[Path]:
-    return [
-        path
-        for pattern in ("*.md", "docs/*.md", "lessons/*/*.md", "solutions/*/*.md", "student/*.md", "notebooks/*.ipynb")
-        for path in sorted(ROOT.glob(pattern))
-    ]
-
-
-def read_markdown(document: Path) -> str:
-    """Return the text of a document, or of the Markdown cells of a notebook."""
-    if document.suffix != ".ipynb":
-        return document.read_text()
-    cells = json.loads(document.read_text())["cells"]
-    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
 def find_commands(text: str) -> list[str]:

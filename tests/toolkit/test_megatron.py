@@ -10,7 +10,7 @@ import re
 import subprocess
 
 import pytest
-from test_prose import SECTION
+from documents import SECTION
 
 from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_commands import documents, read_markdown
+from documents import SECTION, documents, read_markdown
 
 from brigade.cli.main import parse
 from brigade.course.modules import MODULES, ROOT
@@ -145,7 +145,6 @@ def test_files_named_in_the_code_are_there():
 
 # ---- names of torch's
 
-SECTION = "## How Megatron-LM and torch DDP do it\n"
 ALWAYS = (
     "torch/nn/parallel/distributed.py",
     "torch/nn/modules/module.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from brigade.cli import main as cli
 from brigade.course.modules import ROOT, CourseError, resolve_results_file
 from brigade.grade import isolation
 from brigade.runner import ranks
@@ -98,16 +100,12 @@ def test_what_a_program_needs_still_works(machine):
         import torch
 
         heard: list[float] = []
-        thread = threading.Thread(
-            target=lambda: heard.append(float(torch.ones(100, 100).matmul(torch.ones(100)).sum()))
-        )
+        ones = torch.ones(100)
+        thread = threading.Thread(target=lambda: heard.append(float(torch.ones(100, 100).matmul(ones).sum())))
         thread.start()
         thread.join()
-        return (
-            heard == [10_000.0]
-            and run_in_child(lambda: True)
-            and subprocess.run(["/bin/sh", "-c", "exit 7"]).returncode == 7
-        )
+        shell = subprocess.run(["/bin/sh", "-c", "exit 7"])
+        return heard == [10_000.0] and run_in_child(lambda: True) and shell.returncode == 7
 
     assert run_in_child(work)
 
@@ -234,35 +232,40 @@ def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
     (tmp_path / "instructor" / "clone").mkdir()
     (tmp_path / "instructor" / "clone" / "results").symlink_to(tmp_path)
     clone = tmp_path / "shortcut" / "clone"
-    assert (
-        resolve_results_file(str(clone / "a.json"), str(clone))
-        == (tmp_path / "instructor" / "clone" / "a.json").resolve()
-    )
+    own = (tmp_path / "instructor" / "clone" / "a.json").resolve()
+    assert resolve_results_file(str(clone / "a.json"), str(clone)) == own
     for submission in (clone, clone.resolve()):
         with pytest.raises(CourseError, match="results is a link"):
             resolve_results_file(str(submission / "results" / "a.json"), str(clone))
 
 
 @linux
-def test_the_recipe_for_classroom_50_follows_no_link(tmp_path):
+def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     """Run the documented program with a `sudo` that changes no user, in a student's repository with a link."""
     text = (ROOT / "docs" / "instructors.md").read_text()
     [recipe] = re.findall(r"^```python\n(\"\"\"Grade the student's checkout.*?)^```", text, re.M | re.S)
-    package, checkout, tools = tmp_path / "package", tmp_path / "checkout", tmp_path / "tools"
+    package, checkout, tools, asked = (tmp_path / name for name in ("package", "checkout", "tools", "asked"))
     for directory in (package / ".venv" / "bin", checkout, tools):
         directory.mkdir(parents=True)
     (package / "autograder.py").write_text(recipe)
-    (package / "options").write_text("")
+    (package / "options").write_text("--modules 1-2 --seed 7")
     (package / "setup.sh").write_text("")
     (tmp_path / "precious").write_text("precious")
-    (checkout / "result.json").symlink_to(tmp_path / "precious")
-    script(tools / "sudo", 'while [ "${1#--preserve}" != "$1" ]; do shift; done; exec "$@"')
+    result = checkout / "result.json"
+    result.symlink_to(tmp_path / "precious")
+    preserve = 'while [ "${1#--preserve}" != "$1" ]; do shift; done'
+    script(tools / "sudo", f'{preserve}; echo "$*" >> {asked}; exec "$@"')
     script(package / ".venv" / "bin" / "python", 'for last; do :; done; test ! -L "$last" && echo graded > "$last"')
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
-    command = [sys.executable, str(package / "autograder.py")]
-    subprocess.run(command, cwd=checkout, env=environment, check=True)
+    subprocess.run([sys.executable, str(package / "autograder.py")], cwd=checkout, env=environment, check=True)
     assert (tmp_path / "precious").read_text() == "precious"
-    assert not (checkout / "result.json").is_symlink() and (checkout / "result.json").read_text() == "graded\n"
+    assert not result.is_symlink() and result.read_text() == "graded\n"
+    setup, grade, hand_over = [shlex.split(line) for line in asked.read_text().splitlines()]
+    assert setup == ["bash", str(package / "setup.sh")]
+    chosen = cli.parse(grade[grade.index("brigade.cli") + 1 :])
+    assert (chosen.submission, chosen.out, chosen.format) == (str(checkout), str(result), "classroom50")
+    assert (chosen.modules, chosen.seed) == ("1-2", 7), "the options that the package was built with"
+    assert hand_over == ["chown", "--no-dereference", str(os.getuid()), str(result)]
 
 
 def script(path: Path, text: str) -> None:

@@ -26,6 +26,7 @@ from brigade.runner.ranks import RankFailure, run_ranks
 FIRST, SECOND, THIRD = get_module(1), get_module(2), get_module(3)
 NAIVE = "m01_naive_ddp.naive_ddp"
 FLAT = "m02_flat_ddp.flat_ddp"
+LATER = f"submission.{FLAT}"
 
 
 def lay(directory: Path, text: str = "answer = 'own'\n", *entries) -> Path:
@@ -48,50 +49,26 @@ def get_refusal(target: Path | str, number: int = 1, **options) -> str:
 # ---- where it lies
 
 
-def test_a_clone_a_lessons_directory_and_flat_files(tmp_path):
+def test_a_submission_in_any_layout(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     lay(tmp_path / "clone" / "lessons")
+    (tmp_path / "clone" / FIRST.path.name).write_text("answer = 'a stray copy'\n")
     lay(tmp_path / "lessons")
     (tmp_path / "flat").mkdir()
     for entry in MODULES:
         (tmp_path / "flat" / entry.path.name).write_text("answer = 'own'\n")
-    for name in ("clone", "lessons", "flat"):
-        sources = read(tmp_path / name, 3).sources
-        assert list(sources) == [f"{m.package}.{m.name}" for m in (THIRD, FIRST, SECOND)]
+    for target in (tmp_path / "clone", tmp_path / "lessons", tmp_path / "flat", "~/lessons"):
+        sources = read(target, 3).sources
+        assert list(sources) == [f"{m.package}.{m.name}" for m in (THIRD, FIRST, SECOND)], "no later module is read"
         assert {text for _, text in sources.values()} == {"answer = 'own'\n"}
-        assert all(Path(path).is_relative_to(tmp_path / name) for path, _ in sources.values())
-
-
-def test_the_directory_of_one_module(tmp_path):
-    lay(tmp_path)
-    assert list(read(tmp_path / FIRST.package, 1).sources) == [NAIVE]
-
-
-def test_a_clones_lessons_come_before_flat_files(tmp_path):
-    lay(tmp_path / "lessons")
-    (tmp_path / FIRST.path.name).write_text("answer = 'a stray copy'\n")
-    assert read(tmp_path, 1).sources[NAIVE][1] == "answer = 'own'\n"
+        assert all(Path(path).is_relative_to(Path(target).expanduser()) for path, _ in sources.values())
+    assert list(read(tmp_path / "lessons" / FIRST.package, 1).sources) == [NAIVE]
 
 
 def test_the_courses_own_directories_go_by_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("lessons", "solutions"):
         assert read(name, 1).target == ROOT / name == resolve_target(name)
-
-
-def test_a_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    lay(tmp_path / "work")
-    assert read("~/work", 1).target == tmp_path / "work"
-
-
-def test_later_modules_are_not_read(tmp_path):
-    lay(tmp_path)
-    assert list(read(tmp_path, 1).sources) == [NAIVE]
-
-
-def test_every_module_has_its_own_path(tmp_path):
-    sources = read(lay(tmp_path), 3).sources
-    assert [path for path, _ in sources.values()] == [str(tmp_path / get_module(n).path) for n in (3, 1, 2)]
 
 
 def test_earlier_modules_are_the_submissions_or_the_references(tmp_path):
@@ -133,15 +110,12 @@ def test_earlier_modules_that_are_missing_or_broken_raise_the_reason(tmp_path):
 # ---- what is refused
 
 
-def test_a_directory_that_is_missing_or_a_file(tmp_path):
+def test_a_target_that_is_no_directory(tmp_path):
     assert "there is no directory" in get_refusal(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     assert "not a directory" in get_refusal(tmp_path / "file")
-
-
-@pytest.mark.parametrize("target", ["x" * 5000, "a\0b", "~nobody-of-this-name/x"])
-def test_a_path_that_cannot_be(target):
-    get_refusal(target)
+    for target in ("x" * 5000, "a\0b", "~nobody-of-this-name/x"):
+        get_refusal(target)
 
 
 def test_a_module_that_is_missing(tmp_path):
@@ -227,7 +201,10 @@ def test_a_link_to_nowhere_and_a_pipe_are_missing(tmp_path):
 
 
 def import_in_ranks(target: Path, number: int, name: str) -> dict:
-    sources = read(target, number).sources
+    return import_sources(read(target, number).sources, name)
+
+
+def import_sources(sources: dict, name: str) -> dict:
     [result] = run_ranks(functions.import_by_name, f"submission.{name}", world_size=1, packages={"submission": sources})
     return result
 
@@ -235,7 +212,9 @@ def import_in_ranks(target: Path, number: int, name: str) -> dict:
 def test_reading_imports_nothing(tmp_path):
     """Neither reading nor running a submission imports anything into this process."""
     lay(tmp_path, "import sys\nsys.submission_was_imported = True\nanswer = 'own'\n")
-    assert import_in_ranks(tmp_path, 1, NAIVE) == {"answer": "own"}
+    sources = read(tmp_path, 1).sources
+    (tmp_path / FIRST.path).write_text("raise SystemExit\n")  # too late to have an effect
+    assert import_sources(sources, NAIVE) == {"answer": "own"}
     assert not hasattr(sys, "submission_was_imported")
     assert not [name for name in sys.modules if name.partition(".")[0] in ("submission", FIRST.package)]
 
@@ -258,18 +237,15 @@ def import_error(target: Path) -> RankFailure:
     return caught.value
 
 
-@pytest.mark.parametrize("name", ["solutions", "tests", "lessons", "helpers", "mutants", FIRST.package])
-def test_the_courses_own_files_are_not_found(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["solutions", "tests", "lessons", "helpers", "mutants", FIRST.package, "helper", LATER]
+)
+def test_only_the_submissions_modules_up_to_this_one_are_found(tmp_path, name):
     lay(tmp_path, f"import {name}\n")
+    (tmp_path / FIRST.package / "helper.py").write_text("answer = 1\n")
     failure = import_error(tmp_path)
     assert failure.error == "ModuleNotFoundError" and failure.rank == 0
     assert failure.lines == [f"  naive_ddp.py, line 1, in <module>: import {name}"]
-
-
-def test_a_later_module_is_not_found(tmp_path):
-    lay(tmp_path)
-    lay(tmp_path, f"from ..{SECOND.package}.{SECOND.name} import answer\n", FIRST)
-    assert import_error(tmp_path).error == "ModuleNotFoundError"
 
 
 def test_files_beside_the_modules_are_not_looked_at(tmp_path):
@@ -287,28 +263,11 @@ def test_files_beside_the_modules_are_not_looked_at(tmp_path):
     assert str(tmp_path) not in found and str(ROOT / "brigade" / "rank" / "main.py") in found
 
 
-def test_helper_files_of_the_students_own_are_not_there(tmp_path):
-    lay(tmp_path, "import helper\n")
-    (tmp_path / FIRST.package / "helper.py").write_text("answer = 1\n")
-    assert import_error(tmp_path).error == "ModuleNotFoundError"
-
-
 def test_an_error_at_import_shows_the_students_line(tmp_path):
     lay(tmp_path, "x = 1\nx / 0\n")
     failure = import_error(tmp_path)
     assert failure.summary == "rank 0 raised ZeroDivisionError: division by zero"
     assert failure.lines == ["  naive_ddp.py, line 2, in <module>: x / 0"]
-
-
-def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
-    """Changes to the file between reading and running have no effect."""
-    lay(tmp_path)
-    sources = read(tmp_path, 1).sources
-    (tmp_path / FIRST.path).write_text("raise SystemExit\n")
-    [result] = run_ranks(
-        functions.import_by_name, f"submission.{NAIVE}", world_size=1, packages={"submission": sources}
-    )
-    assert result == {"answer": "own"}
 
 
 # ---- without texts

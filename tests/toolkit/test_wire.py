@@ -126,20 +126,6 @@ def test_views_that_torch_computes_late():
         {-1: 1},
         {2**61 - 1: 1},
     ],
-    ids=[
-        "object",
-        "set",
-        "complex",
-        "in a list",
-        "in a dict",
-        "module",
-        "uint16",
-        "key None",
-        "key tuple",
-        "key bool",
-        "key negative",
-        "key large",
-    ],
 )
 def test_other_values_do_not_travel(value):
     with pytest.raises(WireError, match="cannot be sent"):
@@ -261,18 +247,11 @@ def test_wrong_headers_are_refused_or_read(value, sizes, blobs):
     only_wire_errors(message(value, sizes, blobs))
 
 
-@pytest.mark.parametrize("cut", [1, 8, 20, 100])
 @pytest.mark.parametrize("value", [torch.ones(100), bytes(100), "x" * 100], ids=["tensor", "bytes", "text"])
-def test_a_message_that_is_cut_off_is_refused(cut, value):
-    data = encode([value])
-    with pytest.raises(WireError):
-        decode(data[:-cut])
-
-
-def test_nesting_without_end_is_refused():
-    text = b'{"value": ' + b"[" * 50_000 + b"]" * 50_000 + b', "sizes": []}'
-    with pytest.raises(WireError):
-        decode(struct.pack("<Q", len(text)) + text)
+def test_a_message_that_is_cut_off_is_refused(value):
+    for cut in (1, 8, 20, 100):
+        with pytest.raises(WireError):
+            decode(encode([value])[:-cut])
 
 
 @pytest.mark.parametrize("module", [wire, ranks])

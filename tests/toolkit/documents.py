@@ -1,0 +1,26 @@
+"""The documents of the course, for the tests that read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from brigade.course.modules import ROOT
+
+SECTION = "## How Megatron-LM and torch DDP do it\n"  # of a reading
+
+
+def documents() -> list[Path]:
+    return [
+        path
+        for pattern in ("*.md", "docs/*.md", "lessons/*/*.md", "solutions/*/*.md", "student/*.md", "notebooks/*.ipynb")
+        for path in sorted(ROOT.glob(pattern))
+    ]
+
+
+def read_markdown(document: Path) -> str:
+    """Return the text of a document, or of the Markdown cells of a notebook."""
+    if document.suffix != ".ipynb":
+        return document.read_text()
+    cells = json.loads(document.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
