@@ -4,12 +4,15 @@ import re
 import time
 
 import psutil
-from test_mutants import checks, outcome_of
+from mutants import run_on_text
 
+from brigade.checks.collect import collect
+from brigade.checks.run import Conditions
 from brigade.course.modules import ROOT, get_module
 from brigade.runner import ranks
 
 MODULE_3 = get_module(3)
+CHECKS = {check.name: check for check in collect([MODULE_3])}
 LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"
 DEADLINE_S = 5.0  # a deadlock is told long before it
 LOOP_S = 3.0
@@ -24,8 +27,8 @@ def check_replacement(old, new, deadline_s=DEADLINE_S):
     assert text.count(old) == 1
     ranks.SERVER.start()
     started = time.monotonic()
-    check = checks(MODULE_3)["test_launches_are_asynchronous"]
-    outcome = outcome_of(check, text.replace(old, new), "gloo", deadline_s=deadline_s)
+    check, conditions = CHECKS["test_launches_are_asynchronous"], Conditions(backend="gloo", deadline_s=deadline_s)
+    outcome = run_on_text(check, text.replace(old, new), conditions)
     assert outcome.status == "failed"
     server = psutil.Process(ranks.SERVER._process.pid)
     assert server.children(recursive=True) == []
@@ -89,5 +92,5 @@ def test_a_forgotten_wait_is_caught_every_time():
     wrong = text.replace("handle.wait()", "handle is [*self.in_flight.values()][3] or handle.wait()")
     assert wrong != text
     for seed in range(5):
-        outcome = outcome_of(checks(MODULE_3)["test_every_handle_is_waited_on"], wrong, "gloo", seed)
+        outcome = run_on_text(CHECKS["test_every_handle_is_waited_on"], wrong, Conditions(seed=seed, backend="gloo"))
         assert "did not wait on" in str(outcome.verdict)

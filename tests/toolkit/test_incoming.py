@@ -99,29 +99,21 @@ def test_modules_are_found_wherever_they_lie(tmp_path, files):
     assert modules == ALL and notes == ""
 
 
-@pytest.mark.parametrize("name", ["handed_in.tar.gz", "handed_in.tgz", "handed_in.tar", "handed_in.zip"])
-def test_an_archive_itself(tmp_path, name):
-    content = make_zip(LESSONS) if name.endswith("zip") else make_tar(LESSONS, "w" if name.endswith("tar") else "w:gz")
-    assert read_modules(lay(tmp_path, {name: content}) / name) == (ALL, "")
+@pytest.mark.parametrize(("name", "mode"), [("h.tar.gz", "w:gz"), ("h.tgz", "w:gz"), ("h.tar", "w"), ("h.zip", "")])
+def test_an_archive_itself(tmp_path, name, mode):
+    assert read_modules(lay(tmp_path, {name: make_tar(LESSONS, mode) if mode else make_zip(LESSONS)}) / name) == (
+        ALL,
+        "",
+    )
 
 
+NONE = "No module file such as naive_ddp.py was found. Found instead: "
 NOTES = {
-    "a notebook only": (
-        {"work/analysis.ipynb": "{}", "report.pdf": ""},
-        {},
-        "No module file such as naive_ddp.py was found. Found instead: report.pdf, work/analysis.ipynb",
-    ),
-    "nothing": ({}, {}, "No module file such as naive_ddp.py was found. Found instead: nothing"),
-    "many files": (
-        {f"{n}.txt": "" for n in range(9)},
-        {},
-        "No module file such as naive_ddp.py was found. Found instead: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more",
-    ),
-    "a zip without modules": (
-        {"submission.zip": make_zip({"notes.txt": ""})},
-        {},
-        "No module file such as naive_ddp.py was found. Found instead: notes.txt",
-    ),
+    "a notebook only": ({"work/a.ipynb": "{}", "report.pdf": ""}, {}, NONE + "report.pdf, work/a.ipynb"),
+    "nothing": ({}, {}, NONE + "nothing"),
+    "many files": ({f"{n}.txt": "" for n in range(9)}, {}, NONE + "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more"),
+    "a zip without modules": ({"submission.zip": make_zip({"notes.txt": ""})}, {}, NONE + "notes.txt"),
+    "a name that commands a terminal": ({"\x1b[2J\n.txt": ""}, {}, NONE + "?[2J?.txt"),
     "several places": (
         {"week1/naive_ddp.py": "old", "week2/naive_ddp.py": "new", "week2/flat_ddp.py": "new"},
         {1: "new", 2: "new"},
@@ -137,12 +129,7 @@ NOTES = {
         {1: "own"},
         "Ignored, and worth a look: a/torch, conftest.py",
     ),
-    "a name that commands a terminal": (
-        {"\x1b[2J\n.txt": ""},
-        {},
-        "No module file such as naive_ddp.py was found. Found instead: ?[2J?.txt",
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("files", "modules", "note"), NOTES.values(), ids=NOTES.keys())
@@ -273,23 +260,22 @@ def test_a_bomb_in_an_archive_gets_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["submission.zip", "submission.tar.gz", "submission.tar"])
-@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
-def test_a_damaged_archive_gets_one_line(tmp_path, name, cut):
+def test_a_damaged_archive_gets_one_line(tmp_path, name):
     data = make_zip(LESSONS) if name.endswith("zip") else make_tar(LESSONS, "w" if name.endswith("tar") else "w:gz")
     data = data.rstrip(b"\0")  # a tar ends with zeros
-    assert "cannot be unpacked" in get_refusal(lay(tmp_path, {name: data[: int(cut * len(data))]}))
+    for cut in (0.1, 0.5, 0.9):
+        assert "cannot be unpacked" in get_refusal(lay(tmp_path, {name: data[: int(cut * len(data))]}))
 
 
-def test_only_a_hundred_modules_are_read_and_long_ones_in_part(tmp_path):
+def test_only_a_hundred_modules_are_read_and_long_ones_in_part():
+    def read_archive(files):
+        return incoming.read_archive(io.BytesIO(make_zip(files)), "submission.zip")
+
     names = {f"{n}/{FIRST.path.name}": "" for n in range(1000)} | {SECOND.path.name: b" " * 10_000_000}
-    with zipfile.ZipFile(io.BytesIO(make_zip(names))) as bundle:
-        files, modules = incoming.read_archive(bundle.fp, "submission.zip")
+    files, modules = read_archive(names)
     assert len(files) == 1001 and len(modules) == incoming.MOST_FILES
-    with zipfile.ZipFile(io.BytesIO(make_zip(dict(reversed(names.items()))))) as bundle:
-        assert (
-            len(incoming.read_archive(bundle.fp, "submission.zip")[1][SECOND.path.name])
-            == incoming.MAX_SOURCE_BYTES + 1
-        )
+    _, modules = read_archive(dict(reversed(names.items())))
+    assert len(modules[SECOND.path.name]) == incoming.MAX_SOURCE_BYTES + 1
 
 
 DEEP = 1_500

@@ -14,10 +14,9 @@ from torch import nn
 
 from brigade.rank import emulated_link
 from brigade.rank.api import student
-
-from .basics import end, reduce_often  # noqa: F401
-from .collectives import every_collective  # noqa: F401
-from .recording import train_ddp  # noqa: F401
+from in_ranks.basics import end, reduce_often  # noqa: F401
+from in_ranks.collectives import every_collective  # noqa: F401
+from in_ranks.recording import train_ddp  # noqa: F401
 
 
 def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:

@@ -16,8 +16,7 @@ from torch.distributed import all_reduce as imported_by_another_name
 
 from brigade.rank import recording
 from brigade.rank.recording import phase
-
-from .collectives import every_collective
+from in_ranks.collectives import every_collective
 
 
 def recorded_calls(async_op: bool) -> None:

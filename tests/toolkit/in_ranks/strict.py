@@ -13,8 +13,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from brigade.rank import recording
 from brigade.rank.memory import LiveMemory
-
-from .collectives import values
+from in_ranks.collectives import values
 
 
 def deliver(how: str) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""Answers that compute the right numbers in another way than the module asks earn almost no points."""
+
+import re
+
+import pytest
+from mutants import run_on_text
+
+from brigade.checks.collect import collect
+from brigade.checks.context import CheckContext
+from brigade.checks.run import Conditions
+from brigade.course.modules import MODULES, ROOT
+
+MOST = 2  # points that an alias may earn
+
+ALIAS_OF = """
+import contextlib
+from ..{package}.{name} import {earlier}
+
+class {later}({earlier}):
+    def __init__(self, module, {given}process_group=None):
+        super().__init__(module, {passed}process_group=process_group)
+
+    if not hasattr({earlier}, "no_sync"):
+        def no_sync(self):
+            return contextlib.nullcontext()
+"""
+GIVEN = {
+    "BucketedDDP": "bucket_cap_mb=25.0, ",
+    "BufferedDDP": "bucket_numel=40_000_000, grad_dtype=None, ",
+    "CoalescedDDP": "bucket_numel=40_000_000, buckets_per_group=1, grad_dtype=None, ",
+    "CachedDDP": "bucket_numel=40_000_000, buckets_per_group=1, grad_dtype=None, ",
+}
+PASSED = {
+    "BucketedDDP": "bucket_numel * 4 / 2**20, ",
+    "BufferedDDP": "bucket_numel, grad_dtype, ",
+    "CoalescedDDP": "bucket_numel, buckets_per_group, grad_dtype, ",
+}
+WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
+PAIRS = [
+    # The module before is the most likely alias; `make module` runs the others.
+    pytest.param(earlier, later, marks=[pytest.mark.extended] * (earlier is not before))
+    for before, later in zip(WRAPPERS, WRAPPERS[1:])
+    for earlier in WRAPPERS
+    if earlier.number < later.number
+]
+
+
+def alias(earlier, later):
+    """Return a text for module `later`: the wrapper of module `earlier` with the constructor of module `later`."""
+    name, old = later.public[-1], earlier.public[-1]
+    return ALIAS_OF.format(
+        package=earlier.package,
+        name=earlier.name,
+        earlier=old,
+        later=name,
+        given=GIVEN.get(name, ""),
+        passed=PASSED.get(old, ""),
+    )
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Run each check only with two ranks. This is fast, and passing is not harder than usual."""
+    monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [2])
+
+
+def expect_next_to_nothing(entry, text, backend):
+    """Expect the text to earn at most `MOST` points as the answer to a module.
+
+    The checks with the most points run first.
+    """
+    every = sorted(collect([entry]), key=lambda check: check.points, reverse=True)
+    earned, open_points = {}, sum(check.points for check in every)
+    for check in every:
+        if sum(earned.values()) + open_points <= MOST:
+            return
+        open_points -= check.points
+        if run_on_text(check, text, Conditions(backend=backend)).passed:
+            earned[check.name] = check.points
+    assert sum(earned.values()) <= MOST, earned
+
+
+@pytest.fixture
+def backend(request):
+    return request.config.option.backend
+
+
+@pytest.mark.parametrize(("earlier", "later"), PAIRS, ids=lambda entry: str(entry.number))
+def test_alias_of_an_earlier_wrapper(earlier, later, backend, two_ranks):
+    expect_next_to_nothing(later, alias(earlier, later), backend)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("tests/m*/wrong/*.py")), ids=lambda path: f"{path.parts[-3]}-{path.stem}"
+)
+def test_a_wrong_answer(path, backend, two_ranks):
+    """Answers that train correctly, but not as the module asks: each says which checks it fails, or earns nothing."""
+    text, entry = path.read_text(), next(entry for entry in MODULES if entry.tests == path.parents[1])
+    if not (names := re.search(r"^# Fails: (.*)$", text, re.MULTILINE)):
+        return expect_next_to_nothing(entry, text, backend)
+    checks = {check.name.removeprefix("test_"): check for check in collect([entry])}
+    for name in names[1].split(", "):
+        outcome = run_on_text(checks[name], text, Conditions(backend=backend))
+        assert outcome.status == "failed", (name, outcome.verdict)
