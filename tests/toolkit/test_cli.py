@@ -1,6 +1,5 @@
 """The command line for students: wrong input gets one clear line, and no work of a student is lost."""
 
-import json
 import os
 import re
 import shutil
@@ -138,7 +137,7 @@ def test_prints_of_a_check_that_passes(brigade, lessons):
     edit(lessons, FINISH, "        print('hello')\n" + FINISH)
     shown = brigade("check", 1, "--target", lessons, "--only", "one_all_reduce").stdout
     assert "✓ 1/1" in shown and "[ranks 0, 1] hello" in shown
-    assert "hello" not in brigade("check", 1, "--target", lessons).stdout
+    assert "hello" not in brigade("check", 1, "--target", lessons, "--only", "one_all_reduce or start_equal").stdout
 
 
 def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
@@ -261,13 +260,14 @@ def test_submit_leaves_out_measurements_that_bench_cannot_have_written(lessons, 
     assert line.startswith(said) and why in line
 
 
-def test_submit_says_what_is_written_and_passes(brigade, lessons, submit):
+def test_submit_says_what_is_written_and_passes(lessons, submit):
     """The command runs no check, because it uses the results of `check` and `next` for exactly these files."""
     for entry in MODULES:
         (lessons / entry.package).mkdir(exist_ok=True)
         shutil.copy(ROOT / ("solutions" if entry.number in (1, 2) else "lessons") / entry.path, lessons / entry.path)
     (lessons / get_module(3).path).write_text("def f(:\n")
-    assert brigade("check", 1, "--target", lessons).returncode == 0
+    entry = get_module(1)
+    progress_file.remember("passed", entry.package, progress_file.hash_submission(entry, read(lessons, 1).sources))
     _, printed = submit()
     assert printed.startswith(
         f"contains {len(MODULES)} of {len(MODULES)} modules: 2 written, 1 known to pass all checks.\n"
@@ -464,13 +464,10 @@ def test_help_has_an_example(command, capsys):
     ("options", "line"),
     [
         (["--target", "does/not/exist"], "ERROR: there is no directory does/not/exist"),
-        (["--backend", "nccl"], "ERROR: --backend nccl needs a GPU"),
         (["--prior", "mine"], "invalid choice: 'mine'"),
     ],
 )
 def test_plain_pytest_refuses_wrong_options_in_one_line(options, line):
-    if "nccl" in options and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
     command = [sys.executable, "-m", "pytest", str(get_module(1).checks), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
@@ -499,17 +496,3 @@ def test_parsing_imports_what_the_command_needs_and_nothing_else():
         "for words in (['bench'], ['trace', '1'], ['plan']): parse(words)\n"
         "assert not imported('torch')\n"
     )
-
-
-def test_checks_run_and_are_graded_without_the_lab(tmp_path):
-    """The Gradescope package has no lab."""
-    for name in ("brigade", "lessons", "solutions", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "lab", "toolkit"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    commands = [
-        ["grade", "--submission", str(ROOT / "solutions"), "--modules", "1", "--out", str(tmp_path / "results.json")],
-        ["check", "1", "--target", "solutions"],
-    ]
-    for words in commands:
-        run_python(f"from brigade.cli.main import main\nassert main({words}) == 0", tmp_path)
-    assert json.loads((tmp_path / "results.json").read_text())["score"] == get_module(1).points
