@@ -106,7 +106,8 @@ def test_no_secret_is_in_it(edition):
     assert {name for name in found if name.startswith("notebooks/")} == {*BROWSER_NOTEBOOKS}
     assert not [name for name, text in found.items() if "secret" in name or "a secret" in text]
     assert not [name for name, text in found.items() if "Mutant(" in text]
-    assert {name for name, text in found.items() if "### BEGIN SOLUTION" in text} == {"brigade/course/skeletons.py"}
+    marked = [name for name, text in found.items() if "### BEGIN SOLUTION" in text]
+    assert not [name for name in marked if not name.startswith("brigade/course/")]
 
 
 @pytest.mark.all_modules

@@ -42,8 +42,9 @@ for name in ("source/tests", "source/solutions", "results/results.json"):
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
-    path = tmp_path_factory.mktemp("package") / "gradescope.zip"
+    path = tmp_path_factory.mktemp("package") / "out" / "gradescope.zip"
     package.build(path, OPTIONS)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
     return path
 
 
@@ -135,24 +136,17 @@ def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     assert not [name for name in names if unwanted.search(name) and name not in readings]
 
 
-def test_only_its_owner_may_read_it(archive, tmp_path, monkeypatch):
+def test_only_its_owner_may_read_it_and_equal_courses_make_equal_zips(archive, tmp_path, monkeypatch):
     """The package contains the solutions and the checks. If a link has its name, the link is replaced, not followed."""
     monkeypatch.setattr(package.validation, "import_checks", lambda directory: None)  # as for `archive`
-    assert archive.stat().st_mode & 0o777 == 0o600
     (tmp_path / "elsewhere").write_text("precious")
     path = tmp_path / "out" / "again.zip"
-    package.build(path)
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    path.unlink()
+    path.parent.mkdir(mode=0o700)
     path.symlink_to(tmp_path / "elsewhere")
-    package.build(path)
+    package.build(path, OPTIONS)
     assert not path.is_symlink() and (tmp_path / "elsewhere").read_text() == "precious"
-
-
-def test_equal_courses_make_equal_zips(archive, tmp_path, monkeypatch):
-    monkeypatch.setattr(package.validation, "import_checks", lambda directory: None)  # as for `archive`
-    package.build(tmp_path / "again.zip", OPTIONS)
-    assert (tmp_path / "again.zip").read_bytes() == archive.read_bytes()
+    assert path.stat().st_mode & 0o777 == archive.stat().st_mode & 0o777 == 0o600
+    assert path.read_bytes() == archive.read_bytes()
 
 
 def test_its_requirements_are_the_pinned_ones_for_grading(archive):

@@ -16,18 +16,9 @@ class Run:
 
     def launch(self, rank, group, ranks, op="all_reduce", numel=3, peer=None):
         index = len(self.progress.ranks[rank].launches)
-        common = {
-            "dtype": "float32",
-            "numel": numel,
-            "nbytes": 4 * numel,
-            "name": None,
-            "reduce_op": "SUM",
-            "root": None,
-            "peer": peer,
-            "line": None,
-            "caller": None,
-        }
-        event = {"kind": "launch", "index": index, "group": group, "ranks": list(ranks), "op": op}
+        event = {"kind": "launch", "index": index, "group": group, "ranks": list(ranks), "op": op, "peer": peer}
+        common = {"dtype": "float32", "numel": numel, "nbytes": 4 * numel, "reduce_op": "SUM"}
+        common |= dict.fromkeys(("name", "root", "line", "caller"))
         self.progress.add(rank, event | common)
         return index
 

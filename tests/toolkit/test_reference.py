@@ -94,9 +94,8 @@ def test_the_start_is_that_of_the_groups_first_rank(name):
     problem = case(name, 4, group=[2, 3])
     for key, value in problem.start().items():
         assert torch.equal(value, problem.states[2][key])
-    assert set(problem.start()) == {n for n, _ in build_model(problem, 2).named_parameters()} | {
-        n for n, _ in build_model(problem, 2).named_buffers()
-    }
+    model = build_model(problem, 2)
+    assert set(problem.start()) == {*dict(model.named_parameters()), *dict(model.named_buffers())}
 
 
 @pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Transposed"])
@@ -201,9 +200,8 @@ def test_gradients_become_ready_in_the_reverse_order_of_registration(name):
         plain = [key for key in registered if not key.startswith("norm")]
         assert [key for key in order if not key.startswith("norm")] == plain[::-1]
     elif "Blocks" in name:  # a norm's bias is ready after its weight
-        assert list(dict.fromkeys(key.rpartition(".")[0] for key in order)) == list(
-            dict.fromkeys(key.rpartition(".")[0] for key in registered[::-1])
-        )
+        layers = [list(dict.fromkeys(key.rpartition(".")[0] for key in keys)) for keys in (order, registered[::-1])]
+        assert layers[0] == layers[1]
     else:
         assert order == registered[::-1]
 

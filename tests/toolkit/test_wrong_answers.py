@@ -93,7 +93,7 @@ def test_alias_of_an_earlier_wrapper(earlier, later, backend, two_ranks):
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob("tests/m*/wrong/*.py")), ids=lambda path: f"{path.parts[-3]}-{path.stem}"
 )
-def test_a_wrong_answer(path, backend, two_ranks):
+def test_a_wrong_answer(path, backend):
     """Answers that train correctly, but not as the module asks: each says which checks it fails, or earns nothing."""
     text, entry = path.read_text(), next(entry for entry in MODULES if entry.tests == path.parents[1])
     if not (names := re.search(r"^# Fails: (.*)$", text, re.MULTILINE)):
