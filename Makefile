@@ -50,6 +50,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 	$(BIN)/python tests/plain_words.py
 	$(BIN)/brigade skeletons --check
 

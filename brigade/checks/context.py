@@ -201,7 +201,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
     kind = "mismatch" if is_mismatch(failure) else failure.kind
-    is_message = bool(failure.waiting) and failure.waiting <= OPPOSITES.keys()
+    is_message = bool(failure.waiting) and set(OPPOSITES) >= set(failure.waiting)
     causes, expected = (CAUSES_OF_MESSAGES, EXPECTED_OF_MESSAGES) if is_message else (USUAL_CAUSES, EXPECTED)
     cause, hypothesis = causes.get(kind, ""), f"usual for {kind}"
     if kind == "deadlock" and failure.waiting == {"send"}:

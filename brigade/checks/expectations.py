@@ -188,7 +188,7 @@ def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], st
         yield
     except CheckFailed as failed:
         verdict = failed.verdict
-        finders = [*causes, *(partial(find_leftover, own) for own in events)]
+        finders: list[Callable[[], str]] = [*causes, *(partial(find_leftover, own) for own in events)]
         is_general = not verdict.likely_cause or verdict.hypothesis in GENERAL
         cause = next(filter(None, (find() for find in finders)), "") if is_general else ""
         if cause:
@@ -383,7 +383,7 @@ def expect_overlap(
     bucket is ready, because the second half of the launch can start then. `why_late` is the likely cause if launches
     are late. `events` is the record of `rank`. The expected text ends with `setting`, such as " (buckets_per_group=2)".
     """
-    at = {"rank": rank, "step": step}
+    at: dict[str, Any] = {"rank": rank, "step": step}
     launched = launches(events, step)
     ready_at = {name: place for place, name in list_ready_gradients(events, step)}
     for number, (launch, names) in enumerate(zip(launched, buckets)):

@@ -14,7 +14,7 @@ argument, `submission`, which is a `CheckContext`:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     checks_by_file = {entry.checks: {check.name: check for check in list_checks(entry)} for entry in MODULES}
     for item in items:
         graded = checks_by_file.get(item.path, {}).get(item.name)
-        if graded:
+        if graded and isinstance(item, pytest.Function):
             item.stash[CHECK] = Check(**vars(graded), function=item.obj)
 
 
@@ -105,7 +105,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[Any]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, None]:
     """Report the points of a graded check and its feedback, without a traceback."""
     result = yield
     report = result.get_result()

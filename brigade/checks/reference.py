@@ -82,7 +82,7 @@ class Case:
         for name, parameter in self.parameters().items():
             if parameter.requires_grad:
                 present = [gradients[name].double() for gradients in local if gradients[name] is not None]
-                averages[name] = (sum(present) / len(local)).to(parameter.dtype) if present else None
+                averages[name] = (sum(present[1:], present[0]) / len(local)).to(parameter.dtype) if present else None
         return averages
 
     def largest_entries(self) -> dict[str, float]:

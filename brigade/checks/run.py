@@ -118,7 +118,7 @@ def run_checks(
     hung = 0
     if len(checks) > 1:
         compile_student_files(target, max(check.module for check in checks), prior_source)
-    results = {(check.module, check.name): Future() for check in checks}
+    results: dict[tuple[int, str], Future[Outcome]] = {(check.module, check.name): Future() for check in checks}
 
     def run_next(check: Check) -> Outcome:
         outcome = run_unless_in_vain(check)

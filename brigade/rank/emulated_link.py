@@ -116,7 +116,7 @@ class SharedLaunches:
         self._world_size = world_size
         self._free_at = self.map("link-free", 2 * world_size)  # for each direction, the time at which the link is free
 
-    def map(self, name: str, count: int) -> memoryview:
+    def map(self, name: str, count: int) -> memoryview[float]:
         """Map the file with this name as `count` numbers, initially 0, which all ranks that map it share."""
         file = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
         try:

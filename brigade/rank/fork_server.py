@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from brigade.ipc.protocol import FDS_PER_RANK, kill_group, receive, send
 from brigade.ipc.temporary import remove
@@ -82,7 +83,8 @@ class ForkServer:
     def listen(self) -> None:
         """Execute the parent's orders, and report ranks that have ended, until the socket closes."""
         while True:
-            readable, _, _ = select.select([self._channel, self._wake_read], [], [])
+            sources: list[Any] = [self._channel, self._wake_read]
+            readable, _, _ = select.select(sources, [], [])
             if self._wake_read in readable:
                 os.read(self._wake_read, 4096)
                 self.report(reap(self.ranks))
@@ -156,14 +158,15 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
 
         if sandbox_settings:
             enter.enter(sandbox_settings, directory, server, rank)
-        main(*own, server)
+        control, output, trace = own
+        main(control, output, trace, server)
     finally:
         os._exit(1)
 
 
 def reap(ranks: set[int]) -> dict[int, int]:
     """Reap all children that have ended. Return the exit statuses of those in `ranks`, as in `subprocess`."""
-    ended = {}
+    ended: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -117,11 +117,13 @@ def perform(
     recording.start_process_group(
         MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout, make_inner
     )
-    function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
+    function: Any = importlib.import_module(request["module"])
+    for name in request["function"].split("."):
+        function = getattr(function, name)
     if request.get("graded"):
         recording.expect_submission()
     kept = scatter(request["seed"]) if request["mode"] == "strict" else []
-    results = []
+    results: list[Any] = []
     for args in request["calls"]:
         if results:
             gc.collect()  # free the models of earlier calls: their memory and hooks could affect the next call

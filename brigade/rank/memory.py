@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,9 +68,12 @@ class LiveMemory(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key = id(storage)  # torch keeps the Python object of a storage as long as the storage itself
             if key not in self._storages:
-                self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+                self._storages[key] = weakref.ref(storage, partial(self._forget, key))
         if len(self._storages) > before:
             self.peak = max(self.peak, self.total())
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._storages.pop(key, None)
 
     def _list_live(self) -> dict[int, torch.UntypedStorage]:
         live = {key: reference() for key, reference in self._storages.copy().items()}
@@ -88,7 +92,8 @@ class LiveMemory(TorchDispatchMode):
         """
         live = self._list_live()
         self.peak = max(self.peak, sum(storage.nbytes() for storage in live.values()))
-        nbytes, counted = {}, set()
+        nbytes: dict[str, int] = {}
+        counted: set[int] = set()
         for kind, tensors in kinds.items():
             blocks = {id(t.untyped_storage()): t.untyped_storage() for t in list_tensors(list(tensors))}
             nbytes[kind] = sum(storage.nbytes() for key, storage in blocks.items() if key not in counted)

@@ -40,7 +40,8 @@ class StrictGroup(RecordingGroup):
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
-        self._messages = []  # handles of messages: if one is freed, gloo loses its message, and the peer waits forever
+        # The handles of messages: if one is freed, gloo loses its message, and the peer waits forever.
+        self._messages: list[Any] = []
 
     @uncounted()
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -101,7 +102,7 @@ class StrictWork(RecordedWork):
         self._targets = targets
         self._results = results
         self._delivered = False
-        self._delivered_to = []
+        self._delivered_to: list[Any] = []
         self._asked_at = -1  # the recorder's `progress` when `is_completed` answered False
 
     @uncounted()

@@ -89,7 +89,8 @@ class SwitchWork(dist.Work):
 
     def __init__(self, channel: Channel, index: int, outputs: list[torch.Tensor]):
         super().__init__()
-        self._channel, self._index, self._outputs, self._source = channel, index, outputs, None
+        self._channel, self._index, self._outputs = channel, index, outputs
+        self._source: int | None = None  # known when the result is
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._source is None:

@@ -152,7 +152,7 @@ def make_requests(
 ) -> list[dict[str, Any]]:
     """Return the request to each rank: see `rank/main.py`."""
     common = make_gloo_environment()
-    environments = [{}] * how.world_size
+    environments: list[dict[str, str]] = [{}] * how.world_size
     if how.backend == "nccl":
         environments = make_nccl_environments(how.world_size, how.share_gpu)
     request = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class RankFailure(Exception):
     """
 
     events: list[list[Event]]
-    waiting: set[str] = frozenset()  # the operations in which ranks waited, or that mismatched
+    waiting: Collection[str] = frozenset()  # the operations in which ranks waited, or that mismatched
     own = False  # whether `lines` show the submission's own code, if a rank raised an exception
 
     def __init__(

@@ -208,7 +208,7 @@ class Switch:
         group, op, dtype, reduce_op = (fields[name] for name in ("group", "op", "dtype", "reduce_op"))
         if type(group) is not str or len(group) > 100 or op not in OPERATIONS:
             raise ValueError("its group has no name, or the operation is unknown")
-        if dtype is None if op != "barrier" else (dtype is not None or sum(map(len, lists))):
+        if dtype is None if op != "barrier" else (dtype is not None or any(lists)):
             raise ValueError("its dtype is missing")
         if dtype is not None and any(size % DTYPES[dtype].itemsize for sizes in lists for size in sizes):
             raise ValueError("a tensor's size is not a multiple of its dtype's size")
@@ -216,7 +216,7 @@ class Switch:
             raise ValueError("its reduce operation is not supported, or its root is missing")
         if op == "send" and peer in (None, rank) or peer == rank:
             raise ValueError("a message has no peer, or the rank sends it to itself")
-        call = Call(rank, len(self.calls[rank]), op, group, ranks, dtype, *lists[:2], reduce_op, root, peer,
+        call = Call(rank, len(self.calls[rank]), op, group, ranks, dtype, lists[0], lists[1], reduce_op, root, peer,
                     fields["tag"], lists[2], bytes(message[4 + size :]))  # fmt: skip
         sends = op not in ("barrier", "recv") and (op not in ("broadcast", "scatter") or root == rank)
         if len(call.body) != (sum(call.sizes) if sends else 0):

@@ -86,7 +86,8 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
 
     `numel` is the total number of elements of all gradients.
     """
-    readiness, last = list_ready_gradients(record, step), {}
+    readiness = list_ready_gradients(record, step)
+    last: dict[str, int] = {}
     reductions = [x for x in select_sync_launches(record, step) if x.op == "all_reduce"]
     has_one_pass = len(list_backward_passes(record, step)) == 1
     if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
