@@ -406,11 +406,15 @@ def test_torchrun_gives_the_losses_of_a_local_run(written_files, tmp_path):
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"
 
 
-def test_under_torchrun_no_link_is_emulated_between_machines(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"mode": "emulate"}, "an emulated link needs"), ({"backend": "nccl", "share_gpu": True}, "--share-gpu needs")],
+)
+def test_under_torchrun_some_options_need_all_ranks_on_one_machine(options, said, monkeypatch):
     for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(CourseError, match="an emulated link needs all ranks on one machine"):
-        torchrun.run_on_torchrun(ladder.train, {}, [], mode="emulate")
+    with pytest.raises(CourseError, match=f"{said} all ranks on one machine"):
+        torchrun.run_on_torchrun(ladder.train, {}, [], **options)
 
 
 @pytest.mark.extended
