@@ -13,12 +13,13 @@
 COURSE := $(if $(STUDENT),out/student,.)
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module figures notebooks slides site gradescope student package unlock gpu-check gpu-sim promises soak matrix lint
+.PHONY: help demo test module figures notebooks slides site gradescope student package coverage unlock gpu-check gpu-sim promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
 	@echo "make test             run all tests: lint, skeletons, graded checks, mutants, toolkit, notebooks"
 	@echo "make module MODULE=3  run lint and the tests of one module, after you have changed it"
+	@echo "make coverage         run all tests, and print which part of brigade they execute, ranks included"
 	@echo "make setup            create the virtual environment .venv; then run: source .venv/bin/activate"
 	@echo "make figures          draw the pictures of the readings again, from runs on this machine"
 	@echo "make notebooks        execute all notebooks and store their outputs; do not run anything else at the same time"
@@ -44,6 +45,12 @@ test: setup lint
 module: setup lint
 	$(if $(MODULE),,$(error name a module, as in `make module MODULE=3`))
 	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions --module $(MODULE)
+
+coverage: setup
+	rm -rf out/coverage && mkdir -p out/coverage
+	-$(BIN)/coverage run -m pytest -q -n 3 --dist worksteal --target solutions
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --sort=cover
 
 lint: setup
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ course's site, built once for all tests that read it.
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from collections import namedtuple
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from brigade.course.modules import ROOT, CourseError, Module, get_module
+from brigade.runner import ranks
 
 Done = namedtuple("Done", "returncode stdout stderr")
 
@@ -72,6 +74,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        ranks.SERVER.preload.add("tests.helpers.rank_coverage")
     config.addinivalue_line("markers", "all_modules: the test is about all modules together")
     config.addinivalue_line(
         "markers", "extended: runs only with --everything, or with --module if it is about that module"
