@@ -93,7 +93,7 @@ unlock: setup
 	$(BIN)/python -m brigade.course.student_edition --unlock $(MODULE)
 
 gpu-check:
-	$(PYTHON) -m brigade.lab.gpu_check $(GPU_OPTIONS)
+	$(PYTHON) -m tools.gpu_check $(GPU_OPTIONS)
 
 gpu-sim:
 	$(PYTHON) tools/gpu_sim/simulate.py $(GPU_OPTIONS)

@@ -116,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"brigade: {sys.executable} has no torch. {SETUP}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"brigade: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error  # such as a library of torch
+        print(f"brigade: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nbrigade: stopped", file=sys.stderr)

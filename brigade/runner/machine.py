@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import socket
+import warnings
 from pathlib import Path
 
 from brigade.course.modules import CourseError
@@ -80,7 +81,9 @@ def find_gpu_problem() -> str:
 def _count_devices() -> int:
     import torch
 
-    return torch.cuda.device_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a driver that does not answer
+        return torch.cuda.device_count()
 
 
 @functools.cache
@@ -107,8 +110,8 @@ def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, s
         return [{} for _ in range(world_size)]
     if not share_gpu:
         raise CourseError(
-            f"{world_size} ranks need {world_size} GPUs, but there are {gpus}; --share-gpu puts several ranks on one "
-            "GPU, to check correctness only"
+            f"{world_size} ranks need {world_size} GPUs, but this machine has {gpus}; --share-gpu puts several ranks "
+            "on one GPU, to check correctness only"
         )
     shared = {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",

@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.cli.main import main
 from brigade.course.modules import MODULES, ROOT, CourseError
-from brigade.lab import gpu_check
 from brigade.runner import machine
 from brigade.runner.ranks import SERVER, RankFailure, run_ranks
 from brigade.runner.server import VISIBLE
+from tools import gpu_check
 
 # On a machine without a GPU, torch claims to have one and raises an exception if anybody uses it.
 FAKE_GPU = """
@@ -118,7 +119,7 @@ def pretend(monkeypatch):
     """Make torch and NVIDIA's library describe another machine."""
 
     def set_up(gpus, built="13.0", driver=13000, visible=None):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: warnings.warn("no NVML", stacklevel=2) or gpus)
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(machine, "read_driver_version", lambda: driver)
         if visible is None:
@@ -130,7 +131,7 @@ def pretend(monkeypatch):
 
 
 @pytest.mark.parametrize("case", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_machine_without_a_usable_gpu_gets_one_line(case, pretend, capsys):
+def test_a_machine_without_a_usable_gpu_gets_one_line(case, pretend, capsys, recwarn):
     *facts, said = case
     pretend(*facts)
     assert machine.count_gpus() == 0
@@ -143,6 +144,7 @@ def test_a_machine_without_a_usable_gpu_gets_one_line(case, pretend, capsys):
         assert command() == 2
         error = capsys.readouterr().err
         assert said in error and "needs a GPU" in error and error.count("\n") == 1, error
+    assert not list(recwarn)
 
 
 @pytest.mark.parametrize("command", [["bench", "--ranks", "2"], ["grade", "--submission", str(ROOT / "lessons")]])
@@ -150,7 +152,7 @@ def test_more_ranks_than_gpus_get_one_line(command, pretend, capsys):
     pretend(1)
     assert main([*command, "--backend", "nccl"]) == 2
     error = capsys.readouterr().err
-    assert "2 ranks need 2 GPUs, but there are 1" in error and "--share-gpu" in error and error.count("\n") == 1
+    assert "2 ranks need 2 GPUs, but this machine has 1" in error and "--share-gpu" in error and error.count("\n") == 1
 
 
 def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
@@ -163,6 +165,15 @@ def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
     pretend(2, driver=None)  # an unknown driver is no problem
     assert machine.count_gpus() == 2
     assert machine.make_nccl_environments(2, share_gpu=True) == [{}, {}]
+
+
+def test_a_library_of_torch_that_is_missing_gets_one_line(monkeypatch, capsys):
+    def find_no_library():
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(machine, "find_gpu_problem", find_no_library)
+    assert main(["bench", "--backend", "nccl"]) == 2
+    assert capsys.readouterr().err == "brigade: libcudart.so.13: cannot open shared object file\n"
 
 
 class FakeNVML:

@@ -20,8 +20,9 @@ from documents import SECTION, documents, read_markdown
 from brigade.cli.main import parse
 from brigade.course.modules import MODULES, ROOT
 from brigade.grade import similarity
-from brigade.lab import gpu_check, links, plan
+from brigade.lab import links, plan
 from brigade.runner import monitor, ranks
+from tools import gpu_check
 
 PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests", "tools")
 GENERATED = ("docs/gpu_report.md", "lessons/measurements.json")  # not there until somebody makes them

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -35,8 +37,11 @@ ranks.stop()
 """
 
 
+FULL_MARKS = r"(\d+) of \1 points"
+
+
 class Step(NamedTuple):
-    """A command to run with some GPUs. It must end with `status` and print `said`."""
+    """A command to run with some GPUs. It must end with `status` and print what the pattern `said` matches."""
 
     name: str
     gpus: int
@@ -47,41 +52,42 @@ class Step(NamedTuple):
     environment: dict[str, str] = {}
 
 
-def list_steps(deadline: str, minutes: str, number: list[str]) -> Iterator[Step]:
-    """Yield the steps. `number` selects modules, by default all."""
+def list_steps(deadline: str, minutes: str, number: list[str], styles: Path) -> Iterator[Step]:
+    """Yield the steps. `number` selects modules, by default all. `styles` is a submission of another style."""
     pytest = ["python", "-m", "pytest", "-q", "--target", "solutions", "--deadline", deadline]
     checks = [str(path) for path in sorted((ROOT / "tests").glob("test_m[0-9]*.py"))]
     if number:
         checks = [path for path in checks if str(int(Path(path).name[6:8])) in number]
     brigade = ["python", "-m", "brigade.cli"]
-    selected = ["--modules", *number] if number else []
+    check = ["python", "-m", "tools.gpu_check", "--minutes", minutes, "--deadline", deadline, "--out", "out/gpu_sim.md"]
     for gpus in (1, 2, 4):
-        yield Step("graded checks with NCCL", gpus, [*pytest, *NCCL, *checks])
+        selected = ["--modules", *number] if number else []
+        yield Step("gpu-check", gpus, [*check, *selected], said="Everything passed")
     yield Step("graded checks with gloo", 1, [*pytest, "--backend", "gloo", *checks], without_cuda=True)
-    styles = [*pytest, *NCCL, "tests/toolkit/test_mutants.py", "-k", "another_style or right_variant"]
-    yield Step("answers in other styles", 1, styles)
-    for gpus in (1, 4):
-        check = ["python", "-m", "brigade.lab.gpu_check", "--minutes", minutes, "--out", "out/gpu_sim.md", *selected]
-        yield Step("gpu-check", gpus, check, said="Everything passed")
-    yield Step("benchmark", 1, [*brigade, "bench", "--target", "solutions", *NCCL])
+    styled = [*pytest, *NCCL, "tests/toolkit/test_mutants.py", "-k", "another_style or right_variant"]
+    yield Step("answers in other styles", 1, styled)
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2"]
     yield Step("torchrun: benchmark", 2, [*torchrun, "-m", "brigade.cli", "bench", "--target", "solutions"])
     yield Step("torchrun: launch.py", 2, [*torchrun, "lessons/m00_ring/launch.py"], said="on cuda:1")
     yield Step("ranks of a notebook", 2, ["python", "-c", NOTEBOOK])
     if os.geteuid() == 0:
-        grade = [*brigade, "grade", "--submission", "solutions", "--modules", ",".join(number) or "1-8", *NCCL]
-        yield Step("grade as root", 1, grade, said=" points")
-    for said, environment in (
-        ("the NVIDIA driver is too old", {"FAKE_DRIVER": "12040"}),
-        ("CUDA_VISIBLE_DEVICES is empty", {"CUDA_VISIBLE_DEVICES": ""}),
-        ("2 ranks need 2 GPUs", {}),
+        graded = ["--modules", ",".join(number) or "0-11", "--limit", "7200", "--out", "out/gpu_sim.json", *NCCL]
+        for submission in ("solutions", str(styles)):
+            grade = [*brigade, "grade", "--submission", submission, *graded]
+            yield Step(f"grade {Path(submission).name} as root", 1, grade, said=FULL_MARKS)
+    for gpus, said, environment in (
+        (0, "there is no NVIDIA driver", {"FAKE_DRIVER": "0"}),
+        (0, "torch finds none", {}),
+        (1, "the NVIDIA driver is too old", {"FAKE_DRIVER": "12040"}),
+        (1, "CUDA_VISIBLE_DEVICES is empty", {"CUDA_VISIBLE_DEVICES": ""}),
+        (1, "2 ranks need 2 GPUs", {}),
     ):
         command = [*brigade, "bench", "--target", "solutions", "--backend", "nccl"]
-        yield Step(f"message: {said}", 1, command, status=2, said=said, environment=environment)
+        yield Step(f"message: {said}", gpus, command, status=2, said=said, environment=environment)
 
 
 def run_step(step: Step, directory: str, log: Path) -> str:
-    """Run one step. Return what went wrong, or ""."""
+    """Run one step. Return the row of the table without the time."""
     cuda_log = log.with_suffix(".cuda")
     cuda_log.unlink(missing_ok=True)
     environment = os.environ | {"FAKE_GPUS": str(step.gpus), "FAKE_CUDA_LOG": str(cuda_log)} | step.environment
@@ -90,16 +96,17 @@ def run_step(step: Step, directory: str, log: Path) -> str:
             [HERE / "run.sh", directory, *step.command], cwd=ROOT, env=environment, stdout=output, stderr=output
         ).returncode
     text = log.read_text(errors="replace")
+    problem = ""
     if status != step.status:
-        return f"status {status}: {log}"
-    if step.said not in text:
-        return f"the output has no {step.said!r}: {log}"
-    if step.status == 2 and text.strip().count("\n"):
-        return f"more than one line: {log}"
-    initialised = cuda_log.read_text() if cuda_log.exists() else ""
-    if step.without_cuda and initialised:
-        return initialised.splitlines()[0]
-    return ""
+        problem = f"status {status}: {log}"
+    elif not re.search(step.said, text):
+        problem = f"the output has no {step.said!r}: {log}"
+    elif step.status == 2 and text.strip().count("\n"):
+        problem = f"more than one line: {log}"
+    elif step.without_cuda and cuda_log.exists():
+        problem = f"CUDA was initialised: {cuda_log}"
+    tests = sum(map(int, re.findall(r"\b(\d+) passed", text)))
+    return f"| {step.name} | {step.gpus} | {problem or 'passed'} | {tests or ''} |"
 
 
 def main() -> int:
@@ -112,16 +119,19 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only steps whose name contains this text")
     options = parser.parse_args()
     subprocess.run([HERE / "build.sh", options.dir], check=True)
-    logs = Path(options.dir) / "logs"
-    logs.mkdir(exist_ok=True)
+    logs, styles = Path(options.dir) / "logs", Path(options.dir) / "other_styles"
+    for path in (logs, styles):
+        path.mkdir(exist_ok=True)
+    for path in (ROOT / "tests").glob("m*/alternative.py"):
+        shutil.copy(path, styles / f"{path.parent.name.partition('_')[2]}.py")
     rows = []
-    for index, step in enumerate(list_steps(options.deadline, options.minutes, options.modules)):
+    for index, step in enumerate(list_steps(options.deadline, options.minutes, options.modules, styles)):
         if options.only in step.name:
             started = time.monotonic()
-            problem = run_step(step, options.dir, logs / f"{index:02}.txt")
-            rows.append(f"| {step.name} | {step.gpus} | {problem or 'passed'} | {time.monotonic() - started:.0f} |")
+            row = run_step(step, options.dir, logs / f"{index:02}.txt")
+            rows.append(f"{row} {time.monotonic() - started:.0f} |")
             print(rows[-1], flush=True)
-    print("\n".join(["", "| step | GPUs | result | seconds |", "|---|---|---|---|", *rows]))
+    print("\n".join(["", "| step | GPUs | result | tests passed | seconds |", "|---|---|---|---|---|", *rows]))
     return int(any("| passed |" not in row for row in rows))
 
 

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kSuccess = 0;
 constexpr int kInvalidArgument = 2;
+constexpr int kDriverNotLoaded = 9;
 
 int count_gpus() { return static_cast<int>(find_number("FAKE_GPUS", 1)); }
 
@@ -16,9 +17,9 @@ int count_gpus() { return static_cast<int>(find_number("FAKE_GPUS", 1)); }
 
 extern "C" {
 
-int nvmlInit() { return kSuccess; }
+int nvmlInit_v2() { return find_number("FAKE_DRIVER", 13000) ? kSuccess : kDriverNotLoaded; }
 
-int nvmlInit_v2() { return kSuccess; }
+int nvmlInit() { return nvmlInit_v2(); }
 
 int nvmlShutdown() { return kSuccess; }
 

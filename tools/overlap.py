@@ -67,10 +67,12 @@ def make_setting(workload: Workload, world_size: int) -> Setting:
     return Setting(parameters, world_size, workload.bucket_mb, OPTIMIZERS["sgd"], machine, find_units(model))
 
 
-def measure_overlap(workload: Workload, **how: Any) -> list[str]:
-    """Run one step of each variant on ranks (`how`: see `RunOptions`). Return a table in Markdown."""
+def measure_overlap(**how: Any) -> list[str]:
+    """Run one step of each variant on two ranks (`how`: see `RunOptions`). Return a table in Markdown."""
+    workload = Workload()
     variants = [asdict(variant) for variant in VARIANTS]
-    results = run_ranks(profile_steps, asdict(workload), variants, packages={"submission": read_reference()}, **how)
+    how |= {"world_size": 2, "packages": {"submission": read_reference()}}
+    results = run_ranks(profile_steps, asdict(workload), variants, **how)
     setting = make_setting(workload, how["world_size"])
     lines = [
         "| variant | operation | launches | predicted | kernels | overlapped | predicted |",
