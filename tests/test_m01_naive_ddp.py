@@ -15,6 +15,7 @@ from m01_naive_ddp import scenario as m01_naive_ddp
 JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 
 
+@pytest.mark.parts("Parts (a) and (b): equal replicas")
 @pytest.mark.points(1)
 def test_parameters_start_equal(submission):
     """After construction, all parameters, including frozen and transposed ones, equal those of rank 0."""
@@ -36,6 +37,7 @@ def test_buffers_start_equal(submission):
         expect_start(states, case, "buffers", events=events)
 
 
+@pytest.mark.parts("Part (c): equal steps")
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
     """After finish_grad_sync, every gradient is the average over the ranks, for world sizes 1 to 4."""

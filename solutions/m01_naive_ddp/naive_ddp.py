@@ -18,7 +18,8 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
     """Overwrite all parameters and buffers of `module` with the values that they have on the group's first rank.
 
     This includes frozen parameters, and buffers of any dtype. Every rank of the group must call this function.
-    `process_group=None` means the default group.
+    `process_group=None` means the default group. NCCL takes only contiguous tensors: for a transposed one, broadcast a
+    contiguous copy, then copy the result back. Later modules import this function.
     """
     ### BEGIN SOLUTION part (a)
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -31,8 +32,19 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
 class NaiveDDP(nn.Module):
     """Wrap a model. After backward, average its gradients over the ranks of a group, one by one.
 
-    The constructor makes all replicas equal. After each backward, call `finish_grad_sync` once, on all ranks.
-    Afterwards, every `p.grad` is the average over the group.
+    The constructor makes all replicas equal. In each step, all ranks call `finish_grad_sync` once, after one or more
+    backward passes. Afterwards, every `p.grad` is the average over the group: what one process would compute on the
+    whole batch, if the loss is a mean and every rank has equally many examples.
+
+    This holds for this wrapper and for those of all later modules:
+
+    - It works at any world size, 1 included, in any group, for any number of steps. Its state is in the wrapper, not in
+      global variables, because a process may wrap several models. Others read `.module` and `.process_group`.
+    - Frozen parameters and buffers are broadcast, but never reduced. A tied parameter is reduced once.
+    - If a parameter has no gradient on this rank, it counts as zeros. If it has none on any rank, its gradient may be
+      None or zeros afterwards.
+    - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
+    - Sparse gradients, `.to()` after wrapping, and wrapping twice are not supported.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
@@ -50,8 +62,7 @@ class NaiveDDP(nn.Module):
     def finish_grad_sync(self) -> None:
         """Average the gradient of each trainable parameter over the group, with one all-reduce per parameter.
 
-        All ranks must call the same collectives in the same order. If this rank did not use a parameter, the
-        parameter's gradient is None and counts as zeros.
+        All ranks must call the same collectives in the same order.
         """
         ### BEGIN SOLUTION part (c)
         for parameter in self.module.parameters():
