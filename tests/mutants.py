@@ -1,108 +1,271 @@
 """Small, plausible mistakes in the reference. Every run of the suite proves that the checks catch them.
 
-Each module's file contains its `MUTANTS`. `SAMPLE` names two of them for `make gpu-check`: they fail on every backend,
-and neither makes ranks wait forever.
+The mistakes of a module are entries in `mutants.diff` in its directory. `variants.diff` contains changes that leave the
+reference right. An entry is a header and a diff:
+
+    mutant: summed, not averaged
+    caught by: test_gradients_are_averaged, test_steps_and_subgroups
+    cause: summed over the ranks
+    --- a/overlapped_ddp.py
+    -            parameter.grad /= dist.get_world_size(self.process_group)
+    +            pass
+
+A line `@@` separates hunks. The old lines of a hunk, which begin with a space or `-`, must occur exactly once in the
+reference's file, so the rest of the file may change. To add a mutant, change the reference, then run for example
+
+    python tests/mutants.py 3 "summed, not averaged" test_gradients_are_averaged --cause "summed over the ranks"
+
+The command writes the entry and restores the reference from git's index.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome
 from brigade.course.modules import ROOT, Module, get_module
-from brigade.course.submission import read
+from brigade.course.submission import Sources, read
+
+Texts = Mapping[str, str]  # the files of a module by name
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """In a file of the reference, the lines `old` become `new`."""
+
+    file: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Change:
-    """`old` in the reference becomes `new`."""
+    """A change to the reference of module `number`, from the file `origin`.
 
-    name: str
-    old: str
-    new: str
-
-    def apply(self, text: str) -> str:
-        """Return the reference's text with the change in it.
-
-        Raise ValueError unless `old` occurs there exactly once, and SyntaxError if the text is no longer Python.
-        """
-        if text.count(self.old) != 1:
-            raise ValueError(f"change {self.name!r}: its old text occurs {text.count(self.old)} times in the reference")
-        changed = text.replace(self.old, self.new)
-        compile(changed, self.name, "exec")
-        return changed
-
-
-@dataclass(frozen=True)
-class Mutant(Change):
-    """A mistake. Every check in `caught_by` must fail, and the first must tell the student `cause`.
-
-    `cause` is empty if the exception's own message is enough.
+    A mutant is a mistake. Every check in `checks` must fail, and the first must tell the student `cause`, which is
+    empty if the exception's own message is enough. `make gpu-check` runs the mutants in the sample too, so they must
+    fail on every backend and leave no rank waiting. A variant is another correct solution that careless checks would
+    refuse. Every check in `checks` must accept it.
     """
 
-    caught_by: tuple[str, ...]
+    number: int
+    origin: str
+    name: str
+    checks: tuple[str, ...]
+    hunks: tuple[Hunk, ...]
     cause: str = ""
+    in_sample: bool = False
+
+    def apply(self) -> dict[str, str]:
+        """Return the reference's files with the change in them.
+
+        Raise ValueError unless every hunk occurs exactly once, and SyntaxError if a text is no longer Python.
+        """
+        texts = read_reference(get_module(self.number))
+        places = []
+        for number, hunk in enumerate(self.hunks, 1):
+            found = find(hunk.old, texts.get(hunk.file, "").splitlines())
+            if len(found) != 1:
+                raise ValueError(
+                    f"{self.origin}, {self.name!r}: the old lines of hunk {number} occur {len(found)} times in "
+                    f"{hunk.file}, but must occur exactly once"
+                )
+            places.append((found[0], hunk))
+        for place, hunk in sorted(places, key=lambda pair: pair[0], reverse=True):
+            lines = texts[hunk.file].splitlines()
+            if tuple(lines[place : place + len(hunk.old)]) != hunk.old:
+                raise ValueError(f"{self.origin}, {self.name!r}: two hunks overlap")
+            lines[place : place + len(hunk.old)] = hunk.new
+            texts[hunk.file] = "\n".join(lines) + "\n"
+        for file, text in texts.items():
+            compile(text, f"{self.name}: {file}", "exec")
+        return texts
 
 
-BROADCAST = "broadcast_module_state(module, process_group)\n"  # in the constructors of modules 2 to 5
-UNEQUAL_REPLICAS = Mutant(
-    "replicas not made equal",
-    BROADCAST,
-    "pass\n",
-    ("test_gradients_are_averaged",),
-    "still has its own values of parameters and buffers",
-)
-GROUP_IGNORED_AT_START = Mutant(
-    "process_group ignored by the broadcast",
-    BROADCAST,
-    "broadcast_module_state(module)\n",
-    ("test_steps_and_subgroups",),
-    "of rank 0 of the world instead of",
-)
+def find(old: tuple[str, ...], lines: list[str]) -> list[int]:
+    """Return the places at which the lines `old` occur, which are none if `old` is empty."""
+    return [place for place in range(len(lines)) if old and tuple(lines[place : place + len(old)]) == old]
 
 
-@dataclass(frozen=True)
-class Variant(Change):
-    """Another correct solution. The checks in `passes` must accept it; careless checks would fail it."""
-
-    passes: tuple[str, ...]
+def read_reference(entry: Module) -> dict[str, str]:
+    """Return the texts of the module's files in the reference."""
+    return {path.name: (ROOT / "solutions" / path).read_text() for path in entry.paths}
 
 
-def run_on_text(check: Check, text: str, conditions: Conditions) -> Outcome:
-    """Run a check on the reference, with this text in place of the check's module, as if a student had written it."""
+def list_mutants(entry: Module) -> tuple[Change, ...]:
+    """Return the mistakes in a module."""
+    return read_changes(entry, "mutants.diff")
+
+
+def list_variants(entry: Module) -> tuple[Change, ...]:
+    """Return the changes of a module's reference that leave it right."""
+    return read_changes(entry, "variants.diff") if (entry.tests / "variants.diff").exists() else ()
+
+
+def find_mutant(number: int, name: str) -> Change:
+    """Return the mutant of module `number` with this name."""
+    [mutant] = [mutant for mutant in list_mutants(get_module(number)) if mutant.name == name]
+    return mutant
+
+
+@functools.cache
+def read_changes(entry: Module, name: str) -> tuple[Change, ...]:
+    """Return the entries of a file in the module's directory. Raise ValueError if the file is wrong."""
+    path = entry.tests / name
+    _, *blocks = re.split(r"^(?:mutant|variant): ", path.read_text(), flags=re.MULTILINE)
+    changes = tuple(parse(entry, path.relative_to(ROOT).as_posix(), block) for block in blocks)
+    names = [change.name for change in changes]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"{path.relative_to(ROOT)}: two entries have the name {twice.pop()!r}")
+    return changes
+
+
+def parse(entry: Module, origin: str, block: str) -> Change:
+    """Return the change that an entry describes. `block` begins with the entry's name."""
+    header, *files = re.split(r"^--- a/", block, flags=re.MULTILINE)
+    name, *lines = header.splitlines()
+    fields = dict(line.split(": ", 1) for line in lines if ": " in line and not line.startswith("#"))
+    checks = fields.pop("caught by", None) or fields.pop("passes", "")
+    cause, in_sample = fields.pop("cause", ""), fields.pop("sample", "no") == "yes"
+    hunks = []
+    for part in files:
+        file, _, bodies = part.partition("\n")
+        for body in re.split(r"^@@\n", bodies, flags=re.MULTILINE):
+            lines = re.sub(r"^#.*\n", "", body, flags=re.MULTILINE).rstrip("\n").split("\n")
+            old, new = (tuple(line[1:] for line in lines if line[:1] in ("", " ", sign)) for sign in "-+")
+            if any(line[:1] not in ("", " ", "-", "+") for line in lines):
+                raise ValueError(f"{origin}, {name!r}: a line of a hunk begins with ' ', '-' or '+'")
+            hunks.append(Hunk(file, old, new))
+    if fields or not checks or not hunks:
+        raise ValueError(f"{origin}, {name!r}: an entry has a name, checks, a cause, and a diff; wrong: {fields}")
+    return Change(entry.number, origin, name, tuple(checks.split(", ")), tuple(hunks), cause, in_sample)
+
+
+def format_diff(before: Texts, after: Texts) -> str:
+    """Return the diff from `before` to `after`, with as little context as makes every hunk unique."""
+    lines = []
+    for file, text in before.items():
+        old, new = text.splitlines(), after[file].splitlines()
+        codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        hunks: list[tuple[int, int]] = []
+        for start, end in [extend(old, i, j) for tag, i, j, _, _ in codes if tag != "equal"]:
+            while hunks and start <= hunks[-1][1]:  # they share lines or touch
+                first, last = hunks.pop()
+                start, end = min(first, start), max(last, end)
+            hunks.append((start, end))
+        for start, end in hunks:
+            lines.append("@@" if (start, end) != hunks[0] else f"--- a/{file}")
+            for tag, i, j, k, m in codes:
+                if tag == "equal":
+                    lines += [f" {line}".rstrip() for line in old[max(i, start) : min(j, end)]]
+                elif start <= i and j <= end:
+                    lines += [f"-{line}" for line in old[i:j]] + [f"+{line}" for line in new[k:m]]
+    return "\n".join(lines) + "\n"
+
+
+def extend(old: list[str], start: int, end: int) -> tuple[int, int]:
+    """Return the smallest range around `start` to `end` whose lines occur only once, and do not begin or end empty."""
+    for more in range(len(old)):
+        for first in range(start - more, start + 1):
+            last = end + more - (start - first)
+            if not 0 <= first < last <= len(old) or len(find(tuple(old[first:last]), old)) != 1:
+                continue
+            if (first == start or old[first]) and (last == end or old[last - 1]):
+                return first, last
+    raise ValueError("the file is empty")
+
+
+def format_entry(kind: str, name: str, checks: Sequence[str], cause: str, in_sample: bool, diff: str) -> str:
+    """Return the entry of a mutant or variant for `mutants.diff` or `variants.diff`."""
+    lines = [f"{kind}: {name}", f"{'passes' if kind == 'variant' else 'caught by'}: {', '.join(checks)}"]
+    lines += [f"cause: {cause}"] * bool(cause) + ["sample: yes"] * in_sample
+    return "\n".join([*lines, diff])
+
+
+def run_on_text(check: Check, text: str | Texts, conditions: Conditions) -> Outcome:
+    """Run a check on the reference with other texts of its module's files, as if a student had written them.
+
+    A single text is the module's main file.
+    """
     entry = get_module(check.module)
-    sources = read("solutions", entry.number).sources
-    key, path = f"{entry.package}.{entry.name}", str(ROOT / "lessons" / entry.path)
-    return run_check(check, "solutions", conditions, sources=sources | {key: (path, text)})
+    sources = replace_files(entry, read("solutions", entry.number).sources, text)
+    return run_check(check, "solutions", conditions, sources=sources)
 
 
-def escapes(entry: Module, mutant: Mutant, conditions: Conditions) -> str:
+def replace_files(entry: Module, sources: Sources, text: str | Texts) -> Sources:
+    """Return the sources with these files of a module in place of the reference's."""
+    texts = {entry.path.name: text} if isinstance(text, str) else text
+    place = ROOT / "lessons" / entry.package
+    return sources | {f"{entry.package}.{Path(file).stem}": (str(place / file), texts[file]) for file in texts}
+
+
+def escapes(mutant: Change, conditions: Conditions) -> str:
     """Return in which way a mutant escapes the checks that it names; "" if it does not.
 
     Each of them has to fail, as a check and not by accident, and the first has to name the likely cause. So does the
     check that the first one needs, if it fails too, because `brigade check` then does not run the first one.
     """
-    text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
-    checks = {check.name: check for check in collect([entry])}
-    if not mutant.caught_by:
-        return "no check catches it"
-    if unknown := [name for name in mutant.caught_by if name not in checks]:
-        return f"module {entry.number} has no check {', '.join(unknown)}"
-    for name in mutant.caught_by:
-        outcome = run_on_text(checks[name], text, conditions)
+    texts = mutant.apply()
+    checks = {check.name: check for check in collect([get_module(mutant.number)])}
+    if unknown := [name for name in mutant.checks if name not in checks]:
+        return f"module {mutant.number} has no check {', '.join(unknown)}"
+    for name in mutant.checks:
+        outcome = run_on_text(checks[name], texts, conditions)
         if outcome.status != "failed":
             return f"{name}: {outcome.status}\n{outcome.verdict or ''}"
         likely_cause = outcome.verdict.likely_cause
         if likely_cause and ("?" in likely_cause or not likely_cause.endswith(".")):
             return f"{name}: the likely cause is no statement that ends with a full stop: {likely_cause}"
-        if name == mutant.caught_by[0] and mutant.cause not in " ".join(str(outcome.verdict).split()):
+        if name == mutant.checks[0] and mutant.cause not in " ".join(str(outcome.verdict).split()):
             return f"{name}: the student is not told {mutant.cause!r} but:\n{outcome.verdict}"
-    needed = checks[mutant.caught_by[0]].needs
+    needed = checks[mutant.checks[0]].needs
     while needed and mutant.cause:
-        outcome = run_on_text(checks[needed], text, conditions)
+        outcome = run_on_text(checks[needed], texts, conditions)
         if not outcome.passed and mutant.cause not in " ".join(str(outcome.verdict).split()):
-            return f"{needed} hides the cause of {mutant.caught_by[0]}, which needs it:\n{outcome.verdict}"
+            return f"{needed} hides the cause of {mutant.checks[0]}, which needs it:\n{outcome.verdict}"
         needed = checks[needed].needs
     return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("number", type=int, help="the number of the module")
+    parser.add_argument("name", help="what the mutant does wrong, such as 'summed, not averaged'")
+    parser.add_argument("checks", nargs="+", help="the checks that catch it; the first one must tell the cause")
+    parser.add_argument("--cause", default="", help="a part of the likely cause that students read")
+    parser.add_argument("--sample", action="store_true", help="run the mutant in `make gpu-check` too")
+    parser.add_argument("--variant", action="store_true", help="the change is right, and the checks must accept it")
+    options = parser.parse_args()
+    entry, kind = get_module(options.number), "variant" if options.variant else "mutant"
+    if unknown := {*options.checks} - {check.name for check in collect([entry])}:
+        parser.error(f"module {entry.number} has no check {', '.join(sorted(unknown))}")
+    after, before = read_reference(entry), {}
+    for path in entry.paths:
+        show = ["git", "show", f":solutions/{path.as_posix()}"]
+        before[path.name] = subprocess.run(show, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if after == before:
+        parser.error(f"change solutions/{entry.package} first: it is as in git's index")
+    diff = format_diff(before, after)
+    file = entry.tests / f"{kind}s.diff"
+    with file.open("a") as entries:
+        entry_text = format_entry(kind, options.name, options.checks, options.cause, options.sample, diff)
+        entries.write("\n" * (entries.tell() > 0) + entry_text)
+    for path in entry.paths:
+        (ROOT / "solutions" / path).write_text(before[path.name])
+    assert read_changes(entry, file.name)[-1].apply() == after
+    print(f"{file.relative_to(ROOT)} has a new {kind}, and solutions/{entry.package} is as before")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

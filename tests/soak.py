@@ -23,13 +23,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutants import run_on_text
+from mutants import list_mutants, list_variants, read_reference, run_on_text
 from rich.progress import track
-from variants import VARIANTS
 
-from brigade.checks.collect import collect, import_from_tests
+from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, prepare
-from brigade.course.modules import ROOT, Module, select_modules
+from brigade.course.modules import Module, select_modules
 from brigade.grade.isolation import isolate_ranks, may_isolate
 from brigade.runner.server import SERVER
 
@@ -40,28 +39,27 @@ class Program:
 
     module: Module
     name: str
-    text: str
+    texts: dict[str, str]  # of its files, by name
     fails: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
 
     @functools.cached_property
     def key(self) -> str:
         tests = [path for name in ("scenario*.py", "expected.py") for path in sorted(self.module.tests.glob(name))]
-        texts = [self.name, self.text, *(path.read_text() for path in (self.module.checks, *tests))]
+        texts = [self.name, *self.texts.values(), *(path.read_text() for path in (self.module.checks, *tests))]
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def list_programs(module: Module, include_all: bool) -> Iterator[Program]:
-    reference = (ROOT / "solutions" / module.path).read_text()
     names = tuple(check.name for check in collect([module]))
-    yield Program(module, "the reference", reference, passes=names)
+    yield Program(module, "the reference", read_reference(module), passes=names)
     if include_all:
-        alternative = (module.tests / "alternative.py").read_text()
+        alternative = {module.path.name: (module.tests / "alternative.py").read_text()}
         yield Program(module, "the alternative", alternative, passes=names)
-        for variant in VARIANTS.get(module.number, []):
-            yield Program(module, variant.name, variant.apply(reference), passes=variant.passes)
-        for mutant in import_from_tests(f"{module.package}.mutants").MUTANTS:
-            yield Program(module, mutant.name, mutant.apply(reference), fails=mutant.caught_by)
+        for variant in list_variants(module):
+            yield Program(module, variant.name, variant.apply(), passes=variant.checks)
+        for mutant in list_mutants(module):
+            yield Program(module, mutant.name, mutant.apply(), fails=mutant.checks)
 
 
 def find_fault(program: Program, check: str, statuses: dict[str, str]) -> str:
@@ -105,7 +103,7 @@ def run(
                         place = (program.key, check.name, seed, way)
                         if place not in results:
                             SERVER.sandbox = sandbox if way else None  # for the next ranks of the same server
-                            outcome = run_on_text(check, program.text, Conditions(seed=seed))
+                            outcome = run_on_text(check, program.texts, Conditions(seed=seed))
                             SERVER.sandbox = sandbox
                             entry = dict(zip(("key", "check", "seed", "isolated"), place)) | {"status": outcome.status}
                             entry |= {"module": program.module.number, "name": program.name}

@@ -26,8 +26,8 @@ ALTERNATIVES = {e.number: (e.tests / "alternative.py").read_text() for e in MODU
 
 def mutant(number: int, place: int) -> dict[int, str]:
     """Return the reference of a module with one of its mutants applied, by the module's number."""
-    found = import_from_tests(f"{get_module(number).package}.mutants").MUTANTS[place]
-    return {number: found.apply(REFERENCE[number])}
+    entry = get_module(number)
+    return {number: import_from_tests("mutants").list_mutants(entry)[place].apply()[entry.path.name]}
 
 
 def replaced(number: int, old: str, new: str) -> dict[int, str]:

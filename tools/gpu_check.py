@@ -117,14 +117,12 @@ def run_mutants(stage: Stage, modules: Sequence[Module]) -> None:
     from brigade.checks.run import Conditions
 
     conditions = Conditions(**stage.how, deadline_s=stage.deadline_s, ends_at=stage.ends_at)
-    files = [(entry, import_from_tests(f"{entry.package}.mutants")) for entry in modules]
-    for entry, file in files:
-        for mutant in (mutant for mutant in file.MUTANTS if mutant.name in file.SAMPLE):
-            if stage.left_s > 0:
-                escaped = import_from_tests("mutants").escapes(entry, mutant, conditions)
-                stage.add(f"mutant {entry.number}: {mutant.name}", escaped)
-            else:
-                stage.missing += 1
+    mutants = import_from_tests("mutants")
+    for mutant in [mutant for entry in modules for mutant in mutants.list_mutants(entry) if mutant.in_sample]:
+        if stage.left_s > 0:
+            stage.add(f"mutant {mutant.number}: {mutant.name}", mutants.escapes(mutant, conditions))
+        else:
+            stage.missing += 1
 
 
 def run_overlap(stage: Stage, is_shared: bool) -> None:

@@ -77,12 +77,11 @@ def show_checks() -> int:
     status = brigade(["check", str(MODULE), "--target", "solutions"])
     if status:
         return report_failure(status, f"the solution of module {MODULE} does not pass its own checks")
-    mutants = import_from_tests(f"{entry.package}.mutants").MUTANTS
-    mutant = next(mutant for mutant in mutants if mutant.name == MUTANT)
+    mutant = import_from_tests("mutants").find_mutant(MODULE, MUTANT)
     directory = ROOT / "out" / "mistake"
     file = directory / entry.path
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(mutant.apply((ROOT / "solutions" / entry.path).read_text()))
+    file.write_text(mutant.apply()[entry.path.name])
     console.print(f"The same solution with one mistake ({mutant.name}) still computes correct numbers:")
     status = brigade(["check", str(MODULE), "--target", str(directory), "--prior", "reference"])
     if status != 1:

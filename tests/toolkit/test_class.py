@@ -2,7 +2,6 @@
 
 import ast
 import csv
-import importlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from mutants import list_mutants
 
 from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import main as cli
@@ -580,8 +580,8 @@ def test_disguised_copies_are_reported(number, texts_given):
 
 
 def test_a_copy_with_a_mistake_is_reported(texts_given, number=4):
-    mutants = importlib.import_module(f"{get_module(number).package}.mutants").MUTANTS
-    found = groups(number, {str(place): mutant.apply(answer(number)) for place, mutant in enumerate(mutants[:4])})
+    mistakes = [mutant.apply().values() for mutant in list_mutants(get_module(number))[:4]]
+    found = groups(number, {str(place): "".join(texts) for place, texts in enumerate(mistakes)})
     assert set(found) == {(*map(str, range(4)), "solutions/")}
 
 

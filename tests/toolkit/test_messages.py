@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from mutants import list_mutants, read_reference
 
 from brigade.checks import render
-from brigade.checks.collect import Check, collect, import_from_tests
+from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import CheckFailed, Location, Outcome, Verdict
 from brigade.course.listing import list_checks
@@ -113,11 +114,10 @@ def test_a_check_needs_an_earlier_one():
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
     """Among the messages about all checks of a mutant is the cause that the mutant names."""
-    known = import_from_tests(f"{entry.package}.mutants")
-    [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == known.SAMPLE[0]]
+    mutant = next(mutant for mutant in list_mutants(entry) if mutant.in_sample)
     for other in MODULES[: MODULES.index(entry) + 1]:
-        text = (ROOT / "solutions" / other.path).read_text()
-        (tmp_path / other.path.name).write_text(mutant.apply(text) if other == entry else text)
+        for name, text in (mutant.apply() if other == entry else read_reference(other)).items():
+            (tmp_path / name).write_text(text)
     conditions = Conditions(backend=request.config.option.backend)
     outcomes = list(run_checks(collect([entry]), tmp_path, conditions, at_a_time=2))
     messages = [str(message) for message in render.list_messages(outcomes)]

@@ -1,13 +1,24 @@
 """The checks catch every mutant, pass every correct answer, and give no points for a skeleton."""
 
 import ast
-import importlib
 import re
+from dataclasses import replace
 
 import pytest
-from mutants import escapes, run_on_text
+from mutants import (
+    Change,
+    escapes,
+    find_mutant,
+    format_diff,
+    format_entry,
+    list_mutants,
+    list_variants,
+    parse,
+    read_reference,
+    replace_files,
+    run_on_text,
+)
 from renaming import Renaming
-from variants import VARIANTS
 
 from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext
@@ -30,10 +41,6 @@ def outcome_of(check, text, backend, seed=0, **options):
     return run_on_text(check, text, Conditions(seed=seed, backend=backend, **options))
 
 
-def mutants(entry):
-    return importlib.import_module(f"{entry.package}.mutants").MUTANTS
-
-
 @pytest.fixture
 def backend(request):
     return request.config.option.backend
@@ -48,14 +55,14 @@ def options(request):
 
 def list_marks(entry, mutant):
     """Return the marks of a mutant: `extended`, unless it is the first mutant that its check must catch."""
-    first = next(other for other in mutants(entry) if other.caught_by[0] == mutant.caught_by[0])
+    first = next(other for other in list_mutants(entry) if other.checks[0] == mutant.checks[0])
     return [] if mutant is first else [pytest.mark.extended]
 
 
 ALL_MUTANTS = [
     pytest.param(entry, mutant, id=f"{entry.number}-{mutant.name.replace(' ', '-')}", marks=list_marks(entry, mutant))
     for entry in MODULES
-    for mutant in mutants(entry)
+    for mutant in list_mutants(entry)
 ]
 
 
@@ -64,17 +71,39 @@ def test_mutant_is_caught(entry, mutant, request):
     """Every check that the mutant names fails as a check, not by accident. The first one names the likely cause."""
     option = request.config.option
     conditions = Conditions(backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)
-    fault = escapes(entry, mutant, conditions)
+    fault = escapes(mutant, conditions)
     assert not fault, f"the mutant {mutant.name!r} of module {entry.number} is not caught as it should be: {fault}"
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_a_diff_read_again_makes_the_same_change(entry):
+    """Every entry applies, and the entry that `mutants.py` would write for its change applies to the same effect."""
+    for change in [*list_mutants(entry), *list_variants(entry)]:
+        texts = change.apply()
+        diff = format_diff(read_reference(entry), texts)
+        block = format_entry("mutant", change.name, change.checks, change.cause, change.in_sample, diff)
+        again = parse(entry, change.origin, block.removeprefix("mutant: "))
+        assert again.apply() == texts and replace(again, hunks=change.hunks) == change
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [("no line of it", "occur 0 times"), ("        ### END SOLUTION", "occur 2 times")],
+)
+def test_a_hunk_applies_exactly_once(old, message):
+    entry = get_module(2)
+    hunks = parse(entry, "a.diff", f"a name\ncaught by: a_check\n--- a/flat_ddp.py\n {old}\n+    pass\n").hunks
+    with pytest.raises(ValueError, match=f"a.diff, 'a name': the old lines of hunk 1 {message} in flat_ddp.py"):
+        Change(2, "a.diff", "a name", ("a_check",), hunks).apply()
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_every_check_catches_a_mutant(entry):
-    caught = {name for mutant in mutants(entry) for name in mutant.caught_by}
-    file = f"tests/{entry.package}/mutants.py"
+    caught = {name for mutant in list_mutants(entry) for name in mutant.checks}
+    file = f"tests/{entry.package}/mutants.diff"
     unproved = sorted(set(checks(entry)) - caught)
-    assert not unproved, f"no mutant of {file} has these checks in its `caught_by`: {', '.join(unproved)}"
-    few, many = len(mutants(entry)), len(checks(entry))
+    assert not unproved, f"no mutant of {file} is `caught by` these checks: {', '.join(unproved)}"
+    few, many = len(list_mutants(entry)), len(checks(entry))
     assert 3 * few >= 4 * many, f"{file} has {few} mutants for {many} checks; at least four for three checks are needed"
 
 
@@ -95,17 +124,16 @@ def test_another_style_passes(entry, backend, options):
 
 
 ALL_VARIANTS = [
-    pytest.param(get_module(number), variant, id=f"{number}-{variant.name.replace(' ', '-')}")
-    for number, variants in VARIANTS.items()
-    for variant in variants
+    pytest.param(entry, variant, id=f"{entry.number}-{variant.name.replace(' ', '-')}")
+    for entry in MODULES
+    for variant in list_variants(entry)
 ]
 
 
 @pytest.mark.parametrize(("entry", "variant"), ALL_VARIANTS)
 def test_right_variant_passes(entry, variant, backend, options):
-    text = variant.apply((ROOT / "solutions" / entry.path).read_text())
-    for name in variant.passes:
-        outcome = outcome_of(checks(entry)[name], text, backend, **options)
+    for name in variant.checks:
+        outcome = outcome_of(checks(entry)[name], variant.apply(), backend, **options)
         assert outcome.passed, outcome.verdict
 
 
@@ -163,13 +191,10 @@ def test_wrong_answer_fails(entry, name, backend):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_launching_in_ready_order_fails_every_time(world_size, backend, monkeypatch):
     entry = get_module(4)
-    [mutant] = [
-        mutant for mutant in mutants(entry) if mutant.name == "launched in the order in which they become ready"
-    ]
-    text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
+    mutant = find_mutant(4, "launched in the order in which they become ready")
     monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [world_size])
     for seed in range(6):
-        assert outcome_of(checks(entry)[mutant.caught_by[0]], text, backend, seed).status == "failed"
+        assert outcome_of(checks(entry)[mutant.checks[0]], mutant.apply(), backend, seed).status == "failed"
 
 
 # What causes say that are taken from the record of launches, or from a second run. Mutants with such a cause are tried
@@ -179,11 +204,11 @@ RECORDED += ("never became complete", "the group of ranks", "in .grad", "the par
 
 
 def with_recorded_causes():
-    causes = "\n".join(mutant.cause for entry in MODULES for mutant in mutants(entry))
+    causes = "\n".join(mutant.cause for entry in MODULES for mutant in list_mutants(entry))
     assert all(text in causes for text in RECORDED), "a text in RECORDED no longer occurs in any cause"
     chosen = []
     for entry in MODULES:
-        known = [mutant for mutant in mutants(entry) if mutant.cause]
+        known = [mutant for mutant in list_mutants(entry) if mutant.cause]
         recorded = [mutant for mutant in known if any(text in mutant.cause for text in RECORDED)]
         others = [mutant for mutant in known if mutant not in recorded]
         chosen += [(entry, mutant) for mutant in [*recorded, *others[: max(0, 2 - len(recorded))]]]
@@ -194,10 +219,9 @@ def with_recorded_causes():
 def test_causes_do_not_depend_on_private_names(entry, mutant, backend):
     """The cause is the same if every private attribute of all solutions has another name."""
     sources = read("solutions", entry.number).sources
-    key = f"{entry.package}.{entry.name}"
-    sources = sources | {key: (sources[key][0], mutant.apply(sources[key][1]))}
+    sources = replace_files(entry, sources, mutant.apply())
     renaming = Renaming([text for _, text in sources.values()])
     renamed = {name: (path, renaming.apply(text)) for name, (path, text) in sources.items()}
-    check = checks(entry)[mutant.caught_by[0]]
+    check = checks(entry)[mutant.checks[0]]
     outcome = run_check(check, "solutions", Conditions(backend=backend), sources=renamed)
     assert mutant.cause in " ".join(str(outcome.verdict).split())

@@ -54,19 +54,14 @@ def test_scratch_gradients(submission):
     case = submission.case("Plain", world)
     expect_gradients(submission.run(training.train, case.make_jobs(**JOB), world_size=world), case)
 '''
-MUTANTS = '''"""Mistakes in module 99."""
-
-from mutants import Mutant
-
-REDUCE = "dist.all_reduce(parameter.grad, group=self.process_group)"
-DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
-
-MUTANTS = [
-    Mutant("summed, not averaged", DIVIDE, "pass", ("test_scratch_gradients",), "summed"),
-    Mutant("not reduced", REDUCE, "pass", ("test_scratch_gradients",)),
-]
-SAMPLE = ("summed, not averaged", "not reduced")
-'''
+MUTANTS = """mutant: summed, not averaged
+caught by: test_scratch_gradients
+cause: summed
+sample: yes
+--- a/scratch.py
+-            parameter.grad /= dist.get_world_size(self.process_group)
++            pass
+"""
 HINTS = """# Hints for module 99
 
 ## 1. Nudge
@@ -89,7 +84,7 @@ for parameter in self.module.parameters():
 READING = "# Module 99: A scratch module\n\n## Questions\n\n1. How many all-reduces does a step have?\n"
 FILES = {
     f"tests/test_{PACKAGE}.py": CHECKS,
-    f"tests/{PACKAGE}/mutants.py": MUTANTS,
+    f"tests/{PACKAGE}/mutants.diff": MUTANTS,
     f"tests/{PACKAGE}/alternative.py": SOLUTION,
     f"lessons/{PACKAGE}/README.md": READING,
     f"lessons/{PACKAGE}/hints.md": HINTS,

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from mutants import find_mutant
 from packaging.requirements import Requirement
 
 from brigade.cli import gradescope as package_command
@@ -21,7 +22,6 @@ from brigade.cli import main as cli
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade import gradescope_package as package
 from brigade.sandbox import enter
-from m02_flat_ddp import mutants as mistakes
 
 OPTIONS = ["--modules", "1-2", "--seed", "7"]
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
@@ -207,8 +207,8 @@ def test_setup_prints_its_commands_and_runs_none(archive, tmp_path):
 def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
     """From `brigade submit` to results.json, the correct module gets full points, and the wrong module loses some."""
     submission, results = prepare(gradescope)
-    mistake = next(mutant for mutant in mistakes.MUTANTS if mutant.name == "every parameter reduced by itself")
-    for number, text in ((1, solution(1)), (2, mistake.apply(solution(2)))):
+    mistake = find_mutant(2, "every parameter reduced by itself")
+    for number, text in ((1, solution(1)), (2, mistake.apply()[get_module(2).path.name])):
         path = tmp_path / get_module(number).path
         path.parent.mkdir()
         path.write_text(text)
@@ -233,7 +233,7 @@ def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
     last = json.loads(results.read_text())
     assert {"score", "execution_time", "output", "visibility", "stdout_visibility", "tests", "leaderboard"} == set(last)
     lost = [test for test in last["tests"] if test["score"] == 0]
-    assert set(mistake.caught_by) <= {test["tags"][1] for test in lost}, output
+    assert set(mistake.checks) <= {test["tags"][1] for test in lost}, output
     assert {test["tags"][0] for test in lost} == {"module 2"}
     assert last["score"] == 16 - sum(test["max_score"] for test in lost)
     assert "seed 7" in last["output"] and "did not finish" not in last["output"]

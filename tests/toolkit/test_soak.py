@@ -22,7 +22,7 @@ def test_results_that_depend_on_the_seed_are_found(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(soak, "run_on_text", run_on_text)
     monkeypatch.setattr(soak, "prepare", lambda: None)
     monkeypatch.setattr(soak, "collect", lambda entries: [Named("test_broadcasts"), Named("test_frozen")])
-    program = soak.Program(get_module(1), "a mutant", "text", fails=("test_broadcasts", "test_frozen"))
+    program = soak.Program(get_module(1), "a mutant", {}, fails=("test_broadcasts", "test_frozen"))
     expected = [
         "module 1, a mutant, test_broadcasts: failed with seed 0; passed with seed 1",
         "module 1, a mutant, test_frozen: passed with seed 0, 1",
@@ -45,7 +45,7 @@ def test_results_that_depend_on_isolation_are_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(soak, "run_on_text", run_on_text)
     monkeypatch.setattr(soak, "collect", lambda entries: [Named("test_frozen")])
-    program = soak.Program(get_module(1), "a mutant", "text")
+    program = soak.Program(get_module(1), "a mutant", {})
     out = tmp_path / "soak.jsonl"
     assert soak.run([program], [0], out) == []
     expected = ["module 1, a mutant, test_frozen: failed with seed 0, 1; passed with seed 0 isolated, 1 isolated"]
