@@ -20,7 +20,10 @@ from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 
 
 class FlatDDP(nn.Module):
-    """Wrap a model and average its gradients after backward, with one all-reduce per dtype."""
+    """Wrap a model and average its gradients after backward, with one all-reduce per dtype.
+
+    What holds for every wrapper is in the docstring of `NaiveDDP`.
+    """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -35,9 +38,9 @@ class FlatDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_grad_sync(self) -> None:
-        """Average all gradients over the group. Each averaged gradient has its parameter's shape, dtype and strides.
+        """Average all gradients over the group, with one all-reduce per dtype, each in that dtype.
 
-        A gradient that is None counts as zeros, so that the flat tensor has the same length on all ranks.
+        Each averaged gradient keeps its parameter's shape, dtype and strides. A gradient that is None counts as zeros.
         """
         # TODO: part (b)
         raise NotImplementedError("module 2, part (b)")
