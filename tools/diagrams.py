@@ -243,10 +243,47 @@ def draw_units(path: Path) -> None:
     save(figure, path)
 
 
+# ---- module 12: who waits for whom when one rank runs out of data
+
+BATCHES = (5, 3, 4)  # of each rank
+
+
+def draw_waiting(path: Path) -> None:
+    """Draw three ranks with unequal data: in a loop over their own data, and in one that ends everywhere at once."""
+    size, steps = len(BATCHES), max(BATCHES)
+    rows = [f"{'own loop' if number < size else 'lockstep'}, rank {number % size}" for number in range(2 * size)]
+    figure, axes = make_axes(3.4, rows, steps + 1.0)
+    axes.set_ylim(2 * size - 0.1, -0.7)
+    styles = {
+        "a step with a batch": {"colour": LIGHT_BLUE},
+        "a step with 0 tokens": {"colour": LIGHT_ORANGE, "hatch": "//"},
+        "waits forever": {"colour": GREY, "hatch": "xx"},
+    }
+    batch, nothing, waiting = styles.values()
+    for row in range(2 * size):
+        count, is_lockstep = BATCHES[row % size], row >= size
+        shift = 0.5 * is_lockstep  # a gap between the two loops
+        for step in range(count if is_lockstep else min(BATCHES)):
+            draw_box(axes, step + 0.04, step + 0.96, row + shift, f"step {step + 1}", **batch)
+        if is_lockstep:
+            for step in range(count, steps):
+                draw_box(axes, step + 0.04, step + 0.96, row + shift, f"step {step + 1}", **nothing)
+            axes.text(steps + 0.5, row + shift, "all have ended", ha="center", va="center", fontsize=FONT)
+        elif count > min(BATCHES):
+            draw_box(axes, min(BATCHES) + 0.04, min(BATCHES) + 0.5, row, "step 4", **batch)
+            draw_box(axes, min(BATCHES) + 0.5, steps + 1.0, row, "waits for rank 1's all-reduce", **waiting)
+        else:
+            axes.text(count + 0.1, row, "has no data left and leaves the loop", va="center", fontsize=FONT)
+    axes.set_yticks([row + 0.5 * (row >= size) for row in range(2 * size)], rows, fontsize=FONT)
+    draw_legend(figure, styles)
+    save(figure, path)
+
+
 DIAGRAMS = {  # module number -> (name of the file, function that draws it)
     0: ("ring", draw_ring),
     4: ("queue", draw_queue),
     5: ("layout", draw_layout),
     8: ("pieces", draw_pieces),
     11: ("units", draw_units),
+    12: ("waiting", draw_waiting),
 }

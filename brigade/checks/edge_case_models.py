@@ -280,15 +280,19 @@ def copy_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the mean squared error of a batch. Ranks also call this."""
+def compute_output(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the model's output for a batch, whose seeds determine the factors of the model's borders."""
     global _seeds
     _seeds = batch.get("borders")
     try:
-        output = model(batch["x"], branch=batch["branch"])
+        return model(batch["x"], branch=batch["branch"])
     finally:
         _seeds = None
-    return ((output - batch["y"]) ** 2).mean()
+
+
+def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the mean squared error of a batch. Ranks also call this."""
+    return ((compute_output(model, batch) - batch["y"]) ** 2).mean()
 
 
 def copy_gradients(model: torch.nn.Module) -> Gradients:

@@ -99,6 +99,8 @@ MODULES = (
     Module(11, "m11_fully_sharded", "Weights in shards", 30, 240, 5,
            ("plan_units", "plan_schedule", "FullyShardedDDP"),
            "weights gathered only while a unit computes", ADVANCED),
+    Module(12, "m12_lockstep", "Ranks in lockstep", 15, 90, 4, ("assign_sequences", "LockstepLoop"),
+           "every token counts once, and all ranks take the same steps", BEYOND, trains=False),
     Module(13, "m13_post_mortem", "Post-mortem of a hang", 15, 90, 3,
            ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
            BEYOND, trains=False),

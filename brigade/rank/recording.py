@@ -123,6 +123,18 @@ class Recorder:
                     "Likely cause: the submission removes hooks that are not its own."
                 )
 
+    def follow_backward(self, output: torch.Tensor) -> None:
+        """Record the phase "backward", with "ready" events, in any backward through `output`, whoever runs it."""
+
+        def note_start(_: Sequence[torch.Tensor | None]) -> None:
+            if self._task != get_current_task():  # a backward may pass several outputs
+                self._task, before, self.phase = get_current_task(), self.phase, "backward"
+                self.note("phase")
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(self, "phase", before))
+
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(note_start)
+
     def find_owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
         """Return the name of the parameter whose memory a launch uses, and "weight" or "gradient".
 
@@ -183,6 +195,12 @@ def watch_gradients(module: torch.nn.Module) -> None:
     """From now on, record when gradients of `module` become ready. Do nothing outside a rank."""
     if _recorder:
         _recorder.watch_gradients(module)
+
+
+def follow_backward(output: torch.Tensor) -> None:
+    """Record any backward through this tensor: see `Recorder.follow_backward`. Do nothing outside a rank."""
+    if _recorder:
+        _recorder.follow_backward(output)
 
 
 @contextlib.contextmanager

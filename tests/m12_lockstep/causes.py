@@ -1,0 +1,192 @@
+"""Likely causes of failures of module 12's checks."""
+
+import contextlib
+import math
+
+from brigade.checks.diagnose.evidence import Evidence
+from brigade.checks.expectations import join_names
+from brigade.checks.verdict import CheckFailed
+from brigade.events import launches, list_backward_passes
+from m12_lockstep import expected
+
+FIELDS = ("loss", "num_tokens", "is_skipped")  # of a result
+SMALL = 16  # bytes: larger collectives are the wrapper's
+NOT_DETERMINISTIC = "the assignment depends on random numbers or addresses, and both differ between ranks."
+STEPPED = "the optimizer steps although is_skipped is True. With zero gradients, momentum and weight decay still act."
+GRADIENTS_LEFT = "a skipped step does not clear the gradients."
+READ_AHEAD = "run turns the iterable into a list, or reads several steps ahead."
+TOO_MANY = (
+    "every step asks whether the data have ended with a collective of its own. Let the number of tokens carry it."
+)
+NO_FINISH = (
+    "a rank without micro-batches does not call finish_grad_sync, so it does not join the wrapper's collectives."
+)
+LOSS_FIRST = (
+    "the losses are summed before finish_grad_sync. A rank without micro-batches launches the wrapper's collectives in "
+    "the finish, so its order differs from the other ranks'."
+)
+NOT_LAST = "a backward pass that is not the last one of the step runs outside no_sync."
+ALL_QUIET = "all backward passes run inside no_sync, so the finish reduces everything, and nothing overlaps."
+NOT_TOLD = "the exception leaves run before the other ranks know about it, so they wait for a rank that has gone."
+STEP_TAKEN = "the step whose batches were being taken happens on the other ranks."
+NO_CLIP = (
+    "the ZeroOptimizer's clip_grad_norm_ is not called. torch's function sees gradients of which only this rank's "
+    "shard is averaged."
+)
+WEIGHINGS = {
+    "every rank computes the mean over its own tokens, and these means are averaged. A token on a rank with few tokens "
+    "counts more.": lambda tokens: [[1 / len(tokens) / max(sum(own), 1)] * len(own) for own in tokens],
+    "every rank averages the means of its micro-batches, and the ranks count equally.": lambda tokens: [
+        [1 / len(tokens) / len(own) / max(count, 1) for count in own] for own in tokens
+    ],
+    "the sum is divided by all tokens and once more by the number of ranks: the wrapper averages.": lambda tokens: [
+        [factor / len(tokens) for factor in own] for own in expected.weigh_tokens(tokens)
+    ],
+}
+
+
+@contextlib.contextmanager
+def explain_failed_run(case, job):
+    """Explain a run that hangs or whose collectives do not match."""
+    try:
+        yield
+    except CheckFailed as failed:
+        cause = find_mistake(failed.events, case, job.get("fails")) if failed.events else ""
+        raise (failed.with_cause(cause) if cause else failed) from None
+
+
+def find_mistake(events, case, fails):
+    """Return the mistake that the records of a failed run show, or "". `fails` says whose iterable raises."""
+    if fails:
+        counts = [len(launches(own)) for own in events]
+        others = counts[: fails["rank"]] + counts[fails["rank"] + 1 :]
+        return NOT_TOLD if others and counts[fails["rank"]] < min(others) else ""
+    for rank in case.group:
+        steps = [e["step"] for e in events[rank] if e["kind"] == "step" and e["step"] in range(len(case.batches[rank]))]
+        if not steps:
+            continue
+        launched, num_batches = launches(events[rank], steps[-1]), len(case.batches[rank][steps[-1]])
+        passes, large = list_backward_passes(events[rank], steps[-1]), [x for x in launched if x.nbytes > SMALL]
+        if large and passes and large[0].place > passes[0] and len(passes) < num_batches:
+            return NOT_LAST
+        if not num_batches and not large and len(launched) > 1:
+            return LOSS_FIRST if is_loss_first(events[case.group[0]]) else NO_FINISH
+    return ""
+
+
+def is_loss_first(events):
+    """Return whether step 0 launches a small collective after the wrapper's first one, and before it waits for it."""
+    launched = launches(events, 0)
+    large = next((x for x in launched if x.nbytes > SMALL and x.waits), None)
+    return large is not None and any(large.place < x.place < large.waits[0] for x in launched if x.nbytes <= SMALL)
+
+
+def explain_indices(lengths, num_ranks, parts):
+    """Return why not every index is in one list."""
+    absent = set(range(len(lengths))) - {index for part in parts for index in part}
+    if len(parts) != num_ranks:
+        return "ranks without a sequence have no list. They need an empty one."
+    return "" if not absent or any(lengths[i] for i in absent) else "sequences of length 0 are left out."
+
+
+def explain_loads(lengths, num_ranks, parts):
+    """Return why a rank has too many tokens."""
+    if [index for part in parts for index in sorted(part)] == list(range(len(lengths))):
+        return "the list is cut into consecutive pieces."
+    if all(set(part) == set(range(rank, len(lengths), num_ranks)) for rank, part in enumerate(parts)):
+        return "the sequences are dealt in the given order. Begin with the longest ones."
+    return ""
+
+
+def suspect_weights(case, job, step):
+    """Return causes, and the weights after so many steps to which each of them leads."""
+    size = len(case.group)
+
+    def train(**options):
+        return [expected.train_alone(case, job | options.pop("job", {}), steps=step, **options)["weights"][-1]] * size
+
+    hypotheses = {}
+    if size < case.world_size:
+        factor = case.world_size / size
+        totals = iter([sum(sum(expected.count_tokens(own[k])) for own in case.batches) for k in range(step)])
+        hypotheses = {
+            "the factor is the size of the world instead of the size of the group.": train(
+                weigh=lambda tokens: [[factor * f for f in own] for own in expected.weigh_tokens(tokens)]
+            ),
+            "the tokens are summed over all ranks of the world instead of the group.": train(
+                weigh=lambda tokens: [[1 / total] * len(own) for total in [next(totals)] for own in tokens]
+            ),
+        }
+    hypotheses |= {cause: train(weigh=weigh) for cause, weigh in WEIGHINGS.items()}
+    stale = "a rank without micro-batches does not clear its gradients, so they count again."
+    hypotheses[stale] = train(is_stale=True)
+    if "options" in job:
+        summed = "the gradient is clipped before it is divided by the number of tokens."
+        hypotheses |= {summed: train(is_sum_clipped=True), "max_norm is ignored.": train(job={"options": {}})}
+    return hypotheses
+
+
+def find_missing_clip(events, job):
+    """Return the evidence that a ZeroOptimizer's clip_grad_norm_ was not called."""
+    is_clipped = any(event["kind"] == "clip" for own in events for event in own)
+    return Evidence(mistake=NO_CLIP if job["is_zero"] and not is_clipped else "")
+
+
+def find_wrong_steps(results, steps):
+    """Return the evidence that the optimizer has made another number of steps than `steps`."""
+    counts = [len(answer["reads"]) for [answer] in results]
+    return Evidence(mistake=STEP_TAKEN if max(counts) > steps else READ_AHEAD if max(counts) < steps else "")
+
+
+def find_reason(case, job, step):
+    """Return why a step must be skipped, or "", as the end of a sentence."""
+    batches = [batch for rank in case.group for batch in case.batches[rank][step]]
+    if step == job.get("poisoned_step"):
+        return f", because a gradient of rank {job['poison']['rank']} contains {job['poison']['value']}"
+    if any(batch.get("masked") for batch in batches):
+        return ", because the loss is infinite, although all gradients are finite"
+    return "" if sum(expected.count_tokens(batches)) else ", because no rank has a token"
+
+
+def explain_result(name, returned, right, index, reason):
+    """Return why an entry of a result is wrong. `returned` are the results of all ranks, `right` is the right one."""
+    place = FIELDS.index(name)
+    values = [result[place] for result in returned]
+    if name == "is_skipped":
+        if len(set(values)) > 1:
+            return "every rank decides from its own part. All must decide from the same numbers."
+        what = "the loss" if "loss" in reason else "the gradient" if "gradient" in reason else ""
+        return f"the decision does not test whether {what} is finite, which excludes NaN and infinity." if what else ""
+    total = sum(values) / (right[1] if name == "loss" else 1)
+    if len(set(values)) > 1 and any(math.isclose(total * n, right[place], rel_tol=1e-4) for n in (1, right[1])):
+        return f"{name} is that of this rank's own tokens."
+    is_sum = name == "loss" and math.isclose(values[index], right[0] * right[1], rel_tol=1e-4)
+    return "it is the sum over the tokens, not their mean." if is_sum else ""
+
+
+def describe_launches(counted):
+    """Describe counted launches."""
+    return join_names([f"{count} {op} of {nbytes} bytes" for (op, _, nbytes), count in counted.items()])
+
+
+def explain_added(added, plain):
+    """Return why a step makes too many collectives."""
+    if any(key in plain for key in added):
+        return NOT_LAST
+    if any(op == "barrier" for op, _, _ in added):
+        return "a barrier counts as a collective, and the all-reduces already make the ranks wait for each other."
+    return ""
+
+
+def explain_num_steps(got, lengths, micro_batches):
+    """Return why run takes another number of steps."""
+    if got == -(-min(lengths) // micro_batches):
+        return "run ends when the first rank has no data left."
+    return "the last batches, fewer than micro_batches, are dropped." if got == max(lengths) // micro_batches else ""
+
+
+def explain_raised(got, is_own):
+    """Return why a wrong exception leaves run."""
+    if is_own and got:
+        return "the exception is wrapped or replaced. Raise the exception object itself."
+    return "" if got else "the exception is lost, or this rank does not learn about it."

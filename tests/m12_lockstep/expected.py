@@ -1,0 +1,61 @@
+"""What one process computes on the batches of all ranks: the expected values of module 12's checks."""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+from brigade.checks import edge_case_models
+from m12_lockstep.scenario import IGNORED, Classifier, copy_weights
+
+
+def count_tokens(batches):
+    """Return the number of tokens of each batch."""
+    return [int((batch["y"] != IGNORED).sum()) for batch in batches]
+
+
+def weigh_tokens(tokens):
+    """Return the factor of each micro-batch's summed loss, from tokens[rank][micro-batch]: every token counts once."""
+    total = sum(map(sum, tokens))
+    return [[1 / total if total else math.nan] * len(own) for own in tokens]
+
+
+def train_alone(case, job, weigh=weigh_tokens, is_sum_clipped=False, is_stale=False, steps=None):
+    """Return what one process has after each step: results, weights, and the norms of the gradients before clipping.
+
+    With `is_sum_clipped`, the gradient of the summed losses is clipped, and divided afterwards. If `is_stale`, ranks
+    without micro-batches keep the gradients of the step before.
+    """
+    model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
+    net = Classifier(model, [batch for rank in case.group for step in case.batches[rank] for batch in step])
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = getattr(torch.optim, job["optimizer"])(params, **job["optimizer_options"])
+    max_norm = job.get("options", {}).get("max_norm") or math.inf
+    results, weights, norms = [], [copy_weights(model)], []
+    for step in range(len(case.batches[0]) if steps is None else steps):
+        own = [case.batches[rank][step] for rank in case.group]
+        tokens = [count_tokens(batches) for batches in own]
+        total, loss_sum = sum(map(sum, tokens)), 0.0
+        kept = [None if p.grad is None else p.grad * own.count([]) / len(own) for p in params]
+        optimizer.zero_grad()
+        for batch, factor in zip(sum(own, []), sum(weigh(tokens), [])):
+            logits, targets = net(batch["x"]).flatten(0, -2), batch["y"].flatten()
+            loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+            loss_sum += loss.item()
+            (loss * factor).backward()
+        for p, grad in zip(params, kept if is_stale else ()):
+            if p.grad is not None and grad is not None:
+                p.grad += grad
+        norms.append(float(torch.nn.utils.clip_grad_norm_(params, max_norm / total if is_sum_clipped else max_norm)))
+        loss = loss_sum / total if total else math.nan
+        is_skipped = step == job.get("poisoned_step") or not math.isfinite(loss)
+        if not is_skipped:
+            optimizer.step()
+        results.append((loss, total, is_skipped))
+        weights.append(copy_weights(model))
+    return {"results": results, "weights": weights, "norms": norms}
+
+
+def split_into_steps(batches, micro_batches, steps):
+    """Return what each of so many steps takes from an iterable that yields these batches."""
+    return [batches[step * micro_batches : (step + 1) * micro_batches] for step in range(steps)]

@@ -1,0 +1,203 @@
+"""Functions that the ranks run in the checks of module 12. The expected values use the same classifier."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from brigade.checks import edge_case_models
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.recording import phase
+from helpers.training import build, move_to_device, wrap
+
+PACKAGE = "m12_lockstep"
+IGNORED = -100
+PLAIN = 1000  # the number of the step without a loop in `count_collectives`
+
+
+class Classifier(nn.Module):
+    """A model of the checks. In forward, it finds the batch of its inputs, for the batch's borders."""
+
+    def __init__(self, model: nn.Module, batches: list[dict[str, Any]]):
+        super().__init__()
+        self.model = model
+        self.batches = batches
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return (..., classes). In a "masked" batch, the right classes are impossible, so the loss is infinite."""
+        batch = next(one for one in self.batches if one["x"].shape == inputs.shape and torch.equal(one["x"], inputs))
+        outputs = edge_case_models.compute_output(self.model, batch)
+        if batch.get("masked"):
+            right = nn.functional.one_hot(batch["y"].clamp(min=0), outputs.shape[-1]).bool()
+            outputs = outputs.masked_fill(right, -torch.inf)
+        recording.follow_backward(outputs)
+        return outputs
+
+
+class OnePass(list):
+    """A list whose iterator can be made only once."""
+
+    is_used = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_used:
+            raise AssertionError("call iter(batches) only once: a second iterator begins with the first batch again")
+        self.is_used = True
+        return super().__iter__()
+
+
+class Feed:
+    """An iterable for one pass over batches, which counts how many were taken.
+
+    It raises `error` when it is asked for batch `fails_at`, or for an iterator if that is -1.
+    """
+
+    def __init__(self, batches: list[dict[str, Any]], error: Exception | None = None, fails_at: int | None = None):
+        self.batches, self.error, self.fails_at = batches, error, fails_at
+        self.num_taken = 0
+        self.iterator = self.take()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.fails_at == -1:
+            raise self.error
+        return self.iterator
+
+    def take(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(self.batches):
+            if number == self.fails_at:
+                raise self.error
+            self.num_taken += 1
+            yield batch["x"], batch["y"]
+        if self.fails_at == len(self.batches):
+            raise self.error
+
+
+def assign(job: dict) -> list[list[list[int]]]:
+    """Return the submission's assignment for each pair (lengths, number of ranks)."""
+    function = student(PACKAGE, "assign_sequences")
+    return [[[int(i) for i in part] for part in function(list(lengths), n)] for lengths, n in job["problems"]]
+
+
+def make_loop(job: dict) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, Any]:
+    """Return the model, its wrapper, the optimizer, and the submission's loop."""
+    model = build(job)
+    ddp = wrap(job, Classifier(model, [batch for step in job["batches"] for batch in step]))
+    optimizer = make_optimizer(job, ddp)
+    with phase("construct"):
+        loop = student(PACKAGE, "LockstepLoop")(ddp, optimizer, **job.get("options", {}))
+    return model, ddp, optimizer, loop
+
+
+def make_optimizer(job: dict, ddp: nn.Module) -> torch.optim.Optimizer:
+    """Return a torch optimizer, or the submission's `ZeroOptimizer` of that class."""
+    optimizer_cls, options = getattr(torch.optim, job["optimizer"]), job["optimizer_options"]
+    if job["is_zero"]:
+        optimizer = student("m08_zero_optimizer", "ZeroOptimizer")(ddp, optimizer_cls, **options)
+        clip = optimizer.clip_grad_norm_
+        optimizer.clip_grad_norm_ = lambda max_norm: (recording.note("clip"), clip(max_norm))[1]
+        return optimizer
+    return optimizer_cls([p for p in ddp.parameters() if p.requires_grad], **options)
+
+
+def move_batches(job: dict) -> dict:
+    """Return the job with all batches on this rank's device."""
+    return job | {"batches": [[move_to_device(batch) for batch in step] for step in job["batches"]]}
+
+
+def describe(result: Any) -> tuple[float, float, bool]:
+    """Return the loss, the number of tokens and whether the step was skipped, as Python numbers."""
+    return float(result.loss), float(result.num_tokens), bool(result.is_skipped)
+
+
+def train(job: dict) -> dict:
+    """Take a step with each of job["batches"]. Return the results, and what the rank has before and after each step.
+
+    In step job["poisoned_step"], the last entry of a gradient of one rank becomes job["poison"]["value"].
+    """
+    job = move_batches(job)
+    model, _, optimizer, loop = make_loop(job)
+    poison, current = job.get("poison"), {"step": -1}
+    if poison and poison["rank"] == dist.get_rank():
+        parameter = dict(model.named_parameters())[poison["name"]]
+        parameter.register_hook(lambda grad: spoil(grad, poison) if current["step"] == job["poisoned_step"] else grad)
+    results, weights, state, left = [], [copy_weights(model)], [copy_state(optimizer)], []
+    for step, batches in enumerate(job["batches"]):
+        recording.note("step", step=step)
+        current["step"] = step
+        results.append(describe(loop.step([(batch["x"], batch["y"]) for batch in batches])))
+        weights.append(copy_weights(model))
+        state.append(copy_state(optimizer))
+        left.append([name for name, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())])
+    return {"results": results, "weights": weights, "state": state, "left": left}
+
+
+def spoil(grad: Tensor, poison: dict) -> Tensor:
+    """Return the gradient with its last entry replaced."""
+    grad = grad.clone()
+    grad.view(-1)[-1] = poison["value"]
+    return grad
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the parameters by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def copy_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return copies of all tensors in the state of an optimizer, or of the inner optimizer of a ZeroOptimizer."""
+    state = getattr(optimizer, "optim", optimizer).state_dict()["state"]
+    tensors = {f"{i}.{key}": value for i, entry in state.items() for key, value in entry.items()}
+    return {name: value.detach().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def count_collectives(job: dict) -> dict:
+    """Take a step without a loop on another copy of the model, numbered PLAIN. Then do the same as `train`."""
+    job = move_batches(job)
+    ddp = wrap(job, build(job))
+    optimizer = make_optimizer(job, ddp)
+    recording.note("step", step=PLAIN)
+    ddp(job["plain"]["x"].to(device())).logsumexp(-1).sum().backward()
+    ddp.finish_grad_sync()
+    if job["is_zero"]:
+        with phase("clip"):
+            optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    recording.note("step", step=None)
+    return train(job)
+
+
+def run(job: dict) -> list[dict]:
+    """Call `run` once for each entry of job["batches"]. Return the outcomes, and the weights after each call.
+
+    "reads" contains how many batches were taken before each step of the optimizer. job["fails"] has the rank whose
+    iterable raises, the number of the batch, and the type of the exception.
+    """
+    job = move_batches(job)
+    model, _, optimizer, loop = make_loop(job)
+    fails, answers = job.get("fails", {"rank": None}), []
+    for call, batches in enumerate(job["batches"]):
+        recording.note("step", step=call)
+        error = getattr(builtins, fails.get("kind", "ValueError"))("gone")
+        feed = Feed(batches, error, fails["at"] if fails["rank"] == dist.get_rank() else None)
+        reads: list[int] = []
+        handle = optimizer.register_step_pre_hook(lambda *_, feed=feed, reads=reads: reads.append(feed.num_taken))
+        raised, results = "", []
+        try:
+            source = OnePass((batch["x"], batch["y"]) for batch in batches) if job.get("is_list") else feed
+            arguments = {} if job["micro_batches"] == 1 else {"micro_batches": job["micro_batches"]}
+            results = [describe(result) for result in loop.run(source, **arguments)]
+        except NotImplementedError:
+            raise  # the skeleton's
+        except Exception as exception:
+            if exception is not error and not isinstance(exception, RuntimeError):
+                raise
+            raised = "the exception itself" if exception is error else "RuntimeError"
+        handle.remove()
+        answers.append({"results": results, "raised": raised, "reads": reads, "weights": copy_weights(model)})
+    return answers
