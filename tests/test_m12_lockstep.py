@@ -11,8 +11,8 @@ from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format
 from brigade.events import launches, list_backward_passes, list_ready_gradients
 from m12_lockstep import causes as diagnosis
 from m12_lockstep import scenario as m12_lockstep
-from m12_lockstep.expected import split_into_steps, train_alone
-from m12_lockstep.scenario import IGNORED, PLAIN
+from m12_lockstep.expected import find_reason, split_into_steps, train_alone
+from m12_lockstep.scenario import FIELDS, IGNORED, PLAIN
 
 BUCKETED = ("m04_bucketed_ddp", "BucketedDDP", {"bucket_cap_mb": 1200 / 2**20}, False)
 BUFFERED = ("m05_grad_buffer", "BufferedDDP", {"bucket_numel": 150}, False)
@@ -111,8 +111,7 @@ def test_collectives(submission):
     """A step reduces once, in the last backward, and adds at most two collectives of at most 16 bytes."""
     for world, wrapper in zip(submission.worlds(2, 2), (BUCKETED, CACHED_ZERO)):
         case = make_case(submission, "Plain", [[1, 3, 2], [2, 1, 0]][:world])
-        plain = draw_batch(submission.rng, case, 0, 4)
-        results, _ = run_ranks(submission, case, wrapper, m12_lockstep.count_collectives, **SGD, plain=plain)
+        results, _ = run_ranks(submission, case, wrapper, m12_lockstep.count_collectives, **SGD)
         for rank in case.group if world > 1 else []:
             for step in range(3):
                 expect_collectives(results.events[rank], step, rank)
@@ -184,8 +183,8 @@ def test_iterable_raises(submission):
         for rank, [answer] in enumerate(results):
             wanted = "the exception itself" if rank == failing else "RuntimeError"
             got = answer["raised"]
-            cause = diagnosis.explain_raised(got, rank == failing)
-            expect(got == wanted, f"{where}, run raises {wanted}", f"it raised {got or 'nothing'}", cause, rank=rank)
+            why = partial(diagnosis.explain_raised, got, rank == failing)
+            expect(got == wanted, f"{where}, run raises {wanted}", f"it raised {got or 'nothing'}", why, rank=rank)
         case.batches = [split_into_steps(batches, micro_batches, steps) for [batches] in case.batches]
         expect_equal(
             f"{where}, all ranks have taken exactly {steps} steps of {micro_batches} batches",
@@ -268,11 +267,11 @@ def expect_weights(results, case, job, tolerance=MANY_STEPS):
 def expect_results(results, case, job, names=("num_tokens", "loss", "is_skipped")):
     """Expect every rank to return the results of one process, as far as `names` says."""
     for step, expected in enumerate(train_alone(case, job)["results"]):
-        reason = diagnosis.find_reason(case, job, step)
+        reason = find_reason(case, job, step)
         returned = [results[rank]["results"][step] for rank in case.group]
         for rank, got in zip(case.group, returned):
             for name in names:
-                right, value = expected[diagnosis.FIELDS.index(name)], got[diagnosis.FIELDS.index(name)]
+                right, value = expected[FIELDS.index(name)], got[FIELDS.index(name)]
                 is_nan = math.isnan(right) and math.isnan(value)
                 texts = [str(right), str(value)] if name == "is_skipped" else format_distinct(right, value)
                 expect(
@@ -288,7 +287,7 @@ def expect_results(results, case, job, names=("num_tokens", "loss", "is_skipped"
 def expect_bits(results, case, job):
     """Expect skipped steps to keep the bits of weights and optimizer state, and to clear the gradients."""
     for step, (_, _, is_skipped) in enumerate(train_alone(case, job)["results"]):
-        reason = diagnosis.find_reason(case, job, step)
+        reason = find_reason(case, job, step)
         for rank in case.group if is_skipped else []:
             result, at = results[rank], {"rank": rank, "step": step}
             for what in ("weights", "state"):
@@ -308,11 +307,11 @@ def expect_collectives(events, step, rank):
     missing, added = plain - clips - made, made - plain
     at = {"rank": rank, "step": step}
     right = f"the step makes the {(plain - clips).total()} collectives of a plain step"
-    expect(not missing, right, f"it does not make {diagnosis.describe_launches(missing)}", **at)
+    expect(not missing, right, f"it does not make {describe_launches(missing)}", **at)
     expect(
         added.total() <= 2 and all(nbytes <= SMALL for _, _, nbytes in added),
         f"beside the collectives of a plain step, the step makes at most two, of at most {SMALL} bytes each",
-        f"it adds {diagnosis.describe_launches(added)}",
+        f"it adds {describe_launches(added)}",
         partial(diagnosis.explain_added, added, plain - clips),
         **at,
     )
@@ -336,6 +335,11 @@ def count_launches(events, step):
         elif event["kind"] == "launch" and current == step:
             made[event["op"], event["numel"], event["nbytes"]] += 1
     return made
+
+
+def describe_launches(counted):
+    """Describe counted launches."""
+    return join_names([f"{count} {op} of {nbytes} bytes" for (op, _, nbytes), count in counted.items()])
 
 
 def expect_epochs(results, case, job):

@@ -95,18 +95,40 @@ def compare_curves(run):
     return [rank["tokens"] for rank in runs[0][0]], curves
 
 
+def compare_work(run):
+    """Return the tokens and the processor time of the heaviest rank, relative to the mean, for both assignments."""
+    ratios = {}
+    for name, is_assigned in (("dealt", False), ("assigned", True)):
+        steps = [*zip(*run(measure_work, is_assigned, world_size=2, deadline=300))]  # of each step, all ranks' work
+        work = [[list(values) for values in zip(*step)] for step in steps]
+        ratios[name] = [sum(max(own[i]) / sum(own[i]) * len(own[i]) for own in work) / len(work) for i in (0, 1)]
+    return ratios
+
+
+def run_out(is_lockstep):
+    """Train on three batches on rank 0 and on five on rank 1. Return the number of steps."""
+    pieces = read_paragraphs()
+    batches = [make_batch([piece]) for piece in pieces[: 3 + 2 * dist.get_rank()]]
+    model = TinyLM(SIZE)
+    ddp = student("m04_bucketed_ddp", "BucketedDDP")(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    if is_lockstep:
+        return len(student("m12_lockstep", "LockstepLoop")(ddp, optimizer).run(batches))
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        student("m12_lockstep", "sum_loss")(ddp(inputs), targets).backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+    return len(batches)
+
+
 def main(run):
     tokens, curves = compare_curves(run)
     print(f"tokens per step: {tokens[0]:.0f} on rank 0, {tokens[1]:.0f} on rank 1")
     for number, (right, wrong) in enumerate(zip(*curves)):
         print(f"after {number * EVERY:3} steps: {right:.3f} if tokens count equally, {wrong:.3f} if ranks do")
-    for name, is_assigned in (("dealt", False), ("assigned", True)):
-        steps = [*zip(*run(measure_work, is_assigned, world_size=2, deadline=300))]
-        ratios = [
-            sum(max(own) / sum(own) * len(own) for own in (list(zip(*step))[i] for step in steps)) for i in (0, 1)
-        ]
-        most, slowest = (ratio / len(steps) for ratio in ratios)
-        print(f"{name}: the heaviest rank has {most:.2f} of the mean tokens, {slowest:.2f} of the mean processor time")
+    for name, (tokens, seconds) in compare_work(run).items():
+        print(f"{name}: the heaviest rank has {tokens:.2f} × the mean tokens, {seconds:.2f} × the mean processor time")
 
 
 if __name__ == "__main__":

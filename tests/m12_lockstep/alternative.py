@@ -60,7 +60,8 @@ class LockstepLoop:
         for p in self.params:
             p.grad = None
         used = [(x, y) for x, y in micro_batches if count_tokens(y)]
-        own = sum((sum_loss(self.ddp(x), y) for x, y in used), torch.zeros((), dtype=torch.float64))
+        own = self.params[0].new_zeros((), dtype=torch.float64)
+        own = sum((sum_loss(self.ddp(x), y) for x, y in used), own)
         if used:
             (own * (self.size / total)).backward()
         self.ddp.finish_grad_sync()

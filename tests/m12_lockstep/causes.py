@@ -4,12 +4,10 @@ import contextlib
 import math
 
 from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.expectations import join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_backward_passes
-from m12_lockstep import expected
+from m12_lockstep import expected, scenario
 
-FIELDS = ("loss", "num_tokens", "is_skipped")  # of a result
 SMALL = 16  # bytes: larger collectives are the wrapper's
 NOT_DETERMINISTIC = "the assignment depends on random numbers or addresses, and both differ between ranks."
 STEPPED = "the optimizer steps although is_skipped is True. With zero gradients, momentum and weight decay still act."
@@ -138,19 +136,9 @@ def find_wrong_steps(results, steps):
     return Evidence(mistake=STEP_TAKEN if max(counts) > steps else READ_AHEAD if max(counts) < steps else "")
 
 
-def find_reason(case, job, step):
-    """Return why a step must be skipped, or "", as the end of a sentence."""
-    batches = [batch for rank in case.group for batch in case.batches[rank][step]]
-    if step == job.get("poisoned_step"):
-        return f", because a gradient of rank {job['poison']['rank']} contains {job['poison']['value']}"
-    if any(batch.get("masked") for batch in batches):
-        return ", because the loss is infinite, although all gradients are finite"
-    return "" if sum(expected.count_tokens(batches)) else ", because no rank has a token"
-
-
 def explain_result(name, returned, right, index, reason):
     """Return why an entry of a result is wrong. `returned` are the results of all ranks, `right` is the right one."""
-    place = FIELDS.index(name)
+    place = scenario.FIELDS.index(name)
     values = [result[place] for result in returned]
     if name == "is_skipped":
         if len(set(values)) > 1:
@@ -162,11 +150,6 @@ def explain_result(name, returned, right, index, reason):
         return f"{name} is that of this rank's own tokens."
     is_sum = name == "loss" and math.isclose(values[index], right[0] * right[1], rel_tol=1e-4)
     return "it is the sum over the tokens, not their mean." if is_sum else ""
-
-
-def describe_launches(counted):
-    """Describe counted launches."""
-    return join_names([f"{count} {op} of {nbytes} bytes" for (op, _, nbytes), count in counted.items()])
 
 
 def explain_added(added, plain):

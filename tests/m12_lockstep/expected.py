@@ -59,3 +59,13 @@ def train_alone(case, job, weigh=weigh_tokens, is_sum_clipped=False, is_stale=Fa
 def split_into_steps(batches, micro_batches, steps):
     """Return what each of so many steps takes from an iterable that yields these batches."""
     return [batches[step * micro_batches : (step + 1) * micro_batches] for step in range(steps)]
+
+
+def find_reason(case, job, step):
+    """Return why a step must be skipped, or "", as the end of a sentence."""
+    batches = [batch for rank in case.group for batch in case.batches[rank][step]]
+    if step == job.get("poisoned_step"):
+        return f", because a gradient of rank {job['poison']['rank']} contains {job['poison']['value']}"
+    if any(batch.get("masked") for batch in batches):
+        return ", because the loss is infinite, although all gradients are finite"
+    return "" if sum(count_tokens(batches)) else ", because no rank has a token"

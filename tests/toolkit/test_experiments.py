@@ -92,15 +92,17 @@ PRINTED = {
     ],
     "m11/exposed": ["computation alone: ", *(f"prefetch={depth}: .* ms exposed" for depth in (0, 1, 2))],
     "m11/against": [*(f"{name}: 9 all_gather, 5 reduce_scatter" for name in ("torch", "ours")), "ours / torch: "],
+    "m12/weights": ["4.6667", "2.0000", "4.0000"],
+    "m12/text": ["tokens per step", "if tokens count equally", "dealt", "assigned"],
     "m08/elementwise": ["Adafactor: refused", "Adam: elementwise", "LBFGS: refused", "Muon: refused"],
 }  # fmt: skip
 
 # Rounds of those that measure many of them: as few as they can do with, since times are not compared here.
-ROUNDS = {"m02/launches": 2, "m06/ends": 2, "m08/against": 7, "m11/against": 15, "m08/wire": 2}
+ROUNDS = {"m02/launches": 2, "m06/ends": 2, "m08/against": 7, "m11/against": 15, "m08/wire": 2, "m12/text": 3}
 
 
 # Those that measure for seconds run with --everything, or with their module.
-LONG = {"m00/measure", "m06/ends", "m07/views", "m08/against", "m08/masters", "m08/traffic", "m11/against"}
+LONG = {"m00/measure", "m06/ends", "m07/views", "m08/against", "m08/masters", "m08/traffic", "m11/against", "m12/text"}
 
 
 def name(path):
