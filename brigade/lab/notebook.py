@@ -243,7 +243,7 @@ class Ranks:
     def _describe_rank(self, rank: int, part: AsyncResult) -> str:
         """Return text such as: waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched"""
         if part.ready() and part.successful():
-            return "finished"
+            return "ended"
         if part.ready():
             return f"raised {part.exception().ename}: {part.exception().evalue}"
         if self._engines[rank].poll() is not None:

@@ -2,7 +2,7 @@
 
 A run ends when every rank has delivered a result, or when
 
-- a rank raised an exception, ended without a result or sent something unreadable ("failed"),
+- a rank raised an exception, died without a result or sent something unreadable ("failed"),
 - launches with the same number in a group differ between two ranks ("mismatch"),
 - no rank can continue by itself ("deadlock"),
 - every rank has been creating a process group for a long time ("unconnected"),

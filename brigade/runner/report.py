@@ -122,13 +122,13 @@ def describe_failure(
         if kind == "mismatch":
             rank = mismatch.rank
             summary = (
-                f"rank {rank} called {describe_with_line(mismatch.launch)}, but rank {mismatch.peer} called "
+                f"rank {rank} launched {describe_with_line(mismatch.launch)}, but rank {mismatch.peer} launched "
                 f"{describe_with_line(mismatch.peer_launch)}. "
             )
             summary += (
                 "A message must have the same length on both ranks"
                 if mismatch.launch["op"] in OPPOSITES
-                else "All ranks of a group must call the same collectives in the same order"
+                else "All ranks of a group must launch the same collectives in the same order"
             )
         elif kind == "deadlock":
             what = "a send or a recv" if waiting <= OPPOSITES.keys() else "a collective"
@@ -172,7 +172,7 @@ def _describe_rank_failure(
         failure.own = error.is_own
         return failure
     how = "it closed its channel" if culprit.status is None else describe_exit(culprit.status)
-    summary = f"rank {culprit.number} ended without a result ({how})"
+    summary = f"rank {culprit.number} died without a result ({how})"
     lines = [describe_state(state, progress, packages) for state in states]
     return RankFailure("died", summary, lines, culprit.number, how)
 
@@ -196,11 +196,11 @@ def describe_state(state: RankState, progress: Progress, packages: dict[str, Sou
     """
     last = state.record.describe_last_launch()
     if state.result is not None:
-        return f"rank {state.number} finished {last}"
+        return f"rank {state.number} ended {last}"
     if state.error:
         return f"rank {state.number} raised {state.error.type} {last}"
     if state.status is not None:
-        return f"rank {state.number} ended ({describe_exit(state.status)}) {last}"
+        return f"rank {state.number} died ({describe_exit(state.status)}) {last}"
     line = locate(state.stack, packages)
     return f"rank {state.number} {progress.describe_activity(state.number)}" + (f", at {line}" if line else "")
 

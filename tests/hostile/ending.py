@@ -12,12 +12,12 @@ class NaiveDDP(NaiveDDP):
 
 CASES = [
     Hostile("sys.exit at import", reference("import sys; sys.exit(0)"), 0, "rank 0 raised SystemExit: 0"),
-    Hostile("os._exit at import", reference("os._exit(0)"), 0, "ended without a result (exit code 0)"),
+    Hostile("os._exit at import", reference("os._exit(0)"), 0, "died without a result (exit code 0)"),
     Hostile(
         "os._exit in the run of four ranks: only that check is lost",
         reference("def attack():\n    if dist.get_world_size() == 4: os._exit(0)", IN_FINISH),
         7,
-        "ended without a result (exit code 0)",
+        "died without a result (exit code 0)",
         checks=ALL,
     ),
     Hostile("endless loop at import", reference("while True: pass"), 0, "stopped after 1 s", limit_s=1),

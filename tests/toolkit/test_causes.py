@@ -156,7 +156,7 @@ def test_no_name_of_the_toolkit_is_quoted():
 
 def test_a_mismatch_that_gloo_notices_first_is_told_as_a_mismatch():
     raised = RankFailure("exception", "rank 0 raised RuntimeError", [], 0, "RuntimeError", message=OTHER_SIZE)
-    died = RankFailure("died", "rank 1 ended without a result", [], 1, output=["", OTHER_SIZE])
+    died = RankFailure("died", "rank 1 died without a result", [], 1, output=["", OTHER_SIZE])
     for failure in (raised, died):
         verdict = to_failure(failure, {}).verdict
         assert verdict.ending == "mismatch" and "in the same order" in verdict.expected

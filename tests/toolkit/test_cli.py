@@ -110,7 +110,7 @@ def test_checks_are_listed_by_parts(brigade):
     [
         ("class NaiveDDP(:\n", "naive_ddp.py, line 1: invalid syntax"),
         ("x = 1\n", "naive_ddp.py has no "),
-        ("import os\nos._exit(0)\n", "ended without a result (exit code 0)"),
+        ("import os\nos._exit(0)\n", "died without a result (exit code 0)"),
         ("raise SystemExit\n", "raised SystemExit"),
         ("import no_such_module\n", "No module named 'no_such_module'"),
         ("from torch import nn\nclass NaiveDDP(nn.Module):\n    def __init__(self):\n        super().__init__()\n"

@@ -105,7 +105,7 @@ def test_a_peer_that_ends_is_the_one_to_blame(call):
     with pytest.raises(RankFailure) as failure:
         run_ranks(functions.on_link, 1e-4, 1e9, *call, mode="emulate")
     assert (failure.value.kind, failure.value.rank) == ("died", 1), failure.value
-    assert failure.value.summary == "rank 1 ended without a result (exit code 0)"
+    assert failure.value.summary == "rank 1 died without a result (exit code 0)"
 
 
 # ---- the times are possible: recorded runs are replayed

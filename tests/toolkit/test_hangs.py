@@ -50,7 +50,7 @@ def test_endless_loop_on_all_ranks():
 
 def test_a_rank_that_leaves():
     told, seconds = check_replacement(LAUNCH, LAUNCH + "\n            import os; dist.get_rank() == 1 and os._exit(0)")
-    assert "rank 1 ended without a result (exit code 0)" in told
+    assert "rank 1 died without a result (exit code 0)" in told
     assert seconds < DEADLINE_S
 
 
@@ -66,14 +66,14 @@ def test_collectives_in_different_orders():
     )
     for _ in range(3):
         told, seconds = check_replacement(LAUNCH, reversed_on_rank_1)
-        assert "called all_reduce #" in told and ", but rank" in told and "in the same order" in told
+        assert "launched all_reduce #" in told and ", but rank" in told and "in the same order" in told
         assert seconds < DEADLINE_S
 
 
 def test_a_mismatch_names_the_line_of_both_ranks():
     broadcast = "dist.broadcast(parameter.grad, group=self.process_group, group_src=0)"
     told, _ = check_replacement(LAUNCH, f"if dist.get_rank(): {broadcast}\n            " + LAUNCH)
-    call = r"rank (\d) called (\w+) #\d+ \([^)]*\) at overlapped_ddp.py:(\d+) in launch"
+    call = r"rank (\d) launched (\w+) #\d+ \([^)]*\) at overlapped_ddp.py:(\d+) in launch"
     rank, op, line, peer, peer_op, peer_line = re.search(f"{call}, but {call}", " ".join(told.split())).groups()
     lines = {op: int(line), peer_op: int(peer_line)}
     assert {rank, peer} == {"0", "1"} and lines["all_reduce"] == lines["broadcast"] + 1

@@ -121,7 +121,7 @@ def test_one_rank_alone(two_ranks: Ranks) -> None:
 
 
 def test_an_exception_names_its_rank(two_ranks: Ranks) -> None:
-    with pytest.raises(RanksError, match="rank 0 finished\nrank 1 raised ValueError: on purpose"):
+    with pytest.raises(RanksError, match="rank 0 ended\nrank 1 raised ValueError: on purpose"):
         two_ranks.run("import os\nif os.environ['RANK'] == '1': raise ValueError('on purpose')")
     two_ranks.run("still = 'there'")
     assert two_ranks["still"] == ["there", "there"]
@@ -143,7 +143,7 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
     assert lines[0] == "stopped after 2 s"
     assert lines[1].startswith("rank 0 waits in all_reduce #")
     assert lines[1].endswith("(float32, 20 B), which rank 1 never launched")
-    assert lines[2] == "rank 1 finished"
+    assert lines[2] == "rank 1 ended"
     assert "[stdout:0]\nbefore" in capsys.readouterr().out
     expect_nothing_left(temporary, within_s=1)
     with pytest.raises(RanksError, match="the ranks have ended"):

@@ -229,7 +229,7 @@ def test_an_error_without_a_message_and_one_without_end():
 def test_a_rank_that_dies(how, words):
     failure = get_failure(functions.end, 1, how, world_size=3)
     assert (failure.kind, failure.rank) == ("died", 1)
-    assert failure.summary.startswith("rank 1 ended without a result") and words in failure.summary
+    assert failure.summary.startswith("rank 1 died without a result") and words in failure.summary
     assert "rank 1 ended" in failure.lines[1] and "last words" in failure.output[1]
 
 
@@ -286,7 +286,7 @@ def test_a_missing_launch_is_a_deadlock_long_before_the_deadline(async_op, monke
         assert words in failure.lines[0]
     if async_op:
         assert f"basics.py:{find_line('HERE IT WAITS')} in leave_one_out" in failure.lines[0]
-    assert failure.lines[1] == "rank 1 finished after all_reduce #0 (bias, float32, 8 B)"
+    assert failure.lines[1] == "rank 1 ended after all_reduce #0 (bias, float32, 8 B)"
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_a_deadlock(monkeypatch):
@@ -335,7 +335,7 @@ def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
         start = time.monotonic()
         failure = get_failure(functions.mismatch, how, mode=mode)
         assert failure.kind == "mismatch" and time.monotonic() - start < monitor.QUIET_S
-        assert re.match(r"rank [01] called (all_reduce|broadcast) #0 .*, but rank [01] called ", failure.summary)
+        assert re.match(r"rank [01] launched (all_reduce|broadcast) #0 .*, but rank [01] launched ", failure.summary)
         assert "the same collectives in the same order" in failure.summary
 
 

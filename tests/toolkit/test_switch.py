@@ -53,7 +53,7 @@ def test_a_rank_that_does_not_read_holds_up_nobody_else():
     with pytest.raises(RankFailure) as caught:
         run_ranks(functions.never_read, switch=True, mode="strict", deadline=6)
     assert caught.value.kind == "deadline"
-    assert "rank 0 finished" in caught.value.lines[0]
+    assert "rank 0 ended" in caught.value.lines[0]
 
 
 def test_ranks_with_other_ideas_of_a_group_deadlock_at_once():
