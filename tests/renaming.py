@@ -13,7 +13,8 @@ PUBLIC = (
     "module process_group finish_grad_sync no_sync param_ranges bucket_of bucket_ranges numel params layout grad_data "
     "param_data reallocate grad_buffers main_grad start_grad_sync start_param_sync finish_param_sync groups "
     "gather_grads optim clip_grad_norm_ wait param_groups state defaults grad data training "
-    "group ranks number op sizes dtype line rank world_size calls has_ended num_lost kind text loss num_tokens is_skipped run"
+    "group ranks number op sizes dtype line rank world_size calls has_ended num_lost kind text "
+    "loss num_tokens is_skipped run"
 )
 TORCHS_OWN = (nn.Module, nn.Parameter, torch.optim.Optimizer, dict, list, set, slice, str)
 

@@ -124,7 +124,7 @@ class Recorder:
                 )
 
     def follow_backward(self, output: torch.Tensor) -> None:
-        """Record the phase "backward", with "ready" events, in any backward through `output`, whoever runs it."""
+        """Record the phase "backward", with "ready" events, in any backward through `output`."""
 
         def note_start(_: Sequence[torch.Tensor | None]) -> None:
             if self._task != get_current_task():  # a backward may pass several outputs

@@ -107,10 +107,11 @@ def load_trace(path: str | Path) -> Trace:
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
         entries = record.get("entries", [])  # absent if the recorder is off
+        groups = {name: tuple(ranks) for name, ranks in record["groups"].items()}
         return Trace(
             rank=int(record["rank"]),
             world_size=int(record["world_size"]),
-            calls=tuple(_read_call(entry, record["groups"]) for entry in entries if not entry["is_p2p"]),
+            calls=tuple(_read_call(entry, groups) for entry in entries if not entry["is_p2p"]),
             has_ended=bool(record["has_ended"]),
             num_lost=int(entries[0]["record_id"]) if entries else 0,
         )
@@ -118,12 +119,12 @@ def load_trace(path: str | Path) -> Trace:
         raise ValueError(f"not a file of dump_trace ({type(error).__name__}: {error})") from None
 
 
-def _read_call(entry: dict, groups: dict[str, list[int]]) -> Call:
+def _read_call(entry: dict, groups: dict[str, tuple[int, ...]]) -> Call:
     op = entry["profiling_name"].split(":")[-1]
     sizes = () if op.startswith(SIZES_MAY_DIFFER) else entry["input_sizes"]
     return Call(
         group=entry["process_group"][0],
-        ranks=tuple(groups[entry["process_group"][0]]),
+        ranks=groups[entry["process_group"][0]],
         number=int(entry["collective_seq_id"]),
         op=op,
         sizes=tuple(tuple(size) for size in sizes),

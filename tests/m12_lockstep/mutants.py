@@ -117,7 +117,7 @@ MUTANTS = [
         "a barrier counts",
     ),
     Mutant("the last loss only", TOTAL, "total = loss.detach()", RESULTS, ""),
-    Mutant("the own loss", LOSS, "loss = loss_sum / num_tokens", RESULTS, "that of this rank's own tokens"),
+    Mutant("only its own loss", LOSS, "loss = loss_sum / num_tokens", RESULTS, "that of this rank's own tokens"),
     Mutant("the loss is a sum", LOSS, "loss = total", RESULTS, "the sum over the tokens"),
     Mutant("max_norm ignored", CLIP, "max_norm = math.inf", CLIPPING, "max_norm is ignored"),
     Mutant(

@@ -37,7 +37,7 @@ PRINTED = {
     "m03/order": [
         *2 * ["'a.weight': 14.58, 'b.weight': 14.84"],
         *2 * ["'a.weight': 10.06, 'b.weight': 10.06"],
-        r"rank [01] launched all_reduce #2 \([ab].weight, float32, .* at \S+ in \w+, but rank [01] launched all_reduce #2",
+        r"rank [01] launched all_reduce #2 \([ab].weight, .* at \S+ in \w+, but rank [01] launched all_reduce #2",
         "deadlock: every rank has stopped",
         r"rank 0 waits in all_reduce #3 \(a.weight, float32, 48 B\), which rank 1 never launched",
     ],
