@@ -64,17 +64,18 @@ def list_steps(deadline: str, minutes: str, number: list[str], styles: Path) -> 
         selected = ["--modules", *number] if number else []
         yield Step("gpu-check", gpus, [*check, *selected], said="Everything passed")
     yield Step("graded checks with gloo", 1, [*pytest, "--backend", "gloo", *checks], without_cuda=True)
-    styled = [*pytest, *NCCL, "tests/toolkit/test_mutants.py", "-k", "another_style or right_variant"]
-    yield Step("answers in other styles", 1, styled)
+    is_root = os.geteuid() == 0  # then the grader checks the other styles
+    styled = "right_variant" if is_root else "right_variant or another_style"
+    yield Step("right variants", 1, [*pytest, *NCCL, "tests/toolkit/test_mutants.py", "-k", styled])
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2"]
-    yield Step("torchrun: benchmark", 2, [*torchrun, "-m", "brigade.cli", "bench", "--target", "solutions"])
+    yield Step("torchrun: benchmark", 2, [*torchrun, "-m", *brigade[2:], "bench", "--target", "solutions"], said="nccl")
     yield Step("torchrun: launch.py", 2, [*torchrun, "lessons/m00_ring/launch.py"], said="on cuda:1")
     yield Step("ranks of a notebook", 2, ["python", "-c", NOTEBOOK])
-    if os.geteuid() == 0:
-        graded = ["--modules", ",".join(number) or "0-11", "--limit", "7200", "--out", "out/gpu_sim.json", *NCCL]
+    for modules in (number or ("0", "1-8", "9-11")) if is_root else ():
+        graded = ["--modules", modules, "--limit", "7200", "--out", "out/gpu_sim.json", *NCCL]
         for submission in ("solutions", str(styles)):
             grade = [*brigade, "grade", "--submission", submission, *graded]
-            yield Step(f"grade {Path(submission).name} as root", 1, grade, said=FULL_MARKS)
+            yield Step(f"grade {Path(submission).name} as root, modules {modules}", 1, grade, said=FULL_MARKS)
     for gpus, said, environment in (
         (0, "there is no NVIDIA driver", {"FAKE_DRIVER": "0"}),
         (0, "torch finds none", {}),
