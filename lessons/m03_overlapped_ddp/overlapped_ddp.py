@@ -29,14 +29,19 @@ class GradSyncMixin:
     def no_sync(self) -> Iterator[None]:
         """Let the backward passes inside the block accumulate gradients without any communication.
 
-        Blocks may be nested. The end of a block restores the previous state, even after an exception.
+        The hooks read the flag during backward. Blocks may be nested. The end of a block restores the previous state,
+        even after an exception. The next `finish_grad_sync` averages what was accumulated inside.
         """
         # TODO: part (a)
         raise NotImplementedError("module 3, part (a)")
 
 
 class OverlappedDDP(GradSyncMixin, nn.Module):
-    """Wrap a model and all-reduce each of its gradients as soon as backward has computed it."""
+    """Wrap a model and all-reduce each of its gradients as soon as backward has computed it.
+
+    What `NaiveDDP` says of every wrapper holds, except that every rank must use every parameter, in the same order. From
+    here on, each step has one synchronising backward and one call of `finish_grad_sync`, both outside `no_sync`.
+    """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__()
