@@ -32,6 +32,7 @@ MB_PER_MIB = 10**6 / 2**20
 XL = {1: 435, 10: 339, 100: 98, 1000: 8}  # number of buckets of the XL model, by cap in MiB
 
 
+@pytest.mark.parts("Part (a): the plan")
 @pytest.mark.points(3)
 def test_bucket_rule(submission):
     """plan_buckets follows the rule: reverse order, no bucket above the cap, one dtype per bucket."""
@@ -60,6 +61,7 @@ def test_bucket_rule(submission):
         )
 
 
+@pytest.mark.parts("Parts (b) to (h): the wrapper")
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
     """Replicas start with equal weights and buffers. One all-reduce per bucket averages every gradient."""
