@@ -81,8 +81,8 @@ class LaunchQueue:
 
     A unit is what one launch carries: a bucket or, in module 6, a group of buckets. Unit k is complete when
     `num_grads[k]` gradients are ready. `launch(k)` starts its communication without waiting. All ranks have the same
-    units and therefore launch them in the same order. Modules 5 to 10 use this class, its methods and its attributes, so
-    do not rename them.
+    units and therefore launch them in the same order. Modules 5 to 10 use this class, so do not rename its methods and
+    attributes.
     """
 
     def __init__(self, num_grads: Sequence[int], launch: Callable[[int], None]):
