@@ -276,20 +276,25 @@ def expect_unsynced(results, case, step):
         raise
 
 
+TWO_BACKWARDS = {
+    "a second backward": ("forward", "backward", "forward", "backward", "finish"),
+    "a second backward inside no_sync": ("forward", "backward", "forward", "backward in no_sync", "finish"),
+}
+
+
 def expect_second_backward(submission, world, job):
     """Expect a second backward before finish_grad_sync, synchronising or not, to be refused or averaged."""
     case = submission.case("Plain", world, micro_batches=2)
-    kinds = {"": False, " inside no_sync": True}
-    jobs = [case.make_jobs(is_quiet=is_quiet, **job) for is_quiet in kinds.values()]
-    for where, results in zip(kinds, submission.run_each(training.train_twice, jobs)):
-        answered = [rank for rank, gradients in enumerate(results) if gradients is not None]
-        expect_equal(
-            f"a second backward{where} raises RuntimeError, or finish_grad_sync averages its gradients too",
-            [results[rank] for rank in answered],
-            case.gradients(),
-            ranks=answered,
-            evidence=Evidence(diagnosis.SECOND_BACKWARD),
-        )
+    jobs = [case.make_jobs(order=order, **job) for order in TWO_BACKWARDS.values()]
+    for what, results in zip(TWO_BACKWARDS, submission.run_each(training.take_odd_step, jobs)):
+        expect_right_or_refused(f"{what} is averaged", results, case.gradients(), Evidence(diagnosis.SECOND_BACKWARD))
+
+
+def expect_right_or_refused(what, results, expected, evidence):
+    """Expect these tensors from every rank whose result is not None: the others refused with RuntimeError."""
+    answered = [rank for rank, result in enumerate(results) if result is not None]
+    actual = [results[rank] for rank in answered]
+    expect_equal(f"{what}, or raises RuntimeError", actual, expected, ranks=answered, evidence=evidence)
 
 
 def require_overlapped(results, case, steps=1):

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
+from test_m03_overlapped_ddp import expect_right_or_refused, expect_second_backward, expect_unsynced
 
-from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.evidence import Evidence, find_leftover, join_names
 from brigade.checks.expectations import (
     describe_gradients,
     expect,
@@ -287,6 +287,7 @@ def test_steps_and_subgroups(submission):
             )
         require_padded(results, case, steps=3)
     expect_second_backward(submission, submission.worlds(2)[0], JOB)
+    expect_no_old_gradients(submission, submission.worlds(2)[0], JOB)
 
 
 @pytest.mark.parts("Parts (h) and (i): accumulate in fp32")
@@ -410,7 +411,21 @@ def test_one_buffer_per_dtype(submission):
         expect_gradients(results, case, tolerance=2**-6)
 
 
-# ---- what the checks use
+# ---- what the checks of this module and of later ones use
+
+
+def expect_no_old_gradients(submission, world, job):
+    """Expect zeros for a parameter that a rank does not use, even if a second backward completes its bucket."""
+    case = submission.case("Branches", world, micro_batches=3, hidden_layers=0, branches=list(range(world)))
+    twice = ["forward", "forward", "zero_grad", "backward", "backward"]
+    arguments = job["arguments"] | {"bucket_numel": None}  # each backward makes half of the bucket's gradients ready
+    jobs = case.make_jobs(order=["forward", "backward", "finish", *twice, "finish"], **job | {"arguments": arguments})
+    expect_right_or_refused(
+        "after two forwards, zero_grad and two backwards, parameters that a rank does not use count as zero",
+        submission.run(training.take_odd_step, jobs, world_size=world),
+        case.gradients(micro=slice(1, 3)),
+        Evidence(diagnosis.OLD_GRADIENTS),
+    )
 
 
 def compute_layout(numels, bucket_numel, dp_size, pad_for_busbw=False):

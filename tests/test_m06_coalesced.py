@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
-from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout, format_zero_grad
+from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout, expect_no_old_gradients, format_zero_grad
 
 from brigade.checks.expectations import (
     describe_gradients,
@@ -328,6 +328,7 @@ def test_steps_and_subgroups(submission):
                 [result["weights"] for result in results],
                 case,
             )
+    expect_no_old_gradients(submission, submission.worlds(2)[0], make_job(2))
     expect_fp32_gradients(submission)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
-from test_m05_grad_buffer import BUCKET_NUMEL
+from test_m05_grad_buffer import BUCKET_NUMEL, expect_no_old_gradients
 from test_m06_coalesced import list_groups, require_halves
 
 from brigade.checks.diagnose.evidence import describe_missed, find_leftover
@@ -177,6 +177,7 @@ def test_steps_and_subgroups(submission):
         require_halves(results, case, steps=3)
     [world] = submission.worlds(2)
     expect_second_backward(submission, world, make_job(2))
+    expect_no_old_gradients(submission, world, make_job(2))
     case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
     form = submission.rng.choice(["optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros"])
     late = submission.rng.random() < 0.5

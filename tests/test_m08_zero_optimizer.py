@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from test_m03_overlapped_ddp import expect_right_or_refused
 from test_m05_grad_buffer import compute_layout
 
-from brigade.checks.diagnose.evidence import describe_missed
+from brigade.checks.diagnose.evidence import Evidence, describe_missed
 from brigade.checks.expectations import (
     MANY_STEPS,
     expect,
@@ -363,7 +364,7 @@ def test_zero_state_is_shared(submission):
 
 @pytest.mark.points(1)
 def test_zero_volume(submission):
-    """A step sends as many bytes as one all-reduce: it reduce-scatters gradients and all-gathers weights."""
+    """A step sends the bytes of one all-reduce. A second finish, or a backward after it, is right or refused."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.bfloat16)):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         arguments = ZERO["arguments"] | {"grad_dtype": torch.float32, "buckets_per_group": 2}
@@ -395,6 +396,7 @@ def test_zero_volume(submission):
                     rank=rank,
                     step=step,
                 )
+    expect_odd_orders(submission)
 
 
 @pytest.mark.points(2)
@@ -609,6 +611,33 @@ def test_zero_masters(submission):
 
 
 # ---- what the checks use
+
+ODD_ORDERS = {  # what happens -> the actions, and the number of micro-batches whose gradients the step uses
+    "a second finish_grad_sync": (["forward", "backward", "finish", "finish", "step"], 1),
+    "a backward inside no_sync after finish_grad_sync": (
+        ["forward", "backward", "finish", "forward", "backward in no_sync", "step"], 1,
+    ),
+    "this backward and a second finish_grad_sync": (
+        ["forward", "backward", "finish", "forward", "backward in no_sync", "finish", "step"], 2,
+    ),
+}  # fmt: skip
+
+
+def expect_odd_orders(submission):
+    """Expect the step after a second finish_grad_sync, or a backward after it, to be right or refused."""
+    [world] = submission.worlds(2)
+    case, recipe = submission.case("Plain", world, micro_batches=2, dtype=torch.float64), make_recipe("SGD")
+    jobs = [make_zero_jobs(case, recipe, order=order) for order, _ in ODD_ORDERS.values()]
+    all_results = submission.run_each(m08_zero.take_odd_step, jobs)
+    batches = case.batches
+    for (what, (_, count)), results in zip(ODD_ORDERS.items(), all_results):
+        case.batches = [[own[0][:count]] for own in batches]
+        expect_right_or_refused(
+            f"{what} gives the plain optimizer's weights",
+            results,
+            compute_weights(case, recipe),
+            Evidence(diagnosis.AFTER_FINISH),
+        )
 
 
 def get_rounding(results):

@@ -64,6 +64,7 @@ class BucketGroup:
         self.param_indices = [i for i, bucket in enumerate(buffer.layout.bucket_of) if bucket in self.bucket_indices]
         self.grad_handle: Handle | None = None
         self.param_handle: Handle | None = None
+        self.is_reduced = False  # without gather_grads: whether the shards contain averages that no step has used yet
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (this rank's shard, whole bucket) for each bucket of the group, as views of `data`."""
@@ -89,6 +90,7 @@ class BucketGroup:
 
     def start_param_sync(self) -> None:
         """Start the all-gather of the parameters, after each rank has updated its own shards of them."""
+        self.is_reduced = False
         self.param_handle = self.start_all_gather(self.buffer.param_data)
 
     def finish_param_sync(self) -> None:
@@ -150,6 +152,7 @@ class CoalescedDDP(BufferedDDP):
 
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
+        self.require_unreduced(self.groups[index])
         super().mark_ready(index, i)
         if self.gather_grads:
             # By now, all complete groups have been launched. When half of the next group's gradients are ready, the
@@ -157,14 +160,30 @@ class CoalescedDDP(BufferedDDP):
             # TODO: part (g)
             raise NotImplementedError("module 6, part (g)")
 
+    def require_unreduced(self, *groups: BucketGroup) -> None:
+        """Raise RuntimeError if a backward or a finish would change averages that no step has used yet."""
+        if any(group.is_reduced for group in groups):
+            raise RuntimeError("the gradients of this step are already averages: call step or zero_grad first")
+
     def finish_grad_sync(self) -> None:
-        """Launch the remaining groups and wait for all groups. With `gather_grads`, all-gather the averages."""
-        # Some gradients may never have arrived. Their parts of the buffer must still be correct. The last group has not
-        # been gathered yet. At the end, keep no state of this step.
+        """Launch the remaining groups and wait for all groups. With `gather_grads`, all-gather the averages.
+
+        Without `gather_grads`, call `start_param_sync` or `zero_grad` before the next backward.
+        """
+        self.require_unreduced(*self.groups)
+        # The last group has not been gathered yet. At the end, keep no state of this step.
         # TODO: part (f)
         raise NotImplementedError("module 6, part (f)")
         for buffer in self.grad_buffers:
             buffer.finish_accumulation(self.gather_grads)
+        for group in self.groups:
+            group.is_reduced = not self.gather_grads
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, even if no step has used them."""
+        for group in self.groups:
+            group.is_reduced = False
+        super().zero_grad(set_to_none)
 
     def start_param_sync(self) -> None:
         """Start the all-gather of the parameters of all groups."""

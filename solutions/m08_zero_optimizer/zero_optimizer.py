@@ -116,6 +116,14 @@ class ShardedOptimizer(OuterOptimizer):
             self.owned_bytes[owner] += parameter.nbytes if parameter.requires_grad else 0
         ### END SOLUTION
         self.local |= {p: p for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.require_unreduced)
+
+    def require_unreduced(self, _: nn.Parameter) -> None:
+        """Raise RuntimeError if a backward would add to averages that no step has used yet."""
+        if self.is_reduced:
+            raise RuntimeError("the gradients of this step are already averages: call step or zero_grad first")
 
     def prepare_grads(self) -> list[Tensor]:
         """Average each trainable gradient on its owner, once per step. Return the gradients that this rank owns."""
@@ -270,6 +278,10 @@ class ZeroOptimizer(OuterOptimizer):
         """Gather the weights of all ranks, and wait for them. Module 9 overrides this method."""
         self.start_sharing()
         self.ddp.finish_param_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, even if no step has used them."""
+        self.ddp.zero_grad(set_to_none)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

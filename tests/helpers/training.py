@@ -5,6 +5,7 @@ Its input is a job: a model, weights and batches. It returns tensors by name, un
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,22 +146,37 @@ def train(job: dict) -> dict:
     return {"start": start, "gradients": gradients, "strides": strides, "weights": weights}
 
 
-def train_twice(job: dict) -> dict | None:
-    """Run a second backward before finish_grad_sync, inside no_sync if job["is_quiet"].
-
-    Return the gradients after the finish, or None if the wrapper refuses the second backward with RuntimeError.
-    """
+def take_odd_step(job: dict) -> dict | None:
+    """Follow job["order"]. Return the gradients, or None if the wrapper refuses a part of it with RuntimeError."""
     model = build(job)
     ddp = wrap(job, model)
-    first, second = job["batches"][0]
-    forward_backward(ddp, first)
+    return copy_gradients(model) if follow(job["order"], ddp, job["batches"][0]) else None
+
+
+def follow(order: Sequence[str], ddp: torch.nn.Module, batches: list[dict], optimizer: Any = None) -> bool:
+    """Take these actions, each forward on the next batch and each backward on the oldest loss.
+
+    Return whether the submission did all of them. It may refuse one with RuntimeError.
+    """
+    unused, losses = iter(batches), []
+    actions = {
+        "zero_grad": (optimizer or ddp).zero_grad,
+        "finish": getattr(ddp, "finish_grad_sync", None),
+        "step": getattr(optimizer, "step", None),
+        "clip": lambda: optimizer.clip_grad_norm_(1e9),
+        "forward": lambda: losses.append(compute_loss(ddp, move_to_device(next(unused)))),
+    }
     try:
-        with ddp.no_sync() if job["is_quiet"] else contextlib.nullcontext():
-            forward_backward(ddp, second)
-        with phase("finish"):
-            ddp.finish_grad_sync()
+        for action in order:
+            if "backward" in action:
+                loss, is_quiet = losses.pop(0), "no_sync" in action
+                with ddp.no_sync() if is_quiet else contextlib.nullcontext(), recording.record_backward(loss):
+                    loss.backward()
+            else:
+                with phase(action):
+                    actions[action]()
     except NotImplementedError:
         raise  # a part that is not written yet
     except RuntimeError:
-        return None
-    return copy_gradients(model)
+        return False
+    return True

@@ -29,6 +29,10 @@ COPIED_GRADIENTS = (
 )
 COPIED_BUCKETS = "whole buckets are copied. The collective must work on a slice of the buffer, in place."
 ALLOCATES = "every step allocates new memory, for example for a flat copy of the gradients."
+OLD_GRADIENTS = (
+    "a bucket is launched with gradients of an earlier step for parameters that this step has not used. Before each "
+    "launch, make every view of the bucket contain this step's gradient or zeros."
+)
 LEAKS = "the buffer is not allocated with zeros, or some code writes past the end of a parameter."
 IN_READY_ORDER = "a bucket is launched as soon as it is complete, although an earlier bucket has not been launched."
 SHARED_BUFFER = "the buffer and the parameter have different dtypes. Parameters of each dtype need their own buffer."

@@ -208,7 +208,7 @@ def accumulate(job: dict) -> dict:
     steps = []
     for step, micro_batches in enumerate(job["batches"]):
         recording.note("step", step=step)
-        model.zero_grad(set_to_none=job["set_to_none"])
+        ddp.zero_grad(set_to_none=job["set_to_none"])
         for inputs in micro_batches[:-1]:
             with ddp.no_sync():
                 ddp([x.to(device()) for x in inputs]).backward()

@@ -51,6 +51,10 @@ NOT_ELEMENTWISE = (
     "parameter. Shards cut parameters into parts."
 )
 NO_SENTENCE = "the exception does not say why the optimizer is rejected."
+AFTER_FINISH = (
+    "finish_grad_sync leaves averages only in a rank's own shards. A second reduction, or a backward that adds to "
+    "them, makes them wrong. Raise RuntimeError until step or zero_grad has been called."
+)
 INNER_GROUPS = (
     "the outer param_groups contain the rank's shards. They must contain whole parameters. Only the param_groups of "
     "`optim` contain shards."

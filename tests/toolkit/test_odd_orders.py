@@ -1,0 +1,76 @@
+"""The solutions are right or raise RuntimeError, whatever the order of backward passes, finishes and other calls."""
+
+import pytest
+from test_m04_bucketed_ddp import JOB as BUCKETED
+from test_m06_coalesced import make_job
+from test_m08_zero_optimizer import SGD, ZERO, make_recipe
+
+from brigade.checks.context import CheckContext
+from brigade.checks.expectations import MANY_STEPS, expect_equal
+from brigade.course.modules import get_module
+from brigade.course.submission import read
+from helpers import training
+from m08_zero_optimizer import scenario, scenario_sharded
+from m08_zero_optimizer.expected import compute_weights, train_unsharded
+
+BACKWARD, QUIET = ["forward", "backward"], ["forward", "backward in no_sync"]
+RIGHT = [  # the actions, the micro-batches whose gradients count
+    ([*BACKWARD, "finish"], slice(0, 1)),
+    (["forward", "zero_grad", "backward", "finish"], slice(0, 1)),
+    ([*QUIET, *BACKWARD, "finish"], slice(0, 2)),
+    ([*QUIET, *QUIET, "finish"], slice(0, 2)),
+    ([*BACKWARD, "finish", "zero_grad", *BACKWARD, "finish"], slice(1, 2)),  # a step is skipped
+]
+RIGHT_OR_REFUSED = [
+    ([*BACKWARD, *BACKWARD, "finish"], slice(0, 2)),
+    (["forward", *BACKWARD, "backward", "finish"], slice(0, 2)),
+    ([*BACKWARD, *QUIET, "finish"], slice(0, 2)),
+    ([*BACKWARD, "finish", "finish"], slice(0, 1)),
+    ([*BACKWARD, "finish", *QUIET, "finish"], slice(0, 2)),
+    ([*BACKWARD, "finish", *BACKWARD, "finish"], slice(0, 2)),
+    (["finish", *BACKWARD, "finish"], slice(0, 1)),
+]
+JOBS = {3: {}, 4: BUCKETED, 5: {"arguments": {"bucket_numel": 150}}, 6: make_job(2), 7: make_job(2), 8: ZERO}
+JOBS[9] = ZERO | {
+    "package": "m09_prefetched_weights",
+    "wrapper": "PrefetchedDDP",
+    "optimizer_class": ("m09_prefetched_weights", "PrefetchedZeroOptimizer"),
+    "finish": True,
+}
+JOBS[10] = {
+    "package": "m10_grad_shards",
+    "wrapper": "GradShardedDDP",
+    "arguments": {"bucket_numel": 150},
+    "optimizer_class": ("m10_grad_shards", "Zero2Optimizer"),
+}
+
+
+@pytest.mark.parametrize("number", JOBS)
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
+def test_right_or_refused(number, world):
+    entry = get_module(number)
+    job = {"package": entry.package, "wrapper": entry.public[-1]} | JOBS[number]
+    context = CheckContext(read("solutions", number).sources)
+    case = context.case("Plain" if number == 3 else "Branches", world, micro_batches=2)
+    recipe, batches = make_recipe("SGD"), case.batches
+    orders = [order if number < 8 else [*order, "step"] for order, _ in RIGHT + RIGHT_OR_REFUSED]
+    jobs = [case.make_jobs(order=order, recipe=recipe, **job) for order in orders]
+    run = training.take_odd_step if number < 8 else scenario.take_odd_step
+    for (order, used), results in zip(RIGHT + RIGHT_OR_REFUSED, context.run_each(run, jobs)):
+        case.batches = [[own[0][used]] for own in batches]
+        expected = case.gradients() if number < 8 else compute_weights(case, recipe)
+        if (order, used) in RIGHT or None not in results:
+            expect_equal(" ".join(order), list(results), expected, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("order", "is_refused"), [("clip forward backward step", True), ("clip zero_grad forward backward step", False)]
+)
+def test_clipping_before_backward(order, is_refused):
+    context = CheckContext(read("solutions", 8).sources)
+    case = context.case("Plain", 2)
+    jobs = case.make_jobs(start=case.start(), order=order.split(), **SGD)
+    results = list(context.run(scenario_sharded.take_odd_step, jobs, world_size=2))
+    assert is_refused == (results == [None, None])
+    if not is_refused:
+        expect_equal(order, results, train_unsharded(case, SGD)["weights"][-1], tolerance=MANY_STEPS)
