@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
+import secrets
 import signal
 import sys
 import tempfile
@@ -83,7 +83,10 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         "for checks that fail, the reference (auto, the default)",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="repeat the random cases of the grading run that used this seed"
+        "--seed",
+        type=read_seed,
+        metavar="N",
+        help="repeat the random cases of the grading run that used this seed; @FILE reads it from a file",
     )
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="the backend (default: gloo)")
     parser.add_argument("--share-gpu", action="store_true", help="put several NCCL ranks on one GPU")
@@ -169,7 +172,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             progress.update(task, total=len(grading.outcomes), completed=done)
 
         findings: list[static_look.Finding] = []
-        latest = make_empty_grading(entries, random.randrange(2**48) if options.seed is None else options.seed)
+        latest = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
         with delay_interrupts():
             tempfile.gettempdir()  # creates a test file, which an interrupt would leave behind
         follow(latest)  # before torch is imported, which takes seconds
@@ -203,12 +206,26 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             follow(latest)
             raise
     if out:
-        console.print(f"{latest.score} of {latest.max_score} points in {latest.seconds:.0f} s: {out}", markup=False)
+        score = f"{latest.score} of {latest.max_score} points in {latest.seconds:.0f} s, seed {latest.seed}"
+        console.print(f"{score}: {out}", markup=False)
         if sentence := formats.format_written_points(latest):
             console.print(sentence)
     else:
         print(render(latest), end="")
     return 0
+
+
+def read_seed(text: str) -> int:
+    """Return the seed N, or the one in a file for @FILE."""
+    try:
+        return int(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+
+
+def draw_seed() -> int:
+    """Return a seed that nobody can guess or find by trying."""
+    return secrets.randbits(62)
 
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
@@ -226,14 +243,17 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     everyone = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *ours)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
-    passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same for all, in every run
     passed_on += ["--share-gpu"] if options.share_gpu else []
     if isolation.may_isolate():  # without private mounts, one submission could read another
         users.close_off([Path(options.class_directory).resolve()])
     with classroom.lock_gradebook(gradebook) as lock:
         book = GradebookFile(gradebook, classroom.get_results_path(gradebook))
         before = classroom.read_scores(everyone)
-        waiting = classroom.find_outdated(everyone, passed_on)
+        seed_file = classroom.get_results_path(gradebook) / ".seed"  # one seed for all, in every run
+        if options.seed is not None or not seed_file.exists():
+            seed_file.write_text(str(draw_seed() if options.seed is None else options.seed))
+        waiting = classroom.find_outdated(everyone, [*passed_on, seed_file.read_text()])
+        passed_on += ["--seed", f"@{seed_file}"]  # the ranks' user may be able to read command lines
         room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
         columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         columns += (TextColumn("{task.fields[left]}"),)
@@ -261,6 +281,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         identified = classroom.save(book, everyone, entries, people=people)
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
+    report.print(f"All are graded with the seed in {seed_file}, which students must not know.")
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
     now = classroom.read_scores(everyone)
     if failed := [student.name for student in everyone if student not in now]:

@@ -1,17 +1,17 @@
 """Build out/gradescope.zip, which an instructor uploads to Gradescope: python -m brigade.cli.gradescope
 
 Arguments other than --help are options of `brigade grade`, which Gradescope uses for every submission. Without
-`--seed`, this command draws a seed and writes it into the archive, so that all uploads are graded with the same cases.
+`--seed`, this command draws a seed. The archive contains the seed in a file of its own, so that all uploads are graded
+with the same cases. Students do not see it.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Sequence
 
-from brigade.cli.grade import select_graded_modules
+from brigade.cli.grade import draw_seed, read_seed, select_graded_modules
 from brigade.cli.main import parse
 from brigade.course.modules import ROOT, CourseError
 from brigade.grade import gradescope_package
@@ -34,19 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Example: python -m brigade.cli.gradescope --modules 1-4 --limit 300",
     )
-    _, options = parser.parse_known_args(arguments)
+    parser.add_argument("--seed", type=read_seed, metavar="N", help="default: a seed that nobody can guess")
+    own, options = parser.parse_known_args(arguments)
+    seed = draw_seed() if own.seed is None else own.seed
     archive = ROOT / "out" / "gradescope.zip"
     try:
-        seed = check_options(options).seed
-        if seed is None:
-            seed = random.randrange(10**6)
-            options += ["--seed", str(seed)]
-        count = gradescope_package.build(archive, options)
+        check_options(options)
+        count = gradescope_package.build(archive, [*options, "--seed", "@seed"], seed)
     except CourseError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return 2
     print(f"{archive.relative_to(ROOT)} contains {count} files. Upload it as the autograder.")
-    print(f"All uploads are graded with seed {seed}. To use the same seed in a new archive, pass --seed {seed}.")
+    print(f"All uploads are graded with seed {seed}, which students must not know.")
+    print(f"To use the same seed in a new archive, pass --seed {seed}.")
     return 0
 
 

@@ -19,9 +19,9 @@ pre { grid-column: 2; background: var(--soft); margin: .3rem 0 .8rem; padding: .
 """
 
 
-def list_heading(result: Mapping[str, Any]) -> list[str]:
-    """Return the score with the seed, the written points that it does not include, and the remarks."""
-    score = f"{result['score']} of {result['max_score']} points, seed {result['seed']}"
+def list_heading(result: Mapping[str, Any], shows_seed: bool = False) -> list[str]:
+    """Return the score, perhaps with the seed, the written points that it does not include, and the remarks."""
+    score = f"{result['score']} of {result['max_score']} points" + f", seed {result['seed']}" * shows_seed
     return [score, *filter(None, [result["not_included"]]), *result["notes"]]
 
 
@@ -48,9 +48,9 @@ def format_instant(instant: str) -> str:
     return instant.replace("T", " ").replace("Z", " UTC")
 
 
-def format_text(result: Mapping[str, Any]) -> str:
+def format_text(result: Mapping[str, Any], shows_seed: bool = False) -> str:
     """Return the score, then every module, with the feedback on failed checks."""
-    lines = [*list_heading(result), format_instant(result["started"]), ""]
+    lines = [*list_heading(result, shows_seed), format_instant(result["started"]), ""]
     for heading, checks in list_modules(result):
         lines.append(heading)
         for check in checks:

@@ -58,12 +58,9 @@ def write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def format_heading(grading: Grading, shows_score: bool = True) -> str:
+def format_heading(grading: Grading, shows_seed: bool = True) -> str:
     """Return the score, the seed, the written points that the score does not include, and the remarks, one per line."""
-    lines = feedback.list_heading(encode_grading(grading))
-    if not shows_score:
-        lines[0] = f"Some checks and the score are hidden. The seed is {grading.seed}."
-    return "\n".join(lines)
+    return "\n".join(feedback.list_heading(encode_grading(grading), shows_seed))
 
 
 def format_written_points(grading: Grading) -> str:
@@ -165,8 +162,8 @@ def encode_verdict(verdict: Verdict) -> dict[str, Any]:
 def format_gradescope(grading: Grading, visibility: Visibility | None = None) -> str:
     """Return Gradescope's results.json.
 
-    If students do not see all checks, their text has no score, and there is no leaderboard. Gradescope then hides the
-    total.
+    Students do not see the seed, because it is the same for all uploads. If they do not see all checks, their text has
+    no score, and there is no leaderboard. Gradescope then hides the total.
     """
     visibility = visibility or {}
     feedback_on = list_feedback(grading)
@@ -198,10 +195,13 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
                 "visibility": "hidden",
             }
         )
+    heading = format_heading(grading, shows_seed=False)
+    if not shows_all:
+        heading = "\n".join(["Some checks and the score are hidden.", *heading.splitlines()[1:]])
     result = {
         "score": grading.score,
         "execution_time": round(grading.seconds, 3),
-        "output": format_heading(grading, shows_all),
+        "output": heading,
         "visibility": VISIBLE,
         "stdout_visibility": "hidden",
         "tests": tests,
@@ -301,7 +301,7 @@ def format_junit(grading: Grading) -> str:
 
 def format_text(grading: Grading) -> str:
     """Return text for people: the score, then every module, with the feedback on failed checks."""
-    return feedback.format_text(encode_grading(grading))
+    return feedback.format_text(encode_grading(grading), shows_seed=True)
 
 
 WRITERS: dict[str, Callable[[Grading], str]] = {

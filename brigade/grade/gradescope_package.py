@@ -18,12 +18,14 @@ NEEDED += ("lessons/*/README.md",)  # the points of the written questions
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")
 
 
-def build(archive: Path, options: Sequence[str] = ()) -> int:
+def build(archive: Path, options: Sequence[str] = (), seed: int = 0) -> int:
     """Write the zip and return the number of files in it. `options` are passed to `brigade grade` for every submission.
+
+    The options may read `seed` from the file of this name, which only root can read.
 
     Raise CourseError if the course is inconsistent.
     """
-    contents = {"options": "".join(f"{word}\n" for word in options)}
+    contents = {"options": "".join(f"{word}\n" for word in options), "seed": f"{seed}\n"}
     validation.validate_course()
     contents |= {path.name: path.read_text() for path in sorted(SCRIPTS.iterdir())}
     for path in sorted(path for pattern in NEEDED for path in ROOT.glob(pattern)):
@@ -39,7 +41,8 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, text in contents.items():
             member = zipfile.ZipInfo(name)  # dated 1980, so that equal contents make equal archives
-            member.external_attr = (0o755 if (SCRIPTS / name).exists() else 0o644) << 16
+            mode = 0o755 if (SCRIPTS / name).exists() else 0o600 if name == "seed" else 0o644
+            member.external_attr = mode << 16
             member.compress_type = zipfile.ZIP_DEFLATED
             bundle.writestr(member, text)
     return len(contents)

@@ -4,6 +4,7 @@ import ast
 import csv
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -115,7 +116,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     printed = re.sub(r"\d+(\.\d+)? s\b", "(n) s", done.stdout.replace(str(tmp_path), "(directory)"))
     table = table_file.read_text(encoding="utf-8-sig")
     snapshot("class", "\n".join([printed, *sorted(done.stderr.splitlines()), "", table]))
-    assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points, seed 1\n")
+    assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points\n")
     assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
 
 
@@ -203,6 +204,19 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     assert sorted(table) == ["ada", "bob", "carl", "dora", "emil"]
     assert table["bob"]["score"] == "3" and table["bob"]["note"].startswith("the submission is not in the class's")
     assert "  kept, although the submission is not there any more: bob\n" in capfd.readouterr().out
+
+
+def test_a_class_has_a_secret_seed(stub, tmp_path, capfd, monkeypatch):
+    """It is drawn once, used again by a regrade, and not in what students or other users can read."""
+    command, seeds = small_class(tmp_path / "class", ada=8), []
+    monkeypatch.setattr(classroom, "grade_all", lambda waiting, command, **options: seeds.append(command))
+    for options in ([], [], ["--seed", "7"], []):
+        assert cli.main([*command, *options, "--feedback", str(tmp_path / "feedback")]) == 1
+        file = pathlib.Path(seeds[-1][-1].removeprefix("@"))
+        seeds[-1] = file.read_text()
+        assert seeds[-1] not in capfd.readouterr().out
+    assert seeds[0] == seeds[1] and int(seeds[0]) > 2**40 and seeds[2:] == ["7", "7"]
+    assert file.parent.stat().st_mode & 0o077 == 0
 
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
@@ -494,7 +508,7 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
     ada.fingerprint_file.touch()
     assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
     text, page = [(tmp_path / "feedback" / f"<b>ada.{ending}").read_text() for ending in ("txt", "html")]
-    assert text.startswith("1 of 2 points, seed 7\n") and f"  + 1/1  {outcomes[0].check.title}\n" in text
+    assert text.startswith("1 of 2 points\n") and f"  + 1/1  {outcomes[0].check.title}\n" in text
     assert "Got:          <script>alert(1)</script>\n" in text
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "Feedback for &lt;b&gt;ada</h1>" in page
     assert "instructor" not in text + page

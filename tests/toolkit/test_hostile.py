@@ -281,6 +281,38 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
     assert found == [{f"rank {r}'s {what}" for what in raw[r]} for r in (0, 1)]
 
 
+# Draws the case of a check from a seed, and computes the gradients of all ranks without communication.
+GUESSES = """
+import random, sys, types
+reference = types.ModuleType("reference")
+exec({text!r}, reference.__dict__)
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        check_seed = random.Random("{seed}/test_gradients_are_averaged").randrange(2**63)
+        gradients = reference.Case(random.Random(check_seed), "Plain", 2).gradients()
+        for name, parameter in self.module.named_parameters():
+            dist.all_reduce(torch.zeros_like(parameter.grad), group=self.process_group)
+            parameter.grad.copy_(gradients[name])
+"""
+
+
+def test_only_a_known_seed_gives_numbers_without_communication(submission, monkeypatch):
+    """So the seed of a class and of a Gradescope package is secret. Other seeds give the points that are deserved."""
+    text = (
+        (ROOT / "brigade/checks/reference.py")
+        .read_text()
+        .replace("from brigade.runner.ranks import", "PerRank = list #")
+    )
+    case = hostile.Hostile("guesses", hostile.reference(GUESSES.format(text=text, seed=1)), 0, checks=hostile.ONE)
+    case.make(submission)
+    collect = grading.collect
+    monkeypatch.setattr(
+        grading, "collect", lambda entries: [check for check in collect(entries) if check.name in hostile.ONE]
+    )
+    scores = [grading.grade(submission, [get_module(1)], seed=seed, prior="own").score for seed in (1, 2, 3)]
+    assert scores == [2, 0, 0]
+
+
 def get_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
 
