@@ -16,6 +16,7 @@ DTYPES = (torch.int64, torch.float64)
 SMALL = 512  # bytes of new memory that no check counts: a number, an empty tensor
 
 
+@pytest.mark.parts("Part (a): rows of a batch")
 @pytest.mark.points(1)
 def test_shard_batch(submission):
     """Rank r gets part r of N equal parts of the batch. If the rows cannot be split equally, ValueError is raised."""
@@ -46,6 +47,7 @@ def test_shard_batch(submission):
             )
 
 
+@pytest.mark.parts("Part (b): through a root")
 @pytest.mark.points(2)
 def test_sum_through_the_root(submission):
     """The sum goes through rank 0 of the group. Every other rank sends one message and receives one."""
@@ -56,6 +58,7 @@ def test_sum_through_the_root(submission):
             expect_messages(results, rank, step, peers, peers, diagnosis.OTHER_ROOT if group[0] else "")
 
 
+@pytest.mark.parts("Parts (c) and (d): the first lap")
 @pytest.mark.points(2)
 def test_ring_reduce_scatter(submission):
     """Rank r gets the sum of chunk r, as a view. Each rank sends N − 1 messages, all to the next rank of the ring."""
@@ -64,6 +67,7 @@ def test_ring_reduce_scatter(submission):
         expect_ring(results, tensors, group, num_phases=1)
 
 
+@pytest.mark.parts("Part (e): the second lap")
 @pytest.mark.points(2)
 def test_ring_all_gather(submission):
     """Every rank gets each chunk r from rank r. Each rank sends N − 1 messages, all to the next rank of the ring."""
@@ -78,6 +82,7 @@ def test_ring_all_gather(submission):
         expect_ring(results, tensors, group, num_phases=1)
 
 
+@pytest.mark.parts("Part (f): both laps")
 @pytest.mark.points(2)
 @pytest.mark.needs("test_ring_reduce_scatter")
 def test_ring_all_reduce(submission):

@@ -7,6 +7,9 @@ of work.
 Cost with N ranks and S bytes: suppose that a message of b bytes takes α + b/β. Through a root, the all-reduce takes
 2(N−1)(α + S/β). Around a ring, it takes 2(N−1)(α + S/(Nβ)), and every rank sends 2(N−1)/N · S bytes, which is less than
 2S for any N.
+
+Use only `send`, `recv`, `isend`, `irecv` and `batch_isend_irecv`, no collectives and no barriers, and wait for every
+handle. All functions work for any group and any world size, 1 included.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:
     """Return this rank's rows of a batch: rows rank·n to (rank + 1)·n − 1, where n = len(batch) / world_size.
 
-    Raise ValueError if the rows cannot be split equally among the ranks.
+    Raise ValueError, with the numbers, if the rows cannot be split equally among the ranks.
     """
     ### BEGIN SOLUTION part (a)
     num_rows, left_over = divmod(len(batch), world_size)
