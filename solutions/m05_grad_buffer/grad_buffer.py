@@ -40,8 +40,8 @@ def plan_layout(
 
     Each parameter starts at a multiple of 64. A bucket closes as soon as it contains at least `bucket_numel` elements.
     With None, there is only one bucket. The end of a bucket is padded to a multiple of lcm(dp_size, 128), so that the
-    bucket splits into `dp_size` equal shards. With `pad_for_busbw`, the end is also a multiple of 2^16. Megatron-LM
-    uses the same rule (megatron/core/optimizer/param_layout.py).
+    bucket splits into `dp_size` equal shards. With `pad_for_busbw`, the end is also a multiple of 2^16. An empty list
+    gives no buckets. Megatron-LM uses the same rule (megatron/core/optimizer/param_layout.py).
     """
     # Keep track of the end of the last parameter and the start of the open bucket. Round up as the rule says.
     ### BEGIN SOLUTION part (a)
@@ -141,7 +141,11 @@ class GradBuffer:
             ### END SOLUTION
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Make main_grad start from zero in the next step. With `set_grads`, `parameter.grad` gets a rounded copy."""
+        """Make main_grad start from zero in the next step.
+
+        With `set_grads`, `parameter.grad` gets a rounded copy. Module 6 calls this method without it: then
+        `parameter.grad` stays None.
+        """
         if self.has_main_grad:
             ### BEGIN SOLUTION part (i)
             self.has_accumulated = [False] * len(self.params)
