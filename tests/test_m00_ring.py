@@ -103,6 +103,7 @@ def test_ring_all_reduce(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_ring_reduce_scatter")
 def test_ring_memory(submission):
     """At any time, ring_all_reduce uses at most two chunks of memory in addition to the tensor."""
     for world in submission.worlds(3, 4):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
 from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout, expect_no_old_gradients, format_zero_grad
 
+from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
     describe_gradients,
     expect,
@@ -26,6 +27,7 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
+from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
@@ -211,7 +213,7 @@ def test_shards_without_gather(submission):
                 expect_launches(gradients, groups, "reduce_scatter", at, events=results.events[rank])
                 parameters = [launch for launch in launched if launch.phase == "start"]
                 expect_started(parameters, groups, "all_gather", "param_sync", rank, step)
-                expect_waited(launched, at)
+                expect_waited(launched, at, results.events[rank])
         gradients = [case.gradients([rank]) for rank in case.group]
         expect_averaged_shards(
             [{"grad_data": results[rank]["grad_data"]} for rank in case.group],
@@ -251,7 +253,7 @@ def test_launches_and_volume(submission):
                 expect_ops(launched, ("reduce_scatter", "all_gather"), at, setting)
                 expect_launches(launched, groups, "reduce_scatter", at, setting, events=events)
                 expect_launches(launched, groups, "all_gather", at, setting, ordered=False, events=events)
-                expect_waited(launched, at)
+                expect_waited(launched, at, events)
         expect_gradients(results, case, tolerance=2**-6)
 
 
@@ -555,14 +557,14 @@ def sort_by_dtype(pairs):
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def expect_waited(launched, at):
+def expect_waited(launched, at, events):
     """Expect that each launch of the step at["step"] is awaited in it, and its tensors unchanged until then."""
     forgotten = [launch for launch in launched if at["step"] not in launch.wait_steps]
     expect(
         not forgotten,
         "every handle is waited on in the step that launched it",
         f"the step did not wait for {summarize(forgotten)}",
-        diagnosis.NOT_AWAITED,
+        lambda: find_leftover(events) or diagnosis.NOT_AWAITED,
         **at,
     )
     raced = [launch for launch in launched if launch.raced]
@@ -628,7 +630,11 @@ def expect_group_overlap(events, step, groups, rank, setting, why_late):
     """Expect the groups' reduce-scatters to overlap with backward; `groups` are the names of their parameters."""
     scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
     options = {"unit": "group", "gathered": True, "why_late": why_late, "setting": setting}
-    expect_overlap(scatters, step, groups, rank, **options)
+    try:
+        expect_overlap(scatters, step, groups, rank, **options)
+    except CheckFailed as failed:
+        leftover = find_leftover(events)  # also of the all-gathers, after which nothing is gathered and awaited
+        raise failed.with_cause(leftover) if leftover else failed from None
 
 
 def expect_ranks(events, group, rank):
