@@ -533,39 +533,20 @@ def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_p
 # Copies
 
 
-class Renamed(ast.NodeTransformer):
-    """Rename the variables, arguments and attributes that the text itself sets."""
-
-    def __init__(self, tree):
-        nodes = list(ast.walk(tree))
-        self.names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        self.names |= {node.arg for node in nodes if isinstance(node, ast.arg)} - {"self"}
-        self.names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-
-    def visit_Name(self, node):
-        node.id = node.id + "_2" if node.id in self.names else node.id
-        return node
-
-    def visit_arg(self, node):
-        node.arg, node.annotation = node.arg + "_2" if node.arg in self.names else node.arg, None
-        return node
-
-    def visit_Attribute(self, node):
-        self.generic_visit(node)
-        node.attr = node.attr + "_2" if node.attr in self.names else node.attr
-        return node
-
-
 def disguise(text):
     """Return the text with other names, line breaks and comments, functions in reverse order, and no docstrings."""
-    tree = Renamed(tree := ast.parse(text)).visit(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree := ast.parse(text)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)} - {"self"}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             node.body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
         if isinstance(node, (ast.Module, ast.ClassDef)):
             functions = [inner for inner in node.body if isinstance(inner, (ast.FunctionDef, ast.ClassDef))]
             node.body = [inner for inner in node.body if inner not in functions] + functions[::-1]
-    return ast.unparse(ast.fix_missing_locations(tree)).replace("\n", "  # see the lecture\n\n")
+    renamed = re.sub(rf"\b({'|'.join(names)})\b", r"\1_2", ast.unparse(tree))
+    return renamed.replace("\n", "  # see the lecture\n\n")
 
 
 def read_class(number, texts):

@@ -154,7 +154,7 @@ def forever() -> None:
         time.sleep(0.01)
 
 
-def leave_one_out(async_op: bool) -> None:
+def leave_one_out(async_op: bool = False) -> None:
     """Make two launches on rank 0 and one on rank 1, which then returns without waiting."""
     model = nn.Linear(4, 2)
     recording.name_parameters(model)
@@ -162,7 +162,7 @@ def leave_one_out(async_op: bool) -> None:
     if dist.get_rank() == 0:
         handle = dist.all_reduce(model.weight.detach(), async_op=async_op)
         if async_op:
-            handle.wait()  # HERE IT WAITS
+            handle.wait()
 
 
 def cross_over() -> None:
