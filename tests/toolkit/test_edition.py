@@ -302,12 +302,6 @@ def test_an_update_brings_new_texts_and_keeps_the_students_work(tmp_path, monkey
     assert main(["init", str(course)]) == 2 and main(["update", str(tmp_path)]) == 2
 
 
-def test_unlocking_no_module_gets_one_sentence(edition):
-    clone = edition.parents[1]
-    said = run_command(clone, "brigade.course.student_edition --unlock 99", status=2)
-    assert said.startswith("edition: there is no module 99") and said.count("\n") == 1
-
-
 def test_model_answers_are_in_it_only_if_asked_for(edition, tmp_path):
     said = run_command(edition, "brigade answers 1", status=2)
     assert said == "brigade: this edition has no model answers to the questions of module 1\n"

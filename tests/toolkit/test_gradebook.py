@@ -66,11 +66,6 @@ def test_a_roster_is_unicode_and_its_unused_columns_are_named(encoding, tmp_path
     assert (person["name"], person["email"], ignored) == ("Jörg", "j@x.org", ["größe"])
 
 
-def test_two_students_of_one_name_are_not_confused(read):
-    people = read("name,email\nJane Doe,jane@x.org\nJane Doe,doe@x.org\n")
-    assert roster.find_person("Jane Doe_1_assignsubmission_file", people) is None
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [

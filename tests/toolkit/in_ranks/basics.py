@@ -113,10 +113,6 @@ def fail(rank: int, message: str) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def fail_in_a_collective() -> None:
-    dist.all_reduce(torch.ones(3), op="not an operation")
-
-
 def end(rank: int, how: str) -> None:
     """End the process of one rank without a result while the others wait for it."""
     if dist.get_rank() == rank:
