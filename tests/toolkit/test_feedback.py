@@ -14,8 +14,6 @@ from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
-    expect_start,
-    expect_weights,
     format_distinct,
     join_names,
 )
@@ -183,15 +181,6 @@ def results_of(case: Case, gradients: list[Tensors]) -> list[dict]:
     return [{"gradients": [gradients[rank]], "weights": weights} for rank in range(case.world_size)]
 
 
-@pytest.mark.parametrize("model", ["Plain", "Tied", "Buffers", "MixedDtypes", "Transposed"])
-def test_the_expected_values_of_a_case_pass(model):
-    case = Case(random.Random(3), model, 3, steps=2)
-    results = results_of(case, [case.gradients()] * 3)
-    expect_gradients(results, case)
-    expect_start([case.start()] * 3, case)
-    expect_weights(results, case)
-
-
 def test_an_average_in_the_gradients_own_dtype_passes():
     """A correct answer may sum in float32 or bfloat16, and may divide before or after the sum."""
     for seed in range(8):
@@ -202,49 +191,12 @@ def test_an_average_in_the_gradients_own_dtype_passes():
         expect_gradients(results_of(case, [summed, divided] * 2), case)
 
 
-def failure_of(function: Any, results: list, case: Case, *words: str) -> None:
-    """Expect a failure whose message contains the words."""
-    with pytest.raises(CheckFailed) as caught:
-        function(results, case)
-    assert not [text for text in words if text not in str(caught.value)], caught.value
-
-
 def test_a_gradient_that_stayed_the_ranks_own():
     case = Case(random.Random(3), "Plain", 2)
     results = results_of(case, [case.gradients([rank]) for rank in range(2)])
-    failure_of(expect_gradients, results, case, "each rank still has its own", "average over ranks 0 and 1")
-
-
-def test_only_the_groups_ranks_are_judged():
-    case = Case(random.Random(3), "Plain", 4, group=[1, 3])
-    nothing: Tensors = dict.fromkeys(case.gradients())
-    expect_gradients(results_of(case, [nothing, case.gradients()] * 2), case)
-    halved = {name: value / 2 for name, value in case.gradients().items()}
-    results = results_of(case, [nothing, halved] * 2)
-    failure_of(expect_gradients, results, case, "divided by the world size (4)", "Got:          rank 1, ")
-
-
-def test_a_start_that_is_the_ranks_own_or_the_worlds():
-    case = Case(random.Random(3), "Buffers", 3, group=[1, 2])
-    failure_of(expect_start, case.states, case, "Got:          rank 2, ", "still has its own")
-    failure_of(expect_start, [case.states[0]] * 3, case, "rank 0 of the world")
-    failure_of(expect_start, [case.states[2]] * 3, case, "the last rank")
-    one_buffer = [case.start()] * 2 + [case.start() | {"scratch": case.states[2]["scratch"]}]
-    failure_of(expect_start, one_buffer, case, "Got:          rank 2, scratch", "still has its own")
-    expect_start(one_buffer, case, "parameters")
-    with pytest.raises(CheckFailed, match="starts with the buffers of"):
-        expect_start(one_buffer, case, "buffers")
-
-
-def test_a_broadcast_that_ignores_the_group_is_named_by_the_gradients_too():
-    case = Case(random.Random(3), "Plain", 3, group=[1, 2])
-    results = results_of(case, [case.gradients([0])] * 3)
-    for starts, cause in (
-        ([case.states[0]] * 3, "the broadcast in the constructor ignores process_group."),
-        ([case.states[2]] * 3, "the broadcast starts from the wrong rank."),
-        (case.states, "Likely cause: rank 2 and rank 1 start with different weights"),
-    ):
-        failure_of(expect_gradients, [r | {"start": start} for r, start in zip(results, starts)], case, cause)
+    with pytest.raises(CheckFailed) as caught:
+        expect_gradients(results, case)
+    assert "each rank still has its own" in str(caught.value) and "average over ranks 0 and 1" in str(caught.value)
 
 
 # ---- causes that the record shows

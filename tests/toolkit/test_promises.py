@@ -1,11 +1,10 @@
 """`make promises`: a figure above its target, or anything left behind, is a missed promise."""
 
-import subprocess
 import sys
 
 import pytest
 
-from brigade.course.modules import ROOT, get_module
+from brigade.course.modules import get_module
 from brigade.lab.bench import Bench
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, Ladder, Measurement, Workload, get_variant
 from tools import promises
@@ -66,11 +65,6 @@ def test_whatever_is_left_is_named():
     assert not row.is_kept and row.measured == "1 and 1: python, brigade-x"
 
 
-def test_commands_are_run_with_this_python():
-    assert promises.make_arguments("brigade check 1") == [sys.executable, "-m", "brigade.cli", "check", "1"]
-    assert promises.make_arguments("python -m brigade.cli.demo") == [sys.executable, "-m", "brigade.cli.demo"]
-
-
 @pytest.mark.parametrize("missed", [False, True])
 def test_the_table_and_the_exit_status(missed, monkeypatch, capsys):
     row = make_promise("all checks", "brigade check", 45, [46.0 if missed else 44.0], "s")
@@ -79,17 +73,3 @@ def test_the_table_and_the_exit_status(missed, monkeypatch, capsys):
     assert promises.main() == missed
     said = capsys.readouterr().out
     assert "all checks" in said and ("NO" in said) == missed and f"{int(missed)} of 1 promises not kept" in said
-
-
-def test_a_command_that_fails_gets_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(promises, "measure_all", lambda repetitions, on_stage: [promises.run("brigade check 99")])
-    monkeypatch.setattr(sys, "argv", ["promises.py"])
-    assert promises.main() == 2
-    assert "promises: `brigade check 99` ended with status 2" in capsys.readouterr().err
-
-
-def test_its_options():
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.promises", "--repetitions", "0"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "--repetitions must be at least 1" in done.stderr

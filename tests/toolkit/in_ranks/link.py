@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,28 +85,27 @@ def count_from_own_launch(name: str, *args: Any) -> Any:
     return globals()[name](*args)
 
 
-def train_with_a_late_rank(wrapper: tuple[str, str] | None, late: int, late_s: float, ranks: list[int] | None) -> None:
+def train_with_a_late_rank(late: int, late_s: float, ranks: list[int] | None) -> None:
     """Take three steps with a model of 8 parameters. Rank `late` sleeps before and during each backward.
 
-    `wrapper` is the package and class of a submission's wrapper, or None for torch DDP. If `ranks` is given, only these
-    ranks train, in their own group. After each of their steps, all ranks all-reduce a tensor.
+    All ranks train with torch DDP. If `ranks` is given, only these ranks train, in their own group and with module 3's
+    wrapper. After each of their steps, all ranks all-reduce a tensor.
     """
     group = dist.new_group(ranks) if ranks else None
-    if ranks is None or dist.get_rank() in ranks:
+    trains = ranks is None or dist.get_rank() in ranks
+    if trains:
         model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
-        wrapper_class = student(*wrapper) if wrapper else nn.parallel.DistributedDataParallel
-        accepted = inspect.signature(wrapper_class).parameters
-        sizes = {"bucket_cap_mb": 0.006, "bucket_numel": 1500}
-        ddp = wrapper_class(model, **{k: v for k, v in sizes.items() if k in accepted}, process_group=group)
+        torchs = partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=0.006)
+        ddp = (student("m03_overlapped_ddp", "OverlappedDDP") if ranks else torchs)(model, process_group=group)
     is_late = dist.get_rank() == late
     for _ in range(3):
-        if ranks is None or dist.get_rank() in ranks:
+        if trains:
             hidden = ddp(torch.ones(2, 32))
             hidden.register_hook(lambda _: time.sleep(late_s if is_late else 0.0))
             model[1].weight.register_hook(lambda _: time.sleep(late_s / 2 if is_late else 0.0))
             hidden.sum().backward()
-            if wrapper:
-                ddp.finish_grad_sync()
+        if trains and ranks:
+            ddp.finish_grad_sync()
         if ranks:
             dist.all_reduce(torch.ones(8))
 
