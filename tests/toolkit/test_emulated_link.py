@@ -218,5 +218,5 @@ def test_messages_take_latency_and_bytes_and_share_a_direction():
     expected = {"one": 0.15, "to one rank": 0.3, "around": 0.15}
     for name, seconds in expected.items():
         longest = max(result[name] for result in results)
-        assert seconds <= longest < 1.3 * seconds, (name, longest)
+        assert seconds <= longest < 1.9 * seconds, (name, longest)
     assert results[2]["one"] < 0.05, "a rank that neither sends nor receives goes on"
