@@ -479,9 +479,12 @@ def shard_fully(model: nn.Module) -> nn.Module:
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
     mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    blocks = [fully_shard(block, mesh=mesh) for block in model.blocks]
+    for block, following in zip(blocks, blocks[1:]):  # torch prefetches one unit in backward, but none in forward
+        block.set_modules_to_forward_prefetch([following])
+    model = fully_shard(model, mesh=mesh)
+    model.set_modules_to_forward_prefetch(blocks[:1])
+    return model
 
 
 def train(workload: dict, variants: list[dict], with_peaks: bool) -> dict:

@@ -6,7 +6,9 @@ tensors of modules 2 and 4 are allocated only during a step, so only `PeakMemory
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +89,8 @@ class PeakMemory(LiveMemory):
     """A context manager that sets `at_peak` to the bytes by kind at the moment when the most bytes are alive.
 
     Everything that is neither a parameter nor optimizer state counts as gradients: buckets, flat tensors, other buffers
-    for communication, and activations. Run a step on few tokens in the block, so that activations are small.
+    for communication, and activations. Run a step on few tokens in the block, so that activations are small. The buffer
+    into which torch's fully_shard gathers weights counts as parameters.
     """
 
     def __init__(self, model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer):
@@ -95,7 +98,16 @@ class PeakMemory(LiveMemory):
         kept = list_tensors_by_kind(*self.objects)
         self.is_fully_sharded = any(hasattr(parameter, "to_local") for parameter in kept["parameters"])
         self.at_peak: Bytes = {}
+        self.gathered: list[weakref.ref[Tensor]] = []
         super().__init__(list_tensors([*kept.values()]))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if "all_gather_copy_in" in str(function):  # it has just allocated the buffer
+            self.gathered.append(weakref.ref(result[1]))
+            if self.total() >= self.peak:
+                self._note_peak()
+        return result
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         before = self.peak
@@ -103,7 +115,11 @@ class PeakMemory(LiveMemory):
             tensors = map(get_local, [*tensors, *self.objects[0].parameters()])
         super()._follow(tensors)
         if self.peak > before:
-            kinds = list_tensors_by_kind(*self.objects)
-            nbytes = self.count(**{kind: map(get_local, list_tensors(kinds[kind])) for kind in KINDS})
-            nbytes["gradients"] += nbytes.pop("other")
-            self.at_peak = nbytes
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        kinds = list_tensors_by_kind(*self.objects)
+        kinds["parameters"] += [reference() for reference in self.gathered]
+        nbytes = self.count(**{kind: map(get_local, list_tensors(kinds[kind])) for kind in KINDS})
+        nbytes["gradients"] += nbytes.pop("other")
+        self.at_peak = nbytes

@@ -20,9 +20,12 @@ from brigade.rank.api import student
 
 def wrap_torch(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh), model.parameters()
+    blocks = [fully_shard(block, mesh=mesh) for block in model.blocks]
+    for block, following in zip(blocks, blocks[1:]):  # torch prefetches one unit in backward, but none in forward
+        block.set_modules_to_forward_prefetch([following])
+    model = fully_shard(model, mesh=mesh)
+    model.set_modules_to_forward_prefetch(blocks[:1])
+    return model, model.parameters()
 
 
 def wrap_ours(model):
