@@ -349,7 +349,7 @@ def test_clipping(submission):
         mixed.make_jobs(unit_type="Linear", clip=half, groups=groups),
     ]
     results, mixed_results = run_each(submission, scenarios.train, jobs)
-    weights, norms = train_plain(case, max_norm=limit)
+    weights, norms, _ = train_plain(case, max_norm=limit)
     own = [results[rank] for rank in case.group]
     expect_nothing_whole(own, case)
     expect_all_shards(own, results.events, case)
@@ -375,26 +375,32 @@ def test_clipping(submission):
 
 @pytest.mark.points(1)
 def test_checkpoints(submission):
-    """full_state_dict equals the plain module's state dict. The plain module and any number of ranks can load it."""
+    """full_state_dict equals the plain module's state dict. The plain module and any number of ranks can load it.
+
+    The same holds for full_optimizer_state_dict, which the skeleton contains.
+    """
     first, *others = submission.worlds(4, 2, 3)
     half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
-    cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]
+    common = {"steps": 2 * half, "dtype": torch.float64, "hidden_layers": 3, "optimizer": "adam"}
+    cases = [submission.case(model, 4, **common) for model in kinds]
     jobs = [select_jobs(case, more, first, slice(half)) for case, more in zip(cases, kinds.values())]
     for case, saved in zip(cases, run_each(submission, scenarios.train, jobs)):
         plain = build(case)
         for rank, result in enumerate(saved):
             expect_state_dict(result["weights"], plain.state_dict(), result["gradients"][0], rank)
-        weights = train_plain(case, range(half), range(first))[0]
+        weights, _, optimizer = train_plain(case, range(half), range(first))
         expect_nothing_whole(saved, case, kinds[case.model]["unit_type"])
         expect_trained(saved, case, weights, f"the state dict after {half} steps")
-    state = saved[0]["weights"]
+        expect_optimizer_state([result["optimizer"] for result in saved], optimizer["state"])
+    state, states = saved[0]["weights"], saved[0]["optimizer"]
     plain.load_state_dict(state)
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    for world in others:
+    for world, source in zip(others, (states, states and [*optimizer["state"].values()])):
         what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
-        jobs = select_jobs(case, JOB | {"load": state}, world, slice(half, None))
+        jobs = select_jobs(case, JOB | {"load": state, "optimizer state": source}, world, slice(half, None))
         [results] = run_each(submission, scenarios.train, [jobs])
-        resumed, _ = train_plain(case, range(half, 2 * half), range(world), start=start)
+        earlier = optimizer if all(result["resumed"] for result in results) else None
+        resumed, *_ = train_plain(case, range(half, 2 * half), range(world), start=start, state=earlier)
         expect_trained(results, case, resumed, what, otherwise=diagnosis.NOT_OWN_PART)
 
 
@@ -469,7 +475,13 @@ def test_unusual_orders(submission):
         for step in (step for steps in case.batches for step in steps if order == scenarios.TWICE):
             step[1] = step[0]
     jobs = [
-        case.make_jobs(**JOB, number=number, order=order, arguments={"reshard_after_forward": reshard})
+        case.make_jobs(
+            **JOB,
+            number=number,
+            order=order,
+            arguments={"reshard_after_forward": reshard, "prefetch": number % 3},
+            forward="checkpointed" if number % 2 else "",
+        )
         for number, (case, (order, reshard)) in enumerate(zip(cases, orders))
     ]
     all_results = run_each(submission, scenarios.train_unusually, jobs)
@@ -515,27 +527,23 @@ MIXED = (  # compute_dtype, reduce_dtype
 )
 
 
-def train_in_mixed_precision(submission):
-    """Train with the dtypes of `MIXED`, and yield the case, both dtypes, text that describes them, and the results."""
-    [world] = submission.worlds(2)
-    common = {"steps": 3, "micro_batches": 2, "hidden_layers": 4}
-    cases = [submission.case("FrozenBlocks", world, dtype=torch.float32, **common) for _ in MIXED]
-    jobs = [
-        case.make_jobs(
-            **JOB, forward="scaled", finish_each=True, arguments={"compute_dtype": compute, "reduce_dtype": reduce}
-        )
-        for case, (compute, reduce) in zip(cases, MIXED)
-    ]
-    for case, (compute, reduce), results in zip(cases, MIXED, run_each(submission, scenarios.train, jobs)):
-        yield case, compute or torch.float32, reduce or torch.float32, f"({compute=}, {reduce=})", results
-
-
 @pytest.mark.parts("Part (o): mixed precision")
-@pytest.mark.points(2)
+@pytest.mark.points(3)
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_mixed_precision(submission):
-    """Weights and gradients equal those of one process that rounds at the same places. Shards are never rounded."""
-    for case, compute, reduce, what, results in train_in_mixed_precision(submission):
+    """Weights travel in compute_dtype, gradients in reduce_dtype, and shards are never rounded.
+
+    Weights and gradients equal those of one process that rounds at the same places.
+    """
+    [world] = submission.worlds(2)
+    common = {"steps": 3, "micro_batches": 2, "hidden_layers": 4, "dtype": torch.float32}
+    cases = [submission.case("FrozenBlocks", world, **common) for _ in MIXED]
+    options = [{"arguments": {"compute_dtype": compute, "reduce_dtype": reduce}} for compute, reduce in MIXED]
+    jobs = [case.make_jobs(**JOB, forward="scaled", finish_each=True, **more) for case, more in zip(cases, options)]
+    for case, dtypes, results in zip(cases, MIXED, run_each(submission, scenarios.train, jobs)):
+        compute, reduce = (dtype or torch.float32 for dtype in dtypes)
+        what = "(compute_dtype={}, reduce_dtype={})".format(*dtypes)
+        expect_dtypes(results, compute, reduce, what)
         expect_shapes(results, case)
         expect_nothing_whole(results, case)
         weights, first = train_mixed(case, compute, reduce)
@@ -569,24 +577,6 @@ def test_mixed_precision(submission):
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_weights_equal_plain_training")
-def test_mixed_precision_traffic(submission):
-    """Weights travel in compute_dtype, frozen ones too. Gradients travel in reduce_dtype."""
-    for _, compute, reduce, what, results in train_in_mixed_precision(submission):
-        for rank, events in enumerate(results.events):
-            for launch in (launch for launch in launches(events) if launch.step is not None):
-                dtype = str(compute if launch.op == "all_gather" else reduce).removeprefix("torch.")
-                kind = "weights are gathered" if launch.op == "all_gather" else "gradients are reduced"
-                expect(
-                    launch.dtype == dtype,
-                    f"{kind} in {dtype} {what}",
-                    f"{launch.op} of {launch.numel} {launch.dtype}, at {launch.line}",
-                    rank=rank,
-                    step=launch.step,
-                )
-
-
-@pytest.mark.points(1)
-@pytest.mark.needs("test_weights_equal_plain_training")
 def test_mixed_precision_memory(submission):
     """Full weights have only the memory of compute_dtype: no copy of a unit in another dtype is alive in forward."""
     [world] = submission.worlds(2)
@@ -602,6 +592,21 @@ def test_mixed_precision_memory(submission):
 
 
 # ---- helpers
+
+
+def expect_dtypes(results, compute, reduce, what):
+    """Expect gathers in one dtype, those of frozen weights too, and reductions in another."""
+    for rank, events in enumerate(results.events):
+        for launch in (launch for launch in launches(events) if launch.step is not None):
+            dtype = str(compute if launch.op == "all_gather" else reduce).removeprefix("torch.")
+            kind = "weights are gathered" if launch.op == "all_gather" else "gradients are reduced"
+            expect(
+                launch.dtype == dtype,
+                f"{kind} in {dtype} {what}",
+                f"{launch.op} of {launch.numel} {launch.dtype}, at {launch.line}",
+                rank=rank,
+                step=launch.step,
+            )
 
 
 def run_each(submission, scenario, jobs_per_call):
@@ -947,6 +952,29 @@ def expect_volume(events, step, case, rank, gathers, passes=1, is_crossed=False)
         rank=rank,
         step=step,
     )
+
+
+def expect_optimizer_state(states, expected):
+    """Expect each rank's list of the entries of an optimizer's state to equal a plain optimizer's `expected`.
+
+    A wrapper without full_optimizer_state_dict has None.
+    """
+    for rank, entries in enumerate(states):
+        got = [{key: tuple(value.shape) for key, value in entry.items()} for entry in entries or ()]
+        wanted = [{key: tuple(value.shape) for key, value in entry.items()} for entry in expected.values()]
+        expect(
+            entries is None or got == wanted,
+            f"full_optimizer_state_dict has an entry for each of {len(wanted)} parameters, such as {wanted[0]}",
+            f"{len(got)} entries, such as {got[:1]}",
+            rank=rank,
+        )
+    for number, entry in expected.items() if None not in states else ():
+        expect_equal(
+            f"the optimizer's state of parameter {number} in full_optimizer_state_dict",
+            [entries[number] for entries in states],
+            entry,
+            tolerance=MANY_STEPS,
+        )
 
 
 def expect_state_dict(state, plain, shards, rank):

@@ -42,7 +42,7 @@ TOO_FEW = (
 TOO_FAR = "a unit is gathered too far ahead: at most `prefetch` units after the one that computes may be gathered."
 
 # Flat shards
-NEVER_FREED = "`free` never releases the memory. Resize the storage of the flat tensor to 0 bytes."
+NEVER_FREED = "`reshard` never releases the memory. Resize the storage of the flat tensor to 0 bytes."
 COPIED = (
     "no two parameters share a storage, so they are copies. Set each parameter's `.data` to its view of the flat "
     "tensor."
@@ -60,16 +60,14 @@ UNAWAITED = {
     "reduce_scatter": (
         "`finish_reduce` must wait before it adds the average, and `finish_grad_sync` must wait for the last reduction."
     ),
-    "all_gather": '`perform` must wait for the weights in the action "compute".',
+    "all_gather": '`reach` must wait for the weights in the action "compute".',
 }
-NOT_CLONED = "a shard is a view of the full tensor, so `free` frees the shard too. Keep a copy of this rank's part."
+NOT_CLONED = "a shard is a view of the full tensor, so `reshard` frees the shard too. Keep a copy of this rank's part."
 KEPT_WHOLE = (
     "a shard is a view of a larger tensor, which stays in memory as long as the shard. Copy this rank's part only."
 )
 BYTES = "`resize_` of a storage counts bytes, not elements. Resize it to the tensor's nbytes."
-NOT_RESIZED = (
-    "the full tensor has no memory when its all-gather is launched. `start_gather` must resize its storage first."
-)
+NOT_RESIZED = "the full tensor has no memory when its all-gather is launched. `unshard` must resize its storage first."
 UNWRITTEN = (
     "every handle is awaited, so these numbers come from memory that nothing has written. Start full gradients from "
     "zeros: a parameter without a gradient, and the padding, must contribute zeros."
@@ -112,11 +110,6 @@ EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run unt
 GATHERED_AGAIN = (
     "without reshard_after_forward, the weights are still in memory during backward, so do not gather them again."
 )
-NOT_STARTED = (
-    "a flat shard in `self.reducing` has no reduction in flight: it was never started, or it was already finished. "
-    'For the action "reduce", start the reduction of every flat shard of the unit, and leave the waiting to '
-    "`finish_reduce`."
-)
 REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
 READ_EARLY = "the wrapper reads the flag of no_sync during forward. `begin_backward` must read it."
 REDUCED_EARLY = "a backward in no_sync launches reduce-scatters. `begin_backward` must leave its reduce actions out."
@@ -151,7 +144,7 @@ ROOT_FREED = "the root is freed before forward has ended. `leave` must not free 
 REFUSED = "an evaluation may come at any place. After one between forward and backward, the backward is still due."
 NOT_REFUSED = (
     "a step with {} uses weights that are freed. The wrapper must gather them again or raise RuntimeError: see "
-    "`enter_backward`."
+    "`pre_backward`."
 )
 LOST_HANDLE = (
     "a forward between backward and finish makes the wrapper lose the handle of a reduction in flight. Nothing waits "
@@ -179,20 +172,20 @@ AFTER_OTHER = (
     "gather all units again."
 )
 KEPT_AFTER_EVALUATION = (
-    "an evaluation has no backward that frees the weights. If no backward is due, the end of `forward` must free all "
+    "an evaluation has no backward that frees the weights. If no backward is due, the end of a forward must free all "
     "units and the root."
 )
 FREED_IN_FLIGHT = (
-    'a unit is freed while its all-gather is in flight. The action "compute" must wait for the all-gather (part (l)), '
-    "also if this rank skips the unit (part (j))."
+    'a unit is freed while its all-gather is in flight. The action "compute" must wait for the all-gather (part (j)), '
+    "also if this rank skips the unit."
 )
 FREED_AGAIN = (
     "a unit with activation checkpointing is computed again in backward, and this forward frees the unit. In backward, "
     "free a unit only when its backward has ended."
 )
 EMPTIED = (
-    "parameter.data was replaced by an empty tensor, so the parameter lost its shape. `free` must resize the storage "
-    "to 0 bytes and leave parameter.data as it is."
+    "parameter.data was replaced by an empty tensor, so the parameter lost its shape. `reshard` must resize the "
+    "storage to 0 bytes and leave parameter.data as it is."
 )
 CRASHED = "a freed weight is used: on the CPU this crashes the process. Its unit is freed too early or not gathered."
 
@@ -346,8 +339,6 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
         return explain_too_small(failed, int(sizes[1]), int(sizes[2]))
     if failed.verdict.error == "FreedTensorError":
         return explain_in_flight(failed)
-    if "no attribute 'wait'" in failed.verdict.message and failed.verdict.location.function.endswith("finish_reduce"):
-        return NOT_STARTED
     if "shape '[0]' is invalid" in failed.verdict.message:
         return EMPTIED
     has_crashed = failed.verdict.ending == "died"

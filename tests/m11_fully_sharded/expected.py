@@ -1,5 +1,6 @@
 """The units, layouts and weights that module 11's checks expect."""
 
+import copy
 import functools
 
 import torch
@@ -72,14 +73,18 @@ def join_shards(shards, units, case):
     }
 
 
-def train_plain(case, steps=None, ranks=None, start=None, max_norm=None, clip=torch.nn.utils.clip_grad_norm_):
-    """Return the weights of plain training, by name, and the norm before clipping of each step.
+def train_plain(
+    case, steps=None, ranks=None, start=None, max_norm=None, clip=torch.nn.utils.clip_grad_norm_, state=None
+):
+    """Return the weights of plain training by name, the norm before clipping of each step, and the optimizer's state.
 
-    A parameter without a gradient counts as one with a gradient of zeros.
+    `state` is the state with which the optimizer starts. A parameter without a gradient counts as one of zeros.
     """
     model = edge_case_models.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[case.optimizer](trainable)
+    if state is not None:
+        optimizer.load_state_dict(copy.deepcopy(state))
     ranks, norms = case.group if ranks is None else ranks, []
     for step in range(len(case.batches[0])) if steps is None else steps:
         for parameter in trainable:
@@ -89,7 +94,7 @@ def train_plain(case, steps=None, ranks=None, start=None, max_norm=None, clip=to
         if max_norm is not None:
             norms.append(float(clip(trainable, max_norm)))
         optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}, norms
+    return {name: p.detach() for name, p in model.named_parameters()}, norms, optimizer.state_dict()
 
 
 def use_one_thread(function):

@@ -80,5 +80,7 @@ def test_the_code_of_hints_has_the_names_of_the_solution(entry):
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_every_part_has_three_hints(entry):
     steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
-    parts = re.findall(r"part \((\w)\)\"", (ROOT / "lessons" / entry.path).read_text())
+    parts = [
+        part for path in entry.paths for part in re.findall(r"part \((\w)\)\"", (ROOT / "lessons" / path).read_text())
+    ]
     assert parts and all(extract_part(step, part) for step in steps for part in parts)

@@ -324,3 +324,13 @@ def test_links_are_not_followed(tmp_path):
     (tmp_path / "handed in" / "lessons").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "handed in" / "loop").symlink_to(".")
     assert incoming.walk(tmp_path / "handed in") == ["lessons", "loop"]
+
+
+@pytest.mark.parametrize("place", ["", "lessons/m11_fully_sharded/"])
+def test_further_files_of_a_module_come_with_its_main_file(tmp_path, place):
+    """A file with such a name elsewhere is no part of the submission, and no note mentions it."""
+    files = {f"{place}{path.name}": path.name for path in get_module(11).paths}
+    (tmp_path / "handed in.zip").write_bytes(make_zip(files | {"tools/plan.py": "mine"}))
+    with incoming.open_submission(tmp_path / "handed in.zip") as found:
+        assert sorted(path.name for path in found.directory.rglob("*.py")) == sorted(files.values())
+        assert not found.notes

@@ -20,6 +20,7 @@ from brigade.course.submission import (
     prepare_for_ranks,
     read,
     resolve_target,
+    select_files,
 )
 from brigade.runner.ranks import RankFailure, run_ranks
 
@@ -314,3 +315,40 @@ def test_code_is_imported_as_text_is(monkeypatch):
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "sealed"]:
             del sys.modules[name]
+
+
+# ---- a module with several files
+
+
+SHARDED = get_module(11)
+
+
+def lay_files(directory: Path, **texts: str) -> dict[str, tuple[str, str]]:
+    """Write the named files of module 11 side by side, as in a flat upload, and return its sources by file."""
+    for stem, text in texts.items():
+        (directory / f"{stem}.py").write_text(text)
+    sources = select_files(SHARDED, read(directory, 11).sources)
+    return {name.partition(".")[2]: source for name, source in sources.items()}
+
+
+def test_the_files_that_the_main_file_imports_belong_to_it(tmp_path):
+    main = "from .flat_shard import FlatShard\nfrom .checkpoint import ShardedCheckpoints\n"
+    sources = lay_files(tmp_path, fully_sharded=main, flat_shard="from .plan import x\n", plan="x = 'own'\n")
+    assert {stem: text for stem, (_, text) in sources.items() if stem in ("plan", "fully_sharded")} == {
+        "plan": "x = 'own'\n",
+        "fully_sharded": main,
+    }
+    assert sources["checkpoint"][0] == str(ROOT / "solutions" / SHARDED.package / "checkpoint.py"), "a given file"
+
+
+def test_a_main_file_with_everything_needs_no_other_file(tmp_path):
+    """The skeletons that are still beside it do not count, not even if they are broken."""
+    everything = "plan = 'an ordinary name'\n"
+    assert set(lay_files(tmp_path, fully_sharded=everything, plan="def broken(", checkpoint="1")) == {"fully_sharded"}
+
+
+@pytest.mark.parametrize(("texts", "reason"), [({}, "cannot be read"), ({"plan": "def broken("}, "plan.py, line 1")])
+def test_a_further_file_that_is_missing_or_broken_is_named(tmp_path, texts, reason):
+    lay_files(tmp_path, fully_sharded="from .plan import plan_units\n", **texts)
+    failure = pytest.raises(RankFailure, import_in_ranks, tmp_path, 11, "m11_fully_sharded.fully_sharded").value
+    assert failure.error == "ImportError" and reason in str(failure)
