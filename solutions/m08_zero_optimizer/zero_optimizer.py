@@ -98,7 +98,11 @@ class OuterOptimizer(Optimizer):
 
 
 class ShardedOptimizer(OuterOptimizer):
-    """Shard any torch optimizer by whole parameters, without checkpoints. Weights must be equal on all ranks."""
+    """Shard any torch optimizer by whole parameters, without checkpoints.
+
+    The weights are already equal on all ranks, and there is no wrapper. A rank may own nothing. `add_param_group` may
+    be called at any time.
+    """
 
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults):
         self.owner: dict[nn.Parameter, int] = {}  # the owner of each parameter: a rank in the group
@@ -107,7 +111,10 @@ class ShardedOptimizer(OuterOptimizer):
         super().__init__(params, optimizer_cls, process_group, defaults)
 
     def divide(self, parameters: list[nn.Parameter]) -> None:
-        """Choose an owner for each parameter. All ranks must choose the same owners."""
+        """Choose an owner for each parameter, the same on all ranks.
+
+        No rank may own more bytes than the mean over all ranks plus the size of the largest parameter.
+        """
         # Balance the bytes. A frozen parameter adds none, because it has no state.
         ### BEGIN SOLUTION part (b)
         for parameter in sorted(parameters, key=lambda p: p.nbytes, reverse=True):
@@ -225,6 +232,10 @@ def map_like(like: Tensor, function: Callable[[Tensor], Tensor], state: dict[str
 
 class ZeroOptimizer(OuterOptimizer):
     """Shard an elementwise torch optimizer in the same way as the buckets of `ddp`.
+
+    When `step` returns, all weights are complete. Parameter groups may have their own options, even if a shard contains
+    parameters of two groups; `add_param_group` accepts parameters that are in the buffers. `buffer.reallocate()` may be
+    called between steps.
 
     Raise ValueError if the optimizer is not elementwise. Without `param_groups`, there is one parameter group with all
     parameters. The constructor turns off `ddp.gather_grads`. Call `ddp.finish_grad_sync()` before `clip_grad_norm_` and
