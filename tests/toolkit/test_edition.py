@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from documents import find_dead_links
 
 from brigade.cli import edition as edition_command
 from brigade.cli import study
@@ -162,17 +163,10 @@ def test_what_it_imports_is_in_it(edition):
     assert {name for name in left_out if not name.startswith("brigade/grade/")} == set()
 
 
-def find_dead_links(document):
-    """Return the missing targets of a document's links. Ignore code."""
-    prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    targets = re.findall(r"\]\(([^)#\s]+)\)", prose)
-    return [target for target in targets if "://" not in target and not (document.parent / target).exists()]
-
-
 def test_links_lead_somewhere(edition):
     documents = list(edition.rglob("*.md"))
     assert len(documents) > 2 * len(MODULES)
-    assert {str(path): dead for path in documents if (dead := find_dead_links(path))} == {}
+    assert {str(path): dead for path in documents if (dead := find_dead_links(path, path.parent))} == {}
 
 
 def test_its_site_names_only_its_own_pages(edition):
