@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from brigade.lab.notebook_plots import list_ring_states
-from brigade.lab.plan_config import load_planner
+from brigade.lab.planners import load_planner
 from brigade.lab.plots import COLOURS
 
 BLUE, LIGHT_BLUE, ORANGE, LIGHT_ORANGE, GREEN, GREY = "#0072b2", "#8fcdf0", "#e69f00", "#f6d58d", "#009e73", "#e0e0e0"

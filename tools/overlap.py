@@ -1,7 +1,7 @@
 """Count the gathers and reductions of modules 8 to 11, and how many of them overlap with computation.
 
 `measure_overlap` takes one step of each module and counts launches in the record and, on GPUs, kernels with
-torch.profiler. `predict_overlap` counts them in the module's schedule (`schedules.py`).
+torch.profiler. `predict_overlap` counts them in the module's program (`program.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course.modules import get_module
 from brigade.events import launches
 from brigade.lab.ladder import Variant, Workload, build_setup, get_variant, read_reference, synchronize, take_step
-from brigade.lab.plan import find_units
-from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
-from brigade.lab.schedules import Compute, Launch, Wait, make_program
+from brigade.lab.program import OPTIMIZERS, Compute, Launch, Machine, Setting, Wait, list_groups, record
 from brigade.rank import recording
 from brigade.rank.api import device
 from brigade.runner.ranks import run_ranks
@@ -46,8 +44,8 @@ def count_overlaps(kernels: Sequence[Kernel]) -> Counts | None:
 
 
 def predict_overlap(variant: Variant, setting: Setting) -> Counts:
-    """Count the launches of the variant's schedule after which the rank computes before it waits for them."""
-    instructions = make_program(variant, setting).instructions
+    """Count the launches of the variant's program after which the rank computes before it waits for them."""
+    instructions = record([variant], setting)[variant.label].instructions
     waits = {one.launch: place for place, one in reversed(list(enumerate(instructions))) if isinstance(one, Wait)}
     launched = [(place, one.op) for place, one in enumerate(instructions) if isinstance(one, Launch)]
     counts = dict.fromkeys(OPERATIONS, (0, 0))
@@ -62,9 +60,8 @@ def make_setting(workload: Workload, world_size: int) -> Setting:
     """Return the setting of the workload. Times do not matter, because only the order of instructions counts."""
     with torch.device("meta"):
         model = TinyLM(workload.size)
-    parameters = list(model.parameters())
-    machine = Machine(1.0, (1.0,) * len(parameters), 1.0, 1.0)
-    return Setting(parameters, world_size, workload.bucket_mb, OPTIMIZERS["sgd"], machine, find_units(model))
+    machine = Machine(1.0, (1.0,) * len(list(model.parameters())), 1.0, 1.0)
+    return Setting(list_groups(model), world_size, workload.bucket_mb, OPTIMIZERS["sgd"], machine)
 
 
 def measure_overlap(**how: Any) -> list[str]:

@@ -3,20 +3,30 @@
     timelines = make_timelines([get_variant(get_module(3)), get_variant(get_module(4))])
     draw(timelines, path)
 
-Six equal layers train on two ranks. The schedules are those of `brigade plan` (`schedules.py`). Nothing is measured, so
+Six equal layers train on two ranks. The programs are those of `brigade plan` (`program.py`). Nothing is measured, so
 the picture is the same on every machine. Latency and copies take longer than usual, so that they are visible.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-import torch
-from torch import nn
-
 from brigade.lab.ladder import Variant
-from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
-from brigade.lab.schedules import Compute, Program, Rule, Simulation, Wait, get_rule, run_prefetched_forward, simulate
+from brigade.lab.program import (
+    OPTIMIZERS,
+    Busy,
+    Compute,
+    Instruction,
+    Launch,
+    Machine,
+    Program,
+    Setting,
+    Simulation,
+    Wait,
+    record,
+    simulate,
+)
 from brigade.lab.timeline import EXPOSED, Collective, Span, Timeline
 from brigade.rank.emulated_link import Link
 
@@ -28,7 +38,7 @@ STEP_MS = 6  # for the whole model
 COPY_MS = 1  # for each layer
 ALPHA_MS, TRANSFER_MS = 8, 6  # an all-reduce takes α plus TRANSFER_MS for each layer
 SETTING = Setting(
-    [nn.Parameter(torch.empty(LAYER_BYTES // 4, device="meta")) for _ in range(LAYERS)],
+    [(layer > 0, [[LAYER_BYTES // 4]]) for layer in range(LAYERS)],  # for module 11, layer 0 is the root
     WORLD_SIZE,
     bucket_mb=2 * LAYER_BYTES / 2**20,  # two layers
     optimizer=OPTIMIZERS["adamw"],
@@ -38,7 +48,6 @@ SETTING = Setting(
         step_bytes_per_s=LAYERS * 7 * LAYER_BYTES / (1e-3 * STEP_MS),  # AdamW reads and writes 7 values per element
         copy_bytes_per_s=2 * LAYER_BYTES / (1e-3 * COPY_MS),  # a copy reads and writes
     ),
-    units=[[layer] for layer in range(LAYERS)],  # layer 0 is the root
 )
 LINK = Link(1e-3 * ALPHA_MS / 2, LAYER_BYTES / (1e-3 * TRANSFER_MS))  # between two ranks, an all-reduce has 2 messages
 
@@ -48,24 +57,36 @@ def make_timelines(variants: Sequence[Variant]) -> list[Timeline]:
 
     If a variant gathers weights for the next forward, all timelines begin with backward and end with the next forward.
     """
-    from_backward = any(get_rule(variant).forward is run_prefetched_forward for variant in variants)
+    programs = [*record(variants, SETTING).values()]
+    first = [program.instructions[0] for program in programs]
+    from_backward = any(isinstance(one, Launch) and one.phase == "step" for one in first)
     timelines = []
-    for variant in variants:
-        rule, program = get_rule(variant), Program(SETTING)
-        for part in (rule.run, rule.forward) if from_backward else (rule.forward, rule.run):
-            part(program)
-        timelines.append(make_timeline(variant.label, rule, simulate(program, LINK)))
+    for variant, program in zip(variants, programs):
+        instructions = begin_with_backward(program) if from_backward else program.instructions
+        simulation = simulate(instructions, LINK, WORLD_SIZE)
+        timelines.append(make_timeline(variant.label, program, simulation))
     return timelines
 
 
-def make_timeline(label: str, rule: Rule, simulation: Simulation) -> Timeline:
+def begin_with_backward(program: Program) -> list[Instruction]:
+    """Return the program's instructions from backward on, followed by those before backward, of the next step."""
+    first = next(i for i, one in enumerate(program.instructions) if isinstance(one, Compute) and one.kind == "backward")
+    moved = sum(isinstance(one, Launch) for one in program.instructions[:first])
+    rotated = [*program.instructions[first:], *program.instructions[:first]]
+    count = len(program.launches)
+    return [Wait((one.launch - moved) % count) if isinstance(one, Wait) else one for one in rotated]
+
+
+def make_timeline(label: str, program: Program, simulation: Simulation) -> Timeline:
     """Return a simulated step as a timeline. Waits, copies and divisions are its exposed time."""
     spans = []
-    for instruction, start_s, end_s in simulation.busy:
-        computes = isinstance(instruction, Compute)
-        kind, layers = (instruction.kind, instruction.param_indices) if computes else ("wait", ())
+    for (kind, _), same in itertools.groupby(simulation.busy, describe_kind):
+        same = [*same]
+        start_s, end_s = same[0].start_s, same[-1].end_s
+        layers = [i for busy in same if isinstance(busy.instruction, Compute) for i in busy.instruction.param_indices]
+        text = "" if len(layers) == LAYERS else join_numbers(layers)
         if end_s > start_s:
-            spans.append(Span(0, kind, 1e3 * start_s, 1e3 * end_s, join_numbers(layers)))
+            spans.append(Span(0, kind, 1e3 * start_s, 1e3 * end_s, text))
     collectives = [
         Collective(
             0,
@@ -88,12 +109,20 @@ def make_timeline(label: str, rule: Rule, simulation: Simulation) -> Timeline:
         for number, (launch, launched_s, start_s, end_s) in enumerate(simulation.transfers)
     ]
     memory = []
-    if rule.grads_in_shards:
-        memory = list_bucket_memory(simulation)
-    elif rule.state == "units":
+    if program.memory["parameters"] < LAYERS * LAYER_BYTES:
         memory = list_unit_memory(simulation)
+    elif program.memory["gradients"] < LAYERS * LAYER_BYTES:
+        memory = list_bucket_memory(simulation)
     exposed_ms = sum(span.end_ms - span.start_ms for span in spans if span.kind in EXPOSED)
     return Timeline(label, 1, spans, collectives, exposed_ms, LINK, LAYERS * BACKWARD_MS, memory)
+
+
+def describe_kind(busy: Busy) -> tuple[str, object]:
+    """Return the kind of a period, and a value that differs from the next period's if the picture separates them."""
+    if isinstance(busy.instruction, Wait):
+        return "wait", busy.instruction
+    kind = busy.instruction.kind
+    return kind, busy.instruction.param_indices if kind == "backward" else ()
 
 
 def join_numbers(layers: Sequence[int]) -> str:
@@ -122,7 +151,8 @@ def list_unit_memory(simulation: Simulation) -> list[Span]:
     memory = []
     gathers = [transfer for transfer in simulation.transfers if transfer.launch.op == "all_gather"]
     for index, (launch, launched_s, *_) in enumerate(gathers):
-        again = [later.launched_s for later in gathers[index + 1 :] if later.launch == launch]
+        same = [later for later in gathers[index + 1 :] if later.launch.param_indices == launch.param_indices]
+        again = [later.launched_s for later in same]
         ends = [
             end_s
             for work, start_s, end_s in simulation.busy

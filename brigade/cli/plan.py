@@ -75,8 +75,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """brigade plan: print the predicted step of each variant, with all assumptions."""
     from brigade.lab import plan
-    from brigade.lab.ladder import get_course_variants
-    from brigade.lab.plan_config import OPTIMIZERS, Setting
+    from brigade.lab.program import OPTIMIZERS, Setting, list_groups, record
 
     check_name("--model", options.model, plan.MODELS)
     check_name("--link", options.link, NAMED)
@@ -87,23 +86,12 @@ def run_plan(options: argparse.Namespace) -> int:
     backward_s = options.backward_ms and options.backward_ms / 1e3
     machine = plan.make_machine(flops, options.mfu * tflops * 1e12, plan.DEVICE_MEMORY_GBPS * 1e9, backward_s)
     optimizer = OPTIMIZERS[options.optimizer]
-    parameters, units = list(model.parameters()), plan.find_units(model)
-    setting = Setting(parameters, options.dp, options.bucket_mb, optimizer, machine, units)
+    dtype = str(plan.DTYPES[options.dtype]).removeprefix("torch.")
+    setting = Setting(list_groups(model), options.dp, options.bucket_mb, optimizer, machine, dtype)
     link = make_link(options)
-    plannable = plan.list_variants()
-    steps, missing = (
-        [],
-        [
-            f"{item.label} has no rule in brigade/lab/schedules.py"
-            for item in get_course_variants()
-            if item not in plannable
-        ],
-    )
-    for variant in plannable:
-        try:
-            steps += plan.plan(setting, link, [variant])
-        except CourseError as reason:  # without solutions, bucket rules are the student's own
-            missing.append(f"{variant.label}: {reason}")
+    programs = record(plan.list_variants(), setting)
+    steps = plan.plan(programs, setting, link)
+    missing = [f"{label}: {reason}" for label, reason in programs.items() if isinstance(reason, str)]
     if backward_s:
         source = "as measured"
     else:
@@ -122,8 +110,8 @@ def run_plan(options: argparse.Namespace) -> int:
         f"{link.bytes_per_s / 1e9:,.4g} GB/s in each direction, and each message has a latency of "
         f"{link.latency_s * 1e6:g} us. Collectives run one at a time.",
         f"The bucket size is {options.bucket_mb:g} MiB. Gradients become ready from the last layer to the first.",
-        "Memory includes parameters, gradients and optimizer state on the fullest rank between two steps, but no "
-        "activations.",
+        "The plan describes rank 0. Its memory includes parameters, gradients and optimizer state between two "
+        "steps, but no activations.",
     ]
     if options.dtype == "bf16":
         assumptions.append(

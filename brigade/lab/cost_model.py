@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
-from brigade.lab.schedules import Compute, Program, Transfer, perform_actions, simulate
+from brigade.lab.program import Compute, Instruction, Launch, Transfer, Wait, simulate
 from brigade.rank.emulated_link import Link
 
 PlanSchedule = Callable[[int, int, bool], Sequence[tuple[str, int]]]
@@ -68,12 +67,6 @@ class PrefetchStep:
         return self.end_s - self.compute_s
 
 
-def make_program(world_size: int) -> Program:
-    """Return an empty program on a machine whose memory accesses take no time."""
-    machine = Machine(0.0, (), step_bytes_per_s=math.inf, copy_bytes_per_s=math.inf)
-    return Program(Setting([], world_size, bucket_mb=0.0, optimizer=OPTIMIZERS["sgd"], machine=machine))
-
-
 def simulate_buckets(
     link: Link,
     world_size: int,
@@ -83,12 +76,11 @@ def simulate_buckets(
 ) -> BucketStep:
     """Simulate a backward pass whose equal buckets of at most `bucket_bytes` become ready at equal intervals."""
     num_buckets = math.ceil(grad_bytes / bucket_bytes)
-    program = make_program(world_size)
+    instructions: list[Instruction] = []
     for bucket in range(num_buckets):
-        program.compute("backward", backward_s / num_buckets, [bucket])
-        program.launch("all_reduce", grad_bytes / num_buckets, [bucket])
-    program.wait(*range(num_buckets))
-    simulation = simulate(program, link)
+        instructions.append(Compute("backward", backward_s / num_buckets, [bucket]))
+        instructions.append(Launch("all_reduce", grad_bytes / num_buckets, [bucket]))
+    simulation = simulate([*instructions, *map(Wait, range(num_buckets))], link, world_size)
     return BucketStep(num_buckets, backward_s, simulation.transfers, simulation.end_s)
 
 
@@ -109,19 +101,30 @@ def simulate_prefetch(
     launch of their all-gather until the unit has computed. The root's weights stay allocated until the end of backward.
     """
     unit_bytes = [root_bytes] + [block_bytes] * (num_units - 1)
-    program = make_program(world_size)
+    instructions: list[Instruction] = []
+    gathers: dict[int, int] = {}  # unit -> number of the launch
+    reductions: list[int] = []
+    num_launches = 0
     for backward, pass_s in ((False, forward_s), (True, 2 * forward_s)):
-        computations = [
-            Compute("backward" if backward else "forward", pass_s * nbytes / sum(unit_bytes), [unit])
-            for unit, nbytes in enumerate(unit_bytes)
-        ]
-        reductions = perform_actions(program, plan_schedule(num_units, prefetch, backward), unit_bytes, computations)
-    program.wait(*reductions)
-    simulation = simulate(program, link)
+        for action, unit in plan_schedule(num_units, prefetch, backward):
+            if action == "compute":
+                share = unit_bytes[unit] / sum(unit_bytes)
+                instructions += [Wait(gathers[unit])] if unit in gathers else []  # the root may still be gathered
+                instructions.append(Compute("backward" if backward else "forward", pass_s * share, [unit]))
+                continue
+            if action == "reduce":  # when the previous reduction is complete
+                instructions += map(Wait, reductions[-1:])
+                reductions.append(num_launches)
+            else:
+                gathers[unit] = num_launches
+            op = "all_gather" if action == "gather" else "reduce_scatter"
+            instructions.append(Launch(op, unit_bytes[unit], [unit]))
+            num_launches += 1
+    simulation = simulate([*instructions, *map(Wait, reductions[-1:])], link, world_size)
     computed = [
         (busy.instruction.param_indices[0], busy.start_s, busy.end_s)
         for busy in simulation.busy
-        if isinstance(busy.instruction, Compute) and busy.instruction.kind != "copy"
+        if isinstance(busy.instruction, Compute)
     ]
     allocations = []
     for transfer in simulation.transfers:

@@ -434,7 +434,10 @@ class TrainingSetup:
 
 
 def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
-    """Construct the variant's wrapper and optimizer. Only this function knows how variants are constructed."""
+    """Construct the variant's wrapper and optimizer. Only this function knows how variants are constructed.
+
+    `workload["optimizer"]` is the optimizer's class, if it is not SGD with momentum.
+    """
     wrapper = model
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
@@ -443,18 +446,20 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
             "bucket_cap_mb": bucket_mb,
             "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES)),
             "unit_types": (Block,),
+            "grad_dtype": torch.float32,  # for models in 16 bits
         }
         accepted = inspect.signature(wrapper_class).parameters
         sizes = {name: size for name, size in sizes.items() if name in accepted}
         wrapper = wrapper_class(model, **sizes, **variant["arguments"])
-    options = {"lr": workload["learning_rate"], "momentum": 0.9}
+    base = workload.get("optimizer", torch.optim.SGD)
+    options = {"lr": workload["learning_rate"]} | ({"momentum": 0.9} if issubclass(base, torch.optim.SGD) else {})
     if not variant["optimizer"]:
         shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
-        optimizer = torch.optim.SGD(shards, **options)
-    elif variant["optimizer"][0] == "torch":
-        optimizer = load_class(*variant["optimizer"])(model.parameters(), torch.optim.SGD, **options)
+        optimizer = base(shards, **options)
     else:
-        optimizer = load_class(*variant["optimizer"])(wrapper, torch.optim.SGD, **options)
+        shards_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
+        stepped = wrapper if shards_buckets else model.parameters()
+        optimizer = load_class(*variant["optimizer"])(stepped, base, **options)
     return TrainingSetup(variant["label"], model, wrapper, optimizer, [], [])
 
 

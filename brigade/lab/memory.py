@@ -15,7 +15,6 @@ Ranks import this file, so rich and matplotlib are imported where they are used.
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -25,15 +24,22 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM
 from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
-from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Variant, get_variant, load_class, read_reference
-from brigade.lab.memory_accounting import KINDS, Bytes, PeakMemory, count_bytes_by_kind
+from brigade.lab.ladder import (
+    TORCH_DDP,
+    TORCH_ZERO,
+    Variant,
+    build_setup,
+    count_kept_bytes,
+    get_variant,
+    read_reference,
+    take_step,
+)
+from brigade.lab.memory_accounting import KINDS, Bytes, PeakMemory
 from brigade.lab.script import run_to_status
 from brigade.rank import recording
 from brigade.runner.ranks import run_ranks
@@ -296,49 +302,13 @@ def count_cases(size: dict, variants: list[dict]) -> list[tuple[Bytes, Bytes]]:
 
 def count_case(variant: dict, model: nn.Module) -> tuple[Bytes, Bytes]:
     """Return the bytes kept after two training steps of the model, and the bytes at the peak of the second step."""
-    wrapper, buckets = model, []
-    if variant["wrapper"]:
-        wrapper_class = load_class(*variant["wrapper"])
-        options = {
-            "bucket_cap_mb": BUCKET_MB,
-            "bucket_numel": int(BUCKET_MB * 2**20 / FP32_BYTES),
-            "grad_dtype": torch.float32,
-        }
-        accepted = inspect.signature(wrapper_class).parameters
-        wrapper = wrapper_class(model, **{name: value for name, value in options.items() if name in accepted})
-    if isinstance(wrapper, DistributedDataParallel):
-        wrapper.register_comm_hook(buckets, keep_bucket)
-    optimizer = make_optimizer(variant, model, wrapper)
+    workload = {"bucket_mb": BUCKET_MB, "learning_rate": 1e-3, "optimizer": torch.optim.AdamW}
+    setup = build_setup(variant, model, workload)
     tokens = torch.randint(model.size.vocabulary, (1, 8))
-
-    def take_step() -> None:
-        buckets.clear()
-        optimizer.zero_grad()
-        language_loss(wrapper(tokens), tokens).backward()
-        if hasattr(wrapper, "finish_grad_sync"):
-            wrapper.finish_grad_sync()
-        optimizer.step()
-
-    take_step()
-    with PeakMemory(model, wrapper, optimizer) as memory:
-        take_step()
-    return count_bytes_by_kind(model, wrapper, optimizer, buckets), memory.at_peak
-
-
-def keep_bucket(buckets, bucket):  # no annotations: in this file, they would be strings, which torch rejects
-    """Do what DDP does without a communication hook, and append the bucket's flat tensor to `buckets`."""
-    buckets.append(bucket.buffer())
-    return allreduce_hook(None, bucket)
-
-
-def make_optimizer(variant: dict, model: nn.Module, wrapper: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW, unsharded or sharded as the variant requires."""
-    if not variant["optimizer"]:
-        return torch.optim.AdamW(model.parameters())
-    divides_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
-    return load_class(*variant["optimizer"])(
-        wrapper if divides_buckets else model.parameters(), torch.optim.AdamW, lr=1e-3
-    )
+    take_step(setup, tokens, tokens)
+    with PeakMemory(model, setup.wrapper, setup.optimizer) as memory:
+        take_step(setup, tokens, tokens)
+    return count_kept_bytes(setup), memory.at_peak
 
 
 def main() -> int:

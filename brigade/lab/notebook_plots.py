@@ -22,7 +22,7 @@ from PIL import Image
 from brigade.events import Event
 from brigade.lab.cost_model import BLOCK_BYTES, GRAD_BYTES, NUM_UNITS, ROOT_BYTES, simulate_buckets, simulate_prefetch
 from brigade.lab.ladder import Ladder
-from brigade.lab.plan_config import import_solution
+from brigade.lab.planners import import_solution
 from brigade.lab.plots import COLOURS
 from brigade.lab.timeline import STYLES, Timeline, draw_panels
 from brigade.rank.emulated_link import Link

@@ -1,11 +1,10 @@
 """`brigade plan`: predict the cost of a training step with each variant, from shapes alone.
 
-    steps = plan(setting, link)
+    steps = plan(record(variants, setting), setting, link)
 
-A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives
-according to the rule of the variant (`schedules.py`). A collective starts when all earlier ones are complete, and takes
-as long as a ring algorithm (`emulated_link.Link`). Nothing runs and no memory is allocated: the model is on the meta
-device.
+A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives as
+the variant's own code does (`program.py`). A collective starts when all earlier ones are complete, and takes as long as
+a ring algorithm (`emulated_link.Link`).
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
 from brigade.course.modules import TRAINING_MODULES
-from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, Variant, get_variant
+from brigade.lab.ladder import TORCH_DDP, Variant, get_variant
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import list_cases
 from brigade.lab.memory_accounting import KINDS, Bytes
-from brigade.lab.plan_config import Machine, Setting
-from brigade.lab.schedules import get_rule, make_program, select_with_rule, simulate
+from brigade.lab.program import Machine, Program, Setting, simulate
 from brigade.rank.emulated_link import Link, count_sent_bytes
 
 if TYPE_CHECKING:
@@ -55,8 +53,8 @@ DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 class PlannedStep:
     """The predicted step of one variant.
 
-    `sent_bytes` is the mean over ranks. `memory` contains the bytes that the fullest rank keeps between two steps, by
-    kind. `exposed_s` is how much longer the step takes than this variant's own computation.
+    `memory` contains the bytes that rank 0 keeps between two steps, by kind. `exposed_s` is how much longer the step
+    takes than this variant's own computation.
     """
 
     label: str
@@ -75,15 +73,6 @@ def make_model(size: Size, dtype: str = "fp32") -> TinyLM:
     """Return a model of this size and dtype on the meta device."""
     with torch.device("meta"):
         return TinyLM(size).to(DTYPES[dtype])
-
-
-def find_units(model: TinyLM) -> list[list[int]]:
-    """Return the indices of each unit's parameters, where every block is a unit. The root comes first."""
-    unit_of = {p: unit for unit, block in enumerate(model.blocks, 1) for p in block.parameters()}
-    units: list[list[int]] = [[] for _ in range(len(model.blocks) + 1)]
-    for i, parameter in enumerate(model.parameters()):
-        units[unit_of.get(parameter, 0)].append(i)
-    return units
 
 
 def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
@@ -115,10 +104,9 @@ def make_machine(
 
 
 def list_variants() -> list[Variant]:
-    """Return all variants that have a rule: first the course's, in the order of the modules, then torch's."""
-    advanced = [get_variant(entry) for entry in TRAINING_MODULES if not entry.is_core]
-    found = select_with_rule([*(case.variant for case in list_cases()), *advanced])
-    by_label = {variant.label: variant for variant in found}
+    """Return all variants: first the course's, in the order of the modules, then torch's."""
+    by_label = {case.variant.label: case.variant for case in list_cases()}
+    by_label |= {variant.label: variant for variant in map(get_variant, TRAINING_MODULES)}
     return [by_label[label] for label in sorted(by_label, key=split_label)]
 
 
@@ -128,50 +116,17 @@ def split_label(label: str) -> tuple[float, str]:
     return (float(number), name) if number.isdigit() else (math.inf, label)
 
 
-def plan(setting: Setting, link: Link, selected: Sequence[Variant] | None = None) -> list[PlannedStep]:
-    """Return the predicted step of each selected variant. `selected` defaults to `list_variants()`."""
+def plan(programs: dict[str, Program | str], setting: Setting, link: Link) -> list[PlannedStep]:
+    """Return the predicted step of each program, by label. Leave out the variants without a program."""
     steps = []
-    for variant in list_variants() if selected is None else selected:
-        program = make_program(variant, setting)
-        step_s = simulate(program, link).end_s
+    for label, program in programs.items():
+        if isinstance(program, str):
+            continue
+        step_s = simulate(program.instructions, link, setting.world_size).end_s
         sent = sum(count_sent_bytes(launch.op, launch.nbytes, setting.world_size) for launch in program.launches)
-        steps.append(
-            PlannedStep(
-                variant.label,
-                len(program.launches),
-                sent,
-                step_s,
-                max(0.0, step_s - program.computation_s),  # rounding can make an exposed time of zero negative
-                count_kept_bytes(variant, setting),
-            )
-        )
+        exposed_s = max(0.0, step_s - program.computation_s)  # rounding can make an exposed time of zero negative
+        steps.append(PlannedStep(label, len(program.launches), sent, step_s, exposed_s, program.memory))
     return steps
-
-
-def count_kept_bytes(variant: Variant, setting: Setting) -> Bytes:
-    """Return the bytes that the fullest rank keeps between two steps, by kind and including padding.
-
-    The bytes are counted in the same way as in `memory.py`.
-    """
-    rule, numel, itemsize = get_rule(variant), setting.numel, setting.itemsize
-    needs_buffer = rule.params_in_buffer or rule.grads_in_buffer or rule.state == "shards"
-    buffer_bytes = sum(setting.layout_buckets.nbytes) if needs_buffer else 0  # in fp32
-    parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
-    gradients = buffer_bytes if rule.grads_in_buffer else rule.grad_copies * numel * itemsize
-    if rule.grads_in_shards:
-        gradients //= setting.world_size
-    if rule.grads_in_buffer and itemsize < FP32_BYTES and rule.state != "shards":
-        gradients += numel * itemsize  # 16-bit copies, which a plain optimizer reads
-    values = setting.optimizer.values
-    if rule.state == "units":
-        shard = sum(setting.unit_bytes) // setting.world_size
-        return dict(zip(KINDS, (shard, shard, values * shard)))
-    if rule.state == "shards":
-        main_values = itemsize < FP32_BYTES
-        state = buffer_bytes * (values + main_values) // setting.world_size
-    else:
-        state = values * (max(setting.owned_bytes) if rule.state == "parameters" else numel * itemsize)
-    return dict(zip(KINDS, (parameters, gradients, state)))
 
 
 def format_size(number: float) -> str:

@@ -29,10 +29,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from brigade.checks.tiny_lm import Size
-from brigade.course.modules import CourseError
 from brigade.course.submission import Sources
 from brigade.events import Launch, launches
-from brigade.lab import schedules
+from brigade.lab import program
 from brigade.lab.ladder import (
     COMPUTATION,
     EMULATED,
@@ -45,10 +44,9 @@ from brigade.lab.ladder import (
     read_reference,
     run_variants,
 )
-from brigade.lab.plan import find_units, make_model
-from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
+from brigade.lab.plan import make_model
 from brigade.lab.plots import COLOURS, NAMES
-from brigade.lab.schedules import get_rule, make_program
+from brigade.lab.program import OPTIMIZERS, Machine, Setting, list_groups, record
 from brigade.rank.emulated_link import Link
 
 # A model with few but large parameters, so that the collectives are visible.
@@ -228,6 +226,7 @@ def trace(
     link = Link(*results[0]["link"]) if results[0]["link"] else None
     timelines = []
     for variant in variants:
+        planned = plan_launches(variant, workload, world_size, sources)
         measurement = make_measurement(workload, running, variant, results)
         lengths = measurement.step_ms
         round_index = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
@@ -247,7 +246,7 @@ def trace(
                 if launch.wait_end is not None and launch.wait_start < times[-1]  # module 9 waits in the next step
             ]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
-            numbers = number_launches(rank_launches, *plan_launches(variant, workload, world_size))
+            numbers = number_launches(rank_launches, *planned)
             launched += make_collectives(rank, rank_launches, numbers, zero, bool(link))
         line = Timeline(
             variant.label,
@@ -290,7 +289,7 @@ def compute_latest_end_ms(timeline: Timeline) -> float:
     return late_ms
 
 
-def number_launches(launched: Sequence[Launch], planned: Sequence[schedules.Launch], by_unit: bool) -> list[int]:
+def number_launches(launched: Sequence[Launch], planned: Sequence[program.Launch], by_unit: bool) -> list[int]:
     """Return the number of what each launch carries, so that a bucket has the same number in all its collectives.
 
     If every launch carries one parameter, this is the parameter's index, as in the schematics. Otherwise, buckets are
@@ -312,20 +311,20 @@ def number_launches(launched: Sequence[Launch], planned: Sequence[schedules.Laun
     return [order.index(one) for one in carried]
 
 
-def plan_launches(variant: Variant, workload: Workload, world_size: int) -> tuple[list[schedules.Launch], bool]:
-    """Return the launches of a variant according to its rule in `schedules.py`, and whether they carry units.
+def plan_launches(
+    variant: Variant, workload: Workload, world_size: int, sources: Sources | None = None
+) -> tuple[list[program.Launch], bool]:
+    """Return the launches that a variant's own code makes without peers, and whether they carry units.
 
-    The list is empty if there is no rule, or if it needs a function that is not written yet.
+    The list is empty if the code does not run without peers.
     """
     model = make_model(workload.size)
-    parameters = list(model.parameters())
-    machine = Machine(1.0, (1.0,) * len(parameters), math.inf, math.inf)  # the launches do not depend on times
+    machine = Machine(1.0, (1.0,) * len([*model.parameters()]), math.inf, math.inf)  # only the launches count
     bucket_mb = workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb
-    setting = Setting(parameters, world_size, bucket_mb, OPTIMIZERS["sgd"], machine, find_units(model))
-    try:
-        return make_program(variant, setting).launches, get_rule(variant).state == "units"
-    except (KeyError, CourseError):
-        return [], False
+    setting = Setting(list_groups(model), world_size, bucket_mb, OPTIMIZERS["sgd"], machine)
+    recorded = record([variant], setting, sources)[variant.label]
+    launched = [] if isinstance(recorded, str) else recorded.launches
+    return launched, any(launch.phase == "forward" for launch in launched)
 
 
 def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

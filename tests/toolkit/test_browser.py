@@ -13,7 +13,7 @@ from playwright.sync_api import sync_playwright
 from brigade.course.modules import ROOT
 from brigade.events import LAUNCH_FIELDS, Launch
 from brigade.lab import cost_model, timeline, timeline_view
-from brigade.lab.plan_config import import_solution
+from brigade.lab.planners import import_solution
 from brigade.rank.emulated_link import Link
 
 CHROMIUM = shutil.which("chromium")

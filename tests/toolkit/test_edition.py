@@ -244,10 +244,18 @@ def test_what_is_not_written_is_left_out_in_words(edition, command, number, stat
     assert f"module {number}, part (a) is not written yet" in run_command(edition, command, status=status)
 
 
-def test_a_plan_leaves_out_what_is_not_written(edition):
-    said = run_command(edition, "brigade plan --model tiny")
-    assert "1 NaiveDDP" in said and "torch DDP" in said
-    assert "Not planned: 4 BucketedDDP: module 4, part (a) is not written yet" in said
+def test_a_plan_records_the_students_own_modules(edition):
+    path = edition / "lessons" / FIRST.path
+    skeleton = path.read_text()
+    for text, line in (
+        (skeleton, "Not planned: 1 NaiveDDP: module 1, part (a) is not written yet"),
+        ((ROOT / "solutions" / FIRST.path).read_text(), "\n1 NaiveDDP "),
+        ("x = 1\n", "Not planned: 1 NaiveDDP: it raises NameError: naive_ddp.py has no NaiveDDP"),
+    ):
+        path.write_text(text)
+        said = run_command(edition, "brigade plan --model tiny")
+        assert line in re.sub(r"\n +", " ", said) and "\ntorch DDP " in said
+    path.write_text(skeleton)
 
 
 def test_an_unlocked_module_replaces_the_students(edition, written):

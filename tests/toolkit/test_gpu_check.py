@@ -169,7 +169,7 @@ def test_kernels_overlap_if_they_run_at_the_same_time_as_a_kernel_that_computes(
 def test_schedules_predict_overlap():
     """With n buckets, n - 1 reductions overlap with backward, and module 9's gathers do with forward."""
     setting = overlap.make_setting(ladder.Workload(), 2)
-    buckets, units = len(setting.layout_buckets.nbytes), len(setting.units)
+    buckets, units = 4, 1 + ladder.Workload().size.layers  # the root too
     sharded, prefetched, _, fully_sharded = [overlap.predict_overlap(one, setting) for one in overlap.VARIANTS]
     assert sharded == {"all_gather": (buckets, 0), "reduce_scatter": (buckets, buckets - 1)}
     assert prefetched["all_gather"] == (buckets, buckets - 1)

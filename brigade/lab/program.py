@@ -1,0 +1,257 @@
+"""The program of each variant: what a rank computes, launches and waits for in one training step.
+
+    programs = record([get_variant(get_module(4))], setting)       by label
+    programs["4 BucketedDDP"].launches                             the collectives, in launch order
+    simulate(programs["4 BucketedDDP"].instructions, link, 64)     when each instruction runs, on a link
+
+A program is recorded: `recorded_step.py` runs the variant's own code once in a rank, without memory and without peers.
+All ranks are assumed to do what rank 0 does, at the same time, so no collective waits for another rank to launch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from brigade.checks.tiny_lm import Block
+from brigade.course.modules import ROOT, CourseError
+from brigade.course.submission import Sources
+from brigade.lab.entry import hash_course
+from brigade.lab.ladder import Variant, read_reference
+from brigade.lab.memory_accounting import Bytes
+from brigade.rank.emulated_link import Link
+
+DEADLINE_S = 300.0
+STORED = ROOT / "out" / "programs"  # the recorded steps, by a hash of everything that they depend on
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The speed of a rank, in seconds or in bytes of memory traffic per second.
+
+    `backward_s[i]` is the time of the part of backward that ends with the gradient of parameter i. Parameters are in
+    the order of registration.
+    """
+
+    forward_s: float
+    backward_s: tuple[float, ...]
+    step_bytes_per_s: float
+    copy_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer, and the number of values that it keeps per element, without AdamW's step counter."""
+
+    label: str
+    values: int
+
+
+OPTIMIZERS = {"adamw": Optimizer("AdamW", 2), "sgd": Optimizer("SGD with momentum", 1)}
+Groups = list[tuple[bool, list[list[int]]]]
+
+
+def list_groups(model: Any) -> Groups:
+    """Return groups of a model's parameters, in order: whether a group is a unit of module 11, and its shapes."""
+    groups: Groups = []
+    for child in model.children():
+        units = [*child] if any(isinstance(block, Block) for block in child.children()) else [child]
+        groups += [(isinstance(unit, Block), [list(p.shape) for p in unit.parameters()]) for unit in units]
+    return groups
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The training run to plan: the parameters, the ranks, the buckets, the optimizer and the machine.
+
+    `groups` are those of `list_groups`, `dtype` is the name of the parameters' dtype, and `bucket_mb` is in MiB.
+    Gradients become ready in the reverse order of the parameters' registration, as in TinyLM.
+    """
+
+    groups: Groups
+    world_size: int
+    bucket_mb: float
+    optimizer: Optimizer
+    machine: Machine
+    dtype: str = "float32"
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all parameters together."""
+        return sum(math.prod(shape) for _, shapes in self.groups for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """An instruction that keeps the processor busy for some seconds.
+
+    `kind` is "forward", "backward", "step" for the optimizer's computation, or "copy" for copies and divisions of
+    gradients. `param_indices` are the parameters whose layers compute, if they are known.
+    """
+
+    kind: str
+    seconds: float
+    param_indices: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An instruction that launches a collective on a buffer of `nbytes` bytes and does not wait.
+
+    The buffer contains the parameters `param_indices`. `phase` is the phase of the step.
+    """
+
+    op: str
+    nbytes: float
+    param_indices: Sequence[int]
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An instruction that waits until the launch with this number is complete."""
+
+    launch: int
+
+
+Instruction = Compute | Launch | Wait
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank does in one step, and the bytes that it keeps afterwards, by kind."""
+
+    instructions: list[Instruction]
+    memory: Bytes
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The collectives, in launch order."""
+        return [one for one in self.instructions if isinstance(one, Launch)]
+
+    @property
+    def computation_s(self) -> float:
+        """The time of the step's own computation. Copies belong to communication."""
+        return sum(one.seconds for one in self.instructions if isinstance(one, Compute) and one.kind != "copy")
+
+
+def record(variants: Sequence[Variant], setting: Setting, sources: Sources | None = None) -> dict[str, Program | str]:
+    """Return the program of each variant by label, or a sentence that says why there is none.
+
+    `sources` are the submission's modules (default: the solutions). Raise CourseError if they hang.
+    """
+    sources = read_reference() if sources is None else sources
+    shape = setting.groups, setting.dtype, setting.world_size, setting.bucket_mb, setting.optimizer.values
+    texts = {name: text for name, (_, text) in sources.items()}
+    cases = [asdict(variant) for variant in variants]
+    paths = [STORED / f"{hash_content(shape, texts, case, hash_course())}.json" for case in cases]
+    steps = {path: json.loads(path.read_text()) for path in paths if path.is_file()}
+    if missing := [(case, path) for case, path in zip(cases, paths) if path not in steps]:
+        from brigade.lab.recorded_step import record_steps
+        from brigade.runner.ranks import RankFailure, run_ranks
+
+        how = {"world_size": 1, "packages": {"submission": sources}, "deadline": DEADLINE_S, "stream": False}
+        try:
+            recorded = run_ranks(record_steps, *shape, [case for case, _ in missing], **how)[0]
+        except RankFailure as failure:
+            raise CourseError(f"no step can be recorded: {failure}") from None
+        for (_, path), text in zip(missing, recorded):
+            steps[path] = json.loads(text)
+            with contextlib.suppress(OSError):  # the course may belong to somebody else
+                store(path, text)
+    return {
+        variant.label: step if isinstance(step, str) else Program(convert(step[0], setting.machine), step[1])
+        for variant, step in ((variant, steps[path]) for variant, path in zip(variants, paths))
+    }
+
+
+def store(path: Path, text: str) -> None:
+    """Write a file that other processes may read at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)
+
+
+def hash_content(*content: Any) -> str:
+    """Return the SHA-256 of some content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def convert(instructions: Sequence[Sequence[Any]], machine: Machine) -> list[Instruction]:
+    """Return recorded instructions with their times on a machine. See `recorded_step.Recorded`."""
+    forward = machine.forward_s / (sum(machine.backward_s) or 1.0)
+    converted: list[Instruction] = []
+    for kind, *values in instructions:
+        if kind == "launch":
+            converted.append(Launch(*values))
+        elif kind == "wait":
+            converted.append(Wait(*values))
+        elif kind in ("forward", "backward"):
+            share = machine.backward_s[values[0]]
+            converted.append(Compute(kind, share * forward if kind == "forward" else share, values))
+        else:
+            rate = machine.copy_bytes_per_s if kind == "copy" else machine.step_bytes_per_s
+            converted.append(Compute(kind, values[0] / rate))
+    return converted
+
+
+class Busy(NamedTuple):
+    """A period in which the rank computes or waits, in seconds. A wait for a complete collective takes no time."""
+
+    instruction: Compute | Wait
+    start_s: float
+    end_s: float
+
+
+class Transfer(NamedTuple):
+    """A collective that was launched at `launched_s` and occupied the link from `start_s` to `end_s`."""
+
+    launch: Launch
+    launched_s: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result of `simulate`: when the rank computes and waits, and when the link carries each collective.
+
+    Times are in seconds since the start.
+    """
+
+    busy: list[Busy]
+    transfers: list[Transfer]
+    end_s: float
+
+
+def simulate(instructions: Sequence[Instruction], link: Link, world_size: int) -> Simulation:
+    """Return when each instruction runs. Launches of previous steps are complete.
+
+    As in `emulated_link.py`, a collective starts when all ranks have launched it (here, at the same time) and the link
+    is free. It occupies the link for its latency plus its bytes divided by the bandwidth.
+    """
+    now, link_free = 0.0, 0.0
+    busy: list[Busy] = []
+    transfers: list[Transfer] = []
+    for instruction in instructions:
+        start = now
+        if isinstance(instruction, Launch):
+            begin = max(now, link_free)
+            link_free = begin + link.seconds(instruction.op, instruction.nbytes, world_size)
+            transfers.append(Transfer(instruction, now, begin, link_free))
+            continue
+        now = (
+            now + instruction.seconds
+            if isinstance(instruction, Compute)
+            else max(now, transfers[instruction.launch].end_s)
+        )
+        busy.append(Busy(instruction, start, now))
+    return Simulation(busy, transfers, now)

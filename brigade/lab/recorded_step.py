@@ -1,0 +1,374 @@
+"""Record what a variant does in one training step, by running its own code with tensors that have no memory.
+
+Ranks import this file. One rank plays rank 0 of `world_size` ranks: its model is on the meta device, and its process
+group only records. The model has the parameters and the units of the real one, but its layers compute nothing. In
+forward and backward, a layer only notes that its parameters are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brigade.checks.tiny_lm import Block
+from brigade.lab.comparison import is_in_submission
+from brigade.lab.ladder import TrainingSetup, build_setup
+from brigade.lab.memory_accounting import KINDS, Bytes, count_torch_bucket_bytes, list_tensors_by_kind
+from brigade.rank.memory import list_tensors
+from brigade.rank.recording import RecordingGroup
+
+STEPS = 2  # the last one is recorded, because module 9 ends a step with all-gathers; torch DDP needs one step more
+COPIES = {"_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack"}
+DIVISIONS = {"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_"}
+IN_PLACE = {"add_", "copy_", "div_", "fill_", "mul_", "zero_"}  # they need not run, because their outputs are known
+IN_PLACE |= {"_foreach_copy_", "_foreach_div_", "_foreach_mul_", "_foreach_zero_"}
+READS = {"_local_scalar_dense", "allclose", "equal"}  # values without memory: they count as 1 and as true
+BACKEND = "planned"
+
+# What `record_steps` returns for a step: its instructions and the bytes that the rank keeps after it, by kind. An
+# instruction is ["forward" or "backward", parameter], ["copy" or "step", bytes read and written], ["wait", launch],
+# or ["launch", operation, bytes, parameters, phase].
+Recorded = tuple[list[list[Any]], Bytes]
+
+
+class Log(TorchDispatchMode):
+    """A context manager that lists the instructions of a step, and knows which parameters are in which memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.instructions: list[list[Any]] = []
+        self.begin_step()
+        self.forget_owners()
+
+    def begin_step(self) -> None:
+        """Forget all instructions, except launches for which nobody has waited."""
+        waited = {id(one[1]) for one in self.instructions if one[0] == "wait"}
+        self.instructions = [one for one in self.instructions if one[0] == "launch" and id(one) not in waited]
+        for launch in self.instructions:  # the next forward needs these weights in the order of the parameters
+            launch[3].sort()
+        self.futures: dict[int, list[Any]] = {}  # storage -> the launch on it that somebody may await through a future
+        self.unknown: dict[int, list[Any]] = {}  # storage -> the launch on it whose parameters are not known yet
+        self.waiting = {id(launch) for launch in self.instructions}  # launches for which nobody has waited yet
+        self.phase = "forward"
+
+    def forget_owners(self) -> None:
+        """Forget which parameters are in which memory."""
+        self._owners: dict[int, dict[tuple[int, int], set[int]]] = {}  # storage -> range in bytes -> parameters
+        self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets their numbers
+
+    def note(self, *instruction: Any) -> None:
+        """Append an instruction."""
+        self.instructions.append([*instruction])
+
+    def use(self, kind: str, i: int, parameter: Tensor) -> None:
+        """Append the computation of a layer, which reads parameter `i`."""
+        self.note(kind, i)
+        if launch := self.unknown.get(id(parameter.untyped_storage())):
+            launch[3].append(i)
+
+    def wait(self, launch: list[Any]) -> None:
+        """Append a wait, unless the rank has waited for the launch before."""
+        if id(launch) in self.waiting:
+            self.waiting.discard(id(launch))
+            self.note("wait", launch)
+
+    def launch(self, **fields: Any) -> int:
+        """Append a launch and return its number. `RecordingGroup` calls this."""
+        self.note("launch", fields["op"], fields["nbytes"], [], self.phase)
+        self.waiting.add(id(self.instructions[-1]))
+        return 0  # nobody needs the number
+
+    def list_instructions(self) -> list[list[Any]]:
+        """Return the instructions of the step, with a launch's number in each wait.
+
+        Launches for which nobody has waited are left out: they are the first instructions of the next step.
+        """
+        instructions = [one for one in self.instructions if id(one) not in self.waiting]
+        numbers = {id(one): number for number, one in enumerate(one for one in instructions if one[0] == "launch")}
+        return [["wait", numbers[id(one[1])]] if one[0] == "wait" else one for one in instructions]
+
+    def find_owner(self, tensors: list[Tensor]) -> tuple[None, None]:
+        """Return no name: `RecordingGroup` calls this before each launch."""
+        return None, None
+
+    def own(self, tensor: Tensor, parameters: set[int]) -> None:
+        """From now on, the memory of the tensor contains values of these parameters."""
+        storage, place = locate(tensor)
+        if id(storage) not in self._owners:
+            self._storages.append(storage)
+        self._owners.setdefault(id(storage), {})[place] = parameters
+
+    def find_parameters(self, tensors: Sequence[Tensor]) -> set[int]:
+        """Return the parameters whose values are in the memory of the tensors."""
+        parameters: set[int] = set()
+        for tensor in tensors:
+            storage, (start, end) = locate(tensor)
+            ranges = self._owners.get(id(storage), {})
+            if (start, end) in ranges:
+                parameters |= ranges[start, end]
+            else:
+                parameters.update(*(owned for (low, high), owned in ranges.items() if low < end and start < high))
+        return parameters
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, has_no_values = describe(function)
+        if has_no_values:
+            return function(*args, **(kwargs or {}))
+        inputs = [tensor for tensor in list_tensors([*args, *(kwargs or {}).values()]) if tensor.is_meta]
+        if not inputs:
+            return function(*args, **(kwargs or {}))
+        if name in READS:
+            return True
+        result = args[0] if name in IN_PLACE else function(*args, **(kwargs or {}))
+        if self.phase == "outside":
+            return result
+        for tensor in inputs if self.futures else ():
+            if (launch := self.futures.pop(id(tensor.untyped_storage()), None)) is not None:
+                self.wait(launch)
+        outputs = [tensor for tensor in list_tensors(result) if tensor.is_meta]
+        overwritten = list_tensors((kwargs or {}).get("out"))
+        sources = (
+            inputs[len(outputs) :] if name in ("copy_", "_foreach_copy_") else inputs[: len(inputs) - len(overwritten)]
+        )
+        if sources and outputs and locate(sources[0]) == locate(outputs[0]) and name == "copy_":
+            return result  # Python assigns a slice to itself at the end of `data[a:b] /= n`
+        if name in COPIES or name in DIVISIONS or (name == "add_" and is_in_submission(sys._getframe(1))):
+            self.note("copy", sum(tensor.nbytes for tensor in (*sources, *outputs)))
+        pairs = [([source], output) for source, output in zip(sources, outputs)]
+        for read, written in pairs if len(sources) == len(outputs) else [(sources, output) for output in outputs]:
+            if parameters := self.find_parameters(read):
+                self.own(written, parameters)
+        return result
+
+
+def locate(tensor: Tensor) -> tuple[torch.UntypedStorage, tuple[int, int]]:
+    """Return the tensor's storage and its range in it, in bytes."""
+    start = tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage(), (start, start + tensor.nbytes)
+
+
+@functools.cache
+def describe(function: Any) -> tuple[str, bool]:
+    """Return the name of an operation, and whether it neither reads nor writes values: a view or a new tensor."""
+    name = function.overloadpacket.__name__
+    return name, function.is_view or name.startswith("new_") or name.endswith("_like")
+
+
+class Future(torch.futures.Future):
+    """The future of a launch. To read it in Python is to wait for the launch."""
+
+    def __init__(self, wait: Callable[[], Any], value: list[Tensor]):
+        super().__init__()
+        self._note_wait = wait
+        self.set_result(value)
+
+    def wait(self) -> Any:
+        self._note_wait()
+        return super().wait()
+
+    value = wait
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        self._note_wait()
+        return super().then(callback)
+
+
+class Work(dist.Work):
+    """The handle of a launch."""
+
+    def __init__(self, log: Log, launch: list[Any], outputs: list[Tensor]):
+        super().__init__()
+        self._log, self._launch, self._outputs = log, launch, outputs
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._log.wait(self._launch)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        for tensor in self._outputs:
+            self._log.futures[id(tensor.untyped_storage())] = self._launch
+        return Future(self.wait, self._outputs)
+
+
+class PlannedGroup(RecordingGroup):
+    """Rank 0's process group, which performs nothing. Its log plays the recorder."""
+
+    def __init__(self, log: Log, name: str, ranks: list[int]):
+        dist.ProcessGroup.__init__(self, 0, len(ranks))
+        self._recorder, self._name, self._ranks = log, name, ranks
+
+    def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work:
+        log, tensors = self._recorder, [tensor for tensor in list_tensors(args) if tensor.is_meta]
+        launch = log.instructions[-1]
+        launch[3] += sorted(log.find_parameters(tensors), reverse=True)
+        for tensor in tensors if not launch[3] else ():
+            log.unknown[id(tensor.untyped_storage())] = launch
+        return Work(log, launch, tensors)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        pass
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+
+class Use(torch.autograd.Function):
+    """A layer that only notes when it computes. Its input and its output have one element."""
+
+    @staticmethod
+    def forward(ctx: Any, log: Log, i: int, activation: Tensor, weight: Tensor) -> Tensor:
+        ctx.what = log, i, weight
+        log.use("forward", i, weight)
+        return torch.empty(1, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        log, i, weight = ctx.what
+        log.use("backward", i, weight)
+        result = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        log.own(result, {i})
+        return None, None, gradient, result
+
+
+class Layer(nn.Module):
+    """A layer with one parameter."""
+
+    def __init__(self, log: Log, i: int, shape: Sequence[int], dtype: torch.dtype):
+        super().__init__()
+        self.log, self.i = log, i
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def forward(self, activation: Tensor) -> Tensor:
+        return Use.apply(self.log, self.i, activation, self.weight)
+
+
+class Unit(Block):
+    """Layers that are a unit of module 11."""
+
+    def __init__(self, layers: Sequence[Layer]):
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, activation: Tensor) -> Tensor:
+        for layer in self.layers:
+            activation = layer(activation)
+        return activation
+
+
+def make_model(log: Log, groups: Sequence[tuple[bool, Sequence[Sequence[int]]]], dtype: torch.dtype) -> nn.Module:
+    """Return a model with these groups of parameters. A group consists of whether it is a unit, and of its shapes."""
+    parts: list[nn.Module] = []
+    i = 0
+    for is_unit, shapes in groups:
+        layers = [Layer(log, i + place, shape, dtype) for place, shape in enumerate(shapes)]
+        i += len(layers)
+        parts += [Unit(layers)] if is_unit else layers
+    return nn.Sequential(*parts)
+
+
+def make_optimizer(values: int, log: Log) -> type[torch.optim.Optimizer]:
+    """Return an optimizer that keeps `values` values per element, and only notes what a step reads and writes."""
+
+    class Planned(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            nbytes = 0
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+                if not parameter.is_meta:
+                    return super().step(closure)  # of a submission that tries the optimizer on small vectors
+                if parameter.grad is not None:
+                    nbytes += (2 + 1 + 2 * values) * parameter.nbytes  # it only reads the gradient
+                    if not self.state[parameter]:
+                        self.state[parameter] = {f"value {i}": torch.empty_like(parameter) for i in range(values)}
+            log.note("step", nbytes)
+
+    return Planned
+
+
+def record_steps(
+    groups: Sequence[tuple[bool, Sequence[Sequence[int]]]],
+    dtype: str,
+    world_size: int,
+    bucket_mb: float,
+    values: int,
+    variants: Sequence[dict[str, Any]],
+) -> list[str]:
+    """Return the recorded step of each variant as JSON, or a sentence that says why there is none.
+
+    `groups` are those of `make_model`, `bucket_mb` is in MiB, and the optimizer keeps `values` values per element.
+    """
+    log = Log()
+    dist.destroy_process_group()
+    ranks = [*range(world_size)]
+    dist.Backend.register_backend(
+        BACKEND, lambda *_: PlannedGroup(log, "0", ranks), extended_api=True, devices=["cpu", "meta"]
+    )
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
+    steps: list[Recorded | str] = []
+    for variant in variants:
+        try:
+            model = make_model(log, groups, getattr(torch, dtype))
+            steps.append(record_step(log, variant, model, bucket_mb, values))
+        except NotImplementedError as part:
+            steps.append(f"{part} is not written yet")
+        except Exception as error:  # whatever a submission raises
+            steps.append(f"it raises {type(error).__name__}: {error}")
+    return [json.dumps(step) for step in steps]
+
+
+def record_step(log: Log, variant: dict[str, Any], model: nn.Module, bucket_mb: float, values: int) -> Recorded:
+    """Take steps with one variant, and return the last one."""
+    is_ddp = bool(variant["wrapper"]) and variant["wrapper"][1] == "DistributedDataParallel"
+    if is_ddp:
+        variant = variant | {"arguments": {"init_sync": False}}  # otherwise it compares what all ranks send
+    workload = {"bucket_mb": bucket_mb, "learning_rate": 0.1, "optimizer": make_optimizer(values, log)}
+    log.instructions = []
+    log.phase = "outside"
+    with log:
+        setup = build_setup(variant, model, workload)
+    for turn in range(STEPS + is_ddp):
+        with log if is_ddp or turn == STEPS - 1 else contextlib.nullcontext():
+            take_step(log, setup)
+    kept, nbytes, seen = list_tensors_by_kind(model, setup.wrapper, setup.optimizer), {}, set()
+    for kind in KINDS:
+        storages = {id(t.untyped_storage()): t.untyped_storage() for t in list_tensors(kept[kind])}
+        nbytes[kind] = sum(storage.nbytes() for key, storage in storages.items() if key not in seen)
+        seen |= storages.keys()
+    nbytes["gradients"] += count_torch_bucket_bytes(setup.wrapper)
+    return log.list_instructions(), nbytes
+
+
+def take_step(log: Log, setup: TrainingSetup) -> None:
+    """Take a training step as `ladder.take_step` does."""
+    log.begin_step()
+    setup.optimizer.zero_grad()
+    log.forget_owners()
+    for i, parameter in enumerate(setup.model.parameters()):
+        for tensor in (parameter.detach(), parameter.grad, getattr(parameter, "main_grad", None)):
+            if tensor is not None:
+                log.own(tensor, {i})
+    loss = setup.wrapper(torch.empty(1, device="meta"))
+    log.phase = "backward"
+    loss.backward()
+    for launch in [*log.futures.values()]:
+        log.wait(launch)
+    log.phase = "finish"
+    if hasattr(setup.wrapper, "finish_grad_sync"):
+        setup.wrapper.finish_grad_sync()
+    log.phase = "step"
+    setup.optimizer.step()
+    log.phase = "outside"
