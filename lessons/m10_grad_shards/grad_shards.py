@@ -96,8 +96,9 @@ class GradShardedDDP(CachedDDP):
 
     At most `max_live_buckets` buckets are live, that is, between launch and wait. You may call `finish_grad_sync` after
     each micro-batch: it adds to the shards. Without it, a second backward raises RuntimeError, unless the first was
-    inside `no_sync`. `zero_grad` clears the shards. Use `Zero2Optimizer` with this wrapper. Raise ValueError if
-    `max_live_buckets` is below 1.
+    inside `no_sync`. Only `zero_grad` clears the shards, with any `set_to_none`; `step` does not. A rank without a
+    backward still calls the finish. If all backward passes were inside `no_sync`, the finish reduces their gradients.
+    Use `Zero2Optimizer` with this wrapper. Raise ValueError if `max_live_buckets` is below 1.
     """
 
     group_class = ShardedBucket
