@@ -59,36 +59,11 @@ def make_view_case(name: str, evil: str) -> Hostile:
 CASES = [
     # ---- beside the record
     make_unrecorded_case(
-        "the inner group by its attribute",
-        "made a launch without recording it",
-        "def average(grad, number): dist.group.WORLD._inner.allreduce([grad]).wait()",
-    ),
-    make_unrecorded_case(
-        "the inner group by a method",
-        "made a launch without recording it",
-        "def average(grad, number): dist.group.WORLD._perform('allreduce', [[grad]], {}).wait()",
-    ),
-    make_unrecorded_case(
-        "another method for the group's",
-        "is",
-        "def average(grad, number): type(dist.group.WORLD).call = lambda self, *args: None",
-    ),
-    make_unrecorded_case(
         "the backend that torch hands out",  # it carries nothing
         "is",
         """
 def average(grad, number):
     dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([grad]).wait()
-    grad /= dist.get_world_size()
-""",
-    ),
-    make_unrecorded_case(
-        "the base class of the group",  # pybind11 calls it where a method of that name asks
-        "is",
-        """
-def average(grad, number):
-    def allreduce(self): return dist.ProcessGroup.allreduce(self, [grad])
-    allreduce(dist.group.WORLD).wait()
     grad /= dist.get_world_size()
 """,
     ),
@@ -180,14 +155,6 @@ def average(grad, number):
         checks=("test_gradients_are_views",),
     ),
     make_view_case("views under the name of torch", "__name__ = 'torch.distributed.mine'\ndef view(data): data[1:3]"),
-    make_view_case(
-        "views in a file of torch",
-        """
-from torch.distributed import distributed_c10d as c10d
-exec(compile("def view(data): return data[1:3]", c10d.__file__, "exec"), vars(c10d))
-view = c10d.view
-""",
-    ),
     # ---- torch's own answers
     Hostile(
         "torch DDP",
@@ -200,33 +167,6 @@ view = c10d.view
         "torch.nn.parallel.distributed is not accepted as an answer",
         modules=(1, 2, 3),
         checks=("test_gradients_are_averaged", "test_bytes_on_the_wire", "test_steps_and_subgroups"),  # 8 points
-    ),
-    Hostile(
-        "torch DDP, loaded again",
-        alone(
-            SHAPE,
-            """
-def wrapped(module, group):
-    return importlib.reload(sys.modules["torch.nn.parallel.distributed"]).DistributedDataParallel(
-        module, process_group=group)
-""",
-        ),
-        0,
-        "torch.nn.parallel.distributed is not accepted as an answer",
-    ),
-    Hostile(
-        "torch DDP, from its text",
-        alone(
-            SHAPE,
-            """
-def wrapped(module, group):
-    text = inspect.getsource(sys.modules["torch.nn.parallel.distributed"])
-    scope = {"__name__": "torch.nn.parallel.mine", "__package__": "torch.nn.parallel"}
-    exec(compile(text, "mine.py", "exec", dont_inherit=True), scope)
-    return scope["DistributedDataParallel"](module, process_group=group)
-""",
-        ),
-        0,
     ),
     Hostile(
         "torch's Reducer, found among all classes",

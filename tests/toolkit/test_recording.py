@@ -9,7 +9,7 @@ import torch
 from in_ranks import recording as functions
 
 from brigade.events import Event, launches, list_ready_gradients, split_calls, summarize
-from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.runner.ranks import run_ranks
 
 # What one rank of two records in each phase of `recorded_calls`. Sizes are those of the full buffer.
 SUM = {"op": "all_reduce", "numel": 15, "parts": 1, "reduce_op": "SUM", "root": None, "dtype": "float32"}
@@ -142,18 +142,10 @@ def test_a_gradient_is_ready_between_its_tensor_hooks_and_its_post_accumulate_ho
 
 
 @pytest.mark.parametrize("how", ["nothing", "unused", "afterwards", "called at another time", "twice"])
-def test_only_the_engine_in_backward_makes_a_gradient_ready_once(how):
+def test_only_the_engine_in_backward_makes_a_gradient_ready(how):
     [events] = run_ranks(functions.meddling, how, world_size=1).events
-    names = ["weight"] if how == "unused" else ["bias", "weight"]
-    assert sorted(event["name"] for event in select_kind(events, "ready")) == names
-
-
-@pytest.mark.parametrize(
-    "how, name, count", [("cleared", "bias", 0), ("replayed", "bias", 0), ("none in backward", "", 0)]
-)
-def test_a_gradient_that_is_not_ready_once_fails_the_run(how, name, count):
-    with pytest.raises(RankFailure, match=rf"the gradient of {name}.* became ready {count} times in one backward"):
-        run_ranks(functions.meddling, how, world_size=1)
+    names = [event["name"] for event in select_kind(events, "ready")]
+    assert sorted(names) == ["bias", "weight"][how == "unused" :]
 
 
 def test_launches_say_the_name_of_the_parameter():
