@@ -53,7 +53,7 @@ MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
 TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
 FRAMES_LIMIT = 30  # frames of an exception that are kept
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
-LAUNCH_LIMIT = 128 << 20  # bytes of one launch, if there is a switch
+LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
 LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")  # see `ipc/channel.py`
 HEADER_BYTES = 9  # of a message: its letter and its size
 
@@ -267,13 +267,13 @@ class Monitor:
         try:
             while message := self._pop_message(rank.buffer):
                 events += self._handle_message(rank, *message)
+                self._send_answers()
         except Refused as refused:
             self._refuse(rank, str(refused))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             self._refuse(rank, "wrote something unreadable to its channel")
         for event in events if self._on_event else []:
             self._on_event(rank.state.number, event)
-        self._send_answers()
 
     def _pop_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
         """Remove the next message and return its letter and body, or None if it is not complete yet."""
@@ -302,6 +302,8 @@ class Monitor:
             return []  # a rank sends nothing after its result or its exception
         self._last_news = time.monotonic()
         if letter in LETTERS[3:]:
+            if rank.outgoing:
+                raise Refused("asked again before it read the answer")
             self._handle_launch(state, letter, body)
             return []
         if letter == b"R":

@@ -151,6 +151,21 @@ CASES = [
     ),
     make_case("waits for gathers at once", "before its turn", GREEDY, checks=FSDP, number=11),
     make_case(
+        "asks for a gigabyte of factors at once, and reads nothing",
+        "asked again before it read the answer",
+        """
+        import struct
+        class NaiveDDP(NaiveDDP):
+            def finish_grad_sync(self):
+                channel, body = find("Channel"), struct.pack("<QQQ", 0, 0, 1 << 20)
+                sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, values="")
+                channel.send_events()
+                channel._socket.sendall((b"B" + struct.pack("<Q", len(body)) + body) * 1000)
+        """,
+        checks=ONE,
+        number=1,
+    ),
+    make_case(
         "tensors that lie about their sizes",
         "recorded nbytes",
         """
