@@ -33,13 +33,13 @@ def test_shard_batch(submission):
                 describe_rows(rows, batch),
                 partial(diagnosis.explain_rows, rows, batch, rank, size),
             )
-    uneven = [size for size in (2, 3, 4) if 7 % size]
-    [answers] = submission.run(m00_ring.shard, draw(submission, (7, 2), torch.float64), uneven, world_size=world)
-    for size in uneven:
-        for answer in [answers.pop(0) for _ in range(size)]:
+    for num_rows in (7, 1):
+        batch = draw(submission, (num_rows, 2), torch.float64)
+        [answers] = submission.run(m00_ring.shard, batch, [2, 3, 4], world_size=world)
+        for answer, size in zip(answers, [2] * 2 + [3] * 3 + [4] * 4):
             expect(
                 answer.get("error") == "ValueError",
-                f"shard_batch raises ValueError on every rank for 7 rows and {size} ranks",
+                f"shard_batch raises ValueError on every rank for {num_rows} row{'s'[: num_rows - 1]} and {size} ranks",
                 f"shard_batch raised {answer['error']}"
                 if "error" in answer
                 else f"shard_batch returned a tensor of shape {tuple(answer['rows'].shape)}",

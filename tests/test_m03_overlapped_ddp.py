@@ -211,12 +211,21 @@ def test_no_sync_restores_its_state(submission):
             partial(diagnosis.explain_noise, nested),
             rank=rank,
         )
-        outside = [launch for launch in launches(events, phase="backward") if launch.place > after]
+        other = next(place for place, event in enumerate(events) if event.get("part") == "other")
+        outside = [launch for launch in launches(events, phase="backward") if after < launch.place < other]
         expect(
             len(outside) == len(case.parameters()),
             "after an exception inside no_sync, the next backward launches all its all-reduces",
             f"this backward launched {len(outside)} all-reduces for {len(case.parameters())} parameters",
             partial(diagnosis.explain_silence, events),
+            rank=rank,
+        )
+        num_launches = sum(launch.place > other for launch in launches(events, phase="backward"))
+        expect(
+            num_launches == len(case.parameters()),
+            "no_sync of one wrapper does not change another wrapper, whose backward launches all its all-reduces",
+            f"this backward launched {num_launches} all-reduces for {len(case.parameters())} parameters",
+            diagnosis.SHARED_FLAG,
             rank=rank,
         )
     expect_equal(

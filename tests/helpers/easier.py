@@ -70,5 +70,7 @@ def blame_visits(
         for place, kind in visits:
             if not succeeds([(place, kind)]):
                 cause = f"{kind}, {place}, changes the step. Forward must not change the state of the step."
+                if (place, kind) == training.EVAL_MODE:
+                    cause = "in eval mode, the step differs. Averaging must not depend on self.training."
                 raise failed.with_cause(cause) from None
         raise

@@ -25,7 +25,8 @@ PLACES = (
     "after the optimizer's step",
 )
 KINDS = ("a forward without gradients", "a forward that is thrown away")
-VISITS = [(place, kind) for place in PLACES for kind in KINDS]
+EVAL_MODE = ("in the last step", "eval mode")  # a whole step, not a forward
+VISITS = [*((place, kind) for place in PLACES for kind in KINDS), EVAL_MODE]
 
 
 class Interruption(Exception):
@@ -73,11 +74,11 @@ def visit(ddp: torch.nn.Module, batch: dict, place: str, visits: Sequence[tuple[
     """Run the forwards that `visits`, a part of VISITS, has at this place. They must not change the training."""
     for where, kind in visits:
         if where == place:
-            is_evaluation = kind == KINDS[0]
+            is_evaluation, was_training = kind == KINDS[0], ddp.training
             ddp.train(not is_evaluation)
             with phase("forward"), torch.set_grad_enabled(not is_evaluation):
                 compute_loss(ddp, move_to_device(batch))
-            ddp.train()
+            ddp.train(was_training)
 
 
 def forward_backward(ddp: torch.nn.Module, batch: dict, visits: Sequence[tuple[str, str]] = ()) -> None:
@@ -126,6 +127,7 @@ def train(job: dict) -> dict:
     gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):
         recording.note("step", step=step, unsynced=step == job.get("unsynced"))
+        ddp.train(EVAL_MODE not in visits or step < len(job["batches"]) - 1)
         if step == job.get("reallocate"):
             reallocate_buffers(ddp)
         optimizer.zero_grad()

@@ -19,6 +19,7 @@ SECOND_BACKWARD = (
     "a second backward adds to gradients that are already launched, and the wrapper does not notice it. Raise "
     "RuntimeError in the hook if the gradient's collective is already launched."
 )
+SHARED_FLAG = "no_sync switches a flag that all wrappers share, in the class or in a global variable. Set it on self."
 NEVER_CLEARED = "the list of handles is never cleared."
 
 

@@ -9,7 +9,8 @@ from helpers.training import Interruption, build, forward_backward, wrap
 def interrupted_no_sync(job: dict) -> list:
     """Run one micro-batch in a nested no_sync, one in the outer no_sync afterwards, and one after an exception.
 
-    Return the gradients after finish_grad_sync. Events of kind "part" mark the three parts.
+    Then run one on a second wrapper, inside the first wrapper's no_sync. Return the first model's gradients after
+    finish_grad_sync. Events of kind "part" mark the four parts.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -28,4 +29,10 @@ def interrupted_no_sync(job: dict) -> list:
     forward_backward(ddp, third)
     with phase("finish"):
         ddp.finish_grad_sync()
+    other = wrap(job, build(job))
+    recording.note("part", part="other")
+    with ddp.no_sync():
+        forward_backward(other, first)
+    with phase("finish"):
+        other.finish_grad_sync()
     return [copy_gradients(model)]
