@@ -37,12 +37,6 @@ def test_time_on_a_link(op, world_size, sent, seconds):
     assert LINK.seconds(op, 6000, world_size) == pytest.approx(seconds)
 
 
-def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce():
-    for world_size in (2, 3, 8):
-        halves = LINK.seconds("reduce_scatter", 1e6, world_size) + LINK.seconds("all_gather", 1e6, world_size)
-        assert halves == pytest.approx(LINK.seconds("all_reduce", 1e6, world_size))
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_a_pace_is_a_ratio_to_backward(world_size):
     link = Pace(comm_ratio=0.8, latency_ratio=0.01).link(backward_s=0.05, grad_bytes=4e6, world_size=world_size)
