@@ -2,11 +2,11 @@
 
 import io
 import re
-import struct
 import sys
 from dataclasses import replace
 
 import pytest
+from lab_files import png_size
 from rich.console import Console
 
 from brigade.checks.tiny_lm import Size, TinyLM
@@ -25,12 +25,6 @@ def results():
     steps = []
     measured = ladder.run_ladder(WORKLOAD, on_step=lambda: steps.append(1))
     return measured, len(steps)
-
-
-def png_size(path):
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
 
 
 @pytest.mark.all_modules

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lab_files import png_size
 from rich.console import Console
-from test_lab import png_size
 
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course.modules import CourseError

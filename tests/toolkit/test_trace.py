@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import matplotlib.image
 import pytest
-from test_bench import make_submission
-from test_lab import png_size
+from lab_files import make_submission, png_size
 
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
