@@ -214,7 +214,7 @@ def test_a_rank_that_dies(how, words):
     failure = get_failure(functions.end, 1, how, world_size=3)
     assert (failure.kind, failure.rank) == ("died", 1)
     assert failure.summary.startswith("rank 1 died without a result") and words in failure.summary
-    assert "rank 1 ended" in failure.lines[1] and "last words" in failure.output[1]
+    assert "rank 1 died" in failure.lines[1] and "last words" in failure.output[1]
 
 
 @linux
