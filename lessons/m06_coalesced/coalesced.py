@@ -52,7 +52,8 @@ class BucketGroup:
     """A group of buckets of one buffer, whose collectives are coalesced.
 
     `bucket_indices` are indices into `buffer.layout.bucket_ranges`. Each bucket is split into equal shards, and shard r
-    belongs to rank r. Modules 7, 9 and 10 use the attributes and methods of this class.
+    belongs to rank r. It works without a wrapper, too, on a `GradBuffer` made with `with_params=True`. Modules 7, 9 and
+    10 use the attributes and methods of this class.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class BucketGroup:
         raise NotImplementedError("module 6, part (b)")
 
     def start_grad_sync(self) -> None:
-        """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, with one launch."""
+        """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, with one launch.
+
+        `finish_grad_sync` only waits, so average here: with `ReduceOp.AVG`, or by dividing before a SUM.
+        """
         # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle.
         # TODO: part (c)
         raise NotImplementedError("module 6, part (c)")
