@@ -15,14 +15,15 @@ from brigade.lab import corpus
 from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
 
-SIZE = Size(d_model=64, d_ff=176, layers=2, heads=4, vocabulary=256, context=256)
-STEPS, EVERY, SEQUENCES, SEEDS = 150, 30, 4, 3  # steps, steps between measurements, sequences per rank and step, runs
+SIZE = Size(d_model=64, d_ff=176, layers=2, heads=4, vocabulary=256, context=128)
+STEPS, EVERY, SEQUENCES, SEEDS = 120, 20, 4, 3  # steps, steps between measurements, sequences per rank and step, runs
+LONGEST = 512  # bytes of a paragraph in `measure_work`
 IGNORED = -100
 
 
-def read_paragraphs(seed=0):
-    """Return the paragraphs of the text as tensors of bytes, at most `SIZE.context` + 1 long, in random order."""
-    pieces = [piece[: SIZE.context + 1] for piece in corpus.read_text(400_000).split(b"\n\n") if len(piece) > 8]
+def read_paragraphs(seed=0, longest=SIZE.context):
+    """Return the paragraphs of the text as tensors of bytes, at most `longest` + 1 long, in random order."""
+    pieces = [piece[: longest + 1] for piece in corpus.read_text(400_000).split(b"\n\n") if len(piece) > 8]
     random.Random(seed).shuffle(pieces)
     return [torch.tensor(list(piece)) for piece in pieces]
 
@@ -73,7 +74,7 @@ def train(is_right, seed, steps=STEPS):
 def measure_work(is_assigned, steps=12):
     """Return this rank's tokens and processor time in each step, if sequences are assigned or dealt in their order."""
     torch.set_num_threads(1)
-    pieces, (rank, size) = read_paragraphs(), (dist.get_rank(), dist.get_world_size())
+    pieces, (rank, size) = read_paragraphs(longest=LONGEST), (dist.get_rank(), dist.get_world_size())
     sum_loss, assign = (student("m12_lockstep", name) for name in ("sum_loss", "assign_sequences"))
     model, work = TinyLM(SIZE), []
     for step in range(steps + 1):

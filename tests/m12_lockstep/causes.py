@@ -161,8 +161,10 @@ def explain_added(added, plain):
     return ""
 
 
-def explain_num_steps(got, lengths, micro_batches):
-    """Return why run takes another number of steps."""
+def explain_num_steps(got, totals, lengths, micro_batches):
+    """Return why run takes `got` steps, instead of steps with `totals` tokens."""
+    if 0 in totals and got == totals.index(0):
+        return "run ends at a step without tokens. A batch may contain ignored targets only, and data follow it."
     if got == -(-min(lengths) // micro_batches):
         return "run ends when the first rank has no data left."
     return "the last batches, fewer than micro_batches, are dropped." if got == max(lengths) // micro_batches else ""

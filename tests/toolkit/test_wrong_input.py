@@ -1,4 +1,4 @@
-"""Wrong input to module 11's wrapper raises an exception that explains what to do."""
+"""Wrong input to modules 11 and 12 raises an exception that explains what to do."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ def messages() -> list[dict[str, str]]:
 def test_wrong_input_gets_a_sentence(messages, name):
     for of_rank in messages:
         assert of_rank[name].startswith(MESSAGES[name])
+
+
+def test_lockstep_names_the_wrappers_that_it_supports():
+    """Wrappers of modules 1 to 3, 10 and 11 are refused. Empty and ragged micro-batches are not."""
+    for messages in run_ranks(
+        functions.call_lockstep_wrongly, world_size=2, packages={"submission": read("solutions", 12).sources}
+    ):
+        for name in ("NaiveDDP", "FlatDDP", "OverlappedDDP", "FullyShardedDDP"):
+            supported = "modules 4 to 7 (BucketedDDP, BufferedDDP, CoalescedDDP, CachedDDP)"
+            assert messages.pop(name) == f"LockstepLoop needs a wrapper of {supported}, not {name}"
+        assert messages.pop("GradShardedDDP").startswith("GradShardedDDP keeps gradients in shards")
+        assert messages == {"tokens": "0 8 2"}

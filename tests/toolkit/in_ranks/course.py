@@ -43,6 +43,38 @@ def call_wrongly() -> dict[str, str]:
     return messages
 
 
+def call_lockstep_wrongly() -> dict[str, str]:
+    """Return the message of each wrong use of module 12's loop, and the results of steps with empty tensors."""
+    names = {
+        "NaiveDDP": "m01_naive_ddp.naive_ddp",
+        "FlatDDP": "m02_flat_ddp.flat_ddp",
+        "OverlappedDDP": "m03_overlapped_ddp.overlapped_ddp",
+        "BucketedDDP": "m04_bucketed_ddp.bucketed_ddp",
+        "GradShardedDDP": "m10_grad_shards.grad_shards",
+        "FullyShardedDDP": "m11_fully_sharded.fully_sharded",
+    }
+    lockstep = importlib.import_module("submission.m12_lockstep.lockstep")
+
+    def make_loop(name: str) -> Any:
+        wrapper = getattr(importlib.import_module(f"submission.{names[name]}"), name)
+        arguments = [(nn.Linear,)] if name == "FullyShardedDDP" else []
+        ddp = wrapper(nn.Sequential(nn.Linear(4, 3)), *arguments)
+        return lockstep.LockstepLoop(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+
+    messages = {}
+    for name in names:
+        try:
+            make_loop(name)
+        except ValueError as error:
+            messages[name] = str(error)
+    loop = make_loop("BucketedDDP")
+    empty = torch.ones(0, 2, 4), torch.ones(0, 2, dtype=torch.long)
+    ragged = [(torch.ones(1, n, 4), torch.zeros(1, n, dtype=torch.long)) for n in (1, 3)]
+    results = [loop.step([empty]), loop.step([empty, *ragged]), *loop.run([empty, ragged[0]], 3)]
+    messages["tokens"] = " ".join(str(result.num_tokens) for result in results)
+    return messages
+
+
 def save_on_one_rank(module: int) -> None:
     """Train one step with module 8 or 11, then save a checkpoint on rank 0 only, as in a training script."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
