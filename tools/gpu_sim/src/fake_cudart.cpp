@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -76,7 +77,10 @@ void log_initialisation() {
   const std::string path = find_setting("FAKE_CUDA_LOG", "");
   if (path.empty()) return;
   if (FILE* log = std::fopen(path.c_str(), "a")) {
-    std::fprintf(log, "process %d initialised CUDA\n", getpid());
+    std::ifstream file("/proc/self/cmdline");
+    std::string command((std::istreambuf_iterator<char>(file)), {});
+    std::replace(command.begin(), command.end(), '\0', ' ');
+    std::fprintf(log, "process %d initialised CUDA: %.200s\n", getpid(), command.c_str());
     std::fclose(log);
   }
 }
