@@ -107,6 +107,18 @@ class Recorder:
         finally:
             self._task = -1  # no task has this number
 
+    def follow_backward(self, output: torch.Tensor) -> None:
+        """Record the phase "backward", with "ready" events, in any backward through `output`."""
+
+        def note_start(_: Sequence[torch.Tensor | None]) -> None:
+            if self._task != get_current_task():  # a backward may pass several outputs
+                self._task, before, self.phase = get_current_task(), self.phase, "backward"
+                self.note("phase")
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(self, "phase", before))
+
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(note_start)
+
     def find_owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
         """Return the name of the parameter whose memory a launch uses, and "weight" or "gradient".
 
