@@ -1,7 +1,8 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
 #   PYTHON, TORCH_INDEX            see setup.mk
 #   EVERYTHING=1                   for make test: also run the tests marked "extended"
-#   MODULE=3                       for make module and make unlock: the module; for make figures, notebooks and slides: do this module only
+#   MODULE=3                       for make module, make new and make unlock: the module; for make figures, notebooks and slides: do this module only
+#   NAME=lockstep                  for make new: the name of the module's file
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch
 #   STUDENT=1                      for make site: build the site of the student edition instead
@@ -13,12 +14,13 @@
 COURSE := $(if $(STUDENT),out/student,.)
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module figures notebooks slides site gradescope student package coverage unlock gpu-check gpu-sim promises soak matrix lint
+.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage unlock gpu-check gpu-sim promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
 	@echo "make test             run all tests: lint, skeletons, graded checks, mutants, toolkit, notebooks"
-	@echo "make module MODULE=3  run lint and the tests of one module, after you have changed it"
+	@echo "make module MODULE=3  list what one module lacks, or run its tests, after you have changed it"
+	@echo "make new MODULE=12 NAME=lockstep  write the files of a new module, in which TODO marks what is missing"
 	@echo "make coverage         run all tests, and print which part of brigade they execute, ranks included"
 	@echo "make setup            create the virtual environment .venv; then run: source .venv/bin/activate"
 	@echo "make figures          draw the pictures of the readings again, from runs on this machine"
@@ -42,9 +44,16 @@ demo: setup-demo
 test: setup lint
 	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions $(if $(EVERYTHING),--everything)
 
-module: setup lint
+module: setup
 	$(if $(MODULE),,$(error name a module, as in `make module MODULE=3`))
-	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions --module $(MODULE)
+	$(BIN)/ruff check .
+	$(BIN)/python -m tools.module missing $(MODULE)
+	$(BIN)/brigade skeletons --check
+	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal --target solutions --module $(MODULE)
+
+new: setup
+	$(if $(MODULE),,$(error name a module, as in `make new MODULE=12 NAME=lockstep`))
+	$(BIN)/python -m tools.module new $(MODULE) $(NAME)
 
 coverage: setup
 	rm -rf out/coverage && mkdir -p out/coverage

@@ -1,4 +1,4 @@
-"""`pytest --module 3`, which `make module MODULE=3` calls, runs every test about module 3.
+"""`pytest --module 3`, which `make module MODULE=3` calls, runs the tests about module 3.
 
 Fixtures: `brigade` runs a command, `snapshot` compares a text with a file in `toolkit/snapshots`, and `site` is the
 course's site, built once for all tests that read it.
@@ -19,6 +19,8 @@ import pytest
 from brigade.course.modules import ROOT, CourseError, Module, get_module
 from brigade.runner import ranks
 
+LOOP = """contributing diagnosis docs experiments gpu_check hints messages mutants notebooks prose
+requests schematic skeletons wrong_answers"""
 Done = namedtuple("Done", "returncode stdout stderr")
 
 
@@ -68,7 +70,7 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--module", metavar="N", help="run only tests about module N and about all modules together")
+    parser.addoption("--module", metavar="N", help="run only the tests about module N, from the files in LOOP")
     parser.addoption("--update-snapshots", action="store_true", help="write the texts in tests/toolkit/snapshots again")
     parser.addoption("--everything", action="store_true", help="also run the tests marked extended")
 
@@ -76,10 +78,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         ranks.SERVER.preload.add("tests.helpers.rank_coverage")
-    config.addinivalue_line("markers", "all_modules: the test is about all modules together")
     config.addinivalue_line(
         "markers", "extended: runs only with --everything, or with --module if it is about that module"
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --module, import only files with tests about one module."""
+    name = collection_path.stem
+    if config.option.module is None or not collection_path.is_file() or name.removeprefix("test_") in LOOP.split():
+        return None
+    return not name.startswith(f"test_m{int(config.option.module):02}_") if config.option.module.isdecimal() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -102,11 +111,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_about(item: pytest.Item, entry: Module) -> bool:
-    """Return whether a test is a check of the module, or is about it, or about all modules together.
+    """Return whether a test is a check of the module, or is about it.
 
     A test is about a module if one of its parameters is the module, or names its package or its notebook.
     """
-    if item.path == entry.checks or item.get_closest_marker("all_modules"):
+    if item.path == entry.checks:
         return True
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     names = [str(value) for value in values if isinstance(value, (str, Path))]

@@ -113,7 +113,6 @@ def test_an_exception_without_a_known_cause_is_placed_in_a_part():
     assert describe_part(failure, sources) == ""
 
 
-@pytest.mark.all_modules
 def test_every_part_has_a_task():
     for entry in MODULES:
         tasks = [task for parts in find_tasks(make_skeleton(entry)).values() for task in parts]

@@ -74,7 +74,6 @@ def test_commands_are_found():
     assert len(commands()) > 80
 
 
-@pytest.mark.all_modules
 @pytest.mark.parametrize("command", commands())
 def test_the_command_exists(command):
     """The program, its options and the files that it names exist."""

@@ -145,7 +145,6 @@ def test_reading_links_each_term_once(entry):
     assert "glossary.md" not in written.read_questions(entry)
 
 
-@pytest.mark.all_modules
 def test_made_parts_are_in_their_places():
     """Each generated part is in its document. `brigade skeletons --check` tests whether it is up to date."""
     made = {name: [part for _, part, _ in handout.GENERATED.findall(text(name))] for name in handout.DOCUMENTS}

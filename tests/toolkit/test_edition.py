@@ -111,14 +111,12 @@ def test_no_secret_is_in_it(edition):
     assert not [name for name in marked if not name.startswith("brigade/course/")]
 
 
-@pytest.mark.all_modules
 def test_templates_for_written_answers_are_in_it(edition):
     for entry in MODULES:
         template = (edition / "lessons" / entry.package / "answers.md").read_text()
         assert template == written_questions.make_template(entry)
 
 
-@pytest.mark.all_modules
 def test_no_answer_is_in_it(edition):
     """The edition contains no characteristic line of the solutions or of the model answers."""
     secret, shown = set(), set()
@@ -136,7 +134,6 @@ def test_no_answer_is_in_it(edition):
         assert not told, f"{name}: {told}"
 
 
-@pytest.mark.all_modules
 def test_third_hints_are_left_out_unless_asked_for(edition):
     for entry in MODULES:
         name = Path("lessons", entry.package, "hints.md")
@@ -148,7 +145,6 @@ def test_third_hints_are_left_out_unless_asked_for(edition):
     assert shown[1] == shown[2] and shown[1].endswith(f"\n{study.LEFT_OUT}\n")
 
 
-@pytest.mark.all_modules
 def test_what_it_imports_is_in_it(edition):
     found = texts(edition)
     names = set()

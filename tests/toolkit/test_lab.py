@@ -27,7 +27,6 @@ def results():
     return measured, len(steps)
 
 
-@pytest.mark.all_modules
 def test_every_module_and_torch_train_as_one_process_does(results):
     measured, steps = results
     torch_labels = ["torch DDP", "torch DDP + ZeRO"]

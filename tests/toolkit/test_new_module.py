@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,110 +13,28 @@ from pathlib import Path
 import pytest
 
 from brigade.course.handout import BROWSER_NOTEBOOKS
-from brigade.course.modules import ROOT
+from brigade.course.modules import MODULES, ROOT
+from tools.module import TABLE, list_missing, make_files
 
-PACKAGE = "m99_scratch"
-TABLE = "brigade/course/modules.py"
-ROW = '    Module(99, "m99_scratch", "A scratch module", 2, 10, 1, ("ScratchDDP",), "one all-reduce per parameter"),\n'
-SOLUTION = f'''"""Module 99: module 1's wrapper, whose last method is written again."""
-
-import torch
-import torch.distributed as dist
-
-from ..m01_naive_ddp.naive_ddp import NaiveDDP
-
-
-class ScratchDDP(NaiveDDP):
-    """Like `NaiveDDP`."""
-
-    def finish_grad_sync(self) -> None:
-        """Average the gradients over the group."""
-        # Sum every gradient over the group, then divide it by the group's size.
-        {"### BEGIN"} SOLUTION part (a)
-        for parameter in self.module.parameters():
-            dist.all_reduce(parameter.grad, group=self.process_group)
-            parameter.grad /= dist.get_world_size(self.process_group)
-        {"### END"} SOLUTION
-'''
-CHECKS = '''"""Graded checks of module 99."""
-
-import pytest
-
-from brigade.checks.expectations import expect_gradients
-from helpers import training
-
-JOB = {"package": "m99_scratch", "wrapper": "ScratchDDP"}
-
-
-@pytest.mark.points(2)
-def test_scratch_gradients(submission):
-    """After finish_grad_sync every gradient is the average over the group."""
-    [world] = submission.worlds(2)
-    case = submission.case("Plain", world)
-    expect_gradients(submission.run(training.train, case.make_jobs(**JOB), world_size=world), case)
-'''
-MUTANTS = """mutant: summed, not averaged
-caught by: test_scratch_gradients
-cause: summed
-sample: yes
---- a/scratch.py
--            parameter.grad /= dist.get_world_size(self.process_group)
-+            pass
-"""
-HINTS = """# Hints for module 99
-
-## 1. Nudge
-
-**(a)** What did module 1 do?
-
-## 2. Approach
-
-**(a)** One loop over `self.module.parameters()`.
-
-## 3. Almost the code
-
-**(a)**
-
-```python
-for parameter in self.module.parameters():
-    dist.all_reduce(parameter.grad, group=...)
-```
-"""
-READING = "# Module 99: A scratch module\n\n## Questions\n\n1. How many all-reduces does a step have?\n"
-FILES = {
-    f"tests/test_{PACKAGE}.py": CHECKS,
-    f"tests/{PACKAGE}/mutants.diff": MUTANTS,
-    f"tests/{PACKAGE}/alternative.py": SOLUTION,
-    f"lessons/{PACKAGE}/README.md": READING,
-    f"lessons/{PACKAGE}/hints.md": HINTS,
-    f"solutions/{PACKAGE}/answers.md": "# Answers\n\n1. One for each parameter.\n",
-}
+FILES = make_files(99, "scratch")
+CHECK = "test_scratch_averages_gradients"
 
 
 @pytest.fixture
 def course(tmp_path: Path) -> Path:
-    """Return a copy of all files that git tracks, with the row and the solution of module 99."""
+    """Return a copy of all files that git tracks, in a repository of its own."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file() and (not name.endswith((".png", ".ipynb")) or name in BROWSER_NOTEBOOKS):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
-    table = tmp_path / TABLE
-    before, _, after = table.read_text().partition(")  # fmt: skip\n")
-    table.write_text(f"{before}{ROW})  # fmt: skip\n{after}")
-    write(tmp_path, f"solutions/{PACKAGE}/scratch.py", SOLUTION)
     return tmp_path
 
 
-def write(course: Path, name: str, text: str) -> None:
-    (course / name).parent.mkdir(parents=True, exist_ok=True)
-    (course / name).write_text(text)
-
-
 def run(course: Path, *arguments: str, status: int = 0) -> str:
-    """Run a Python module in the copy of the course. Return its output."""
+    """Run a Python module or file in the copy of the course. Return its output."""
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=course,
         env=os.environ | {"PYTHONPATH": str(course), "COLUMNS": "120"},
         capture_output=True,
@@ -126,31 +45,59 @@ def run(course: Path, *arguments: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def brigade(course: Path, *arguments: str, status: int = 0) -> str:
-    return run(course, "brigade.cli", *arguments, status=status)
+def read_files(course: Path) -> dict[str, bytes]:
+    paths = [
+        path
+        for path in course.rglob("*")
+        if path.is_file() and not {"__pycache__", ".pytest_cache", "out"} & {*path.parts}
+    ]
+    return {path.relative_to(course).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_a_new_module_needs_its_own_files_and_a_row(course):
-    others = {path: path.read_bytes() for path in course.rglob("*") if path.is_file()}
+def test_a_module_is_added_and_removed(course):
+    before = read_files(course)
+    run(course, "-m", "tools.module", "new", "99", "scratch")
+    after = read_files(course)
+    made = {f"lessons/m99_scratch/{name}" for name in ("answers.md", "scratch.py")}
+    assert after.keys() - before.keys() == FILES.keys() - {TABLE} | made
+    assert {name for name, text in before.items() if after[name] != text} == {TABLE, "README.md", "assignments.md"}
+    assert 'raise NotImplementedError("module 99, part (a)")' in after["lessons/m99_scratch/scratch.py"].decode()
+    assert f"| `{CHECK}` | 2 |" in after["assignments.md"].decode()
+    run(course, "-m", "brigade.cli", "skeletons", "--check")
 
-    said = brigade(course, "skeletons", status=2)
-    skeleton = course / "lessons" / PACKAGE / "scratch.py"
-    assert 'raise NotImplementedError("module 99, part (a)")' in skeleton.read_text(), "its author needs it first"
-    assert f"lessons/{PACKAGE}/README.md is missing" in said and f"tests/test_{PACKAGE}.py is missing" in said
+    # It works at once, and the list of what it lacks names each of its files.
+    assert "2 of 2 points" in run(course, "-m", "brigade.cli", "check", "99", "--target", "solutions")
+    grade = ("grade", "--submission", "solutions", "--modules", "99", "--format", "gradescope", "--out", "results.json")
+    run(course, "-m", "brigade.cli", *grade)
+    assert json.loads((course / "results.json").read_text())["score"] == 2
+    lacks = run(course, "-m", "tools.module", "missing", "99", status=1)
+    assert all(re.search(rf"^{re.escape(name)}(, line \d+)?: .*TODO", lacks, re.MULTILINE) for name in FILES), lacks
 
-    for name, text in FILES.items():
-        write(course, name, text)
-    brigade(course, "skeletons")
-    brigade(course, "skeletons", "--check")
-    changed = {path.relative_to(course).as_posix() for path, text in others.items() if path.read_bytes() != text}
-    assert changed == {"README.md", "assignments.md"}
-    assert f"| 99 | [A scratch module](lessons/{PACKAGE}/README.md) |" in (course / "README.md").read_text()
-    handout = (course / "assignments.md").read_text()
-    assert "## Module 99: A scratch module" in handout and "| `test_scratch_gradients` | 2 |" in handout
+    # An author changes the solution, and makes a mutant of the change.
+    solution = course / "solutions/m99_scratch/scratch.py"
+    right = solution.read_text()
+    run_git(course, "init", "--quiet")
+    run_git(course, "add", "solutions")
+    solution.write_text(right.replace("/= dist.get_world_size(self.process_group)", "/= 2"))
+    run(course, "tests/mutants.py", "99", "divided by a literal 2", CHECK, "--cause", "divided by 2")
+    assert solution.read_text() == right
+    run(course, "-m", "pytest", "-q", "--target", "solutions", "--module", "99", "tests/toolkit/test_mutants.py")
+    shutil.rmtree(course / ".git")
 
-    assert "2 of 2 points" in brigade(course, "check", "99", "--target", "solutions")
-    graded = brigade(
-        course, "grade", "--submission", "solutions", "--modules", "99", "--seed", "1", "--format", "gradescope",
-        "--out", "results.json",
-    )  # fmt: skip
-    assert json.loads((course / "results.json").read_text())["score"] == 2, graded
+    for name in FILES:
+        (course / name).unlink()
+    (course / TABLE).write_bytes(before[TABLE])
+    for name in ("solutions", "lessons", "tests"):
+        shutil.rmtree(course / name / "m99_scratch", ignore_errors=True)
+    (course / "results.json").unlink()
+    run(course, "-m", "brigade.cli", "skeletons")
+    assert read_files(course) == before
+
+
+def run_git(course: Path, *arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=course, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_nothing_is_missing(entry):
+    assert list_missing(entry) == []

@@ -273,7 +273,6 @@ def test_backward_is_twice_what_forward_multiplies():
     assert sum(plan.count_backward_flops(model, 100, 16)) == 100 * (4 * matrices + attention)
 
 
-@pytest.mark.all_modules
 def test_the_command_prints_a_table_and_its_assumptions(capsys):
     assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024", "--dtype", "bf16"]) == 0
     text = capsys.readouterr().out
@@ -285,7 +284,6 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
     assert "before activations: 11 FullyShardedDDP. The others do not fit." in assumed
 
 
-@pytest.mark.all_modules
 def test_the_example_in_the_document_is_what_the_command_prints(capsys):
     assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024"]) == 0
     printed = lines(capsys.readouterr().out)

@@ -41,7 +41,6 @@ def code_in(document: Path) -> list[str]:
 # ---- links
 
 
-@pytest.mark.all_modules
 @every_document
 def test_links_lead_somewhere(document):
     """Anchors, and all links between pages, are tested where the site is built."""
@@ -91,7 +90,6 @@ def missing_name(code: str) -> bool:
     return True
 
 
-@pytest.mark.all_modules
 @every_document
 def test_what_is_named_is_there(document):
     for code in code_in(document):
@@ -101,7 +99,6 @@ def test_what_is_named_is_there(document):
             assert code in names_of_tests(), f"there is no test {code}"
 
 
-@pytest.mark.all_modules
 def test_files_named_in_the_code_are_there():
     """Files that docstrings and comments name by the end of their path exist."""
     for path in paths():
@@ -197,7 +194,6 @@ def test_a_figure_is_the_codes(pattern):
 # ---- spelling
 
 
-@pytest.mark.all_modules
 @every_document
 def test_the_spelling_is_british(document):
     """No word is an American form in codespell's list of British and American spellings."""

@@ -23,7 +23,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.all_modules
 def test_every_document_and_notebook_is_a_page(site):
     """The hints are not pages, because students open them one by one."""
     sources = [*ROOT.glob("lessons/*/README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
@@ -32,7 +31,6 @@ def test_every_document_and_notebook_is_a_page(site):
     assert not list(site.rglob("*hints*"))
 
 
-@pytest.mark.all_modules
 def test_public_names_are_in_the_api_reference(site):
     reference = (site / "site" / "api.html").read_text()
     names = [f"lessons.{entry.package}.{entry.name}.{name}" for entry in MODULES for name in entry.public]

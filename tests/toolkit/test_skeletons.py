@@ -38,7 +38,6 @@ def course(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.all_modules
 def test_skeletons_and_documents_are_what_they_are_made_of():
     assert skeletons.find_outdated() == [], "run `brigade skeletons`"
 

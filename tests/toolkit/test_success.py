@@ -102,7 +102,6 @@ def test_exposed_times_that_are_noise_are_called_not_significant(spreads, senten
     assert not text or "`brigade bench --comm-ratio 0.8` measures for longer" in text
 
 
-@pytest.mark.all_modules
 def test_the_last_module_of_the_core_closes_it():
     target = ROOT / "solutions"
     for entry in CORE_MODULES[:-1]:

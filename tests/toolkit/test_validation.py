@@ -48,7 +48,6 @@ def find_fault(course: Path) -> str:
     return faults[0]
 
 
-@pytest.mark.all_modules
 def test_the_course_agrees_with_itself():
     validation.validate_course()
     validation.import_checks()
