@@ -392,6 +392,11 @@ def test_checkpoints(submission):
         expect_nothing_whole(saved, case, kinds[case.model]["unit_type"])
         expect_trained(saved, case, weights, f"the state dict after {half} steps")
         expect_optimizer_state([result["optimizer"] for result in saved], optimizer["state"])
+        expect(
+            not any(result["is shared"] for result in saved),
+            "in full_optimizer_state_dict, no two parameters share a tensor such as `step`",
+            "some do, so a plain optimizer that loads it counts a step several times",
+        )
     state, states = saved[0]["weights"], saved[0]["optimizer"]
     plain.load_state_dict(state)
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}

@@ -53,8 +53,15 @@ def quote(path: str, text: str = "") -> str:
 
 def reference(*evil: str, number: int = 1) -> Callable[[Path], None]:
     """Write the right answers up to module `number`, the last one with `evil` after it."""
-    texts = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in select_modules(f"1-{number}")}
-    return files(texts | {number: texts[number] + guard_text(*evil)})
+
+    def make(directory: Path) -> None:
+        for entry in select_modules(f"1-{number}"):
+            for path in entry.paths:
+                is_evil = path == get_module(number).path
+                text = (ROOT / "solutions" / path).read_text()
+                write(directory / path, text + guard_text(*evil) if is_evil else text)
+
+    return make
 
 
 def skeleton(*evil: str) -> Callable[[Path], None]:

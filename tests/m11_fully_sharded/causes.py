@@ -76,7 +76,6 @@ NARROW_SHARDS = (
     "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype: only full weights and "
     "full gradients are cast."
 )
-OTHER_REDUCTION = "gradients are averaged in {}, not in `reduce_dtype`."
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
 # Wrapper
@@ -293,11 +292,7 @@ def suspect_gradients(case):
 
 def suspect_casts(case, compute_dtype, reduce_dtype, which):
     """Return the weights (`which` is 0) or the first gradients (1) that mixed precision has after some mistakes."""
-    reductions = {torch.float32, torch.bfloat16, compute_dtype} - {reduce_dtype}
-    hypotheses = {
-        OTHER_REDUCTION.format(str(dtype).removeprefix("torch.")): train_mixed(case, compute_dtype, dtype)
-        for dtype in reductions
-    }
+    hypotheses = {}
     if compute_dtype == torch.bfloat16:
         hypotheses[NARROW_SHARDS] = train_mixed(case, compute_dtype, reduce_dtype, kept=torch.bfloat16)
         hypotheses["weights are not rounded: nothing computes in compute_dtype."] = train_mixed(

@@ -345,7 +345,8 @@ def train(job: dict) -> dict:
         state = ddp.full_state_dict()
         save = getattr(ddp, "full_optimizer_state_dict", None) if "load" not in job and "clip" not in job else None
         entries = [*save(optimizer)["state"].values()] if save and job["optimizer"] == "adam" else None
-    results |= {"optimizer": entries, "resumed": is_resumed}
+    addresses = [value.data_ptr() for entry in entries or () for value in entry.values()]
+    results |= {"optimizer": entries, "resumed": is_resumed, "is shared": len({*addresses}) < len(addresses)}
     return results | {"weights": state, "numels": [shard.numel() for shard in shards], "device": device().type}
 
 

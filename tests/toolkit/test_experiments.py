@@ -16,7 +16,7 @@ from brigade.lab import experiment, ladder
 from brigade.runner import ranks
 from brigade.runner.ranks import run_ranks
 
-MODULE_FILES = {entry.path for entry in MODULES}
+MODULE_FILES = {path for entry in MODULES for path in entry.paths}
 LAUNCH = ROOT / "lessons/m00_ring/launch.py"  # torchrun starts it
 POST_MORTEM = ROOT / "lessons/m13_post_mortem"  # torchrun starts hang.py, and draw.py needs its dumps
 SCRIPTS = [

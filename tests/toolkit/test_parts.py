@@ -26,13 +26,13 @@ def list_headings(entry: Module) -> list[str]:
     return [heading for heading, _ in groupby(list_checks(entry), key=lambda check: check.parts)]
 
 
-def write_until(entry: Module, letter: str) -> str:
-    """Return the reference without the parts after this one, like the file of a student who works through the parts."""
+def write_until(entry: Module, letter: str) -> dict[str, str]:
+    """Return the reference without the parts after this one, like the files of a student on the way."""
 
     def keep(block: re.Match[str]) -> str:
         return block[0] if get_last_letter(block[2]) <= letter else skeletons.make_todo(entry, block)
 
-    return skeletons.BLOCK.sub(keep, (ROOT / "solutions" / entry.path).read_text())
+    return {path.name: skeletons.BLOCK.sub(keep, (ROOT / "solutions" / path).read_text()) for path in entry.paths}
 
 
 def test_the_long_modules_are_divided():
@@ -42,7 +42,7 @@ def test_the_long_modules_are_divided():
 @pytest.mark.parametrize("entry", DIVIDED, ids=lambda entry: entry.package)
 def test_headings_name_the_parts_in_order(entry):
     last_letters = [get_last_letter(heading) for heading in list_headings(entry)]
-    parts = skeletons.BLOCK.findall((ROOT / "solutions" / entry.path).read_text())
+    parts = skeletons.BLOCK.findall("".join((ROOT / "solutions" / path).read_text() for path in entry.paths))
     assert last_letters == sorted(set(last_letters)) and last_letters[-1] == max(part for _, part, _ in parts)[-2]
 
 
@@ -61,10 +61,10 @@ HEADINGS = [
 @pytest.mark.parametrize(("entry", "heading"), HEADINGS)
 def test_checks_pass_as_soon_as_their_parts_are_written(entry, heading, request):
     """With the parts up to a heading, its checks pass. The checks under later headings report unwritten parts."""
-    text = write_until(entry, get_last_letter(heading))
+    texts = write_until(entry, get_last_letter(heading))
 
     def run(check: Check) -> str:
-        return run_on_text(check, text, Conditions(backend=request.config.option.backend)).status
+        return run_on_text(check, texts, Conditions(backend=request.config.option.backend)).status
 
     checks = collect([entry])
     later = checks[max(i for i, check in enumerate(checks) if check.parts == heading) + 1 :]
