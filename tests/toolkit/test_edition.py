@@ -244,7 +244,7 @@ def test_a_plan_records_the_students_own_modules(edition):
     path = edition / "lessons" / FIRST.path
     skeleton = path.read_text()
     for text, line in (
-        (skeleton, "Not planned: 1 NaiveDDP: module 1, part (a) is not written yet"),
+        (skeleton, "Not planned: 1 NaiveDDP: module 1, part (b) is not written yet"),
         ((ROOT / "solutions" / FIRST.path).read_text(), "\n1 NaiveDDP "),
         ("x = 1\n", "Not planned: 1 NaiveDDP: it raises NameError: naive_ddp.py has no NaiveDDP"),
     ):
