@@ -111,7 +111,7 @@ promises: setup
 	$(BIN)/python -m tools.promises
 
 soak: setup
-	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
+	$(BIN)/python -m tools.soak $(SOAK_OPTIONS)
 
 matrix: setup
 	$(BIN)/python -m tools.matrix $(MATRIX)

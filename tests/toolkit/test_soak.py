@@ -1,13 +1,13 @@
 """`make soak --all` runs every program once per seed, and reports the checks whose result depends on the seed."""
 
 import pytest
-import soak
 
 from brigade.checks import run
 from brigade.course.modules import get_module
 from brigade.grade.isolation import may_isolate
 from brigade.runner import ranks
 from brigade.sandbox import enter
+from tools import soak
 
 
 def test_results_that_depend_on_the_seed_are_found(tmp_path, monkeypatch, capsys):

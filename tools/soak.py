@@ -23,14 +23,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutants import list_mutants, list_variants, read_reference, run_on_text
 from rich.progress import track
 
-from brigade.checks.collect import collect
+from brigade.checks.collect import collect, import_from_tests
 from brigade.checks.run import Conditions, prepare
 from brigade.course.modules import Module, select_modules
 from brigade.grade.isolation import isolate_ranks, may_isolate
 from brigade.runner.server import SERVER
+
+import_from_tests("mutants")  # finds the directory
+from mutants import list_mutants, list_variants, read_reference, run_on_text  # noqa: E402
 
 
 @dataclass(frozen=True)
