@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import Evidence, collect_evidence, describe_missed, join_names
+from brigade.checks.diagnose.evidence import collect_evidence, describe_missed, join_names
 from brigade.checks.expectations import (
     describe_share,
     expect,
@@ -14,14 +14,13 @@ from brigade.checks.expectations import (
     expect_silence,
     expect_start,
     expect_steps,
-    expect_weights,
     overlaps,
     require_launches,
 )
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.easier import blame_visits
+from helpers.odd_steps import expect_second_backward, expect_unsynced
 from m03_overlapped_ddp import causes as diagnosis
 from m03_overlapped_ddp import scenario as m03_overlapped_ddp
 
@@ -263,47 +262,6 @@ def expect_no_weight(launched, rank):
         "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad.",
         rank=rank,
     )
-
-
-def expect_unsynced(results, case, step):
-    """Expect finish_grad_sync to average gradients if all backward passes of a step were inside no_sync."""
-    for rank, events in enumerate(results.events):
-        early = [launch for launch in launches(events, step) if launch.phase == "backward"]
-        expect(
-            not early,
-            "backward passes inside no_sync launch nothing",
-            f"they made {summarize(early)}",
-            rank=rank,
-            step=step,
-        )
-    try:
-        expect_weights(results, case)
-    except CheckFailed as failed:
-        launched = [launches(events, step, phase="finish") for events in results.events]
-        if len(case.group) > 1 and not all(launched):
-            raise failed.with_cause(diagnosis.UNSYNCED) from None
-        raise
-
-
-TWO_BACKWARDS = {
-    "a second backward": ("forward", "backward", "forward", "backward", "finish"),
-    "a second backward inside no_sync": ("forward", "backward", "forward", "backward in no_sync", "finish"),
-}
-
-
-def expect_second_backward(submission, world, job):
-    """Expect a second backward before finish_grad_sync, synchronising or not, to be refused or averaged."""
-    case = submission.case("Plain", world, micro_batches=2)
-    jobs = [case.make_jobs(order=order, **job) for order in TWO_BACKWARDS.values()]
-    for what, results in zip(TWO_BACKWARDS, submission.run_each(training.take_odd_step, jobs)):
-        expect_right_or_refused(f"{what} is averaged", results, case.gradients(), Evidence(diagnosis.SECOND_BACKWARD))
-
-
-def expect_right_or_refused(what, results, expected, evidence):
-    """Expect these tensors from every rank whose result is not None: the others refused with RuntimeError."""
-    answered = [rank for rank, result in enumerate(results) if result is not None]
-    actual = [results[rank] for rank in answered]
-    expect_equal(f"{what}, or raises RuntimeError", actual, expected, ranks=answered, evidence=evidence)
 
 
 def require_overlapped(results, case, steps=1):

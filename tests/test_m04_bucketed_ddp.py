@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
 
 from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.expectations import (
@@ -23,6 +22,7 @@ from brigade.checks.expectations import (
 from brigade.events import launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.easier import blame_visits, explain_late_launches
+from helpers.odd_steps import expect_second_backward, expect_unsynced
 from m04_bucketed_ddp import causes as diagnosis
 from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 

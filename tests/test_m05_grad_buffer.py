@@ -1,11 +1,9 @@
 """Graded checks of module 5: gradients that are views of a padded, contiguous buffer."""
 
-import math
 from functools import partial
 
 import pytest
 import torch
-from test_m03_overlapped_ddp import expect_right_or_refused, expect_second_backward, expect_unsynced
 
 from brigade.checks.diagnose.evidence import Evidence, find_leftover, join_names
 from brigade.checks.expectations import (
@@ -28,8 +26,10 @@ from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.easier import blame_visits, explain_late_launches
+from helpers.odd_steps import expect_right_or_refused, expect_second_backward, expect_unsynced
 from m05_grad_buffer import causes as diagnosis
 from m05_grad_buffer import scenario as m05_grad_buffer
+from m05_grad_buffer.expected import compute_layout
 
 BUCKET_NUMEL = 150
 JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bucket_numel": BUCKET_NUMEL}}
@@ -427,28 +427,6 @@ def expect_no_old_gradients(submission, world, job):
         case.gradients(micro=slice(1, 3)),
         Evidence(diagnosis.OLD_GRADIENTS),
     )
-
-
-def compute_layout(numels, bucket_numel, dp_size, pad_for_busbw=False):
-    """Return the layout that the rule gives."""
-    multiple = math.lcm(dp_size, 128, 65536) if pad_for_busbw else math.lcm(dp_size, 128)
-    param_ranges, bucket_of, bucket_ranges, position, bucket_start = [], [], [], 0, 0
-    for numel in numels:
-        if bucket_start is None:
-            position = -(-position // multiple) * multiple
-            bucket_ranges[-1][1] = bucket_start = position
-        position = -(-position // 64) * 64
-        param_ranges.append([position, position + numel])
-        position += numel
-        if len(bucket_ranges) == 0 or bucket_ranges[-1][1] is not None:
-            bucket_ranges.append([bucket_start, None])
-        bucket_of.append(len(bucket_ranges) - 1)
-        if bucket_numel is not None and position - bucket_start >= bucket_numel:
-            bucket_start = None
-    if numels:
-        position = -(-position // multiple) * multiple
-        bucket_ranges[-1][1] = position
-    return {"param_ranges": param_ranges, "bucket_of": bucket_of, "bucket_ranges": bucket_ranges, "numel": position}
 
 
 def lay_out(case, world):

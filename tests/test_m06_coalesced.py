@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
-from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout, expect_no_old_gradients, format_zero_grad
+from test_m05_grad_buffer import BUCKET_NUMEL, expect_no_old_gradients, format_zero_grad
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
@@ -32,8 +31,10 @@ from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.easier import blame_visits, explain_late_launches
+from helpers.odd_steps import expect_second_backward, expect_unsynced
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.causes import explain_lost_view
+from m05_grad_buffer.expected import compute_layout
 from m06_coalesced import causes as diagnosis
 from m06_coalesced import scenario as m06_coalesced
 

@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_m03_overlapped_ddp import expect_right_or_refused
-from test_m05_grad_buffer import compute_layout
 
 from brigade.checks.diagnose.evidence import Evidence, describe_missed
 from brigade.checks.expectations import (
@@ -20,6 +18,8 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
+from helpers.odd_steps import expect_right_or_refused
+from m05_grad_buffer.expected import compute_layout
 from m08_zero_optimizer import causes as diagnosis
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer import scenario_sharded as m08_sharded

@@ -13,7 +13,7 @@ CORE = (
         for folder in ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
     ),
 )
-CHECKS = ("tests/test_m*.py", "tests/helpers/training.py", "tests/helpers/easier.py")
+CHECKS = ("tests/test_m*.py", *(f"tests/helpers/{name}.py" for name in ("training", "easier", "odd_steps")))
 CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.json"))
 
 

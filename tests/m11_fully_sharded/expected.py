@@ -4,10 +4,10 @@ import copy
 import functools
 
 import torch
-from test_m05_grad_buffer import compute_layout
 
 from brigade.checks import edge_case_models
 from brigade.checks.reference import OPTIMIZERS, compute_loss
+from m05_grad_buffer.expected import compute_layout
 from m11_fully_sharded.scenario import UNIT_TYPES, cast_layers, change_forward
 
 

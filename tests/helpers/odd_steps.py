@@ -1,0 +1,49 @@
+"""Expectations about unusual orders of backward passes, which the checks of several modules share."""
+
+from brigade.checks.diagnose.evidence import Evidence
+from brigade.checks.expectations import expect, expect_equal, expect_weights
+from brigade.checks.verdict import CheckFailed
+from brigade.events import launches, summarize
+from helpers import training
+from m03_overlapped_ddp import causes
+
+
+def expect_unsynced(results, case, step):
+    """Expect finish_grad_sync to average gradients if all backward passes of a step were inside no_sync."""
+    for rank, events in enumerate(results.events):
+        early = [launch for launch in launches(events, step) if launch.phase == "backward"]
+        expect(
+            not early,
+            "backward passes inside no_sync launch nothing",
+            f"they made {summarize(early)}",
+            rank=rank,
+            step=step,
+        )
+    try:
+        expect_weights(results, case)
+    except CheckFailed as failed:
+        launched = [launches(events, step, phase="finish") for events in results.events]
+        if len(case.group) > 1 and not all(launched):
+            raise failed.with_cause(causes.UNSYNCED) from None
+        raise
+
+
+TWO_BACKWARDS = {
+    "a second backward": ("forward", "backward", "forward", "backward", "finish"),
+    "a second backward inside no_sync": ("forward", "backward", "forward", "backward in no_sync", "finish"),
+}
+
+
+def expect_second_backward(submission, world, job):
+    """Expect a second backward before finish_grad_sync, synchronising or not, to be refused or averaged."""
+    case = submission.case("Plain", world, micro_batches=2)
+    jobs = [case.make_jobs(order=order, **job) for order in TWO_BACKWARDS.values()]
+    for what, results in zip(TWO_BACKWARDS, submission.run_each(training.take_odd_step, jobs)):
+        expect_right_or_refused(f"{what} is averaged", results, case.gradients(), Evidence(causes.SECOND_BACKWARD))
+
+
+def expect_right_or_refused(what, results, expected, evidence):
+    """Expect these tensors from every rank whose result is not None: the others refused with RuntimeError."""
+    answered = [rank for rank, result in enumerate(results) if result is not None]
+    actual = [results[rank] for rank in answered]
+    expect_equal(f"{what}, or raises RuntimeError", actual, expected, ranks=answered, evidence=evidence)
