@@ -491,27 +491,27 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
     arguments = ["grade", "--submission", str(submission), "--out", str(out), "--modules", "1"]
     process = subprocess.Popen([sys.executable, "-m", "brigade.cli", *arguments], cwd=ROOT)
     try:
-        users: set[int] = set()
-        while not users:
+        used: set[int] = set()
+        while not used:
             assert process.poll() is None
             time.sleep(0.02)
             with contextlib.suppress(psutil.NoSuchProcess):
                 found = {p.uids().real for p in psutil.Process(process.pid).children(recursive=True)} - others
-                users = found & set(range(users.FIRST_UID, users.FIRST_UID + users.USERS))
+                used = found & set(range(users.FIRST_UID, users.FIRST_UID + users.USERS))
         time.sleep(0.3)
         [server] = psutil.Process(process.pid).children()
         server.suspend()
     finally:
         process.kill()
         process.wait()
-    for uid in users:
+    for uid in used:
         with open(f"/run/brigade/{uid}", "w") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     server.resume()
     results = json.loads(out.read_text())
     assert results["score"] == 0 and "did not finish" in results["output"]
     assert sum(test.get("max_score", 0) for test in results["tests"]) == 8
-    for uid in users:
+    for uid in used:
         with open(f"/run/brigade/{uid}", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # wait for the server, and for another grader that has taken the user
             assert not list_processes(uid) and not list_files(uid)
