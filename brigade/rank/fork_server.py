@@ -187,8 +187,6 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
     """
     give_up = time.monotonic() + PATIENCE_S
     ended: dict[int, int] = {}
-    if sandbox_settings:
-        users.kill_user(sandbox_settings["uid"])
     for pid in doomed & ranks:
         kill_group(pid)
         kill_process(pid)  # if it was just forked, it has no group yet
@@ -196,6 +194,8 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
         ended |= reap(ranks)
         time.sleep(0.001)
     while (orphans := list_children() - ranks) and time.monotonic() < give_up:
+        if sandbox_settings:  # all at once; it costs a fork, and most ranks leave no processes behind
+            users.kill_user(sandbox_settings["uid"])
         for pid in orphans:
             kill_group(pid)
             kill_process(pid)
