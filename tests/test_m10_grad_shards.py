@@ -161,6 +161,7 @@ def test_accumulation(submission):
             ("after step", 2),
             ("after optimizer.zero_grad()", 0),
             ("after ddp.zero_grad(set_to_none=False)", 0),
+            ("after ddp.zero_grad(set_to_none=False) and finish_grad_sync", 0),
             ("after ddp.zero_grad() and finish_grad_sync", 0),
             ("after a backward inside no_sync", 1),
             ("after a second backward", 2),

@@ -86,6 +86,10 @@ MASTERS_NOT_FROM_WEIGHTS = (
     "the checkpoint has no main parameters, and they are not taken from the weights that the model has when "
     "load_state_dict is called."
 )
+WRONG_NUMBERS = (
+    "the state is stored under the numbers of other parameters. A parameter's number is its place in the param_groups, "
+    "where frozen parameters count too."
+)
 LOST_STATE = "a rank that has no part of a parameter does not receive the parameter's state from the other ranks."
 
 
@@ -316,6 +320,8 @@ def explain_state(owned, numels, problem):
             "every rank keeps the state of all parameters. Give the inner optimizer only the parameters that the rank "
             "owns."
         )
+    if problem["frozen"]:
+        return "frozen parameters count among the bytes of their owners, although they have no state."
     if problem["late"]:
         return "when a group is added later, the code forgets how much each rank already owns."
     if len(problem["first"]) > 1:

@@ -51,6 +51,9 @@ POINTS = {
     ),
     "after a second backward": SECOND_BACKWARD,
     "after a second backward inside no_sync": SECOND_BACKWARD,
+    "after ddp.zero_grad(set_to_none=False) and finish_grad_sync": (
+        "ddp.zero_grad() clears the gradients that accumulated inside no_sync only with set_to_none=True."
+    ),
     "after ddp.zero_grad() and finish_grad_sync": (
         "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync."
     ),

@@ -132,11 +132,12 @@ def collect_points(job: dict) -> dict[str, torch.Tensor | None]:
     ddp.finish_grad_sync()
     ddp.zero_grad(set_to_none=False)
     points["after ddp.zero_grad(set_to_none=False)"] = copy_shards(ddp)
-    accumulate(ddp, [batch], interrupted=False)
-    ddp.zero_grad()
-    points["after ddp.zero_grad()"] = copy_shards(ddp)
-    ddp.finish_grad_sync()
-    points["after ddp.zero_grad() and finish_grad_sync"] = copy_shards(ddp)
+    for form in ("set_to_none=False", ""):
+        accumulate(ddp, [batch], interrupted=False)
+        ddp.zero_grad(set_to_none=not form)
+        points.setdefault(f"after ddp.zero_grad({form})", copy_shards(ddp))
+        ddp.finish_grad_sync()
+        points[f"after ddp.zero_grad({form}) and finish_grad_sync"] = copy_shards(ddp)
     for name in ("a backward inside no_sync", "a second backward", "a second backward inside no_sync"):
         ddp, may_refuse = wrap(job, build(job)), "second" in name
         try:
