@@ -40,6 +40,7 @@ class NaiveDDP(nn.Module):
     - If a parameter has no gradient on this rank, it counts as zeros. If it has none on any rank, its gradient may be
       None or zeros afterwards.
     - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
+      Gradients are averaged in eval mode, too.
     - Sparse gradients, `.to()` after wrapping, and wrapping twice are not supported.
     """
 
