@@ -15,6 +15,7 @@ from brigade.rank import recording
 from brigade.rank.api import student
 from brigade.rank.recording import phase
 from helpers.training import build, move_to_device, wrap
+from m08_zero_optimizer.scenario import replace_last_entry
 
 PACKAGE = "m12_lockstep"
 IGNORED = -100
@@ -126,7 +127,8 @@ def train(job: dict) -> dict:
     poison, current = job.get("poison"), {"step": -1}
     if poison and poison["rank"] == dist.get_rank():
         parameter = dict(model.named_parameters())[poison["name"]]
-        parameter.register_hook(lambda grad: spoil(grad, poison) if current["step"] == job["poisoned_step"] else grad)
+        value, at = poison["value"], job["poisoned_step"]
+        parameter.register_hook(lambda grad: replace_last_entry(grad, value) if current["step"] == at else grad)
     results, weights, state, left = [], [copy_weights(model)], [copy_state(optimizer)], []
     for step, batches in enumerate(job["batches"]):
         recording.note("step", step=step, unsynced=True)  # the steps' work differs: their launches cannot be compared
@@ -136,13 +138,6 @@ def train(job: dict) -> dict:
         state.append(copy_state(optimizer))
         left.append([name for name, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())])
     return {"results": results, "weights": weights, "state": state, "left": left}
-
-
-def spoil(grad: Tensor, poison: dict) -> Tensor:
-    """Return the gradient with its last entry replaced."""
-    grad = grad.clone()
-    grad.view(-1)[-1] = poison["value"]
-    return grad
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
