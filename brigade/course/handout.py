@@ -140,37 +140,25 @@ def make_assignments(root: Path) -> str:
 
 
 def make_assignment(entry: Module, root: Path) -> str:
-    """Return the handout's section on one module."""
+    """Return the section on one module. What a check requires is in the terminal, in the words of its file."""
     names = [f"`{name}`" for name in entry.public]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    rows = make_check_rows(entry, root)
     files = ", ".join(f"`{path.name}`" for path in entry.paths)
+    checks = ", ".join(f"`{check.name.removeprefix('test_')}` {check.points}" for check in list_checks(entry, root))
     return (
         f"## Module {entry.number}: {entry.title}\n\n"
         f"**Hand in** {files}: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} minutes, "
         f"difficulty {entry.difficulty} of 5.\n\n"
-        + format_table(("check", "points", "requirement"), [*rows, ("", f"**{entry.points}**", "")])
-        + f"\n**Written questions**{make_points_remark(entry, root)}\n\n{written.read_questions(entry, root)}"
+        f"**Checks and their points:** {checks}.\n\n"
+        f"**Written questions**{make_points_remark(entry, root)}: at the end of the reading; write into "
+        f"[{written.ANSWERS}](lessons/{entry.package}/{written.ANSWERS}).\n"
     )
 
 
-def make_check_rows(entry: Module, root: Path) -> list[tuple[str, object, str]]:
-    """Return a module's checks with their points and titles as rows of a table. A heading of parts has its own row."""
-    rows: list[tuple[str, object, str]] = []
-    parts = ""
-    for check in list_checks(entry, root):
-        if check.parts != parts:
-            parts = check.parts
-            rows.append((f"**{parts}**", "", ""))
-        rows.append((f"`{check.name}`", check.points, check.title.rstrip(".")))
-    return rows
-
-
 def make_points_remark(entry: Module, root: Path) -> str:
-    """Return the points of a module's written questions in parentheses, or "" if it has none."""
+    """Return the points of a module's written questions in parentheses, or "" if they have none."""
     points = written.count_points([entry], root)
-    answers = f"lessons/{entry.package}/{written.ANSWERS}"
-    return f" ({written.format_points(points)}): write your answers in [{written.ANSWERS}]({answers})" if points else ""
+    return f" ({written.format_points(points)})" if points else ""
 
 
 def format_table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from brigade.course.modules import ROOT
 
-SECTION = "## How Megatron-LM and torch DDP do it\n"  # of a reading
+SECTION = "## What others decided\n"  # of a reading
 
 
 def documents() -> list[Path]:

@@ -109,12 +109,16 @@ def test_files_named_in_the_code_are_there():
 
 # ---- names of torch's
 
-ALWAYS = (
+FILES = (
     "torch/nn/parallel/distributed.py",
+    "torch/csrc/distributed/c10d/reducer.cpp",
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/optim/zero_redundancy_optimizer.py",
+    "torch/distributed/fsdp/_fully_shard/_fully_shard.py",
     "torch/nn/modules/module.py",
-    "torch/_tensor.py",
-)  # DDP, and what all know
-OURS = {"finish_grad_sync", "tiny", "python torch_ddp.py", "python torch_ddp.py unused"}  # in paragraphs about torch
+    "torch/_utils.py",
+)  # any of them, or a file that the cell names, must contain a name
+OURS = {"finish_grad_sync", "wait()", "p.grad"}  # in cells about torch
 
 
 def torch_source(path: str) -> str:
@@ -124,18 +128,16 @@ def torch_source(path: str) -> str:
     return (TORCH.parent / path).read_text()
 
 
-def torch_names(text: str) -> list[tuple[str, list[str]]]:
-    """Return (name, files that may contain it) for inline code about torch and for names before a file in brackets."""
+def torch_names(section: str) -> list[tuple[str, list[str]]]:
+    """Return (name, files that may contain it) for the inline code in the columns about torch of a section's tables."""
     found = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        paragraph = " ".join(paragraph.split())
-        codes = re.findall(r"`([^`]+)`", paragraph)
-        files = [code for code in codes if code.startswith("torch/")]
-        if paragraph.startswith("**torch"):
-            others = [code for code in codes if code not in OURS and not code.startswith(("torch/", "torch."))]
-            found += [(code, [*files, *ALWAYS]) for code in others]
-        for names, file in re.findall(r"((?:`\w+`(?:, | and | )?)+)\(`(torch/[\w/]+\.py)`\)", paragraph):
-            found += [(name, [file]) for name in re.findall(r"`(\w+)`", names)]
+    for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+        for row in rows:
+            for title, cell in zip(head, row):
+                codes = re.findall(r"`([^`]+)`", cell) if "torch" in title else []
+                files = [code for code in codes if code.startswith("torch/")]
+                found += [(code, [*files, *FILES]) for code in codes if code not in OURS and code not in files]
     return found
 
 
@@ -143,15 +145,18 @@ def torch_names(text: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_torch_has_what_the_reading_names(entry):
     section = (entry.lesson / "README.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
+    assert section, f"lessons/{entry.package}/README.md has no section on what others decided"
     for file in re.findall(r"`(torch/[\w/]+\.\w+)`", section):
         assert torch_source(file)
-    names = torch_names(section)
-    assert names or "## Round 1" in (entry.lesson / "README.md").read_text(), (
-        f"lessons/{entry.package}/README.md names nothing of torch's in its section on torch DDP"
-    )
-    for code, files in names:
+    for code, files in torch_names(section):
         word = re.match(r"(?:\w+(?:::|\.))*(\w+)", code)[1]
         assert any(re.search(rf"\b{word}\b", torch_source(file)) for file in files), f"{code} is not in {files}"
+
+
+def test_a_name_that_torch_has_not_is_found():
+    text = "| what | you | torch 2.13 |\n|---|---|---|\n| a | `b` | `_verify` (`torch/_tensor.py`), `wait()` |\n"
+    assert torch_names(text) == [("_verify", ["torch/_tensor.py", *FILES])]
+    assert not any(re.search(r"\b_verify\b", torch_source(file)) for file in FILES)
 
 
 # ---- figures of the code
