@@ -67,7 +67,7 @@ def test_a_wrong_option_gets_a_sentence(options, said, run):
 
 def test_all_stages_on_gloo(run):
     """All stages run on gloo with module 2, which has the fastest checks."""
-    status, printed, report = run("--backend", "gloo", "--modules", "2")
+    status, printed, report = run("--backend", "gloo", "--modules", "2", "--deadline", "300")
     assert status == 0, printed
     assert re.search(r"^Checks of module 2: passed, 7 passed, \d+ runs, [\d.]+ s, [\d.]+ s per run$", printed, re.M)
     assert "**Everything passed.**" in report and "What failed" not in report
