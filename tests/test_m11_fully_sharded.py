@@ -247,6 +247,7 @@ def test_weights_are_freed(submission):
         unit_of = {name: unit for unit, names in enumerate(units) for name in names}
         whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
         for rank, result in enumerate(results):
+            expect_nothing_held(result, case, rank)
             for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
                 expect_bounded(entry, alone, unit_of, whole, prefetch, result["whole"], rank)
             expect(
@@ -591,6 +592,7 @@ def test_mixed_precision_memory(submission):
     unit_of = {name: unit for unit, names in enumerate(find_units(build(case), UNIT_TYPES["Block"])) for name in names}
     whole = [sum(layout["numel"] * 2 for layout, _ in unit.values()) for unit in lay_out(case)]
     for rank, result in enumerate(results):
+        expect_nothing_held(result, case, rank)
         for entry, alone in zip(result["boundaries"], result["bare"]):
             if entry["direction"] == "forward":
                 expect_bounded(entry, alone, unit_of, whole, 0, result["whole"], rank)
@@ -794,6 +796,18 @@ def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwis
             tolerance=tolerance,
             hypotheses=hypotheses,
         )
+
+
+def expect_nothing_held(result, case, rank):
+    """Expect construction to leave no copy of the weights. Memory for one more set of shards is allowed."""
+    total = sum(p.nbytes for p in build(case).parameters())
+    expect(
+        result["held"] <= total * 3 // 4,
+        f"besides shards() and the parameters, construction leaves at most {total * 3 // 4} bytes in memory",
+        f"{result['held']} bytes, and all weights have {total}",
+        diagnosis.COPIES["forward"],
+        rank=rank,
+    )
 
 
 def expect_bounded(entry, alone, unit_of, whole, prefetch, uncleared, rank):

@@ -232,7 +232,9 @@ def measure(job: dict) -> dict:
     """
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     change_forward(model, job.get("forward", ""))
-    ddp = wrap(job, model)
+    with LiveMemory() as built:
+        ddp = wrap(job, model)
+    held = built.count(weights=[*model.parameters(), *model.buffers()], known=ddp.shards())["other"]
     step, last = (batches[0] for batches in job["batches"])
     compute_loss(ddp, cut(step)).backward()
     ddp.finish_grad_sync()
@@ -256,7 +258,7 @@ def measure(job: dict) -> dict:
             parameter.register_post_accumulate_grad_hook(drop)
         alone.run(bare, cut(last))
     both = {"boundaries": boundaries.entries, "bare": alone.entries}
-    return both | {"after": after, "whole": whole, "unsynced": unsynced}
+    return both | {"after": after, "whole": whole, "unsynced": unsynced, "held": held}
 
 
 def cut(batch: dict) -> dict:
