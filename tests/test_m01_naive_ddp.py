@@ -107,7 +107,6 @@ def test_subgroups(submission):
 
 def collect_start_states(submission, case, world):
     """Yield states and records of the ranks after broadcast_module_state alone, and after constructing NaiveDDP."""
-    states = submission.run(m01_naive_ddp.broadcast, case.make_jobs(**JOB), world_size=world)
-    yield states, states.events
-    results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-    yield [result["start"] for result in results], results.events
+    for scenario in (m01_naive_ddp.broadcast, m01_naive_ddp.construct):
+        states = submission.run(scenario, case.make_jobs(**JOB), world_size=world)
+        yield states, states.events

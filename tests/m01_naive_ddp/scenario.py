@@ -3,7 +3,7 @@
 from brigade.checks import edge_case_models
 from brigade.rank.api import student
 from brigade.rank.recording import phase
-from helpers.training import build, create_group
+from helpers.training import build, create_group, wrap
 
 
 def broadcast(job: dict) -> dict:
@@ -12,4 +12,11 @@ def broadcast(job: dict) -> dict:
     group = create_group(job)
     with phase("construct"):
         student("m01_naive_ddp", "broadcast_module_state")(model, **({} if group is None else {"process_group": group}))
+    return edge_case_models.copy_state(model)
+
+
+def construct(job: dict) -> dict:
+    """Only construct the wrapper, and return the parameters and buffers of the model."""
+    model = build(job)
+    wrap(job, model)
     return edge_case_models.copy_state(model)

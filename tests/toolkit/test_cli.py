@@ -68,7 +68,7 @@ FINISH = "        for parameter in self.module.parameters():"
         (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'; its checks are parameters"),
         (["check", "6", "--until", "1"], "only the parts up to '1'; the parts after which checks can run: a, d, f, g"),
         (["check", "--debug"], "--debug needs the number of one module"),
-        (["hint", "12"], "there is no module 12"),
+        (["hint", "99"], "there is no module 99"),
         (["reset", "x"], "there is no module x"),
         (["submit", "--target", "notebooks"], "there are no module files in"),
     ],

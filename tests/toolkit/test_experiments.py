@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from brigade.course.modules import MODULES, ROOT
-from brigade.course.skeletons import make_skeleton
+from brigade.course.skeletons import make_skeletons
 from brigade.lab import experiment, ladder
 from brigade.runner import ranks
 from brigade.runner.ranks import run_ranks
@@ -139,7 +139,8 @@ def test_a_script_prints_what_its_reading_says(path, monkeypatch, capsys):
 @pytest.mark.parametrize("path", mark_long(RUNS_MODULES), ids=name)
 def test_a_skeleton_is_one_sentence(path, tmp_path, monkeypatch, capsys):
     for entry in MODULES:
-        (tmp_path / entry.path.name).write_text(make_skeleton(entry))
+        for file, text in make_skeletons(entry).items():
+            (tmp_path / file.name).write_text(text)
     monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path)])
     if name(path) == "m08/elementwise":
         runpy.run_path(str(path), run_name="__main__")  # of what is given

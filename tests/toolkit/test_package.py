@@ -123,7 +123,7 @@ def solution(number):
 
 def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     names = zipfile.ZipFile(archive).namelist()
-    top = {"run_autograder", "setup.sh", "options", "LICENSE", "requirements.txt", "brigade", "lessons"}
+    top = {"run_autograder", "setup.sh", "options", "LICENSE", "requirements.txt", "brigade", "lessons", "seed"}
     top |= {"solutions", "tests"}
     assert {name.split("/")[0] for name in names} == top
     assert {entry.checks.relative_to(ROOT).as_posix() for entry in MODULES} <= set(names)
