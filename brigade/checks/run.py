@@ -77,7 +77,8 @@ def run_check(
     except CheckFailed as failed:
         outcome.verdict = failed.verdict
         outcome.status = "not written" if failed.verdict.part else "failed"
-        is_ours = failed.verdict.error == "ImportError" and not failed.verdict.location  # perhaps of a scenario
+        is_import = failed.verdict.error in ("ImportError", "ModuleNotFoundError")
+        is_ours = is_import and not failed.verdict.location  # perhaps of a scenario
         if is_ours and context and is_broken(check, conditions, context):
             outcome.status, outcome.verdict = "error", replace(failed.verdict, ending=BROKEN, note=BROKEN_NOTE)
     except ServerLost as lost:
