@@ -322,7 +322,11 @@ def test_what_is_not_written_is_left_out(tmp_path):
 
 def test_all_of_the_solutions_are_written():
     chosen, sources, sentences = bench.select_written("solutions", CORE_MODULES)
-    assert (chosen, len(sources), sentences) == (list(CORE_MODULES), sum(len(entry.paths) for entry in TRAINING_MODULES), [])
+    assert (chosen, len(sources), sentences) == (
+        list(CORE_MODULES),
+        sum(len(entry.paths) for entry in TRAINING_MODULES),
+        [],
+    )
 
 
 def test_a_submission_that_trains_otherwise_fails(brigade, tmp_path):

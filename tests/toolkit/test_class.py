@@ -116,7 +116,10 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     table = table_file.read_text(encoding="utf-8-sig")
     snapshot("class", "\n".join([printed, *sorted(done.stderr.splitlines()), "", table]))
     assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points\n")
-    assert not list(tmp_path.glob(".*")) and {p.name for p in (tmp_path / "grades.csv.results").glob(".*")} == {".lock", ".seed"}
+    assert not list(tmp_path.glob(".*")) and {p.name for p in (tmp_path / "grades.csv.results").glob(".*")} == {
+        ".lock",
+        ".seed",
+    }
 
 
 def stop_after(process, results, count, number):
