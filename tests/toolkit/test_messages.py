@@ -128,7 +128,7 @@ def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
 
 def test_plain_pytest_names_the_check_that_has_failed_for_the_same_reason(tmp_path):
     text = (ROOT / "solutions" / get_module(1).path).read_text()
-    (tmp_path / "naive_ddp.py").write_text(text.replace("dist.broadcast(", "dist.brodcast("))
+    (tmp_path / "naive_ddp.py").write_text(text.replace("dist.broadcast(", "dist.broad_cast("))
     command = [
         sys.executable,
         "-m",
