@@ -74,7 +74,7 @@ def list_steps(deadline: str, minutes: str, number: list[str], styles: Path) -> 
     for modules in (number or ("0", "1-8", "9-11", "12-13")) if is_root else ():
         graded = ["--modules", modules, "--limit", "7200", "--out", "out/gpu_sim.json", *NCCL]
         for submission in ("solutions", str(styles)):
-            grade = [*brigade, "grade", "--submission", submission, *graded]
+            grade = [*brigade, "grade", "--submission", submission, "--prior", "reference", *graded]
             yield Step(f"grade {Path(submission).name} as root, modules {modules}", 1, grade, said=FULL_MARKS)
     for gpus, said, environment in (
         (0, "there is no NVIDIA driver", {"FAKE_DRIVER": "0"}),
