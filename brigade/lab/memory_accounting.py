@@ -62,8 +62,9 @@ def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
     for value in values:
         if isinstance(value, Tensor):
             block = get_local(value).untyped_storage()
-            if block.data_ptr() not in seen:
-                seen.add(block.data_ptr())
+            key = block.data_ptr() or block._cdata  # on the meta device, blocks have no address
+            if key not in seen:
+                seen.add(key)
                 nbytes += block.nbytes()
     return nbytes
 

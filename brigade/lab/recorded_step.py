@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block
 from brigade.lab.comparison import is_in_submission
-from brigade.lab.ladder import TrainingSetup, build_setup
-from brigade.lab.memory_accounting import KINDS, Bytes, count_torch_bucket_bytes, list_tensors_by_kind
+from brigade.lab.ladder import TrainingSetup, build_setup, count_kept_bytes
+from brigade.lab.memory_accounting import Bytes
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import RecordingGroup
 
@@ -343,13 +343,7 @@ def record_step(log: Log, variant: dict[str, Any], model: nn.Module, bucket_mb: 
     for turn in range(STEPS + is_ddp):
         with log if is_ddp or turn == STEPS - 1 else contextlib.nullcontext():
             take_step(log, setup)
-    kept, nbytes, seen = list_tensors_by_kind(model, setup.wrapper, setup.optimizer), {}, set()
-    for kind in KINDS:
-        storages = {id(t.untyped_storage()): t.untyped_storage() for t in list_tensors(kept[kind])}
-        nbytes[kind] = sum(storage.nbytes() for key, storage in storages.items() if key not in seen)
-        seen |= storages.keys()
-    nbytes["gradients"] += count_torch_bucket_bytes(setup.wrapper)
-    return log.list_instructions(), nbytes
+    return log.list_instructions(), count_kept_bytes(setup)
 
 
 def take_step(log: Log, setup: TrainingSetup) -> None:
