@@ -9,6 +9,7 @@ same checksum.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -116,6 +117,7 @@ def hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@functools.cache
 def hash_course() -> str:
     """Return a SHA-256 checksum of the files that run the checks and the bench.
 
