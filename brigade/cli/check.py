@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import re
 import signal
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from brigade.cli.options import add_prior, add_target
 from brigade.cli.progress_file import find_state, hash_submission, recall, remember
 from brigade.cli.success import handle_success
 from brigade.course import skeletons
+from brigade.course.listing import find_last_part
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
 from brigade.course.submission import find, join_texts, read, resolve_target, select_files, select_used
 from brigade.runner import machine
@@ -183,7 +183,7 @@ def select(checks: Sequence[Check], only: str) -> list[Check]:
 
 def select_until(checks: Sequence[Check], until: str) -> list[Check]:
     """Return the checks that need only the parts up to `until`, such as "b". Raise CourseError if there are none."""
-    last = {check: max(re.findall(r"\((\w)\)", check.parts), default="") for check in checks}
+    last = {check: find_last_part(check.parts) for check in checks}
     selected = [check for check in checks if last[check] and last[check] <= until.strip("()").lower()]
     if not selected:
         parts = ", ".join(sorted({part for part in last.values() if part})) or "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class GradedCheck:
     def number(self) -> str:
         """The number by which messages name the check, such as "4.2"."""
         return f"{self.module}.{self.place}"
+
+
+def find_last_part(text: str) -> str:
+    """Return the last part that a text names: "d" of "Parts (b) to (d): shards". Return "" if it names none."""
+    return (re.findall(r"\((\w)\)", text) or [""])[-1]
 
 
 def list_checks(entry: Module, root: Path = ROOT) -> list[GradedCheck]:

@@ -11,15 +11,10 @@ from mutants import run_on_text
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions
 from brigade.course import skeletons
-from brigade.course.listing import list_checks
+from brigade.course.listing import find_last_part, list_checks
 from brigade.course.modules import MODULES, ROOT, Module
 
 DIVIDED = [entry for entry in MODULES if list_checks(entry)[0].parts]  # their checks have headings
-
-
-def get_last_letter(heading: str) -> str:
-    """Return the last part that a heading names: "d" of "Parts (b) to (d): shards"."""
-    return re.findall(r"\((\w)\)", heading)[-1]
 
 
 def list_headings(entry: Module) -> list[str]:
@@ -30,7 +25,7 @@ def write_until(entry: Module, letter: str) -> dict[str, str]:
     """Return the reference without the parts after this one, like the files of a student on the way."""
 
     def keep(block: re.Match[str]) -> str:
-        return block[0] if get_last_letter(block[2]) <= letter else skeletons.make_todo(entry, block)
+        return block[0] if find_last_part(block[2]) <= letter else skeletons.make_todo(entry, block)
 
     return {path.name: skeletons.BLOCK.sub(keep, (ROOT / "solutions" / path).read_text()) for path in entry.paths}
 
@@ -41,16 +36,20 @@ def test_the_long_modules_are_divided():
 
 @pytest.mark.parametrize("entry", DIVIDED, ids=lambda entry: entry.package)
 def test_headings_name_the_parts_in_order(entry):
-    last_letters = [get_last_letter(heading) for heading in list_headings(entry)]
+    last_letters = [find_last_part(heading) for heading in list_headings(entry)]
     parts = skeletons.BLOCK.findall("".join((ROOT / "solutions" / path).read_text() for path in entry.paths))
-    assert last_letters == sorted(set(last_letters)) and last_letters[-1] == max(part for _, part, _ in parts)[-2]
+    assert (
+        all(last_letters)
+        and last_letters == sorted(set(last_letters))
+        and last_letters[-1] == max(part for _, part, _ in parts)[-2]
+    )
 
 
 HEADINGS = [
     pytest.param(
         entry,
         heading,
-        id=f"{entry.number}-{get_last_letter(heading)}",
+        id=f"{entry.number}-{find_last_part(heading)}",
         marks=[pytest.mark.extended] * (entry.number > 6),  # make module runs it
     )
     for entry in DIVIDED
@@ -61,7 +60,7 @@ HEADINGS = [
 @pytest.mark.parametrize(("entry", "heading"), HEADINGS)
 def test_checks_pass_as_soon_as_their_parts_are_written(entry, heading, request):
     """With the parts up to a heading, its checks pass. The checks under later headings report unwritten parts."""
-    texts = write_until(entry, get_last_letter(heading))
+    texts = write_until(entry, find_last_part(heading))
 
     def run(check: Check) -> str:
         return run_on_text(check, texts, Conditions(backend=request.config.option.backend)).status
