@@ -42,8 +42,8 @@ def grade(
 
     `on_change` may raise OSError after a check, for example if the disk is full. The grading run then continues. Only
     exceptions of the first and the last call propagate. With `prior` "auto", the earlier modules are the submission's
-    own. If a check fails, it is repeated, and the reference's modules replace the earlier modules that do not pass all
-    their checks. So an error costs points only once.
+    own. If a check fails, it is repeated, first with the reference's modules in place of the earlier modules that do
+    not pass all their checks, then with all of the reference's earlier modules. So an error costs points only once.
     """
     grading = Grading([Outcome(check) for check in collect(entries)], seed, notes=list(notes))
     on_change(grading)
@@ -61,9 +61,9 @@ class Schedule:
     earlier modules that have failed a check, because they would probably hang with them.
 
     Then failed checks are repeated. First, the reference replaces the earlier modules that have lost points. Because
-    the modules are repeated in order, these have lost their points themselves. Second, checks that still cannot import
-    a name are repeated with the reference's modules only. Third, checks that have never run with the submission's own
-    earlier modules run with them.
+    the modules are repeated in order, these have lost their points themselves. Second, checks that still fail are
+    repeated with the reference's modules only, because an earlier module that passes its checks may lack a name that
+    later modules use. Third, checks that have never run with the submission's own earlier modules run with them.
     """
 
     def __init__(
@@ -126,9 +126,7 @@ class Schedule:
             return False  # it would hang again
         if any(is_beyond_help(one) for one in attempts.values()):
             return False
-        if not replaced:
-            return self.count_timeouts(number, True) < PATIENCE
-        return replaced == self.list_failed(number) or is_blocked([*attempts.values()][-1])
+        return bool(replaced) or self.count_timeouts(number, True) < PATIENCE
 
     def attempt(self, outcomes: Sequence[Outcome], replaced: Replaced, ends_at: float) -> None:
         """Run these checks of one module until it is stopped or out of time."""
@@ -201,6 +199,8 @@ class Schedule:
         if outcome.passed or last is None or self.list_failed(outcome.check.module).isdisjoint(replaced):
             return
         names = f"module{'s' * (len(replaced) > 1)} {join_numbers(sorted(replaced))}"
+        if replaced == self.earlier[outcome.check.module]:
+            names = "earlier modules"
         if is_blocked(last):
             what = f"The repetition with the reference's {names} could not run: {last.verdict.message}"
         else:

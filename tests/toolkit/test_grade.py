@@ -278,10 +278,20 @@ def test_an_error_costs_its_points_once(grade, submit):
         assert points[1] == 1 and "test_parameters_start_equal" in failed
 
 
-def test_an_earlier_module_may_lack_the_names_that_ours_gives_to_later_ones(grade, submit):
-    """Module 3 passes all its checks. Module 4 imports a class from it that only our module 3 has."""
-    place = submit({3: reference(3).replace("GradSyncMixin", "Synchronisation")}, upto=4)
+@pytest.mark.parametrize("name", ["GradSyncMixin", "require_grad_sync"])
+def test_an_earlier_module_may_lack_the_names_that_ours_gives_to_later_ones(name, grade, submit):
+    """Module 3 passes all its checks. Module 4 uses a class or an attribute of it that only our module 3 has."""
+    place = submit({3: reference(3).replace(name, "other_name")}, upto=4)
     done = grade(place, "--modules", "3-4", only={one_check(3), one_check(4)})
+    assert scores(done.result)[1] == set()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("part", grade_command.PARTS)
+def test_answers_in_another_style_form_one_submission(part, grade, submit):
+    """Later modules get their points although the earlier ones lack names that the reference's have."""
+    styles = {entry.number: (entry.tests / "alternative.py").read_text() for entry in MODULES}
+    done = grade(submit(styles, upto=MODULES[-1].number), "--part", part)
     assert scores(done.result)[1] == set()
 
 
@@ -369,6 +379,12 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
     sentence = "module 1 was stopped: 2 of its checks did not finish in time"
     assert told == ["deadline on own"] * 2 + [sentence] * 5
     assert state.finished and not state.count_unfinished()
+
+
+def test_an_endless_loop_after_correct_modules_costs_its_module_only(monkeypatch):
+    simulated = Simulated(monkeypatch, lambda module, *_: OWN_HANGS if module == 3 else ("passed", 0.5))
+    assert count_lost_points(simulated.grade()) == {3: get_module(3).points}
+    assert simulated.attempts.count((3, 0, "reference")) == 1, "with all of the reference's modules, too"
 
 
 def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
