@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from in_ranks import course as functions
 
@@ -172,6 +174,8 @@ def test_a_checkpoint_on_one_rank_only(module, method):
     verdict = failed.value.verdict
     assert verdict.ending in ("deadlock", "mismatch") and verdict.hypothesis == "skipped call"
     assert verdict.likely_cause.startswith(f"{method} is collective") and "but rank 1 did not launch" in str(verdict)
+    if verdict.ending == "mismatch":  # the message has the line of both ranks
+        assert len(re.findall(r"launched \w+ #\d+ \([^)]*\) at \w+\.py:\d+ in \w+", str(verdict))) == 2
 
 
 def record(*calls):
