@@ -404,17 +404,6 @@ def test_two_runs_do_not_share_a_gradebook(stub, tmp_path, capfd):
     assert cli.main(command) == 0
 
 
-@pytest.mark.parametrize("where", ["/proc/kmsg", "../../ada/m01_naive_ddp/naive_ddp.py", "/dev/zero", "naive_ddp.py"])
-def test_a_link_is_not_read(where, tmp_path):
-    """A class continues if one submission links to a device or to another student's file, and nothing is compared."""
-    hand_in(tmp_path / "class", "ada", {1: answer(1)})
-    place = tmp_path / "class" / "eve" / "m01_naive_ddp"
-    place.mkdir(parents=True)
-    (place / "naive_ddp.py").symlink_to(where)
-    texts = [classroom.read_texts(student) for student in classroom.list_students(tmp_path / "class", tmp_path / "x")]
-    assert [bool(text.get(1)) for text in texts] == [True, False]
-
-
 def test_strange_names_get_a_row_each(stub, tmp_path, capfd):
     """Names of 255 bytes, names that differ only in what cannot be printed, and a name with a forged line."""
     names = ["x" * 255, "\udcff", "\udcfe", "eve\nbob: 8 points", "bob"]

@@ -21,7 +21,6 @@ import pytest
 from in_ranks import basics as functions
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.ipc import wire
 from brigade.ipc.temporary import PREFIX, lock_directory, make_locked_directory, remove, sweep
 from brigade.runner import machine, monitor
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
@@ -125,21 +124,6 @@ def test_a_failed_call_is_reported_with_its_own_events():
     assert [len([event for event in events if event["kind"] == "launch"]) for events in caught.value.events] == [1, 0]
 
 
-def test_results_come_in_the_order_of_ranks():
-    results = run_ranks(functions.whoami, "same", PerRank(["a", "b", "c"]), world_size=3)
-    assert [result["rank"] for result in results] == [0, 1, 2]
-    assert [result["world_size"] for result in results] == [3, 3, 3]
-    assert [result["args"] for result in results] == [["same", "a"], ["same", "b"], ["same", "c"]]
-    assert len(results.events) == len(results.output) == 3
-
-
-def test_a_rank_is_told_nothing_of_the_others():
-    secrets = [f"secret {rank} {os.urandom(8).hex()}" for rank in range(2)]
-    length = len(secrets[0])
-    results = run_ranks(functions.search_memory, "secret ", length, PerRank(secrets))
-    assert list(results) == [[secrets[0]], [secrets[1]]]
-
-
 def test_every_run_has_fresh_processes_in_a_fresh_directory_that_goes_with_it():
     files = [run_ranks(functions.write_file, PerRank(["a", "b"])) for _ in range(2)]
     pids = [int(name.rpartition(" ")[2]) for run in files for name in run]
@@ -234,12 +218,6 @@ def test_a_rank_that_cannot_connect_is_not_to_blame():
     assert (failure.kind, failure.rank) == ("died", 0) and "killed by SIGKILL" in failure.summary
 
 
-def test_sys_exit_is_an_exception():
-    failure = get_failure(functions.end, 1, "sys.exit")
-    assert (failure.kind, failure.rank, failure.error) == ("exception", 1, "SystemExit")
-    assert failure.summary == "rank 1 raised SystemExit: enough"
-
-
 @pytest.mark.parametrize("kind", ["object", "function", "module"])
 def test_a_result_that_cannot_travel(kind):
     failure = get_failure(functions.give_back, kind)
@@ -313,35 +291,6 @@ def test_a_mismatch_is_told_where_all_ranks_have_delivered(monkeypatch):
         assert get_failure(functions.mismatch, how, mode="strict").kind == "mismatch"
 
 
-NOT_A_FRAME = b"once upon a time"
-FORGED = {
-    "no frame": NOT_A_FRAME,
-    "zeros": bytes(100),
-    "a length beyond all limits": b"R" + b"\xff" * 8,
-    "an event that is not JSON": functions.frame(b"E", b"\xff{"),
-    "events that are a number": functions.frame(b"E", b"3"),
-    "an event that is a number": functions.frame(b"E", b"[3]"),
-    "an event that is empty": functions.frame(b"E", b"[{}]"),
-    "an event without end": functions.frame(b"E", b"[" * 100_000),
-    "an error that is a list": functions.frame(b"X", b"[]"),
-    "an error with other frames": functions.frame(
-        b"X", b'{"type": "E", "message": "m", "own": true, "frames": [["f", "one", "w", "t"]]}'
-    ),
-    "a result that is none": functions.frame(b"R", b"nonsense"),
-    "an empty result": functions.frame(b"R", b""),
-    "a result that is not a list": functions.frame(b"R", wire.encode(1)),
-    "too many results": functions.frame(b"R", wire.encode([1, 2])),
-}
-
-
-@linux
-@pytest.mark.parametrize("data", FORGED.values(), ids=FORGED.keys())
-def test_what_is_written_to_the_channel_never_harms_the_parent(data, monkeypatch):
-    monkeypatch.setattr(monitor, "GRACE_S", 0.05)
-    failure = get_failure(functions.write_to_channel, data, deadline=5.0)
-    assert (failure.kind, failure.rank) == ("garbled", 1)
-
-
 @linux
 def test_a_process_that_left_its_rank_is_ended_too():
     pids = [pid for result in run_ranks(functions.start_daemon) for pid in result]
@@ -403,17 +352,6 @@ print(ranks.SERVER._process.pid, flush=True)
 ranks.run_ranks(basics.forever, on_event=show, deadline=60)
 """
 
-TWICE = """
-import sys
-from in_ranks import basics
-from brigade.runner.ranks import run_ranks
-
-run_ranks(basics.reduce_once)
-print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(5):
-    assert list(run_ranks(basics.reduce_once)) == [3.0, 3.0]
-"""
 
 YOUNG = """
 import os, time
@@ -553,13 +491,3 @@ def test_a_rank_that_was_only_just_forked_is_ended_too(tmp_path):
 def test_killing_the_ranks_of_one_run_keeps_the_exit_statuses_of_another(tmp_path):
     with program(SIDE_BY_SIDE, tmp_path) as server:
         assert server.wait(timeout=30) == 0, server.stderr.read()
-
-
-def test_two_processes_run_ranks_at_the_same_time(tmp_path):
-    with program(TWICE, tmp_path) as other:
-        assert other.stdout.readline() == "ready\n", other.stderr.read()
-        other.stdin.write("go\n")
-        other.stdin.flush()
-        for _ in range(5):
-            assert list(run_ranks(functions.reduce_once)) == [3.0, 3.0]
-        assert other.wait(timeout=30) == 0, other.stderr.read()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,6 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.course.submission import (
     MAX_SOURCE_BYTES,
     compile_texts,
-    install,
     keep_code,
     prepare_for_ranks,
     read,
@@ -126,11 +122,6 @@ def test_a_module_that_is_missing(tmp_path):
     assert "m01_naive_ddp/naive_ddp.py" in get_refusal(tmp_path, 1), "a directory of that name is none"
 
 
-def test_a_module_that_the_course_does_not_have(tmp_path):
-    assert "no module 99" in get_refusal(lay(tmp_path), 99)
-    assert get_module("2") is get_module(2) is SECOND
-
-
 BROKEN = {
     "syntax": (b"x = 1\ndef f(:\n", "naive_ddp.py, line 2: "),
     "indentation": (b"def f():\nreturn 1\n", "naive_ddp.py, line 2: "),
@@ -157,45 +148,12 @@ def test_a_file_that_is_not_python(tmp_path, content, words):
     assert "None" not in message, "a line number that is not known is not given"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_file_that_cannot_be_read(tmp_path):
-    lay(tmp_path)
-    (tmp_path / FIRST.path).chmod(0)
-    assert "cannot be read" in get_refusal(tmp_path)
-
-
 def test_only_a_short_text_is_parsed_in_this_process(tmp_path, monkeypatch):
     lay(tmp_path, "answer = 1\n" * 3_000)
     monkeypatch.setattr(syntax.ast, "parse", lambda *_, **__: pytest.fail("parsed here"))
     assert read(tmp_path, 1).sources[NAIVE][1] == "answer = 1\n" * 3_000
     (tmp_path / FIRST.path).write_text("answer = 1\n" * 3_000 + "one two\n")
     assert "naive_ddp.py, line 3001: invalid syntax: one two" in get_refusal(tmp_path)
-
-
-def test_a_link_is_read_when_it_stays_inside(tmp_path):
-    (tmp_path / "submission").mkdir()
-    (tmp_path / "elsewhere.py").write_text("answer = 1\n")
-    (tmp_path / "submission" / FIRST.path.name).symlink_to("../elsewhere.py")
-    assert "outside of the submission" in get_refusal(tmp_path / "submission")
-    (tmp_path / "submission" / "mine.py").write_text("answer = 2\n")
-    (tmp_path / "submission" / SECOND.path.name).symlink_to("mine.py")
-    (tmp_path / "link").symlink_to("submission")
-    assert read(tmp_path / "link", 2).sources[FLAT][1] == "answer = 2\n"
-    assert "outside of the submission" in read(tmp_path / "link", 2).sources[NAIVE][1]
-
-
-def test_what_editors_put_around_a_text_is_not_in_it(tmp_path):
-    lay(tmp_path)
-    (tmp_path / FIRST.path).write_bytes(b"\xef\xbb\xbfanswer = 'own'\r\n")
-    assert read(tmp_path, 1).sources[NAIVE][1] == "answer = 'own'\n"
-
-
-def test_a_link_to_nowhere_and_a_pipe_are_missing(tmp_path):
-    (tmp_path / FIRST.path.name).symlink_to(tmp_path / "nowhere")
-    get_refusal(tmp_path)
-    (tmp_path / FIRST.path.name).unlink()
-    os.mkfifo(tmp_path / FIRST.path.name)
-    get_refusal(tmp_path)
 
 
 # ---- how it is imported
@@ -208,16 +166,6 @@ def import_in_ranks(target: Path, number: int, name: str) -> dict:
 def import_sources(sources: dict, name: str) -> dict:
     [result] = run_ranks(functions.import_by_name, f"submission.{name}", world_size=1, packages={"submission": sources})
     return result
-
-
-def test_reading_imports_nothing(tmp_path):
-    """Neither reading nor running a submission imports anything into this process."""
-    lay(tmp_path, "import sys\nsys.submission_was_imported = True\nanswer = 'own'\n")
-    sources = read(tmp_path, 1).sources
-    (tmp_path / FIRST.path).write_text("raise SystemExit\n")  # too late to have an effect
-    assert import_sources(sources, NAIVE) == {"answer": "own"}
-    assert not hasattr(sys, "submission_was_imported")
-    assert not [name for name in sys.modules if name.partition(".")[0] == "submission"]
 
 
 @pytest.mark.parametrize("layout", ["lessons", "flat"])
@@ -249,28 +197,6 @@ def test_only_the_submissions_modules_up_to_this_one_are_found(tmp_path, name):
     assert failure.lines == [f"  naive_ddp.py, line 1, in <module>: import {name}"]
 
 
-def test_files_beside_the_modules_are_not_looked_at(tmp_path):
-    """Files named after torch, brigade or Python's startup modules are ignored."""
-    lay(
-        tmp_path,
-        "import brigade.rank.main, os, torch\nfound = ' '.join(m.__file__ for m in (torch, brigade.rank.main, os))\n",
-    )
-    for place in (tmp_path, tmp_path / FIRST.package):
-        for name in ("torch", "brigade", "os", "json", "sitecustomize", "usercustomize", "conftest", "in_ranks"):
-            (place / f"{name}.py").write_text("raise SystemExit('a file beside the modules was imported')\n")
-        (place / "numpy").mkdir()
-        (place / "numpy" / "__init__.py").write_text("raise SystemExit('a package beside the modules was imported')\n")
-    found = import_in_ranks(tmp_path, 1, NAIVE)["found"]
-    assert str(tmp_path) not in found and str(ROOT / "brigade" / "rank" / "main.py") in found
-
-
-def test_an_error_at_import_shows_the_students_line(tmp_path):
-    lay(tmp_path, "x = 1\nx / 0\n")
-    failure = import_error(tmp_path)
-    assert failure.summary == "rank 0 raised ZeroDivisionError: division by zero"
-    assert failure.lines == ["  naive_ddp.py, line 2, in <module>: x / 0"]
-
-
 # ---- without texts
 
 
@@ -299,22 +225,6 @@ def test_a_rank_compiles_a_students_files_once():
         assert prepare_for_ranks({"good": good}) == {"good": (*good, None)}
     finally:
         keep_code({}, {})
-
-
-def test_code_is_imported_as_text_is(monkeypatch):
-    """Relative imports work too, and the package drops code after importing it."""
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    try:
-        install("sealed", prepare_for_ranks(read("solutions", 2).sources))
-        module = importlib.import_module(f"sealed.{FLAT}")
-        assert module.__file__ == str(ROOT / "solutions" / SECOND.path)
-        assert module.broadcast_module_state.__module__ == f"sealed.{NAIVE}"
-        finder = module.__loader__
-        assert finder.get_source(module.__name__) is None
-        assert set(finder._sources.values()) == {(str(ROOT / "solutions" / e.path), "", None) for e in (FIRST, SECOND)}
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "sealed"]:
-            del sys.modules[name]
 
 
 # ---- a module with several files

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
 import importlib
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,31 +29,6 @@ def whoami(*args: Any) -> dict[str, Any]:
         "directory": os.getcwd(),
         "args": list(args),
     }
-
-
-def search_memory(part: str, length: int, own: str) -> list[str]:
-    """Return all strings in this process that have this length and begin with `part`.
-
-    Search objects and callers' locals.
-    """
-    found = set()
-    frame = sys._getframe()
-    while frame:
-        found |= set(strings_in(list(frame.f_locals.values())))
-        frame = frame.f_back
-    for container in gc.get_objects():
-        if type(container) in (list, tuple, dict):
-            found |= set(strings_in(container))
-    return sorted(text for text in found if len(text) == length and text.startswith(part))
-
-
-def strings_in(value: Any) -> Iterator[str]:
-    """Yield the strings in the first two levels of a container."""
-    for item in list(value.values()) if type(value) is dict else list(value):
-        if type(item) is str:
-            yield item
-        elif type(item) in (list, tuple, dict):
-            yield from (inner for inner in (item.values() if type(item) is dict else item) if type(inner) is str)
 
 
 def mounts() -> str:
@@ -123,8 +93,6 @@ def end(rank: int, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "segfault":
             ctypes.string_at(0)
-        elif how == "sys.exit":
-            sys.exit("enough")
     dist.all_reduce(torch.ones(3))
 
 
@@ -249,22 +217,6 @@ def give_back(kind: str) -> Any:
     if dist.get_rank() == 0:
         return 1
     return {"object": object(), "function": give_back, "module": nn.Linear(1, 1)}[kind]
-
-
-def write_to_channel(data: bytes) -> None:
-    """Write directly to the sockets that connect rank 1 with the parent, then call an all-reduce."""
-    if dist.get_rank() == 1:
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                channel = socket.socket(fileno=os.dup(int(name)))
-                if channel.family == socket.AF_UNIX:
-                    channel.sendall(data)
-    dist.all_reduce(torch.ones(3))
-
-
-def frame(letter: bytes, body: bytes) -> bytes:
-    """Return a message in the format of a rank: see `brigade.rank.channel`."""
-    return letter + struct.pack("<Q", len(body)) + body
 
 
 def start_daemon() -> list[int]:
