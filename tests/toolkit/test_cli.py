@@ -18,7 +18,7 @@ import torch
 
 from brigade.cli import check, progress_file, study
 from brigade.cli import main as cli
-from brigade.course import skeletons, written
+from brigade.course import written
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
 from brigade.course.submission import read
 from brigade.lab import comparison
@@ -99,31 +99,6 @@ def test_check_passes_and_fails(brigade, lessons):
     assert "to do: module 1, part (a)" in done.stdout
 
 
-def test_checks_are_listed_by_parts(brigade):
-    shown = brigade("check", 5, "--target", "solutions", "--only", "layout_rule or buffer_memory").stdout
-    assert "  Part (a): plan the buffer\n  ✓ 3/3" in shown and "  Part (b): views of the buffer\n  ✓ 1/1" in shown
-    assert "4 of 4 points" in shown
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("class NaiveDDP(:\n", "naive_ddp.py, line 1: invalid syntax"),
-        ("x = 1\n", "naive_ddp.py has no "),
-        ("import os\nos._exit(0)\n", "died without a result (exit code 0)"),
-        ("raise SystemExit\n", "raised SystemExit"),
-        ("import no_such_module\n", "No module named 'no_such_module'"),
-        ("from torch import nn\nclass NaiveDDP(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-         "broadcast_module_state = lambda module: None\n", "the signature differs"),
-    ],
-)  # fmt: skip
-def test_broken_submission_fails_in_words(brigade, lessons, text, line):
-    (lessons / get_module(1).path).write_text(text)
-    done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged or invalid")
-    assert done.returncode in (1, 2)
-    assert line in done.stdout, done.stdout
-
-
 def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
     prints = "        print('hello from the submission')\n        print('x' * 5_000_000)\n"
     edit(lessons, FINISH, prints + "        for parameter in []:")
@@ -180,21 +155,6 @@ def test_ctrl_c_ends_at_once(lessons, after, tmp_path):
     assert (
         "Traceback" not in process.communicate(timeout=20)[0]
     )  # the ranks' server, which has this pipe open, ends too
-
-
-def test_reset_keeps_the_students_file(tmp_path, monkeypatch, capsys):
-    entry = get_module(1)
-    monkeypatch.setattr(skeletons, "ROOT", tmp_path)
-    monkeypatch.setattr(study, "ROOT", tmp_path)
-    for folder, text in (("solutions", (ROOT / "solutions" / entry.path).read_text()), ("lessons", "my work\n")):
-        (tmp_path / folder / entry.package).mkdir(parents=True)
-        (tmp_path / folder / entry.path).write_text(text)
-    assert cli.main(["reset", "1"]) == 0
-    [backup] = (tmp_path / "lessons" / entry.package).glob("*.bak")
-    assert backup.read_text() == "my work\n" and backup.name in capsys.readouterr().out
-    assert "NotImplementedError" in (tmp_path / "lessons" / entry.path).read_text()
-    assert cli.main(["reset", "1"]) == 0  # nothing to lose now, so no second backup
-    assert len(list((tmp_path / "lessons" / entry.package).glob("*.bak"))) == 1
 
 
 @pytest.fixture
@@ -441,27 +401,6 @@ def read_until(process, text):
         if text in line:
             return lines
     raise AssertionError("".join(lines))
-
-
-@pytest.mark.parametrize("command", ["", "check", "next", "hint", "reset", "submit", "skeletons"])
-def test_help_has_an_example(command, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([*command.split(), "--help"])
-    assert "Example: brigade" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--target", "does/not/exist"], "ERROR: there is no directory does/not/exist"),
-        (["--prior", "mine"], "invalid choice: 'mine'"),
-    ],
-)
-def test_plain_pytest_refuses_wrong_options_in_one_line(options, line):
-    command = [sys.executable, "-m", "pytest", str(get_module(1).checks), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert line in done.stderr and "Traceback" not in done.stderr
 
 
 def run_python(program: str, directory: Path = ROOT) -> None:

@@ -29,12 +29,6 @@ def test_who_wants_to_compile_gets_the_compiler():
     assert found["real"] and found["submodules"] == ["torch._dynamo.config", "torch._dynamo.utils"]
 
 
-def test_a_submodule_comes_with_the_compiler():
-    """The real submodule is imported only once, because a second copy would have its own options."""
-    [found] = run_ranks(functions.import_a_submodule, world_size=1)
-    assert found == {"same": True, "real": True}
-
-
 def test_the_stub_for_kernels_is_used_in_the_version_of_the_requirements():
     """Before you change the version, find out which of `KERNEL_MODULES` the new version needs."""
     assert f"torch=={KERNELS_STUB_VERSION}" in (ROOT / "requirements.txt").read_text()
@@ -63,7 +57,3 @@ def test_the_kernels_of_the_meta_device_are_not_imported():
 def test_who_needs_the_kernels_gets_the_kernels(use):
     """The order of the imports matters, because the packages import each other."""
     assert run_ranks(functions.embed_on_the_meta_device, use, world_size=1) == [[2, 3]]
-
-
-def test_random_numbers_do_not_need_the_kernels():
-    assert run_ranks(functions.draw_with_a_generator, world_size=1) == [[True, []]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from in_ranks import recording as functions
 
-from brigade.events import Event, launches, list_ready_gradients, split_calls, summarize
+from brigade.events import Event, launches, split_calls
 from brigade.runner.ranks import run_ranks
 
 # What one rank of two records in each phase of `recorded_calls`. Sizes are those of the full buffer.
@@ -197,39 +197,6 @@ def launch_event(index: int, **fields: Any) -> Event:
     return event("launch", index=index, reduce_op="SUM", **fields)
 
 
-RECORD = [
-    launch_event(0, phase="construct", op="broadcast"),
-    event("step", step=0),
-    event("ready", name="b"),
-    launch_event(1),
-    event("ready", name="a"),
-    launch_event(2, op="barrier"),
-    event("wait", index=1, phase="finish"),
-    event("end", index=1, time=2.0),
-    event("step", step=1),
-    event("ready", name="c"),
-    launch_event(3, numel=5),
-    event("wait", index=1, phase="finish"),
-    event("race", index=3),
-]
-
-
-def test_launches_of_a_record():
-    assert [launch.index for launch in launches(RECORD)] == [0, 1, 3], "a barrier carries no data"
-    assert [launch.step for launch in launches(RECORD)] == [None, 0, 1]
-    assert [launch.index for launch in launches(RECORD, 1)] == [3]
-    assert [launch.index for launch in launches(RECORD, phase="construct")] == [0]
-    [second] = launches(RECORD, 0)
-    assert (second.place, second.start, second.end, second.raced) == (3, 1.0, 2.0, False)
-    assert (second.waits, second.wait_phases, second.wait_steps) == ([6, 11], ["finish", "finish"], [0, 1])
-    assert launches(RECORD, 1)[0].raced
-
-
-def test_ready_order_of_a_step():
-    ready = [list_ready_gradients(RECORD, step) for step in range(3)]
-    assert ready == [[(2, "b"), (4, "a")], [(9, "c")], []]
-
-
 def test_events_of_each_call():
     first = [launch_event(0), event("wait", index=0), launch_event(1), event("note", index=1)]
     second = [launch_event(2), event("wait", index=2)]
@@ -237,9 +204,3 @@ def test_events_of_each_call():
     events_by_call = split_calls([*first, event("call"), *second, *late, event("call")], 4)
     assert events_by_call == [[*first, late[1]], [launch_event(0), event("wait", index=0)], [], []]
     assert len(split_calls([event("call")] * 5, 2)) == 2, "a rank cannot add calls"
-
-
-def test_summary_of_launches():
-    assert summarize([]) == "no launches"
-    assert summarize(launches(RECORD, 1)) == "1 launch (all_reduce of 5 float32)"
-    assert "and 1 more" in summarize(launches(RECORD), limit=2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import json
 import math
 import struct
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 
 from brigade.ipc import wire
 from brigade.ipc.wire import DTYPES, WireError, decode, encode
-from brigade.runner import ranks
 from brigade.sandbox import enter
 
 limited = settings(max_examples=150, deadline=None, database=None)
@@ -189,17 +186,6 @@ def only_wire_errors(data: bytes) -> None:
 
 
 @limited
-@given(st.binary(max_size=200))
-@example(b"")
-@example(b"\xff" * 8)
-@example(struct.pack("<Q", 2**63) + b"{}")
-@example(struct.pack("<Q", 100_000) + b"[" * 100_000)
-@example(struct.pack("<Q", 5000) + b"1" * 5000)
-def test_random_bytes_are_refused(data):
-    only_wire_errors(data)
-
-
-@limited
 @given(values, st.data())
 def test_damaged_messages_are_refused_or_read(value, data):
     """For changed bytes, decoding returns a value or raises WireError, but never raises another exception."""
@@ -245,26 +231,3 @@ json_values = st.recursive(
 @example(None, {"0": 1}, b"")
 def test_wrong_headers_are_refused_or_read(value, sizes, blobs):
     only_wire_errors(message(value, sizes, blobs))
-
-
-@pytest.mark.parametrize("value", [torch.ones(100), bytes(100), "x" * 100], ids=["tensor", "bytes", "text"])
-def test_a_message_that_is_cut_off_is_refused(value):
-    for cut in (1, 8, 20, 100):
-        with pytest.raises(WireError):
-            decode(encode([value])[:-cut])
-
-
-@pytest.mark.parametrize("module", [wire, ranks])
-def test_nothing_that_is_read_can_run_code(module):
-    """The module uses neither eval nor pickle, nor any module like pickle."""
-    tree = ast.parse(inspect.getsource(module))
-    imported = {
-        name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-    }
-    assert not imported & {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not called & {"eval", "exec", "__import__"} and "load" not in attributes  # torch.load

@@ -60,14 +60,6 @@ def wait_for_the_link(count: int) -> dict[str, float]:
     }
 
 
-def ask_for_completion() -> list[bool]:
-    """Return whether a launch is complete immediately, and after the wait."""
-    handle = dist.all_reduce(torch.ones(4), async_op=True)
-    answers = [handle.is_completed()]
-    handle.wait()
-    return [*answers, handle.is_completed()]
-
-
 def count_from_own_launch(name: str, *args: Any) -> Any:
     """Call another function on a wrong link: each rank counts the time from its own launch."""
     free_at = 0.0
@@ -147,10 +139,6 @@ def launch_in_two_groups() -> None:
 
 def launch_in(group: dist.ProcessGroup) -> dist.Work:
     return dist.all_reduce(torch.ones(8), group=group, async_op=True)
-
-
-def read_clock() -> float:
-    return time.perf_counter()
 
 
 def launch_without_rank_1() -> None:

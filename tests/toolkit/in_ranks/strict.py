@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
 from brigade.rank import recording
 from brigade.rank.memory import LiveMemory
-from in_ranks.collectives import values
 
 
 def deliver(how: str) -> dict[str, Any]:
@@ -91,16 +90,6 @@ def free_in_flight(which: str) -> None:
     handle.wait()
 
 
-def hold(dtype: torch.dtype) -> dict[str, Any]:
-    """Broadcast from rank 1. Return the tensor before and after the wait."""
-    rank = dist.get_rank()
-    x = torch.tensor([rank, 1, 1], dtype=dtype)
-    handle = dist.broadcast(x, src=1, async_op=True)
-    before = x.clone()
-    handle.wait()
-    return {"before": before, "after": x}
-
-
 def reduce_to_first() -> dict[str, Tensor]:
     """Reduce to rank 0. Return this rank's tensor before and after the wait."""
     x = torch.full((3,), dist.get_rank() + 1.0)
@@ -108,33 +97,6 @@ def reduce_to_first() -> dict[str, Tensor]:
     before = x.clone()
     handle.wait()
     return {"before": before, "after": x}
-
-
-def in_place_reduce_scatter() -> dict[str, Tensor]:
-    """Reduce-scatter a buffer into one of its own shards. Return the whole buffer before and after the wait."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    full = values(torch.float64, world, 4)
-    given = full.clone()
-    handle = dist.reduce_scatter_tensor(full[rank], full.view(-1), async_op=True)
-    before = full.clone()
-    handle.wait()
-    return {"given": given, "before": before, "after": full}
-
-
-def strides() -> dict[str, Any]:
-    """All-reduce a transposed tensor, and a leaf that requires a gradient."""
-    given = values(torch.float64, 4, 6)
-    transposed = given.clone().T
-    dist.all_reduce(transposed)
-    parameter = nn.Parameter(values(torch.float64, 5))
-    with torch.no_grad():
-        dist.all_reduce(parameter)
-    return {
-        "given": given,
-        "transposed": transposed,
-        "stride": list(transposed.stride()),
-        "parameter": parameter.detach(),
-    }
 
 
 def coalesce_on_a_device() -> None:

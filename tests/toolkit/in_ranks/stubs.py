@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 
@@ -53,20 +52,6 @@ def compile_something() -> dict:
         "real": "DynamoStub" not in type(torch._dynamo).__name__,
         "submodules": [name for name in names if name in sys.modules],
     }
-
-
-def import_a_submodule() -> dict:
-    config = importlib.import_module("torch._dynamo.config")
-    return {
-        "same": config is torch._dynamo.config is sys.modules["torch._dynamo.config"],
-        "real": "DynamoStub" not in type(sys.modules["torch._dynamo"]).__name__,
-    }
-
-
-def draw_with_a_generator() -> list:
-    """Return whether two generators with the same seed agree, and the modules of `LEFT_OUT` that they imported."""
-    first, second = (torch.rand(3, generator=torch.Generator().manual_seed(1)) for _ in range(2))
-    return [torch.equal(first, second), sorted(name for name in sys.modules if name.startswith(LEFT_OUT[1:]))]
 
 
 def embed_on_the_meta_device(use_kernels: str) -> list[int]:
