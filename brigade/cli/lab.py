@@ -91,7 +91,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"write the table to {MEASUREMENTS} beside your modules, so that `brigade submit` includes it",
     )
     parser.add_argument("--json", metavar="FILE", help="write all measurements to this file")
-    parser.add_argument("--csv", metavar="FILE", help="write the table to this file")
     parser.add_argument("--png", metavar="FILE", help="plot the results and save the plot to this file")
     entry = "enter a leaderboard as NAME: check modules 4 to 11, measure those that pass, and write entry-NAME.json"
     parser.add_argument("--entry", metavar="NAME", help=entry)
@@ -113,13 +112,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     Raise what `ladder.run_benchmark` raises.
     """
     from brigade.lab import ladder, plots, torchrun
-    from brigade.lab.bench import (
-        make_sweep_variants,
-        save_csv,
-        save_json,
-        save_measurements,
-        select_written,
-    )
+    from brigade.lab.bench import make_sweep_variants, save_json, save_measurements, select_written
     from brigade.runner import machine
 
     world_size = choose_world_size(options.ranks)
@@ -129,7 +122,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     link = choose_link(options, world_size)
     workload = make_workload(options, link, world_size)
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
-    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
+    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "png")}
     measurements = choose_measurements_file(options)
     backend = options.backend or default_backend(world_size)
     if backend == "nccl" and not torchrun.is_torchrun():
@@ -141,7 +134,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     variants = make_sweep_variants(variants, sizes) if sizes else ladder.add_torch_variants(variants)
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
     results = compare(variants, sources, workload, options.target, how)
-    for kind, write in (("json", save_json), ("csv", save_csv), ("png", plots.draw_bench)):
+    for kind, write in (("json", save_json), ("png", plots.draw_bench)):
         if files[kind]:
             write(results, files[kind])
             console.print(f"{getattr(options, kind)} written", markup=False)
@@ -333,8 +326,6 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help=picture)
     trace_file = "write the trace to this file; open it in Perfetto or chrome://tracing (default: out/trace-N.json)"
     parser.add_argument("--json", metavar="FILE", help=trace_file)
-    page = "write the interactive timeline, an HTML page, to this file (default: out/trace-N.html)"
-    parser.add_argument("--html", metavar="FILE", help=page)
     add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
     parser.add_argument(
         "--real-link", action="store_true", help="do not emulate a link; time the collectives as this machine runs them"
@@ -354,13 +345,13 @@ def run_trace(options: argparse.Namespace) -> int:
     sources = read(options.target, entry.number, options.prior).sources
     if options.memory:
         return draw_memory_over_step(entry, sources, options)
-    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json", "html")}
+    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json")}
     files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
 
     from brigade.runner.ranks import SERVER, RankFailure
 
     SERVER.start()  # imports torch at the same time as this process
-    from brigade.lab import ladder, timeline, timeline_view
+    from brigade.lab import ladder, timeline
 
     usual = timeline.WORKLOAD
     workload = replace(
@@ -380,7 +371,6 @@ def run_trace(options: argparse.Namespace) -> int:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
     timeline.draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
-    timeline_view.save_html(timelines, files["html"])
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if shown.doubt:
@@ -393,7 +383,6 @@ def run_trace(options: argparse.Namespace) -> int:
         "Numbers in blocks are those of parameters, buckets or units, if the code launches what ours launches."
     )
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
-    console.print(f"{shorten(files['html'])}  the timeline as an interactive page", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
     return 0
 

@@ -1,4 +1,4 @@
-"""`brigade bench`: the variants that it compares, and its results as rows, JSON and CSV.
+"""`brigade bench`: the variants that it compares, and its results as rows and JSON.
 
     results = Bench(variants, ladder)
     results.make_rows()[0].step_ms.median
@@ -10,14 +10,13 @@ all variants alternate within one run. `plots.py` makes the tables and the pictu
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -339,21 +338,3 @@ def read_link(content: dict[str, float] | None) -> Link | Pace | None:
     if content is None:
         return None
     return Pace(**content) if "comm_ratio" in content else Link(**content)
-
-
-def save_csv(results: Bench, path: Path) -> None:
-    """Write the table as CSV: one line for each variant, with separate columns for medians and quartiles."""
-    flat = []
-    for row in results.make_rows():
-        line: dict[str, object] = {}
-        for field in fields(row):
-            value = getattr(row, field.name)
-            if isinstance(value, Spread):
-                line |= {f"{field.name}_{name}": number for name, number in asdict(value).items()}
-            else:
-                line[field.name] = value
-        flat.append(line)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(flat[0]))
-        writer.writeheader()
-        writer.writerows(flat)
