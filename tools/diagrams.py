@@ -8,7 +8,6 @@ also work in greyscale.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from brigade.lab.notebook_plots import list_ring_states
-from brigade.lab.planners import load_planner
 from brigade.lab.plots import COLOURS
+from solutions.m04_bucketed_ddp.bucketed_ddp import LaunchQueue
+from solutions.m05_grad_buffer.grad_buffer import plan_layout
+from solutions.m11_fully_sharded.fully_sharded import plan_schedule
 
 BLUE, LIGHT_BLUE, ORANGE, LIGHT_ORANGE, GREEN, GREY = "#0072b2", "#8fcdf0", "#e69f00", "#f6d58d", "#009e73", "#e0e0e0"
 EDGE = "#555555"
@@ -130,13 +131,11 @@ def draw_queue(path: Path) -> None:
     launched: list[int] = []
     names = [f"bucket {index}: " + ", ".join(f"p{i}" for i in bucket) for index, bucket in enumerate(BUCKETS)]
     figure, axes = make_axes(3.4, ["hook of", *names, "launches"], len(READY))
-    with load_planner("BucketedDDP") as wrapper:
-        queue = sys.modules[wrapper.__module__].LaunchQueue([len(bucket) for bucket in BUCKETS], launched.append)
+    queue = LaunchQueue([len(bucket) for bucket in BUCKETS], launched.append)
     for column, parameter in enumerate(READY):
         of_gradient = next(index for index, bucket in enumerate(BUCKETS) if parameter in bucket)
         before = len(launched)
-        with load_planner("BucketedDDP"):
-            queue.mark_ready(of_gradient)
+        queue.mark_ready(of_gradient)
         draw_box(axes, column + 0.28, column + 0.72, 0, f"p{parameter}", "white", height=0.5)
         for index, pending in enumerate(queue.num_pending):
             row, frame = index + 1, {"edgecolor": "black", "linewidth": 2.5} if index == of_gradient else {}
@@ -160,8 +159,7 @@ def make_buffer_axes(height: float, rows: Sequence[str]) -> tuple[Figure, Axes, 
 
     The first row, which shows the parameters and the padding, is already drawn.
     """
-    with load_planner("plan_layout") as plan_layout:
-        layout = plan_layout(list(NUMELS), BUCKET_NUMEL, NUM_RANKS)
+    layout = plan_layout(list(NUMELS), BUCKET_NUMEL, NUM_RANKS)
     figure, axes = make_axes(height, ["parameters", *rows], layout.numel)
     ends = [0]
     for i, (start, end) in enumerate(layout.param_ranges):
@@ -225,8 +223,7 @@ COMPUTING = {"colour": LIGHT_BLUE, "edgecolor": "black", "linewidth": 2.5}
 def draw_units(path: Path) -> None:
     """Draw the state of each unit's weights on one rank, for each action of a forward pass with prefetch=1."""
     num_units = 4
-    with load_planner("plan_schedule") as plan_schedule:
-        actions = plan_schedule(num_units, 1, False)
+    actions = plan_schedule(num_units, 1, False)
     figure, axes = make_axes(3.5, ["action", "root", *(f"unit {unit}" for unit in range(1, num_units))], len(actions))
     weights = [FREED] * num_units
     for column, (action, current) in enumerate(actions):

@@ -20,12 +20,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 from brigade.events import Event
-from brigade.lab.cost_model import BLOCK_BYTES, GRAD_BYTES, NUM_UNITS, ROOT_BYTES, simulate_buckets, simulate_prefetch
 from brigade.lab.ladder import Ladder
-from brigade.lab.planners import import_solution
 from brigade.lab.plots import COLOURS
-from brigade.lab.timeline import STYLES, Timeline, draw_panels
-from brigade.rank.emulated_link import Link
+from brigade.lab.timeline import Timeline, draw_panels
 
 if TYPE_CHECKING:
     from ipywidgets import ValueWidget
@@ -369,62 +366,3 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> Larg
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
         draw_panels(figure, timelines, titles, size=12)
     return figure
-
-
-def draw_bucket_model(bucket_mb: float, latency_us: float, gb_per_s: float, world_size: int) -> LargeFigure:
-    """Draw one backward pass in the α–β model with these buckets, and the exposed time with other bucket sizes."""
-    link = Link(1e-6 * latency_us, 1e9 * gb_per_s)
-    step = simulate_buckets(link, world_size, 1e6 * bucket_mb)
-    with matplotlib.rc_context(STYLE):
-        figure = LargeFigure(figsize=(WIDTH, 7.0), dpi=SAVED_DPI, layout="constrained")
-        timeline, exposed = figure.subplots(2, height_ratios=(1, 1.5))
-        draw_lane(timeline, 0, [(0.0, step.backward_s)], {"facecolor": COLOURS["backward"]})
-        draw_lane(timeline, 1, [(each.start_s, each.end_s) for each in step.transfers], STYLES["all_reduce"])
-        timeline.axvspan(1e3 * step.backward_s, 1e3 * step.end_s, color=RED, alpha=0.15, zorder=0)
-        timeline.set_yticks([0, 1], ["backward", "link"])
-        timeline.set(ylim=(1.5, -0.5), xlabel="time (ms); shaded: exposed communication")
-        timeline.set_xlim(0, 1.02e3 * step.end_s)
-        timeline.set_title(f"buckets: {step.num_buckets}, exposed: {1e3 * step.exposed_s:.0f} ms")
-        sizes = [GRAD_BYTES / 1e6 / count for count in sorted({round(400 ** (i / 60)) for i in range(61)})]
-        times = [1e3 * simulate_buckets(link, world_size, 1e6 * size).exposed_s for size in sizes]
-        exposed.plot(sizes, times, color=COLOURS["backward"])
-        exposed.plot(bucket_mb, 1e3 * step.exposed_s, color=RED, marker="D", markersize=14)
-        exposed.set(xlabel="size of a bucket (MB)", ylabel="exposed (ms)")
-        set_scales(exposed, "x", from_zero=True)
-        exposed.set_xticks([1, 3, 10, 30, 100, 400], ["1", "3", "10", "30", "100", "400"])
-    return figure
-
-
-def draw_prefetch_model(prefetch: int, gb_per_s: float, world_size: int) -> LargeFigure:
-    """Draw one step of module 11 in the α–β model with α = 20 µs, and the memory of the full weights."""
-    step = simulate_prefetch(import_solution("plan_schedule"), Link(20e-6, 1e9 * gb_per_s), world_size, prefetch)
-    with make_figure(7.5, rows=2) as (figure, (timeline, memory)):
-        styles = {kind: {"facecolor": COLOURS[kind], "edgecolor": "white"} for kind in ("forward", "backward")}
-        styles |= {op: STYLES[op] for op in ("all_gather", "reduce_scatter")}
-        for index, (unit, start, end) in enumerate(step.computed):
-            kind = "forward" if index < NUM_UNITS else "backward"
-            draw_lane(timeline, 0, [(start, end)], styles[kind])
-            ink = "black" if kind == "forward" else "white"
-            timeline.text(500 * (start + end), 0, unit, ha="center", va="center", color=ink)
-        for transfer in step.transfers:
-            draw_lane(timeline, 1, [(transfer.start_s, transfer.end_s)], styles[transfer.launch.op])
-        timeline.set_yticks([0, 1], ["unit", "link"])
-        timeline.set(ylim=(1.5, -0.5))
-        peak_mb = step.peak_bytes / 1e6
-        timeline.set_title(f"prefetch={prefetch}: {1e3 * step.exposed_s:.0f} ms exposed, at most {peak_mb:.0f} MB")
-        sizes_mb = [each / 1e6 for each in (ROOT_BYTES, *[BLOCK_BYTES] * (NUM_UNITS - 1))]
-        times = sorted({edge for unit in step.allocations for edge in (unit.start_s, unit.end_s)})
-        alive = [[unit for unit in step.allocations if unit.start_s <= time < unit.end_s] for time in times]
-        curve = [1e3 * time for time in times], [sum(sizes_mb[each.unit] for each in units) for units in alive]
-        memory.fill_between(*curve, step="post", color=COLOURS["finish"])
-        memory.step(*curve, where="post", color=BLACK)
-        memory.set(xlabel="time (ms)", ylabel="full weights\n(MB)", ylim=(0, 1.1 * sum(sizes_mb)))
-        handles = [Patch(**style, label=kind.replace("_", "-")) for kind, style in styles.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    return figure
-
-
-def draw_lane(axes: Axes, y: int, spans: Sequence[tuple[float, float]], style: Mapping[str, str]) -> None:
-    """Draw boxes from start to end, given in seconds, in one lane of a timeline whose axis is in milliseconds."""
-    starts, lengths = [1e3 * start for start, _ in spans], [1e3 * (end - start) for start, end in spans]
-    axes.barh([y] * len(spans), lengths, 0.8, starts, linewidth=0.6, **style)

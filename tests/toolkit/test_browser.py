@@ -1,7 +1,8 @@
-"""The site, its sliders and the page of `brigade trace` work in a real browser: Debian's chromium, without a window."""
+"""The site and its sliders work in a real browser: Debian's chromium, without a window."""
 
 import http.server
 import itertools
+import math
 import re
 import shutil
 import threading
@@ -11,10 +12,9 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from brigade.course.modules import ROOT
-from brigade.events import LAUNCH_FIELDS, Launch
-from brigade.lab import cost_model, timeline, timeline_view
-from brigade.lab.planners import import_solution
+from brigade.lab.program import Compute, Launch, Wait, simulate
 from brigade.rank.emulated_link import Link
+from solutions.m11_fully_sharded.fully_sharded import plan_schedule
 
 CHROMIUM = shutil.which("chromium")
 PHONE = {"width": 390, "height": 844}
@@ -100,32 +100,69 @@ def test_the_search_finds_a_term(address, page):  # in this order: the page is c
     assert "Glossary" in page.locator("#search-results li a").all_inner_texts()
 
 
+GRAD_BYTES, BACKWARD_S, FORWARD_S = 400e6, 0.1, 0.05
+UNIT_BYTES = [25e6, *[100e6] * 4]
+
+
+def simulate_buckets(link, world_size, bucket_bytes):
+    """Return the step with equal buckets, its exposed time, and the number of buckets."""
+    count = math.ceil(GRAD_BYTES / bucket_bytes)
+    parts = [
+        (Compute("backward", BACKWARD_S / count), Launch("all_reduce", GRAD_BYTES / count, [])) for _ in range(count)
+    ]
+    step = simulate([*itertools.chain(*parts), *map(Wait, range(count))], link, world_size)
+    return step, step.end_s - BACKWARD_S, count
+
+
+def simulate_prefetch(link, world_size, prefetch):
+    """Return the step of module 11, its exposed time, and the largest number of bytes of full weights.
+
+    A unit has full weights from the launch of its all-gather to its computation, and the root until the end.
+    """
+    instructions, ops, alive, reductions = [], [], [], []
+    for backward in (False, True):
+        gathers = {}
+        for action, unit in plan_schedule(len(UNIT_BYTES), prefetch, backward):
+            if action == "compute":
+                instructions += [Wait(gathers[unit])] if unit in gathers else []
+                seconds = UNIT_BYTES[unit] / sum(UNIT_BYTES) * FORWARD_S * (1 + backward)
+                instructions.append(Compute("backward" if backward else "forward", seconds))
+                alive.append(alive[-1] - (UNIT_BYTES[unit] if unit or backward else 0))
+                continue
+            if action == "gather":
+                gathers[unit] = len(ops)
+                alive.append((alive or [0])[-1] + UNIT_BYTES[unit])
+            else:
+                instructions += map(Wait, reductions[-1:])
+                reductions.append(len(ops))
+            ops.append("all_gather" if action == "gather" else "reduce_scatter")
+            instructions.append(Launch(ops[-1], UNIT_BYTES[unit], []))
+    step = simulate([*instructions, Wait(reductions[-1])], link, world_size)
+    return step, step.end_s - 3 * FORWARD_S, max(alive)
+
+
 def test_the_model_in_the_browser_equals_pythons(page):
     page.add_script_tag(path=ROOT / "site" / "_static" / "cost_model.js")
-    plan_schedule = import_solution("plan_schedule")
-    for name, simulate, values in (
-        ("simulateBuckets", cost_model.simulate_buckets, (1e6, 3e7, 4e8)),
-        ("simulatePrefetch", partial(cost_model.simulate_prefetch, plan_schedule), range(4)),
+    for name, model, values, key in (
+        ("simulateBuckets", simulate_buckets, (1e6, 3e7, 4e8), "numBuckets"),
+        ("simulatePrefetch", simulate_prefetch, range(4), "peakBytes"),
     ):
         cases = [*itertools.product(LINKS, WORLD_SIZES, values)]
         given = [[{"latencyS": link.latency_s, "bytesPerS": link.bytes_per_s}, *rest] for link, *rest in cases]
         results = page.evaluate(f"(cases) => cases.map((given) => costModel.{name}(...given))", given)
         for case, found in zip(cases, results):
-            expected = simulate(*case)
-            assert [transfer["op"] for transfer in found["transfers"]] == [one.launch.op for one in expected.transfers]
-            for key in ("launched", "start", "end"):
-                times = [transfer[key] for transfer in found["transfers"]]
-                assert times == pytest.approx([getattr(one, f"{key}_s") for one in expected.transfers])
-            assert found["exposed"] == pytest.approx(expected.exposed_s)
-            if name == "simulateBuckets":
-                assert found["numBuckets"] == expected.num_buckets
-            else:
-                assert found["peakBytes"] == expected.peak_bytes
+            step, exposed_s, number = model(*case)
+            assert [transfer["op"] for transfer in found["transfers"]] == [one.launch.op for one in step.transfers]
+            for moment in ("launched", "start", "end"):
+                times = [transfer[moment] for transfer in found["transfers"]]
+                assert times == pytest.approx([getattr(one, f"{moment}_s") for one in step.transfers])
+            assert found["exposed"] == pytest.approx(exposed_s)
+            assert found[key] == number
 
 
 def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     page.goto((site / "site" / "explore.html").as_uri())
-    link, plan_schedule = Link(1e-5, 1.25e10), import_solution("plan_schedule")  # as the page starts
+    link = Link(1e-5, 1.25e10)  # as the page starts
 
     def move(model, name, key):
         """Move a slider by one key. Return its new value."""
@@ -138,53 +175,13 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     bars = page.locator("[data-model=buckets] rect.block")
     many = bars.count()
     mib = move("buckets", "bucket", "ArrowRight")
-    step = cost_model.simulate_buckets(link, 64, mib * 2**20)
-    assert bars.count() == 2 * step.num_buckets + 1 < many  # on the rank and on the link; one is exposed
-    expect("buckets", "exposed", f"{1e3 * step.exposed_s:.1f} ms")
+    _, exposed_s, num_buckets = simulate_buckets(link, 64, mib * 2**20)
+    assert bars.count() == 2 * num_buckets + 1 < many  # on the rank and on the link; one is exposed
+    expect("buckets", "exposed", f"{1e3 * exposed_s:.1f} ms")
     ranks = move("buckets", "ranks", "End")
     assert ranks == 1024
-    expect("buckets", "exposed", f"{1e3 * cost_model.simulate_buckets(link, 1024, mib * 2**20).exposed_s:.1f} ms")
+    expect("buckets", "exposed", f"{1e3 * simulate_buckets(link, 1024, mib * 2**20)[1]:.1f} ms")
     prefetch = move("prefetch", "prefetch", "ArrowLeft")
-    step = cost_model.simulate_prefetch(plan_schedule, link, 64, int(prefetch))
-    expect("prefetch", "exposed", f"{1e3 * step.exposed_s:.1f} ms")
-    expect("prefetch", "peak", f"{step.peak_bytes / 1e6:.0f} MB")
-
-
-def make_timeline(label):
-    """Return a step of two ranks with two all-reduces. The second has to wait for the first."""
-    spans, launched = [], []
-    for rank in range(2):
-        edges = (0.0, 20.0, 80.0, 95.0, 100.0)
-        spans += [timeline.Span(rank, *span) for span in zip(timeline.PHASES, edges, edges[1:])]
-        launches = []
-        for start_s, end_s in ((0.04, 0.07), (0.06, 0.095)):
-            fields = dict.fromkeys(LAUNCH_FIELDS) | {"op": "all_reduce", "dtype": "float32", "nbytes": 4096, "parts": 1}
-            fields |= {"phase": "backward", "line": "x.py:7"}
-            launches.append(Launch(**fields, step=0, place=0, start=start_s, end=end_s))
-        launched += timeline.make_collectives(rank, launches, range(2), 0.0, True)
-    return timeline.Timeline(label, 2, spans, launched, 15.0, Link(1e-5, 1e9), 60.0)
-
-
-def test_the_timeline_shows_both_ranks_zooms_and_tells_about_a_collective(page, tmp_path):
-    path = tmp_path / "step.html"
-    timeline_view.save_html([make_timeline("3 OverlappedDDP"), make_timeline("torch DDP")], path)
-    page.set_viewport_size(PHONE)
-    page.goto(path.as_uri())
-    assert page.locator("h2").all_inner_texts()[1].startswith("torch DDP, 2 collectives")
-    first = page.locator("#timelines svg >> nth=0")
-    assert {"rank 0", "rank 1"} <= set(first.locator("text").all_text_contents())
-    assert not find_sideways(page)
-    block = first.locator("rect.block >> nth=4")  # after the four phases
-    before = block.bounding_box()
-    block.hover()
-    details = page.inner_text("#details")
-    assert all(text in details for text in ("all-reduce 0", "rank", "40.000 ms", "70.000 ms", "4,096", "x.py:7"))
-    page.mouse.wheel(0, -300)
-    assert block.bounding_box()["width"] > 1.5 * before["width"]
-    whole = page.inner_text("#range")
-    page.click("#whole")
-    assert page.inner_text("#range") != whole
-    assert block.bounding_box() == before
-    page.focus("#timelines svg >> nth=0")
-    page.keyboard.press("+")
-    assert page.inner_text("#range") == "25.250 ms to 75.750 ms"
+    _, exposed_s, peak_bytes = simulate_prefetch(link, 64, int(prefetch))
+    expect("prefetch", "exposed", f"{1e3 * exposed_s:.1f} ms")
+    expect("prefetch", "peak", f"{peak_bytes / 1e6:.0f} MB")
