@@ -1,6 +1,6 @@
 # An image with the course, ready to use: `docker build -t bucket-brigade .`, then `docker run -it bucket-brigade`.
 # It contains the CPU build of torch. For the CUDA build, add `--build-arg TORCH_INDEX=https://pypi.org/simple`.
-# docs/instructors.md explains how to give the image to a class.
+# docs/containers.md explains how to give the image to a class.
 FROM python:3.12-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 

@@ -20,7 +20,7 @@ from brigade.course import written
 from brigade.course.listing import list_checks
 from brigade.course.modules import CORE_MODULES, MODULES, Module
 
-REPOSITORY = "YOUR-ORGANISATION/bucket-brigade"  # on GitHub; docs/instructors.md explains how to publish a copy
+REPOSITORY = "YOUR-ORGANISATION/bucket-brigade"  # on GitHub; docs/publishing.md explains how to publish a copy
 DOCUMENTS = ("README.md", "assignments.md", "docs/browser.md")
 BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)

@@ -30,8 +30,9 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", *editions.CHECKS)
-INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", *handout.BROWSER_NOTEBOOKS)
-INCLUDED += tuple(f"docs/{name}.md" for name in ("browser", "claims", "glossary", "gpus", "leaderboard", "plan"))
+INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
+DOCUMENTS = ("browser", "claims", "glossary", "gpus", "leaderboard", "plan", "privacy")
+INCLUDED += (*handout.BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
 SITE_PACKAGES = ("sphinx", "furo", "myst-nb", "sphinx-design", "sphinx-copybutton")

@@ -110,7 +110,7 @@ def test_make_uses_the_environment_of_the_container():
 
 def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
     """The assignment names the runner's labels, and the changed autograder and the Slurm job pass valid options."""
-    section = (ROOT / "docs" / "instructors.md").read_text().partition("\n### Classroom 50 with your own GPU")[2]
+    section = (ROOT / "docs" / "platforms.md").read_text().partition("\n### Classroom 50 with your own GPU")[2]
     [entry] = re.findall(r"```json\n(.*?)```", section.partition("\n### ")[0], re.DOTALL)
     assert json.loads(entry)["runtime"] == {"runs-on": ["self-hosted", "gpu"]}  # as in foundation50/classroom50
     [options] = re.findall(r'GRADE_OPTIONS="(.*?)"', section.partition("\n### ")[0])

@@ -242,7 +242,7 @@ def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
 @linux
 def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     """Run the documented program with a `sudo` that changes no user, in a student's repository with a link."""
-    text = (ROOT / "docs" / "instructors.md").read_text()
+    text = (ROOT / "docs" / "platforms.md").read_text()
     [recipe] = re.findall(r"^```python\n(\"\"\"Grade the student's checkout.*?)^```", text, re.M | re.S)
     package, checkout, tools, asked = (tmp_path / name for name in ("package", "checkout", "tools", "asked"))
     for directory in (package / ".venv" / "bin", checkout, tools):
