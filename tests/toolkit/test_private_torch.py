@@ -1,0 +1,88 @@
+"""Torch's private names that the course uses: each test shows what breaks if torch changes one."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from brigade.rank import recording
+from brigade.runner.machine import find_loopback_interface
+from brigade.runner.ranks import run_ranks
+
+COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
+
+
+def test_names_of_the_coalescing_manager():
+    assert callable(getattr(c10d, "_coalescing_manager", None)), COALESCE + "c10d._coalescing_manager"
+    assert isinstance(c10d._world.pg_coalesce_state, dict), COALESCE + "c10d._world.pg_coalesce_state, by group"
+
+
+def capture() -> dict:
+    """Return the results of the manager for a normal block and for a block that ends with an exception."""
+    found = {}
+    tensors = [torch.ones(2), torch.ones(3)]
+    with c10d._coalescing_manager(async_ops=True) as handle:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        calls = c10d._world.pg_coalesce_state[dist.group.WORLD]
+        found["calls"] = [(call.op.__name__, call.redop == dist.ReduceOp.SUM, call.tensor.numel()) for call in calls]
+    handle.wait()
+    found["sums"] = [tensor.sum().item() for tensor in tensors]
+    try:
+        with c10d._coalescing_manager(async_ops=True):
+            raise KeyError
+    except KeyError:
+        found["still captures"] = dist.group.WORLD in c10d._world.pg_coalesce_state
+    return found
+
+
+def test_behaviour_of_the_coalescing_manager():
+    for found in run_ranks(capture, world_size=2, mode="record"):
+        assert found["calls"] == [("all_reduce", True, 2), ("all_reduce", True, 3)], (
+            COALESCE + "op, redop and tensor of the calls in a block, until it ends"
+        )
+        assert found["sums"] == [4.0, 6.0]
+        # Were this no longer so, coalesce and the reading of module 6 could be simpler.
+        assert found["still captures"], "the manager cleans up after an exception by itself now"
+
+
+@pytest.mark.parametrize("interfaces", ["", find_loopback_interface()])
+def test_options_of_gloo(interfaces, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    options = recording.make_gloo_options(timedelta(seconds=7))
+    needs = "gloo_options in brigade/rank/recording.py needs "
+    assert options._timeout == timedelta(seconds=7) and options._threads == 1, needs + "_timeout and _threads"
+    assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    assert group.options._threads == 1 and group.options._timeout == timedelta(seconds=7)
+
+
+def test_node_of_a_gradient():
+    """The node accumulates the gradient, even if the parameter's data is a view of another tensor."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    running = []
+    node.register_prehook(
+        lambda gradients: running.append((recording.get_current_node() is node, recording.get_current_task()))
+    )
+    parameter.data = torch.ones(8)[2:5]
+    loss = (2 * parameter).sum()
+    assert recording.get_current_node() is None
+    assert recording.get_current_task() == -1, "outside of backward"
+    loss.backward()
+    (2 * parameter).sum().backward()
+    [(first, task), (second, other)] = running
+    assert first and second, "recording.current_node needs torch._C._current_autograd_node"
+    assert -1 < task < other, "recording.current_task needs torch._C._current_graph_task_id"
+
+
+def test_stand_in_for_a_backend():
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 2)
+    backend = recording.make_stand_in(group)
+    recording.register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"
