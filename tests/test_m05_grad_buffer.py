@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import Evidence, find_leftover, join_names
+from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.expectations import (
     describe_gradients,
     expect,
@@ -26,13 +26,13 @@ from brigade.checks.expectations import (
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
+from helpers.buffers import BUCKET_NUMEL, format_zero_grad
 from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_right_or_refused, expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_no_old_gradients, expect_second_backward, expect_unsynced
 from m05_grad_buffer import causes as diagnosis
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.expected import compute_layout
 
-BUCKET_NUMEL = 150
 JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bucket_numel": BUCKET_NUMEL}}
 ZEROED = {"zero": "optimizer, to None", "late": False}
 
@@ -416,20 +416,6 @@ def test_one_buffer_per_dtype(submission):
 # ---- what the checks of this module and of later ones use
 
 
-def expect_no_old_gradients(submission, world, job):
-    """Expect zeros for a parameter that a rank does not use, even if a second backward completes its bucket."""
-    case = submission.case("Branches", world, micro_batches=3, hidden_layers=0, branches=list(range(world)))
-    twice = ["forward", "forward", "zero_grad", "backward", "backward"]
-    arguments = job["arguments"] | {"bucket_numel": None}  # each backward makes half of the bucket's gradients ready
-    jobs = case.make_jobs(order=["forward", "backward", "finish", *twice, "finish"], **job | {"arguments": arguments})
-    expect_right_or_refused(
-        "after two forwards, zero_grad and two backwards, parameters that a rank does not use count as zero",
-        submission.run(training.take_odd_step, jobs, world_size=world),
-        case.gradients(micro=slice(1, 3)),
-        Evidence(diagnosis.OLD_GRADIENTS),
-    )
-
-
 def lay_out(case, world):
     """Return the names from the last parameter to the first, and their buffer's layout. The model has one dtype."""
     named = list(reversed([(name, p) for name, p in case.parameters().items() if p.requires_grad]))
@@ -448,12 +434,6 @@ def require_padded(results, case, steps=1):
         "for in finish_grad_sync"
     )
     require_launches(results.events, case.group, kind, accepts, steps)
-
-
-def format_zero_grad(form):
-    """Return the call that zeroes the gradients in this form: see the scenario's `zero_gradients`."""
-    owner, value = form.split(", to ")
-    return f"{owner}.zero_grad(set_to_none={value == 'None'})"
 
 
 def describe_grad(grad):

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from test_m05_grad_buffer import BUCKET_NUMEL, expect_no_old_gradients, format_zero_grad
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
@@ -23,15 +22,14 @@ from brigade.checks.expectations import (
     explain_failures,
     format_ranks,
     join_names,
-    overlaps,
-    require_launches,
 )
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
+from helpers.buffers import BUCKET_NUMEL, format_zero_grad, list_groups, require_halves
 from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_no_old_gradients, expect_second_backward, expect_unsynced
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.causes import explain_lost_view
 from m05_grad_buffer.expected import compute_layout
@@ -576,33 +574,6 @@ def expect_waited(launched, at, events):
         diagnosis.RACED,
         **at,
     )
-
-
-def list_groups(parameters, size, buckets_per_group, bucket_numel=BUCKET_NUMEL):
-    """Return the groups that the rules of modules 5 and 6 give: (dtype, elements, names of parameters), by dtype."""
-    trainable = [(name, p) for name, p in reversed(parameters.items()) if p.requires_grad]
-    groups = []
-    for dtype in dict.fromkeys(p.dtype for _, p in trainable):
-        named = [(name, p.numel()) for name, p in trainable if p.dtype == dtype]
-        layout = compute_layout([numel for _, numel in named], bucket_numel, size)
-        ranges = layout["bucket_ranges"]
-        length = buckets_per_group or len(ranges)
-        for first in range(0, len(ranges), length):
-            names = [name for (name, _), b in zip(named, layout["bucket_of"]) if first <= b < first + length]
-            groups.append((dtype, sum(end - start for start, end in ranges[first : first + length]), names))
-    return groups
-
-
-def require_halves(results, case, steps=1):
-    """Require reduce_scatters, launched asynchronously while backward runs, and all_gathers."""
-
-    def accepts(launched):
-        return {launch.op for launch in launched} == {"reduce_scatter", "all_gather"} and all(
-            overlaps(launch) for launch in launched if launch.op == "reduce_scatter"
-        )
-
-    kind = "asynchronous reduce_scatters, launched during backward, and all_gathers"
-    require_launches(results.events, case.group, kind, accepts, steps)
 
 
 def expect_complete(events, step, groups, rank):

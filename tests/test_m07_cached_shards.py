@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import BUCKET_NUMEL, expect_no_old_gradients
-from test_m06_coalesced import list_groups, require_halves
 
 from brigade.checks.diagnose.evidence import describe_missed, find_leftover
 from brigade.checks.expectations import (
@@ -25,8 +23,9 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from helpers import training
+from helpers.buffers import BUCKET_NUMEL, list_groups, require_halves
 from helpers.easier import blame_visits
-from helpers.odd_steps import expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_no_old_gradients, expect_second_backward, expect_unsynced
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m07_cached_shards import causes as diagnosis
 from m07_cached_shards import scenario as m07_cached_shards

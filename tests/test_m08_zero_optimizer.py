@@ -18,7 +18,18 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
+from helpers.buffers import compute_padded_numel
 from helpers.odd_steps import expect_right_or_refused
+from helpers.zero import (
+    MOMENTS,
+    NORMS,
+    OPTIMIZERS,
+    expect_norms,
+    expect_trained,
+    get_rounding,
+    make_recipe,
+    require_shared_state,
+)
 from m05_grad_buffer.expected import compute_layout
 from m08_zero_optimizer import causes as diagnosis
 from m08_zero_optimizer import scenario as m08_zero
@@ -34,21 +45,12 @@ from m08_zero_optimizer.expected import (
     widen,
 )
 
-# The relative error that a correct norm may have, by the dtype in which it is returned. For a Python number (None), the
-# dtype of its computation is unknown, and float32 is precise enough.
-NORMS = {torch.float64: MANY_STEPS, torch.float32: 1e-5, None: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}, "params": "generator"}
 ZERO = {
     "package": "m07_cached_shards",
     "wrapper": "CachedDDP",
     "arguments": {"bucket_numel": 150, "buckets_per_group": 2},
 }
-OPTIMIZERS = {
-    "SGD": {"lr": 0.05, "momentum": 0.9},
-    "Adam": {"lr": 0.01},
-    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-}
-MOMENTS = {"SGD": 1, "Adam": 2, "AdamW": 2}
 GAP = 1 / 128  # the distance between neighbouring bfloat16 numbers from 1 to 2
 
 
@@ -642,11 +644,6 @@ def expect_odd_orders(submission):
         )
 
 
-def get_rounding(results):
-    """Return the relative error that the norms of these ranks may have."""
-    return max(NORMS.get(dtype, MANY_STEPS) for result in results for dtype in result["norm_dtypes"])
-
-
 def expect_unsharded(results, case, job, changes=diagnosis.suspect_nothing, tolerance=MANY_STEPS):
     """Expect the unsharded optimizer's weights in the case's group, after the first step and after the last.
 
@@ -730,92 +727,10 @@ def expect_norm(norms, expected_norms, step, case, job, events, rounding):
         )
 
 
-def make_recipe(name, **more):
-    """Return the recipe of `m08_zero.take_steps` for the optimizer of this name, with its options above."""
-    return {"optimizer": name, "options": OPTIMIZERS[name]} | more
-
-
 def make_zero_jobs(case, recipe, world=None, steps=slice(None), **more):
     """Return the jobs of the first `world` ranks: the recipe, and each rank's batches of these steps."""
     jobs = case.make_jobs(**{**ZERO, "recipe": recipe, **more})
     return PerRank(job | {"batches": job["batches"][steps]} for job in jobs[:world])
-
-
-def expect_trained(
-    what,
-    results,
-    expected,
-    start,
-    hypotheses=diagnosis.suspect_nothing,
-    *,
-    ranks=None,
-    tolerance=MANY_STEPS,
-    otherwise="",
-):
-    """Expect that every rank has the expected weights, and a ZeroOptimizer.
-
-    `hypotheses` gives, by cause, functions that compute the weights of a mistake. `otherwise` is the cause if none of
-    them matches.
-    """
-    ranks = list(ranks or range(len(results)))
-    for rank in ranks:
-        expect(
-            results[rank]["is_optimizer"],
-            "ZeroOptimizer is a subclass of torch.optim.Optimizer",
-            "it is not a subclass",
-            diagnosis.NO_OPTIMIZER,
-            rank=rank,
-        )
-        expect(
-            not results[rank]["gather_grads"],
-            "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards",
-            "ddp.gather_grads is True",
-            diagnosis.GATHERED,
-            rank=rank,
-        )
-    actual = [results[rank]["weights"] for rank in ranks]
-    with diagnosis.explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
-        expect_equal(what, actual, expected, ranks=ranks, tolerance=tolerance)
-
-
-def require_shared_state(results, case, name):
-    """Require that each rank has the state of `name` only for its own shards, in `optimizer.optim`."""
-    params, size = case.parameters().values(), len(results)
-    itemsize = max(4, *(parameter.itemsize for parameter in params))
-    bound = MOMENTS[name] * itemsize * compute_padded_numel(params, size) // size
-    whole = MOMENTS[name] * itemsize * sum(p.numel() for p in params if p.requires_grad)
-    for index, result in enumerate(results if size > 1 else []):
-        actual = result["state_bytes"]
-        expect(
-            actual is not None and actual <= bound,
-            f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
-            "optimizer.optim, the state of its own shards",
-            "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes",
-            partial(diagnosis.explain_state_bytes, actual, whole),
-            rank=case.group[index] if len(case.group) == size else index,
-        )
-
-
-def compute_padded_numel(params, world):
-    """Return the elements of all buckets of a buffer of these parameters, padding included."""
-    numels = [p.numel() for p in reversed(list(params)) if p.requires_grad]
-    return compute_layout(numels, ZERO["arguments"]["bucket_numel"], world)["numel"]
-
-
-def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
-    """Expect the norms of one process on each rank, with relative errors of at most `rounding`."""
-    for step, expected in enumerate(expected_norms):
-        norms = [norms[step] for norms in norms_by_rank]
-        for rank, norm in enumerate(norms):
-            shown, exact = format_distinct(norm, expected)
-            expect(
-                abs(norm - expected) <= rounding * expected,
-                f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank",
-                f"clip_grad_norm_ returned {shown}",
-                partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms)),
-                rank=rank,
-                step=step,
-            )
 
 
 def expect_plain_loads(resume):

@@ -4,15 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import BUCKET_NUMEL
-from test_m06_coalesced import list_groups
-from test_m08_zero_optimizer import expect_trained, make_recipe, require_shared_state
 
 from brigade.checks import edge_case_models
 from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names
 from brigade.events import launches, summarize
 from helpers import training
+from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits
+from helpers.zero import expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
 from m09_prefetched_weights import causes as diagnosis

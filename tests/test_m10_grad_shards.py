@@ -4,9 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import BUCKET_NUMEL
-from test_m06_coalesced import list_groups
-from test_m08_zero_optimizer import compute_padded_numel, expect_norms, expect_trained, get_rounding, make_recipe
 
 from brigade.checks.expectations import (
     MANY_STEPS,
@@ -19,7 +16,9 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from helpers import training
+from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
+from helpers.zero import expect_norms, expect_trained, get_rounding, make_recipe
 from m08_zero_optimizer.expected import compute_weights, train_alone
 from m10_grad_shards import causes as diagnosis
 from m10_grad_shards import scenario as m10_grad_shards

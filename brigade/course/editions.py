@@ -13,7 +13,10 @@ CORE = (
         for folder in ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
     ),
 )
-CHECKS = ("tests/test_m*.py", *(f"tests/helpers/{name}.py" for name in ("training", "easier", "odd_steps")))
+CHECKS = (
+    "tests/test_m*.py",
+    *(f"tests/helpers/{name}.py" for name in ("buffers", "training", "easier", "odd_steps", "zero")),
+)
 CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.json"))
 
 

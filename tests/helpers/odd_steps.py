@@ -6,6 +6,7 @@ from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, summarize
 from helpers import training
 from m03_overlapped_ddp import causes
+from m05_grad_buffer.causes import OLD_GRADIENTS
 
 
 def expect_unsynced(results, case, step):
@@ -47,3 +48,17 @@ def expect_right_or_refused(what, results, expected, evidence):
     answered = [rank for rank, result in enumerate(results) if result is not None]
     actual = [results[rank] for rank in answered]
     expect_equal(f"{what}, or raises RuntimeError", actual, expected, ranks=answered, evidence=evidence)
+
+
+def expect_no_old_gradients(submission, world, job):
+    """Expect zeros for a parameter that a rank does not use, even if a second backward completes its bucket."""
+    case = submission.case("Branches", world, micro_batches=3, hidden_layers=0, branches=list(range(world)))
+    twice = ["forward", "forward", "zero_grad", "backward", "backward"]
+    arguments = job["arguments"] | {"bucket_numel": None}  # each backward makes half of the bucket's gradients ready
+    jobs = case.make_jobs(order=["forward", "backward", "finish", *twice, "finish"], **job | {"arguments": arguments})
+    expect_right_or_refused(
+        "after two forwards, zero_grad and two backwards, parameters that a rank does not use count as zero",
+        submission.run(training.take_odd_step, jobs, world_size=world),
+        case.gradients(micro=slice(1, 3)),
+        Evidence(OLD_GRADIENTS),
+    )

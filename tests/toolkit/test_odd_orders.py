@@ -1,9 +1,6 @@
 """The solutions are right or raise RuntimeError, whatever the order of backward passes, finishes and other calls."""
 
 import pytest
-from test_m04_bucketed_ddp import JOB as BUCKETED
-from test_m06_coalesced import make_job
-from test_m08_zero_optimizer import SGD, ZERO, make_recipe
 
 from brigade.checks.context import CheckContext
 from brigade.checks.expectations import MANY_STEPS, expect_equal
@@ -30,35 +27,31 @@ RIGHT_OR_REFUSED = [
     ([*BACKWARD, "finish", *BACKWARD, "finish"], slice(0, 2)),
     (["finish", *BACKWARD, "finish"], slice(0, 1)),
 ]
-JOBS = {3: {}, 4: BUCKETED, 5: {"arguments": {"bucket_numel": 150}}, 6: make_job(2), 7: make_job(2), 8: ZERO}
-JOBS[9] = ZERO | {
-    "package": "m09_prefetched_weights",
-    "wrapper": "PrefetchedDDP",
-    "optimizer_class": ("m09_prefetched_weights", "PrefetchedZeroOptimizer"),
-    "finish": True,
-}
-JOBS[10] = {
-    "package": "m10_grad_shards",
-    "wrapper": "GradShardedDDP",
-    "arguments": {"bucket_numel": 150},
-    "optimizer_class": ("m10_grad_shards", "Zero2Optimizer"),
-}
+BUFFERED, GROUPED = {"bucket_numel": 150}, {"bucket_numel": 150, "buckets_per_group": 2}
+ARGUMENTS = {3: {}, 4: {"bucket_cap_mb": 600 / 2**20}, 5: BUFFERED, 6: GROUPED, 7: GROUPED, 8: GROUPED, 9: GROUPED}
+ARGUMENTS[10] = BUFFERED
+OPTIMIZERS = {9: "PrefetchedZeroOptimizer", 10: "Zero2Optimizer"}  # module 8's is the scenario's default
+SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}}
 
 
-@pytest.mark.parametrize("number", JOBS)
+@pytest.mark.parametrize("number", ARGUMENTS)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
 def test_right_or_refused(number, world):
     entry = get_module(number)
-    job = {"package": entry.package, "wrapper": entry.public[-1]} | JOBS[number]
+    wrapped = get_module(7) if number == 8 else entry
+    wrapper = next(name for name in wrapped.public if name.endswith("DDP"))
+    job = {"package": wrapped.package, "wrapper": wrapper, "arguments": ARGUMENTS[number], "finish": number == 9}
+    if number in OPTIMIZERS:
+        job["optimizer_class"] = entry.package, OPTIMIZERS[number]
     context = CheckContext(read("solutions", number).sources)
     case = context.case("Plain" if number == 3 else "Branches", world, micro_batches=2)
-    recipe, batches = make_recipe("SGD"), case.batches
+    batches = case.batches
     orders = [order if number < 8 else [*order, "step"] for order, _ in RIGHT + RIGHT_OR_REFUSED]
-    jobs = [case.make_jobs(order=order, recipe=recipe, **job) for order in orders]
+    jobs = [case.make_jobs(order=order, recipe=SGD, **job) for order in orders]
     run = training.take_odd_step if number < 8 else scenario.take_odd_step
     for (order, used), results in zip(RIGHT + RIGHT_OR_REFUSED, context.run_each(run, jobs)):
         case.batches = [[own[0][used]] for own in batches]
-        expected = case.gradients() if number < 8 else compute_weights(case, recipe)
+        expected = case.gradients() if number < 8 else compute_weights(case, SGD)
         if (order, used) in RIGHT or None not in results:
             expect_equal(" ".join(order), list(results), expected, tolerance=1e-4)
 
@@ -69,8 +62,9 @@ def test_right_or_refused(number, world):
 def test_clipping_before_backward(order, is_refused):
     context = CheckContext(read("solutions", 8).sources)
     case = context.case("Plain", 2)
-    jobs = case.make_jobs(start=case.start(), order=order.split(), **SGD)
+    job = SGD | {"params": "generator"}
+    jobs = case.make_jobs(start=case.start(), order=order.split(), **job)
     results = list(context.run(scenario_sharded.take_odd_step, jobs, world_size=2))
     assert is_refused == (results == [None, None])
     if not is_refused:
-        expect_equal(order, results, train_unsharded(case, SGD)["weights"][-1], tolerance=MANY_STEPS)
+        expect_equal(order, results, train_unsharded(case, job)["weights"][-1], tolerance=MANY_STEPS)

@@ -1,0 +1,100 @@
+"""Expectations about ZeroOptimizer, which the checks of modules 8 to 10 share."""
+
+from functools import partial
+
+import torch
+
+from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct
+from helpers.buffers import compute_padded_numel
+from m08_zero_optimizer import causes as diagnosis
+
+# The relative error that a correct norm may have, by the dtype in which it is returned. For a Python number (None), the
+# dtype of its computation is unknown, and float32 is precise enough.
+NORMS = {torch.float64: MANY_STEPS, torch.float32: 1e-5, None: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+OPTIMIZERS = {
+    "SGD": {"lr": 0.05, "momentum": 0.9},
+    "Adam": {"lr": 0.01},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+}
+MOMENTS = {"SGD": 1, "Adam": 2, "AdamW": 2}
+
+
+def make_recipe(name, **more):
+    """Return the recipe of `m08_zero.take_steps` for the optimizer of this name, with its options above."""
+    return {"optimizer": name, "options": OPTIMIZERS[name]} | more
+
+
+def expect_trained(
+    what,
+    results,
+    expected,
+    start,
+    hypotheses=diagnosis.suspect_nothing,
+    *,
+    ranks=None,
+    tolerance=MANY_STEPS,
+    otherwise="",
+):
+    """Expect that every rank has the expected weights, and a ZeroOptimizer.
+
+    `hypotheses` gives, by cause, functions that compute the weights of a mistake. `otherwise` is the cause if none of
+    them matches.
+    """
+    ranks = list(ranks or range(len(results)))
+    for rank in ranks:
+        expect(
+            results[rank]["is_optimizer"],
+            "ZeroOptimizer is a subclass of torch.optim.Optimizer",
+            "it is not a subclass",
+            diagnosis.NO_OPTIMIZER,
+            rank=rank,
+        )
+        expect(
+            not results[rank]["gather_grads"],
+            "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards",
+            "ddp.gather_grads is True",
+            diagnosis.GATHERED,
+            rank=rank,
+        )
+    actual = [results[rank]["weights"] for rank in ranks]
+    with diagnosis.explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
+        expect_equal(what, actual, expected, ranks=ranks, tolerance=tolerance)
+
+
+def require_shared_state(results, case, name):
+    """Require that each rank has the state of `name` only for its own shards, in `optimizer.optim`."""
+    params, size = case.parameters().values(), len(results)
+    itemsize = max(4, *(parameter.itemsize for parameter in params))
+    bound = MOMENTS[name] * itemsize * compute_padded_numel(params, size) // size
+    whole = MOMENTS[name] * itemsize * sum(p.numel() for p in params if p.requires_grad)
+    for index, result in enumerate(results if size > 1 else []):
+        actual = result["state_bytes"]
+        expect(
+            actual is not None and actual <= bound,
+            f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
+            "optimizer.optim, the state of its own shards",
+            "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes",
+            partial(diagnosis.explain_state_bytes, actual, whole),
+            rank=case.group[index] if len(case.group) == size else index,
+        )
+
+
+def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
+    """Expect the norms of one process on each rank, with relative errors of at most `rounding`."""
+    for step, expected in enumerate(expected_norms):
+        norms = [norms[step] for norms in norms_by_rank]
+        for rank, norm in enumerate(norms):
+            shown, exact = format_distinct(norm, expected)
+            expect(
+                abs(norm - expected) <= rounding * expected,
+                f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank",
+                f"clip_grad_norm_ returned {shown}",
+                partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms)),
+                rank=rank,
+                step=step,
+            )
+
+
+def get_rounding(results):
+    """Return the relative error that the norms of these ranks may have."""
+    return max(NORMS.get(dtype, MANY_STEPS) for result in results for dtype in result["norm_dtypes"])
