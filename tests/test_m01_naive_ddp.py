@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights
+from brigade.checks.expectations import expect, expect_gradients, expect_interface, expect_start, expect_weights
 from brigade.events import launches, summarize
 from helpers import training
 from helpers.easier import blame_visits
@@ -100,6 +100,7 @@ def test_subgroups(submission):
     results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
     expect_start([result["start"] for result in results], case, events=results.events)
     expect_gradients(results, case)
+    expect_interface(results, case)
 
 
 # ---- what the checks use

@@ -13,6 +13,7 @@ from brigade.checks.expectations import (
     evaluate,
     expect,
     expect_equal,
+    expect_interface,
     explain_failures,
     format_distinct,
     join_names,
@@ -231,6 +232,7 @@ def test_weights_equal_plain_training(submission):
         expect_shapes(own, case, more.get("unit_type", "Block"))
         expect_nothing_whole(own, case, more.get("unit_type", "Block"))
         expect_trained(own, case, train_plain(case)[0], f"weights after {steps} steps of {case.optimizer} ({model})")
+        expect_interface(results, case)
 
 
 @pytest.mark.points(3)

@@ -238,12 +238,28 @@ def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
         raise failed.with_cause(first.likely_cause, first.hypothesis) if first else failed from None
 
 
+def expect_interface(results: Sequence[Mapping[str, Any]], case: Case) -> None:
+    """Expect every wrapper to have its model as .module and its group as .process_group."""
+    for rank in case.group:
+        interface = results[rank]["interface"]
+        expect(interface["module"], "the wrapper's .module is the wrapped model", "it is not", rank=rank)
+        ranks = interface["process_group"]
+        expect(
+            ranks == case.group,
+            f"the wrapper's .process_group contains the ranks {case.group}",
+            "the wrapper has no .process_group" if ranks is None else f"it contains the ranks {ranks}",
+            "the constructor does not keep its argument in self.process_group, which later modules read.",
+            rank=rank,
+        )
+
+
 def expect_steps(case: Case, require: Callable[..., None], results: RankResults) -> None:
-    """Expect a right start, right gradients and right weights. `require(results, case)` judges the launches."""
+    """Expect a right start, gradients, weights and interface. `require(results, case)` judges the launches."""
     expect_start([result["start"] for result in results], case, events=results.events)
     expect_gradients(results, case)
     expect_weights(results, case)
     require(results, case)
+    expect_interface(results, case)
 
 
 def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:

@@ -59,6 +59,13 @@ def wrap(job: dict, model: torch.nn.Module) -> torch.nn.Module:
         return wrapper(model, **job.get("arguments", {}), **({} if group is None else {"process_group": group}))
 
 
+def describe_interface(ddp: torch.nn.Module, model: torch.nn.Module) -> dict:
+    """Return what every wrapper promises to others: whether .module is the model, and the ranks of .process_group."""
+    group = getattr(ddp, "process_group", "missing")
+    ranks = None if group == "missing" else dist.get_process_group_ranks(group)
+    return {"module": getattr(ddp, "module", None) is model, "process_group": ranks}
+
+
 def move_to_device(batch: dict) -> dict:
     """Move the tensors of a batch to this rank's device."""
     return {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
@@ -145,7 +152,8 @@ def train(job: dict) -> dict:
             optimizer.step()
         visit(ddp, batches[0], PLACES[4], visits)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return {"start": start, "gradients": gradients, "strides": strides, "weights": weights}
+    results = {"start": start, "gradients": gradients, "strides": strides, "weights": weights}
+    return results | {"interface": describe_interface(ddp, model)}
 
 
 def take_odd_step(job: dict) -> dict | None:

@@ -21,7 +21,7 @@ class NaiveDDP(nn.Module):
     def __init__(self, module, process_group=None):
         super().__init__()
         broadcast_module_state(module, process_group)
-        self.module, self.group = module, process_group
+        self.module, self.process_group = module, process_group
 
     def forward(self, *inputs, **options):
         return self.module(*inputs, **options)
@@ -31,7 +31,8 @@ class NaiveDDP(nn.Module):
         for name, p in self.named_parameters():
             if p.requires_grad:
                 averages[name] = torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-        handles = [dist.all_reduce(g, op=dist.ReduceOp.AVG, group=self.group, async_op=True) for g in averages.values()]
+        group = self.process_group
+        handles = [dist.all_reduce(g, op=dist.ReduceOp.AVG, group=group, async_op=True) for g in averages.values()]
         while handles:
             handles.pop().wait()
         for name, p in self.named_parameters():

@@ -10,7 +10,7 @@ class FlatDDP(nn.Module):
     def __init__(self, module, process_group=None):
         super().__init__()
         self.module = module
-        self.group = process_group
+        self.process_group = process_group
         for tensor in [*module.buffers(), *module.parameters()]:
             whole = tensor.data.contiguous()
             dist.broadcast(whole, group=process_group, group_src=0)
@@ -31,10 +31,10 @@ class FlatDDP(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        size = dist.get_world_size(self.group)
+        size = dist.get_world_size(self.process_group)
         for p, piece in self.pieces.items():
             piece.zero_() if p.grad is None else torch.div(p.grad, size, out=piece)
-        handles = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in self.flats]
+        handles = [dist.all_reduce(flat, group=self.process_group, async_op=True) for flat in self.flats]
         for handle in handles:
             handle.wait()
         for p, piece in self.pieces.items():

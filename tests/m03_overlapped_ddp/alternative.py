@@ -10,7 +10,7 @@ from torch import nn
 class OverlappedDDP(nn.Module):
     def __init__(self, module, process_group=None):
         super().__init__()
-        self.module = module
+        self.module, self.process_group = module, process_group
         self._futures = []
         self._trainable = [p for p in module.parameters() if p.requires_grad]
         self._unlaunched = set(self._trainable)

@@ -70,7 +70,7 @@ class GradBuffer:
 class BufferedDDP(nn.Module):
     def __init__(self, module, bucket_numel=40_000_000, grad_dtype=None, process_group=None):
         super().__init__()
-        self.module, self.group = module, process_group
+        self.module, self.process_group = module, process_group
         self.size = dist.get_world_size(process_group)
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), group=process_group, group_src=0)
@@ -129,7 +129,7 @@ class BufferedDDP(nn.Module):
         buffer, (start, end), _ = self._plan[len(self._handles)]
         buffer.grad_data[start:end] /= self.size  # Python assigns the slice to its own place: nothing moves
         data = buffer.grad_data[start:end]
-        self._handles.append(dist.all_reduce(data, group=self.group, async_op=True))
+        self._handles.append(dist.all_reduce(data, group=self.process_group, async_op=True))
 
     def finish_grad_sync(self):
         for buffer, _, members in self._plan[len(self._handles) :]:

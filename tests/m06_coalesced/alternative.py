@@ -86,7 +86,7 @@ class BucketGroup:
 class CoalescedDDP(nn.Module):
     def __init__(self, module, bucket_numel=40_000_000, buckets_per_group=1, grad_dtype=None, process_group=None):
         super().__init__()
-        self.module, self.gather_grads, self._quiet = module, True, 0
+        self.module, self.process_group, self.gather_grads, self._quiet = module, process_group, True, 0
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), group=process_group, group_src=0)
         families = {}

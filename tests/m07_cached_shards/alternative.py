@@ -43,7 +43,7 @@ class ShardCache:
 class CachedDDP(nn.Module):
     def __init__(self, module, bucket_numel=40_000_000, buckets_per_group=1, grad_dtype=None, process_group=None):
         super().__init__()
-        self.module, self.group = module, process_group
+        self.module, self.process_group = module, process_group
         self.gather_grads = True
         self.size = dist.get_world_size(process_group)
         broadcast_module_state(module, process_group)
@@ -106,15 +106,15 @@ class CachedDDP(nn.Module):
     def launch(self, cache, chosen):
         for whole, _ in cache.grads[chosen]:
             whole.div_(self.size)
-        with coalesce(self.group) as handle:
+        with coalesce(self.process_group) as handle:
             for whole, own in cache.grads[chosen]:
-                scatter(own, whole, group=self.group)
+                scatter(own, whole, group=self.process_group)
         self.handles.append(handle)
 
     def complete(self, pairs):
-        with coalesce(self.group) as handle:
+        with coalesce(self.process_group) as handle:
             for whole, own in pairs:
-                gather(whole, own, group=self.group)
+                gather(whole, own, group=self.process_group)
         return handle
 
     def finish_grad_sync(self):

@@ -127,7 +127,7 @@ class FullyShardedDDP(nn.Module):
         reduce_dtype=None,
     ):
         super().__init__()
-        self.module, self.group, self.prefetch = module, process_group, prefetch
+        self.module, self.process_group, self.prefetch = module, process_group, prefetch
         self.compute, self.reduce = compute_dtype, reduce_dtype
         self.reshard, self.sync = reshard_after_forward, True
         broadcast_module_state(module, process_group)
@@ -147,7 +147,9 @@ class FullyShardedDDP(nn.Module):
     def make_flats(self, params):
         kinds = dict.fromkeys((p.dtype, p.requires_grad) for p in params)
         return [
-            Flat([p for p in params if (p.dtype, p.requires_grad) == kind], self.group, self.compute, self.reduce)
+            Flat(
+                [p for p in params if (p.dtype, p.requires_grad) == kind], self.process_group, self.compute, self.reduce
+            )
             for kind in kinds
         ]
 
@@ -295,7 +297,7 @@ class FullyShardedDDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm):
         total = sum(shard.grad.double().pow(2).sum() for shard in self.shards())
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self.process_group)
         norm = float(total) ** 0.5
         for shard in self.shards():
             shard.grad *= min(1.0, max_norm / norm)
@@ -306,7 +308,7 @@ class FullyShardedDDP(nn.Module):
         for flats in self.flats:
             for flat in flats:
                 full = flat.shard.data.new_empty(flat.weights.numel())
-                all_gather(full, flat.shard.data, self.group)
+                all_gather(full, flat.shard.data, self.process_group)
                 whole |= {id(p): full[a:b].view_as(p).cpu().clone() for p, (a, b) in zip(flat.params, flat.ranges)}
         named = dict(self.module.named_parameters(remove_duplicate=False))
         state = self.module.state_dict()

@@ -16,7 +16,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
-from helpers.training import accumulate, build, create_group, forward_backward, move_to_device
+from helpers.training import accumulate, build, create_group, describe_interface, forward_backward, move_to_device
 
 PACKAGE = "m11_fully_sharded"
 
@@ -349,6 +349,7 @@ def train(job: dict) -> dict:
         entries = [*save(optimizer)["state"].values()] if save and job["optimizer"] == "adam" else None
     addresses = [value.data_ptr() for entry in entries or () for value in entry.values()]
     results |= {"optimizer": entries, "resumed": is_resumed, "is shared": len({*addresses}) < len(addresses)}
+    results["interface"] = describe_interface(ddp, model)
     return results | {"weights": state, "numels": [shard.numel() for shard in shards], "device": device().type}
 
 
