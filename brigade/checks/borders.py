@@ -118,8 +118,8 @@ def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None,
     x, y = torch.ones(3, sizes[0], dtype=dtype), torch.ones(3, 1, dtype=dtype)
     seeds = NotedSeeds([0] * count, lambda number, _: order.append(number))
     loss = compute_loss(module, {"x": x, "y": y, "branch": branch, "borders": seeds})
-    with recorder.backward_of(loss):
-        loss.backward()
+    recorder.phase = "backward"
+    loss.backward()
     sections, last = {}, None
     for entry in order:
         if isinstance(entry, int):

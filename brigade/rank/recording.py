@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -50,7 +51,6 @@ class Recorder:
         self._lock = threading.RLock()
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._nodes: list[Any] = []  # that accumulate the watched gradients
-        self._task: int | None = -1  # the engine's number for this backward
 
     def note(self, kind: str, **fields: Any) -> None:
         """Record an event."""
@@ -71,48 +71,28 @@ class Recorder:
         self._parameters = dict(module.named_parameters())
 
     def watch_gradients(self, module: torch.nn.Module) -> None:
-        """Record an event "ready" in each backward just before a gradient of the module is added to `.grad`.
+        """In the phase "backward", record an event "ready" just before a gradient of the module is added to `.grad`.
 
-        The hook belongs to the node of the autograd graph, because anyone can clear or call a parameter's own hooks. It
-        runs after the parameter's tensor hooks and before its post-accumulate hooks.
+        The hook belongs to the node of the autograd graph, because a wrapper may clear a parameter's own hooks. It runs
+        after the parameter's tensor hooks and before its post-accumulate hooks.
         """
+
+        def note_ready(name: str, gradients: Sequence[torch.Tensor | None]) -> None:
+            if gradients[0] is not None and self.phase == "backward":
+                self.note("ready", name=name)
+
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes.append(node)  # keeps it alive, which the parameter does not
-                node.register_prehook(self._make_hook(node, name))
-
-    def _make_hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
-        def note_ready(gradients: Sequence[torch.Tensor | None]) -> None:
-            # Ignore calls by student code, and other backward passes.
-            if get_current_node() is node and get_current_task() == self._task and gradients[0] is not None:
-                self.note("ready", name=name)
-
-        return note_ready
-
-    @contextlib.contextmanager
-    def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
-        """Record "ready" events during the backward of `loss`."""
-        root = loss.grad_fn
-
-        def note_start(_: Sequence[torch.Tensor | None]) -> None:
-            if self._task is None and get_current_node() is root:
-                self._task = get_current_task()
-
-        self._task = None
-        if root is not None:
-            root.register_prehook(note_start)
-        try:
-            yield
-        finally:
-            self._task = -1  # no task has this number
+                node.register_prehook(functools.partial(note_ready, name))
 
     def follow_backward(self, output: torch.Tensor) -> None:
         """Record the phase "backward", with "ready" events, in any backward through `output`."""
 
         def note_start(_: Sequence[torch.Tensor | None]) -> None:
-            if self._task != get_current_task():  # a backward may pass several outputs
-                self._task, before, self.phase = get_current_task(), self.phase, "backward"
+            if self.phase != "backward":  # a backward may pass several outputs
+                before, self.phase = self.phase, "backward"
                 self.note("phase")
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(self, "phase", before))
 
@@ -185,23 +165,6 @@ def follow_backward(output: torch.Tensor) -> None:
     """Record any backward through this tensor: see `Recorder.follow_backward`. Do nothing outside a rank."""
     if _recorder:
         _recorder.follow_backward(output)
-
-
-@contextlib.contextmanager
-def record_backward(loss: torch.Tensor) -> Iterator[None]:
-    """Record the block as the phase "backward". Inside the block, call `loss.backward()` exactly once."""
-    with _recorder.backward_of(loss) if _recorder else contextlib.nullcontext(), phase("backward"):
-        yield
-
-
-def get_current_node() -> Any:
-    """Return the node of the autograd graph that the engine is running in this thread, or None."""
-    return torch._C._current_autograd_node()
-
-
-def get_current_task() -> int:
-    """Return the number of the backward that the engine is running in this thread."""
-    return torch._C._current_graph_task_id()
 
 
 @contextlib.contextmanager

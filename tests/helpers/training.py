@@ -93,7 +93,7 @@ def forward_backward(ddp: torch.nn.Module, batch: dict, visits: Sequence[tuple[s
     with phase("forward"):
         loss = compute_loss(ddp, move_to_device(batch))
     visit(ddp, batch, PLACES[1], visits)
-    with recording.record_backward(loss):
+    with phase("backward"):
         loss.backward()
     visit(ddp, batch, PLACES[2], visits)
 
@@ -180,7 +180,7 @@ def follow(order: Sequence[str], ddp: torch.nn.Module, batches: list[dict], opti
         for action in order:
             if "backward" in action:
                 loss, is_quiet = losses.pop(0), "no_sync" in action
-                with ddp.no_sync() if is_quiet else contextlib.nullcontext(), recording.record_backward(loss):
+                with ddp.no_sync() if is_quiet else contextlib.nullcontext(), phase("backward"):
                     loss.backward()
             else:
                 with phase(action):

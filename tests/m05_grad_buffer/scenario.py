@@ -131,7 +131,7 @@ def train(job: dict) -> dict:
             loss = compute_loss(ddp, move_to_device(batch))
         if job["late"]:
             zero_gradients(job["zero"], model, optimizer)
-        with recording.record_backward(loss):
+        with phase("backward"):
             loss.backward()
         before.append([buffer["offsets"] for buffer in describe_buffers(ddp, model)])
         with phase("finish"):

@@ -79,7 +79,7 @@ class ViewCounter(TorchFunctionMode):
         """
         edge = torch.autograd.graph.get_gradient_edge(loss)
         before = self.control
-        with recording.record_backward(loss), self.counting("backward"):
+        with recording.phase("backward"), self.counting("backward"):
             torch.autograd.backward(edge)
         if self.control == before:
             raise RuntimeError("the counter of views does not see hooks with this version of torch")

@@ -98,7 +98,7 @@ def count_at_hooks(
             recording.note("step", step=step)
             ddp.zero_grad()
             loss = compute_loss(ddp, batch)
-            with recording.record_backward(loss):
+            with phase("backward"):
                 loss.backward()
             del loss
             if ddp is not model:

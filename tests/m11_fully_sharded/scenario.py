@@ -461,5 +461,5 @@ def cross_no_sync(ddp: nn.Module, batch: dict, is_reduced: bool) -> None:
     around_forward, around_backward = contexts if is_reduced else contexts[::-1]
     with around_forward(), phase("forward"):
         loss = compute_loss(ddp, move_to_device(batch))
-    with around_backward(), recording.record_backward(loss):
+    with around_backward(), phase("backward"):
         loss.backward()

@@ -93,36 +93,9 @@ def readiness(how: str) -> None:
                 parameter.grad = memory[: parameter.numel()].view(parameter.shape)
             elif how == "moved":
                 parameter.data = parameter.data.clone()
-        loss = model(torch.ones(1, 3)).sum()
-        with recording.record_backward(loss):
+        loss = (torch.ones(1, 3) @ model.weight.T if how == "unused bias" else model(torch.ones(1, 3))).sum()
+        with phase("backward"):
             loss.backward()
-
-
-def meddling(how: str) -> None:
-    """Run one backward of a watched model while its hooks are called by others. The bias may be unused."""
-    model = nn.Linear(3, 2)
-    recording.watch_gradients(model)
-    own, *_ = (
-        torch.autograd.graph.get_gradient_edge(model.bias)
-        .node.register_prehook(lambda gradients: None)
-        .hooks_dict_ref()
-        .values()
-    )
-
-    def again() -> None:
-        model.bias.sum().backward()
-
-    output = model(torch.ones(1, 3)) if how != "unused" else torch.ones(1, 3) @ model.weight.T
-    loss = output.sum()
-    if how == "called at another time":
-        model.weight.register_post_accumulate_grad_hook(lambda _: own((torch.ones(2),)))
-    if how == "twice":
-        model.weight.register_post_accumulate_grad_hook(lambda _: torch.enable_grad()(again)())
-    with recording.record_backward(loss):
-        loss.backward()
-    if how == "afterwards":
-        model.bias.sum().backward()
-        own((torch.ones(2),))
 
 
 def recorded_names() -> None:
