@@ -7,10 +7,12 @@ who runs them owns.
 from __future__ import annotations
 
 import importlib
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from brigade.course.modules import ROOT, get_module, select_modules
 from brigade.sandbox.users import FIRST_UID
@@ -92,6 +94,33 @@ def files(texts: dict[int, str]) -> Callable[[Path], None]:
 def write(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def parse(names: dict[str, Any], text: str, defaults: str = "", last: str = "") -> list[Hostile]:
+    """Return the cases of a text, each with a header "=== NAME | SCORE | TOLD | OPTIONS" above its attack.
+
+    The options, after the `defaults` of all cases, are the arguments of `Hostile`, "skeleton" or "alone" if the attack
+    does not follow the reference, and names of texts that come before it. Words in capitals are values in `names`.
+    A header may continue after a "|". `last` is the last statement of all attacks.
+    """
+    cases = []
+    for part in re.split("^=== ", text, flags=re.MULTILINE)[1:]:
+        header, _, attack = re.sub(r"\|\n", "|", part).partition("\n")
+        name, score, told, options = (field.strip() for field in (header + "|||").split("|")[:4])
+        options = f"{defaults} {options}".split()
+        words = [word for word in options if "=" not in word]
+        values = dict(word.split("=") for word in options if "=" in word)
+        modules = tuple(map(int, values.get("modules", "1").split(",")))
+        evil = [*(names[word] for word in words if word.isupper()), attack, last]
+        if "alone" in words:
+            make = alone(*evil, numbers=modules)
+        else:
+            make = skeleton(*evil) if "skeleton" in words else reference(*evil, number=modules[-1])
+        checks = values.get("checks", "SOME")
+        checks = names.get(checks) or globals().get(checks, tuple(checks.split(",")))
+        told, limit_s = names.get(told, told), float(values.get("limit_s", 60))
+        cases.append(Hostile(name, make, int(score), told, modules, checks, limit_s))
+    return cases
 
 
 def list_cases() -> list[Hostile]:

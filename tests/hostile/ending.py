@@ -1,6 +1,6 @@
 """Ranks that end, hang, or end each other."""
 
-from hostile import ALL, Hostile, alone, reference
+from hostile import Hostile, parse, reference
 
 # What module 1's class does in these, before anything else.
 IN_FINISH = """
@@ -10,105 +10,63 @@ class NaiveDDP(NaiveDDP):
         super().finish_grad_sync()
 """
 
-CASES = [
+CASES = parse(
+    globals(),
+    r"""
+=== os._exit in the run of four ranks: only that check is lost | 7 | died without a result (exit code 0) |
+IN_FINISH checks=ALL
+def attack():
+    if dist.get_world_size() == 4: os._exit(0)
+=== endless loop in a hook | 0 | stopped after 1 s | limit_s=1
+class NaiveDDP(NaiveDDP):
+    def __init__(self, module, process_group=None):
+        super().__init__(module, process_group)
+        for p in module.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self.hook)
+    def hook(self, p):
+        while dist.get_rank(): pass
+=== one rank kills itself | 0 | killed by SIGKILL | IN_FINISH
+def attack():
+    if dist.get_rank(): os.kill(os.getpid(), 9)
+=== one rank leaves out a collective | 0 | deadlock
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        if not dist.get_rank(): super().finish_grad_sync()
+=== an exception without end | 0 | raised Endless: xxxx
+class Endless(BaseException): pass
+raise Endless('x' * 10**7 + '\x1b[2J')
+=== an exception that cannot be told | 0 | exit code 0
+class Mute(BaseException):
+    def __str__(self): os._exit(0)
+raise Mute
+=== stops all that it may | 3 | | IN_FINISH
+def attack():
+    if dist.get_rank(): os.kill(-1, 19)
+=== kills all that it may, and its parent | 3 |  | IN_FINISH
+import contextlib
+def attack():
+    for pid in (os.getppid(), 1, -1):
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.kill(pid, 9)
+=== closes its channel, and waits | 0 | it closed its channel
+import socket, stat, time
+for fd in range(256):
+    try:
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX: os.close(fd)
+    except OSError: pass
+time.sleep(10**6)
+=== nothing but a loop of collectives | 0 |  | alone limit_s=1
+import torch, torch.distributed as dist
+while True:
+    dist.all_reduce(torch.zeros(1))
+""",
+) + [
     Hostile("sys.exit at import", reference("import sys; sys.exit(0)"), 0, "rank 0 raised SystemExit: 0"),
     Hostile("os._exit at import", reference("os._exit(0)"), 0, "died without a result (exit code 0)"),
-    Hostile(
-        "os._exit in the run of four ranks: only that check is lost",
-        reference("def attack():\n    if dist.get_world_size() == 4: os._exit(0)", IN_FINISH),
-        7,
-        "died without a result (exit code 0)",
-        checks=ALL,
-    ),
     Hostile("endless loop at import", reference("while True: pass"), 0, "stopped after 1 s", limit_s=1),
-    Hostile(
-        "endless loop in a hook",
-        reference("""
-            class NaiveDDP(NaiveDDP):
-                def __init__(self, module, process_group=None):
-                    super().__init__(module, process_group)
-                    for p in module.parameters():
-                        if p.requires_grad:
-                            p.register_post_accumulate_grad_hook(self.hook)
-                def hook(self, p):
-                    while dist.get_rank(): pass
-            """),
-        0,
-        "stopped after 1 s",
-        limit_s=1,
-    ),
     Hostile("sleep until the deadline", reference("import time; time.sleep(10**6)"), 0, "stopped after 1 s", limit_s=1),
-    Hostile(
-        "one rank kills itself",
-        reference("def attack():\n    if dist.get_rank(): os.kill(os.getpid(), 9)", IN_FINISH),
-        0,
-        "killed by SIGKILL",
-    ),
-    Hostile(
-        "one rank leaves out a collective",
-        reference("""
-            class NaiveDDP(NaiveDDP):
-                def finish_grad_sync(self):
-                    if not dist.get_rank(): super().finish_grad_sync()
-            """),
-        0,
-        "deadlock",
-    ),
     Hostile("a crash in C", reference("import ctypes; ctypes.string_at(0)"), 0, "killed by SIGSEGV"),
-    Hostile(
-        "an exception without end",
-        reference("class Endless(BaseException): pass\nraise Endless('x' * 10**7 + '\\x1b[2J')"),
-        0,
-        "raised Endless: xxxx",
-    ),
-    Hostile(
-        "an exception that cannot be told",
-        reference("class Mute(BaseException):\n    def __str__(self): os._exit(0)\nraise Mute"),
-        0,
-        "exit code 0",
-    ),
     Hostile("stops itself", reference("os.kill(os.getpid(), 19)"), 0, "stopped after 1 s", limit_s=1),
-    Hostile(
-        "stops all that it may",  # nobody: the other rank belongs to another user
-        reference("def attack():\n    if dist.get_rank(): os.kill(-1, 19)", IN_FINISH),
-        3,
-    ),
-    Hostile(
-        "kills all that it may, and its parent",
-        reference(
-            """
-            import contextlib
-            def attack():
-                for pid in (os.getppid(), 1, -1):
-                    with contextlib.suppress(PermissionError, ProcessLookupError):
-                        os.kill(pid, 9)
-            """,
-            IN_FINISH,
-        ),
-        3,
-    ),
-    Hostile(
-        "closes its channel, and waits",
-        reference("""
-            import socket, stat, time
-            for fd in range(256):
-                try:
-                    if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                        if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX: os.close(fd)
-                except OSError: pass
-            time.sleep(10**6)
-            """),
-        0,
-        "it closed its channel",
-    ),
-    Hostile(
-        "nothing but a loop of collectives",
-        alone("""
-            import torch, torch.distributed as dist
-            while True:
-                dist.all_reduce(torch.zeros(1))
-            """),
-        0,
-        limit_s=1,
-    ),
 ]

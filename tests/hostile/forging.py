@@ -1,9 +1,15 @@
 """Submissions that forge results: files, messages on the rank's channel, values, and the record."""
 
-from hostile import ONE, Hostile, reference, skeleton
+from hostile import ONE, Hostile, parse, reference, skeleton
 
 UNREADABLE = "wrote something unreadable to its channel"
 NO_VALUE = "a rank delivered an unreadable result"
+ODD_VALUE = "could not examine what the ranks returned"
+HOOKS = (
+    "test_launches_are_asynchronous",
+    "test_launches_follow_their_gradients",
+    "test_every_handle_is_waited_on",
+)
 
 # The channel is the one Unix socket that a rank has. `message` makes what `wire.py` reads, from JSON texts.
 CHANNEL = """
@@ -27,15 +33,14 @@ LAUNCH = {"kind": "launch", "time": 0.0, "phase": "finish", "index": 0, "group":
 """
 
 
-def make_channel_case(name: str, statement: str, told: str) -> Hostile:
+def make_channel_case(name: str, statement: str, told: str = UNREADABLE, limit_s: float = 60) -> Hostile:
     """Return a case in which a rank executes the statement on its channel, and then waits."""
-    limit_s = 1 if told.startswith("stopped") else 60
     return Hostile(name, skeleton(CHANNEL, statement, "time.sleep(60)"), 0, told, checks=ONE, limit_s=limit_s)
 
 
-def make_result_case(name: str, value: str, told: str = NO_VALUE) -> Hostile:
+def make_result_case(name: str, value: str, told: str = NO_VALUE, limit_s: float = 60) -> Hostile:
     """Return a case in which a rank sends a result. `value` is an expression for its bytes."""
-    return make_channel_case(f"result: {name}", f"send(b'R', {value})", told)
+    return make_channel_case(f"result: {name}", f"send(b'R', {value})", told, limit_s)
 
 
 # Everything that a results file might be, and everything that the grader has open.
@@ -53,96 +58,24 @@ for place in places:
         with open(place, "w") as file: file.write(FORGED)
 """
 
-CASES = [
-    Hostile(
-        "hooks of its own, of every kind",  # a right answer
-        reference(
-            """
-            import torch
-            class OverlappedDDP(OverlappedDDP):
-                def __init__(self, module, process_group=None):
-                    super().__init__(module, process_group)
-                    self.nodes = []
-                    for p in module.parameters():
-                        if not p.requires_grad: continue
-                        node = torch.autograd.graph.get_gradient_edge(p).node
-                        p.register_post_accumulate_grad_hook(lambda p: None).remove()
-                        p.register_hook(lambda gradient: None)
-                        node.register_prehook(lambda gradients: None).remove()
-                        node.register_hook(lambda inputs, outputs: None)
-                        self.nodes.append(node)
-            """,
-            number=3,
-        ),
-        6,
-        modules=(3,),
-        checks=(
-            "test_launches_are_asynchronous",
-            "test_launches_follow_their_gradients",
-            "test_every_handle_is_waited_on",
-        ),
-    ),
-    Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b)"),
-    Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
-    # ---- frames
-    make_channel_case("garbage on the channel", "channel().sendall(os.urandom(100_000))", UNREADABLE),
-    make_channel_case("a frame of 2^63 bytes", "channel().sendall(b'R' + struct.pack('<Q', 1 << 63))", UNREADABLE),
-    make_channel_case("a frame of a gigabyte", "send(b'R', bytes(1 << 30))", UNREADABLE),
-    make_channel_case(
-        "a frame that never ends", "channel().sendall(b'R' + struct.pack('<Q', 1 << 20) + b'x')", "stopped after 1 s"
-    ),
-    make_channel_case(
-        "frames without end",
-        """
-event = b'[{"kind": "x", "time": 0.0, "phase": ""}]'
-frames = (b"E" + struct.pack("<Q", len(event)) + event) * 10_000
-found = channel()
-while True: found.sendall(frames)
-""",
-        "sent more than",
-    ),
-    make_channel_case("a frame of nothing", "send(b'E', b'[]')", UNREADABLE),
-    make_channel_case(
-        "descriptors on the channel", "while True: socket.send_fds(channel(), [b'E'], [0] * 250)", UNREADABLE
-    ),
-    make_channel_case("events without fields", "send(b'E', b'[{}]')", UNREADABLE),
-    make_channel_case(
-        "an event that is a launch of a list", "send(b'E', json.dumps([LAUNCH | {'op': []}]).encode())", UNREADABLE
-    ),
-    make_channel_case(
-        "an event whose index is a list",
-        "send(b'E', json.dumps([{'kind': 'end', 'time': 0.0, 'phase': '', 'index': []}]).encode())",
-        UNREADABLE,
-    ),
-    make_channel_case("events in events", "send(b'E', b'[' * 1_000_000)", UNREADABLE),
-    make_channel_case(
-        "a million events",
-        "event = {'kind': 'x', 'time': 0.0, 'phase': ''}\n"
-        "for _ in range(100): send(b'E', json.dumps([event] * 10_000).encode())",
-        "sent more than",
-    ),
-    make_channel_case(
-        "events that grow a hundred times in memory",
-        'event = b\'{"kind":"x","time":0.0,"phase":"","a":[\' + b\',\'.join([b\'[]\'] * 1_000_000) + b\']}\'\n'
-        "while True: send(b'E', b'[' + event + b']')",
-        "sent more than",
-    ),
-    make_channel_case(
-        "an exception with a million frames, in line 1e999",
-        'frames = \',\'.join([\'["f", 1e999, "w", "t"]\'] * 100_000)\n'
-        'send(b\'X\', (\'{"type": "E", "message": "m", "own": true, "frames": [\' + frames + "]}").encode())',
-        UNREADABLE,
-    ),
-    make_channel_case(
-        "an exception with a message of megabytes",
-        "send(b'X', json.dumps({'type': 'E', 'message': 'm' * 4_000_000, 'own': True, 'frames': []}).encode())",
-        "raised E: mmm",
-    ),
-    Hostile(
-        "stacks that take long to read",
-        skeleton(
-            CHANNEL,
-            """
+CASES = parse(
+    globals(),
+    r"""
+=== hooks of its own, of every kind | 6 | | modules=3 checks=HOOKS
+import torch
+class OverlappedDDP(OverlappedDDP):
+    def __init__(self, module, process_group=None):
+        super().__init__(module, process_group)
+        self.nodes = []
+        for p in module.parameters():
+            if not p.requires_grad: continue
+            node = torch.autograd.graph.get_gradient_edge(p).node
+            p.register_post_accumulate_grad_hook(lambda p: None).remove()
+            p.register_hook(lambda gradient: None)
+            node.register_prehook(lambda gradients: None).remove()
+            node.register_hook(lambda inputs, outputs: None)
+            self.nodes.append(node)
+=== stacks that take long to read | 0 | stopped after 1 s | skeleton CHANNEL limit_s=1
 text = b'File "' * 200_000
 for fd in range(256):
     try:
@@ -153,75 +86,90 @@ for fd in range(256):
                 except BlockingIOError: time.sleep(0.01)
     except OSError: pass
 while True: pass
+=== a gradient of NaN everywhere | 1 | is nan, expected
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        for p in self.module.parameters(): p.grad = torch.full_like(p, float("nan"))
+=== a tensor that pickles into a command | 0 | a Reduced cannot be sent
+import sys
+class Reduced:
+    def clone(self): return self
+    def __reduce__(self): return os.system, ("touch /tmp/was-here; kill -9 $PPID",)
+class Evil(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        caller = sys._getframe(1).f_code.co_name
+        if function is torch.Tensor.detach and caller in ("copy_gradients", "<dictcomp>"): return Reduced()
+        return super().__torch_function__(function, types, args, kwargs or {})
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        for p in self.module.parameters():
+            if p.grad is not None: p.grad = p.grad.as_subclass(Evil)
 """,
-        ),
-        0,
-        "stopped after 1 s",
-        limit_s=1,
-    ),
+)
+CASES += parse(
+    globals(),
+    r"""
+=== frames without end | 0 | sent more than
+event = b'[{"kind": "x", "time": 0.0, "phase": ""}]'
+frames = (b"E" + struct.pack("<Q", len(event)) + event) * 10_000
+found = channel()
+while True: found.sendall(frames)
+=== an event whose index is a list | 0 | UNREADABLE
+send(b'E', json.dumps([{'kind': 'end', 'time': 0.0, 'phase': '', 'index': []}]).encode())
+=== a million events | 0 | sent more than
+event = {'kind': 'x', 'time': 0.0, 'phase': ''}
+for _ in range(100): send(b'E', json.dumps([event] * 10_000).encode())
+=== events that grow a hundred times in memory | 0 | sent more than
+event = b'{"kind":"x","time":0.0,"phase":"","a":[' + b','.join([b'[]'] * 1_000_000) + b']}'
+while True: send(b'E', b'[' + event + b']')
+=== an exception with a million frames, in line 1e999 | 0 | UNREADABLE
+frames = ','.join(['["f", 1e999, "w", "t"]'] * 100_000)
+send(b'X', ('{"type": "E", "message": "m", "own": true, "frames": [' + frames + "]}").encode())
+=== an exception with a message of megabytes | 0 | raised E: mmm
+send(b'X', json.dumps({'type': 'E', 'message': 'm' * 4_000_000, 'own': True, 'frames': []}).encode())
+=== result: a shape whose product takes minutes | 0 | NO_VALUE
+send(b'R', message('{"tensor": [0, "float32", [%s]]}' % ','.join(['9' * 4000] * 900), '[4]', b'abcd'))
+=== result: one blob a hundred thousand times | 0 | NO_VALUE
+send(b'R', message('[%s]' % ','.join(['{"bytes": 0}'] * 100_000), '[1000000]', bytes(1_000_000)))
+=== result: many empty lists | 0 | ODD_VALUE
+send(b'R', message('[[%s]]' % ','.join(['[]'] * 150_000)))
+=== result: gradients that are NaN | 0 | ODD_VALUE
+send(b'R', message('[{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}]'))
+=== result: integers that collide, as the keys of a dict | 0 | NO_VALUE | limit_s=10
+send(b'R', message('{"dict": [' + ', '.join(f'[{i * (2**61 - 1)}, 0]' for i in range(1, 120_000)) + ']}'))
+=== events of steps that collide | 0 | UNREADABLE | limit_s=10
+event = {'kind': 'step', 'time': 0.0, 'phase': ''}
+send(b'E', json.dumps([event | {'step': i * (2**61 - 1)} for i in range(1, 40_000)]).encode())
+=== an event of four thousand digits | 0 | UNREADABLE
+send(b'E', json.dumps([LAUNCH | {'numel': 10**4000}]).encode())
+=== an event at no time | 0 | UNREADABLE
+send(b'E', json.dumps([LAUNCH | {'time': float('nan')}]).encode())
+=== a frame that never ends | 0 | stopped after 1 s | limit_s=1
+channel().sendall(b'R' + struct.pack('<Q', 1 << 20) + b'x')
+=== descriptors on the channel | 0 | UNREADABLE
+while True: socket.send_fds(channel(), [b'E'], [0] * 250)
+=== an event that is a launch of a list | 0 | UNREADABLE
+send(b'E', json.dumps([LAUNCH | {'op': []}]).encode())
+=== result: a list where a dict belongs | 0 | ODD_VALUE
+send(b'R', message('[[1, 2, 3]]'))
+""",
+    "skeleton CHANNEL checks=ONE",
+    "time.sleep(60)",
+)
+CASES += [
+    Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b)"),
+    Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
+    # ---- frames
+    make_channel_case("garbage on the channel", "channel().sendall(os.urandom(100_000))"),
+    make_channel_case("a frame of a gigabyte", "send(b'R', bytes(1 << 30))"),
+    make_channel_case("a frame of nothing", "send(b'E', b'[]')"),
     # ---- values
-    make_result_case("nothing", "b''"),
     make_result_case("a pickle", "b'\\x80\\x04\\x95' + bytes(30)"),
-    make_result_case("an empty dict", "message('[{\"dict\": []}]')", "could not examine what the ranks returned"),
-    make_result_case(
-        "a list where a dict belongs", "message('[[1, 2, 3]]')", "could not examine what the ranks returned"
-    ),
-    make_result_case("a list of two results", "message('[1, 2]')", "not a list with one entry per call (1 expected)"),
+    make_result_case("an empty dict", "message('[{\"dict\": []}]')", ODD_VALUE),
     make_result_case("a negative size", "message('{\"tensor\": [0, \"float32\", [-1, -1]]}', '[4]', b'abcd')"),
-    make_result_case("a blob of a negative size", "message('null', '[-1]')"),
-    make_result_case(
-        "a tensor of 2^62 entries", "message('{\"tensor\": [0, \"float32\", [4611686018427387904]]}', '[4]', b'abcd')"
-    ),
-    make_result_case(
-        "a shape whose product takes minutes",
-        "message('{\"tensor\": [0, \"float32\", [%s]]}' % ','.join(['9' * 4000] * 900), '[4]', b'abcd')",
-    ),
-    make_result_case(
-        "one blob a hundred thousand times",
-        "message('[%s]' % ','.join(['{\"bytes\": 0}'] * 100_000), '[1000000]', bytes(1_000_000))",
-    ),
     make_result_case("lists in lists", "message('[' * 500_000 + ']' * 500_000)"),
-    make_result_case(
-        "many empty lists",
-        "message('[[%s]]' % ','.join(['[]'] * 150_000))",
-        "could not examine what the ranks returned",
-    ),
-    make_result_case(
-        "gradients that are NaN",
-        """message('[{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}]')""",
-        "could not examine what the ranks returned",
-    ),
-    Hostile(
-        "a gradient of NaN everywhere",
-        reference("""
-            class NaiveDDP(NaiveDDP):
-                def finish_grad_sync(self):
-                    super().finish_grad_sync()
-                    for p in self.module.parameters(): p.grad = torch.full_like(p, float("nan"))
-            """),
-        1,  # for the count of launches
-        "is nan, expected",
-    ),
-    Hostile(
-        "a tensor that pickles into a command",
-        reference("""
-            import sys
-            class Reduced:
-                def clone(self): return self
-                def __reduce__(self): return os.system, ("touch /tmp/was-here; kill -9 $PPID",)
-            class Evil(torch.Tensor):
-                @classmethod
-                def __torch_function__(cls, function, types, args=(), kwargs=None):
-                    caller = sys._getframe(1).f_code.co_name
-                    if function is torch.Tensor.detach and caller in ("copy_gradients", "<dictcomp>"): return Reduced()
-                    return super().__torch_function__(function, types, args, kwargs or {})
-            class NaiveDDP(NaiveDDP):
-                def finish_grad_sync(self):
-                    super().finish_grad_sync()
-                    for p in self.module.parameters():
-                        if p.grad is not None: p.grad = p.grad.as_subclass(Evil)
-            """),
-        0,
-        "a Reduced cannot be sent",
-    ),
+    make_result_case("a million values", "message('[' + ', '.join(['[]'] * 1_000_000) + ']')", limit_s=10),
 ]

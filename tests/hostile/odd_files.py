@@ -16,7 +16,8 @@ from hostile import MODULE_1, ONE, Hostile, reference, write
 
 SOLUTION = ROOT / "solutions" / MODULE_1.path
 TEXT = SOLUTION.read_text()
-MISSING = "module 1 is missing"
+MISSING, OUTSIDE = "module 1 is missing", "outside of the submission"
+DAMAGED, NO_SOURCE = "cannot be unpacked", "is not a Python source file"
 
 
 def make_module_file(what: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -115,19 +116,9 @@ def mark_encrypted(archive: bytes) -> bytes:
 NAME = str(MODULE_1.path)
 
 CASES = [
-    Hostile(
-        "a link to the reference",
-        make_module_file(lambda path: path.symlink_to(SOLUTION)),
-        0,
-        "outside of the submission",
-    ),
-    Hostile("a link to a directory of the reference", link_directory, 0, "outside of the submission"),
-    Hostile(
-        "a link to a secret",
-        make_module_file(lambda path: path.symlink_to("/etc/shadow")),
-        0,
-        "outside of the submission",
-    ),
+    Hostile("a link to the reference", make_module_file(lambda path: path.symlink_to(SOLUTION)), 0, OUTSIDE),
+    Hostile("a link to a directory of the reference", link_directory, 0, OUTSIDE),
+    Hostile("a link to a secret", make_module_file(lambda path: path.symlink_to("/etc/shadow")), 0, OUTSIDE),
     Hostile("a link to itself", make_module_file(lambda path: path.symlink_to(path.name)), 0, MISSING),
     Hostile("a link inside the submission", link_inside, 3),
     Hostile("a pipe", make_module_file(os.mkfifo), 0, MISSING),
@@ -140,12 +131,12 @@ CASES = [
     Hostile("spaces, accents, and names that are no text", write_odd_names, 3),
     Hostile("read-only", make_read_only, 3),
     Hostile("null bytes", make_text_file(TEXT.encode() + b"\0"), 0, "null bytes"),
-    Hostile("UTF-16", make_text_file(TEXT.encode("utf-16")), 0, "is not a Python source file"),
+    Hostile("UTF-16", make_text_file(TEXT.encode("utf-16")), 0, NO_SOURCE),
     Hostile(
         "another encoding, which it names",
         make_text_file(b"# coding: latin-1\nx = '\xe9'\n" + TEXT.encode()),
         0,
-        "is not a Python source file",
+        NO_SOURCE,
     ),
     Hostile(
         "a byte order mark and Windows lines", make_text_file(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode()), 3
@@ -168,25 +159,20 @@ CASES = [
     Hostile("zip: 1500 directories in each other", make_zip(("d/" * 1500 + NAME, TEXT.encode())), 3),
     Hostile("1500 directories in each other", nest_directories, 3),
     Hostile("an archive in a directory", write_inner_archive, 3),
-    Hostile("zip: encrypted", make_zip((NAME, TEXT.encode()), change=mark_encrypted), 0, "cannot be unpacked"),
+    Hostile("zip: encrypted", make_zip((NAME, TEXT.encode()), change=mark_encrypted), 0, DAMAGED),
     Hostile(
         "zip: a compression that takes memory",
         make_zip((NAME, TEXT.encode()), compression=zipfile.ZIP_LZMA),
         0,
         MISSING,
     ),
-    Hostile("zip: cut off", make_zip((NAME, TEXT.encode()), change=lambda data: data[:-30]), 0, "cannot be unpacked"),
+    Hostile("zip: cut off", make_zip((NAME, TEXT.encode()), change=lambda data: data[:-30]), 0, DAMAGED),
     Hostile(
         "zip: damaged inside",
         make_zip((NAME, TEXT.encode()), change=lambda data: data.replace(data[60:90], bytes(30), 1)),
         0,
-        "cannot be unpacked",
+        DAMAGED,
     ),
-    Hostile(
-        "zip: not one",
-        lambda directory: write(directory / "submission.zip", b"PK\3\4" + bytes(100)),
-        0,
-        "cannot be unpacked",
-    ),
+    Hostile("zip: not one", lambda directory: write(directory / "submission.zip", b"PK\3\4" + bytes(100)), 0, DAMAGED),
     Hostile("nothing", lambda directory: None, 0, MISSING),
 ]

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from hostile import ALL, Hostile, reference, skeleton, write
-
-START_ONLY = 2  # points of 8, for parameters and buffers that start equal
+from hostile import Hostile, parse, reference, write
 
 # The submission's own idea of an answer: nothing is averaged.
 NOTHING = """
@@ -24,59 +22,32 @@ def write_shadowing_files(directory: Path) -> None:
             write(place / name, "import os, pathlib\npathlib.Path('/tmp/was-here').touch()\nos._exit(0)\n")
 
 
-CASES = [
-    Hostile(
-        "torch.distributed does nothing",
-        reference("dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None"),
-        START_ONLY,
-        "finish_grad_sync launches nothing",
-        checks=ALL,
-    ),
-    Hostile(
-        "torch says that all tensors are equal",
-        reference(
-            NOTHING,
-            """
+CASES = parse(
+    globals(),
+    r"""
+=== torch.distributed does nothing | 2 | finish_grad_sync launches nothing | checks=ALL
+dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None
+=== torch says that all tensors are equal | 2 | finish_grad_sync launches nothing | NOTHING checks=ALL
 torch.allclose = torch.equal = torch.Tensor.allclose = torch.Tensor.equal = lambda *args, **kwargs: True
 for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
     setattr(torch.Tensor, name, lambda self, *args, **kwargs: True)
+=== timers that stand still | 3
+import time
+for name in ("time", "monotonic", "perf_counter", "process_time"):
+    setattr(time, name, lambda: 0.0)
+time.sleep = lambda seconds: None
+=== the toolkit's own functions, for the skeleton | 0 | part (b) | skeleton
+import sys
+for name, module in list(sys.modules.items()):
+    if name.startswith("brigade.") and name != "brigade.course.submission":
+        for inner in ("expect", "expect_equal", "verdict", "passed", "launches"):
+            setattr(module, inner, lambda *args, **kwargs: True)
+try: import brigade.checks.expectations, brigade.grade.grading
+except ImportError: pass
+=== an empty value for every result | 0 |  | skeleton
+import brigade.ipc.wire
+brigade.ipc.wire.encode = lambda value: b'\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
 """,
-        ),
-        START_ONLY,
-        "finish_grad_sync launches nothing",
-        checks=ALL,
-    ),
-    Hostile(
-        "timers that stand still",
-        reference("""
-            import time
-            for name in ("time", "monotonic", "perf_counter", "process_time"):
-                setattr(time, name, lambda: 0.0)
-            time.sleep = lambda seconds: None
-            """),
-        3,
-    ),
-    Hostile(
-        "the toolkit's own functions, for the skeleton",
-        skeleton("""
-            import sys
-            for name, module in list(sys.modules.items()):
-                if name.startswith("brigade.") and name != "brigade.course.submission":
-                    for inner in ("expect", "expect_equal", "verdict", "passed", "launches"):
-                        setattr(module, inner, lambda *args, **kwargs: True)
-            try: import brigade.checks.expectations, brigade.grade.grading
-            except ImportError: pass
-            """),
-        0,
-        "part (b)",
-    ),
-    Hostile(
-        "an empty value for every result",
-        skeleton("""
-            import brigade.ipc.wire
-            brigade.ipc.wire.encode = lambda value: b'\\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
-            """),
-        0,
-    ),
+) + [
     Hostile("files that Python, pytest or the toolkit would import", write_shadowing_files, 3),
 ]

@@ -1,9 +1,6 @@
 """Submissions that use too much memory, disk or output, or too many processes."""
 
-from dataclasses import replace
-
-from hostile import ONE, Hostile, reference, skeleton
-from hostile.forging import UNREADABLE, make_channel_case, make_result_case
+from hostile import ONE, Hostile, parse, reference, skeleton
 
 # Writes until it may not, everywhere; more than the private directories can hold would come from the machine's disk.
 FILL = """
@@ -20,124 +17,55 @@ for place in (".", "/tmp", "/var/tmp", "/dev/shm", "/run/lock"):
         break
 """
 
-CASES = [
-    Hostile(
-        "ten gigabytes of memory, refused",
-        reference("""
-            try: block = torch.ones(10 << 30, dtype=torch.uint8)
-            except RuntimeError: block = None
-            if block is not None: raise SystemExit("there is no limit")
-            """),
-        3,
-    ),
-    Hostile(
-        "ten gigabytes of memory, in pieces",
-        reference("import mmap; pieces = [mmap.mmap(-1, 1 << 28) for _ in range(40)]"),
-        0,
-        "Cannot allocate memory",
-    ),
-    Hostile(
-        "fork bomb",
-        reference("""
-            while True:
-                try: os.fork()
-                except OSError: pass
-            """),
-        0,
-        limit_s=1,
-    ),
-    Hostile(
-        "threads until there are no more",
-        skeleton("""
-            import threading, time
-            try:
-                while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-            except RuntimeError: pass
-            """),
-        0,
-    ),
+CASES = parse(
+    globals(),
+    r"""
+=== ten gigabytes of memory, refused | 3
+try: block = torch.ones(10 << 30, dtype=torch.uint8)
+except RuntimeError: block = None
+if block is not None: raise SystemExit("there is no limit")
+=== ten gigabytes of memory, in pieces | 0 | Cannot allocate memory
+import mmap; pieces = [mmap.mmap(-1, 1 << 28) for _ in range(40)]
+=== fork bomb | 0 |  | limit_s=1
+while True:
+    try: os.fork()
+    except OSError: pass
+=== threads until there are no more | 0 |  | skeleton
+import threading, time
+try:
+    while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+except RuntimeError: pass
+=== files until there are no more | 2 |  | checks=ONE
+import contextlib
+for place in (".", "/tmp", "/dev/shm"):
+    with contextlib.suppress(OSError):
+        for number in range(30_000): open(f"{place}/{os.getpid()}-{number}", "w").close()
+        raise SystemExit("there is no limit")
+=== a directory 1500 deep | 2 |  | checks=ONE
+for place in (".", "/tmp"):
+    os.chdir(place)
+    os.mkdir(str(os.getpid())); os.chdir(str(os.getpid()))
+    for _ in range(1500):
+        os.mkdir("d"); os.chdir("d")
+os.chdir("/")
+=== namespaces of its own | 3
+import ctypes  # without them, nobody can take away the mounts that hide files
+libc = ctypes.CDLL(None)
+made = [flag for flag in (0x10000000, 0x20000, 0x8000000, 0x40000000, 0x10020000) if not libc.unshare(flag)]
+child = libc.syscall(*((56,) if os.uname().machine == "x86_64" else (220,)), 0x10000011, 0, 0, 0, 0)
+if child == 0: os._exit(0)
+if made or child > 0: raise SystemExit(f"namespaces: {made}, {child}")
+=== processes first | 3
+import resource
+for niceness in (0, -20):
+    try: os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    except OSError: continue
+    raise SystemExit("it goes before others")
+if os.nice(0) < 5: raise SystemExit("it goes before others")
+""",
+) + [
     # Feedback contains what a failed check's ranks printed, and `expect_fair` limits its length.
     Hostile("a megabyte of prints", skeleton("for _ in range(1000): print('\\x1b[31m' + 'x' * 1000)"), 0),
     Hostile("prints without end", reference("while True: print('x' * 1000)"), 0, "stopped after 1 s", limit_s=1),
     Hostile("fills the disk", reference(FILL), 2, checks=ONE),
-    Hostile(
-        "files until there are no more",
-        reference("""
-            import contextlib
-            for place in (".", "/tmp", "/dev/shm"):
-                with contextlib.suppress(OSError):
-                    for number in range(30_000): open(f"{place}/{os.getpid()}-{number}", "w").close()
-                    raise SystemExit("there is no limit")
-            """),
-        2,
-        checks=ONE,
-    ),
-    Hostile(
-        "a directory 1500 deep",
-        reference("""
-            for place in (".", "/tmp"):
-                os.chdir(place)
-                os.mkdir(str(os.getpid())); os.chdir(str(os.getpid()))
-                for _ in range(1500):
-                    os.mkdir("d"); os.chdir("d")
-            os.chdir("/")
-            """),
-        2,
-        checks=ONE,
-    ),
-    Hostile(
-        "namespaces of its own",
-        reference("""
-            import ctypes
-            libc = ctypes.CDLL(None)
-            made = [flag for flag in (0x10000000, 0x20000, 0x8000000, 0x40000000, 0x10020000) if not libc.unshare(flag)]
-            child = libc.syscall(*((56,) if os.uname().machine == "x86_64" else (220,)), 0x10000011, 0, 0, 0, 0)
-            if child == 0: os._exit(0)
-            if made or child > 0: raise SystemExit(f"namespaces: {made}, {child}")
-            """),
-        3,
-    ),
-    Hostile(
-        "processes first",
-        reference("""
-            import resource
-            for niceness in (0, -20):
-                try: os.setpriority(os.PRIO_PROCESS, 0, niceness)
-                except OSError: continue
-                raise SystemExit("it goes before others")
-            if os.nice(0) < 5: raise SystemExit("it goes before others")
-            """),
-        3,
-    ),
-    # ---- messages that take the grader's time
-    replace(
-        make_result_case(
-            "integers that collide, as the keys of a dict",
-            "message('{\"dict\": [' + ', '.join(f'[{i * (2**61 - 1)}, 0]' for i in range(1, 120_000)) + ']}')",
-        ),
-        limit_s=10,
-    ),
-    replace(
-        make_channel_case(
-            "events of steps that collide",
-            "event = {'kind': 'step', 'time': 0.0, 'phase': ''}\n"
-            "send(b'E', json.dumps([event | {'step': i * (2**61 - 1)} for i in range(1, 40_000)]).encode())",
-            UNREADABLE,
-        ),
-        limit_s=10,
-    ),
-    replace(
-        make_result_case("a million values", "message('[' + ', '.join(['[]'] * 1_000_000) + ']')"),
-        limit_s=10,
-    ),
-    replace(make_result_case("lists in lists in lists", "message('[' * 100_000 + ']' * 100_000)"), limit_s=10),
-    replace(make_result_case("an integer of four thousand digits", "message('1' * 4_000)"), limit_s=10),
-    make_channel_case(
-        "an event of four thousand digits",
-        "send(b'E', json.dumps([LAUNCH | {'numel': 10**4000}]).encode())",
-        UNREADABLE,
-    ),
-    make_channel_case(
-        "an event at no time", "send(b'E', json.dumps([LAUNCH | {'time': float('nan')}]).encode())", UNREADABLE
-    ),
 ]

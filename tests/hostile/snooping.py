@@ -15,9 +15,21 @@ from brigade.checks.reference import Case
 from brigade.checks.verdict import Outcome
 from brigade.course.modules import ROOT, get_module
 from brigade.grade.outcome import Grading
-from hostile import ALL, Hostile, files, guard_text, quote, reference, skeleton
+from brigade.switch.switch import Switch
+from hostile import ALL, Hostile, files, guard_text, parse, quote, reference
 
-FOUND = "def found(what): raise SystemExit(f'found {what}')"
+# What only the parent has: modules, classes, and words of the checks and of the command line.
+PARENT_ONLY = ["brigade.checks.expectations", "brigade.checks.run", "brigade.checks.reference"]
+assert all(map(importlib.util.find_spec, PARENT_ONLY))
+CLASSES = [one.__name__ for one in (Case, CheckContext, Grading, Outcome, Switch)]
+CHECKS = "tests/test_m01_naive_ddp.py"
+WORDS = [quote(CHECKS, "expect_gradients"), quote(CHECKS, "points(2)"), quote("brigade/cli/grade.py", "--submission")]
+FILES = [quote("solutions/m01_naive_ddp/naive_ddp.py"), quote(CHECKS), ".git/HEAD", "tests", "solutions", ".git"]
+FOUND = f"""
+def found(what): raise SystemExit(f'found {{what}}')
+ROOT, PARENT_ONLY, CLASSES, FILES = {str(ROOT)!r}, {PARENT_ONLY}, {CLASSES}, {FILES}
+WORDS = [word[::-1] for word in {[word[::-1] for word in WORDS]}]
+"""
 
 
 @functools.cache
@@ -72,96 +84,39 @@ def without_module_1(*evil: str) -> Callable[[Path], None]:
     return files({2: (ROOT / "solutions" / get_module(2).path).read_text() + guard_text(*evil)})
 
 
-# What only the parent has: modules, classes, and words of the checks and of the command line.
-PARENT_ONLY = ["brigade.checks.expectations", "brigade.checks.run", "brigade.checks.reference"]
-assert all(map(importlib.util.find_spec, PARENT_ONLY))
-CLASSES = [one.__name__ for one in (Case, CheckContext, Grading, Outcome)]
-CHECKS = "tests/test_m01_naive_ddp.py"
-WORDS = [quote(CHECKS, "expect_gradients"), quote(CHECKS, "points(2)"), quote("brigade/cli/grade.py", "--submission")]
-
-CASES = [
-    Hostile(
-        "looks for the text of the reference's earlier modules",
-        without_module_1(FOUND, LOOKS_FOR_THE_REFERENCE),
-        2,
-        modules=(2,),
-        checks=("test_gradients_are_averaged", "test_bytes_on_the_wire"),
-    ),
-    Hostile("is right, and needs the reference's earlier modules", without_module_1(), 8, modules=(2,), checks=ALL),
-    Hostile(
-        "imports the reference under the skeleton's names",
-        skeleton(
-            f"import sys; sys.path[:0] = ['', '..', {str(ROOT)!r}]", "from solutions.m01_naive_ddp.naive_ddp import *"
-        ),
-        0,
-        "rank 0 raised ModuleNotFoundError: No module named 'solutions",
-    ),
-    Hostile(
-        "reads the course's files",
-        reference(
-            FOUND,
-            f"""
-            import contextlib
-            for name in ("{quote("solutions/m01_naive_ddp/naive_ddp.py")}", "{quote("tests/test_m01_naive_ddp.py")}",
-                         ".git/HEAD", "tests", "solutions", ".git"):
-                with contextlib.suppress(OSError):
-                    path = {str(ROOT)!r} + "/" + name
-                    found(os.listdir(path) if os.path.isdir(path) else open(path).read())
-            """,
-        ),
-        3,
-    ),
-    Hostile(
-        "reads the rest of the machine",
-        reference(
-            FOUND,
-            """
+CASES = parse(
+    globals(),
+    r"""
+=== imports the reference under the skeleton's names | 0 |
+rank 0 raised ModuleNotFoundError: No module named 'solutions | skeleton FOUND
+import sys; sys.path[:0] = ['', '..', ROOT]
+from solutions.m01_naive_ddp.naive_ddp import *
+=== reads the course's files | 3 |  | FOUND
+import contextlib
+for name in FILES:
+    with contextlib.suppress(OSError):
+        path = ROOT + "/" + name
+        found(os.listdir(path) if os.path.isdir(path) else open(path).read())
+=== reads the rest of the machine | 3 |  | FOUND
 import contextlib, glob
 for name in ("/etc/shadow", "/root/.bash_history", "/proc/1/environ", f"/proc/{os.getppid()}/environ"):
     with contextlib.suppress(OSError): found(open(name).read())
 for place in ("/tmp", "/var/tmp", "/dev/shm"):
     own = [path for path in glob.glob(place + "/**", recursive=True) if os.path.isfile(path)]
     if strangers := [path for path in own if os.stat(path).st_uid != os.getuid()]: found(strangers)
-""",
-        ),
-        3,
-    ),
-    Hostile(
-        "looks at other processes",
-        reference(
-            FOUND,
-            """
+=== looks at other processes | 3 |  | FOUND
 import glob
 for path in glob.glob("/proc/[0-9]*"):
     if os.stat(path).st_uid not in (0, os.getuid()) or path != f"/proc/{os.getpid()}" and "brigade" in open(
         path + "/cmdline").read(): found(path)
-""",
-        ),
-        3,
-    ),
-    Hostile(
-        "looks for secrets in its environment",
-        reference(
-            FOUND,
-            """
+=== looks for secrets in its environment | 3 |  | FOUND
 for name, value in os.environ.items():
     if "secret" in (name + value).lower() or name.startswith(("BRIGADE", "PYTEST")): found(name)
-""",
-        ),
-        3,
-    ),
-    Hostile(
-        "walks frames and objects for what the checks know",
-        reference(
-            FOUND,
-            f"""
+=== walks frames and objects for what the checks know | 3 |  | FOUND
 import gc, sys
 for name in list(sys.modules):
     if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grade")): found(name)
-    if name in {PARENT_ONLY}: found(name)
-CLASSES, WORDS = {CLASSES}, [word[::-1] for word in {[word[::-1] for word in WORDS]}]
-            """,
-            """
+    if name in PARENT_ONLY or name.endswith((".expected", ".causes")): found(name)
 def look(value):
     if type(value).__name__ in CLASSES: found(value)
     if type(value) is str and any(word in value for word in WORDS): found(value[:100])
@@ -178,29 +133,14 @@ for thing in gc.get_objects():
                 if name.startswith("test_"): found(name)
                 look(source[1])
 """,
-        ),
-        3,
-    ),
+) + [
     Hostile(
-        "takes the mounts away, as root of a namespace of its own",
-        reference(
-            FOUND,
-            f"""
-            import ctypes
-            def in_namespace():
-                libc = ctypes.CDLL(None)
-                if libc.unshare(0x10000000 | 0x00020000): return
-                for place in ({str(ROOT)!r}, "/tmp", "/proc", "/root"):
-                    for _ in range(3): libc.umount2(place.encode(), 2)
-                libc.mount(b"proc", b"/proc", b"proc", 0, None)
-                if os.path.exists({str(ROOT)!r} + "/tests/hostile") or os.path.exists("/proc/1/status"): os._exit(1)
-            if not (child := os.fork()):
-                try: in_namespace()
-                finally: os._exit(0)
-            if os.waitpid(child, 0)[1]: found("what was hidden")
-            """,
-        ),
-        3,
+        "looks for the text of the reference's earlier modules",
+        without_module_1(FOUND, LOOKS_FOR_THE_REFERENCE),
+        2,
+        modules=(2,),
+        checks=("test_gradients_are_averaged", "test_bytes_on_the_wire"),
     ),
+    Hostile("is right, and needs the reference's earlier modules", without_module_1(), 8, modules=(2,), checks=ALL),
     Hostile("calls home", calls_home, 3),
 ]

@@ -4,7 +4,7 @@ They run with the grader's switch. None of them gets a point for numbers that it
 that did not happen.
 """
 
-from hostile import ONE, Hostile, reference
+from hostile import parse
 
 FIND = """
 import gc, sys, time, torch
@@ -93,163 +93,94 @@ PREFETCH = ("test_weights_are_awaited_just_before_use",)
 FSDP = ("test_gathers_and_reductions_overlap",)
 NUMBERS = ("test_gradients_are_averaged",)
 
+VIEWS = ("test_steady_step_makes_no_view",)
 
-def make_case(name: str, told: str, *evil: str, checks: tuple[str, ...] = OVERLAP, number: int = 3) -> Hostile:
-    return Hostile(name, reference(FIND, *evil, number=number), 0, told, modules=(number,), checks=checks)
-
-
-CASES = [
-    make_case("launches late and says that it is backward", "is launched before", LATE),
-    make_case("launches late, and has the right numbers", "only with this module's launches", LATE, checks=NUMBERS),
-    make_case(
-        "reports each gradient as ready when it launches",
-        "reported as ready too early or too late",
-        LATE,
-        """
-        def forge(ddp):
-            recorder = find("Recorder")
-            note = type(recorder).note
-            recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "ready" else None
-        def before_launch(ddp, parameter):
-            recorder = find("Recorder")
-            type(recorder).note(recorder, "ready", name=ddp.names[parameter])
-        """,
-    ),
-    make_case(
-        "records borders when it launches, and asks before",
-        "without recording the border",
-        LATE,
-        """
-        def forge(ddp):
-            recorder = find("Recorder")
-            note = type(recorder).note
-            recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "border" else None
-        """,
-    ),
-    make_case("has no factors, and asks for them at the launches", "is", LATE, NO_FACTORS, checks=NUMBERS),
-    make_case("has no factors where nobody looks at numbers", "before its values were computed", LATE, NO_FACTORS),
-    make_case("waits early in forward", "reported as ready too early or too late", EARLY, checks=PREFETCH, number=9),
-    make_case(
-        "waits early in forward, and asks early too",
-        "before its values were computed",
-        EARLY,
-        """
-        def after_wait(ddp, name):
-            models = sys.modules["brigade.checks.edge_case_models"]
-            if name.startswith("layers.") and len(ddp.factors) < len(ddp.module.layers) - 1:
-                number, layer = int(name[7:]), ddp.module.layers[int(name[7:])]
-                x = torch.zeros(ddp.batch_size, layer.out_features)
-                ddp.factors[number] = models.scale(models._seeds, models.ALL_BORDERS + number, x + 1)
-        """,
-        checks=PREFETCH,
-        number=9,
-    ),
-    make_case("waits for gathers at once", "before its turn", GREEDY, checks=FSDP, number=11),
-    make_case(
-        "asks for a gigabyte of factors at once, and reads nothing",
-        "asked again before it read the answer",
-        """
-        import struct
-        class NaiveDDP(NaiveDDP):
-            def finish_grad_sync(self):
-                channel, body = find("Channel"), struct.pack("<QQQ", 0, 0, 1 << 20)
-                sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, values="")
-                channel.send_events()
-                channel._socket.sendall((b"B" + struct.pack("<Q", len(body)) + body) * 1000)
-        """,
-        checks=ONE,
-        number=1,
-    ),
-    make_case(
-        "tensors that lie about their sizes",
-        "recorded nbytes",
-        """
-        class Parcel(torch.nn.Parameter):
-            size_that_it_claims = 1
-            def numel(self): return self.size_that_it_claims
-            @property
-            def nbytes(self): return 4 * self.size_that_it_claims
-        class OverlappedDDP(OverlappedDDP):
-            def launch(self, parameter):
-                parcel = torch.zeros(1).as_subclass(Parcel)
-                parcel.size_that_it_claims = parameter.numel()
-                dist.all_reduce(parcel, group=self.process_group, async_op=True)
-            def finish_grad_sync(self):
-                grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-                parcel = torch.cat([grad.flatten() for grad in grads]).as_subclass(Parcel)
-                dist.all_reduce(parcel, group=self.process_group)
-        """,
-        checks=NUMBERS,
-    ),
-    make_case(
-        "averages through the inner group",
-        "made a launch without recording it",
-        """
-        class NaiveDDP(NaiveDDP):
-            def finish_grad_sync(self):
-                for p in self.module.parameters():
-                    find("SwitchGroup").allreduce([p.grad], dist.AllreduceOptions()).wait()
-                    p.grad /= dist.get_world_size()
-        """,
-        checks=ONE,
-        number=1,
-    ),
-    make_case(
-        "waits without recording it",
-        "without recording the wait",
-        """
-        class OverlappedDDP(OverlappedDDP):
-            def launch(self, parameter):
-                work = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
-                work._inner.wait()
-        """,
-        checks=ONE,
-    ),
-    make_case(
-        "torch's helper that averages parameters",
-        "is not accepted as an answer",
-        """
-        from torch.distributed.algorithms.model_averaging.utils import average_parameters
-        class FlatDDP(FlatDDP):
-            def finish_grad_sync(self):
-                average_parameters(iter([p.grad for p in self.module.parameters()]), self.process_group)
-        """,
-        checks=ONE,
-        number=2,
-    ),
-    make_case(
-        "looks for the data of other ranks everywhere",
-        "is",  # wrong, because there is nothing to be found
-        """
-        class NaiveDDP(NaiveDDP):
-            def finish_grad_sync(self):
-                own = {id(p) for p in self.module.parameters()}
-                for p in self.module.parameters():
-                    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == p.shape]
-                    others = [x for x in tensors if id(x) not in own and x is not p.grad and not torch.equal(x, p.grad)]
-                    p.grad = sum(others, p.grad) / 2
-        """,
-        checks=ONE,
-        number=1,
-    ),
-    Hostile(
-        "views inside of a callback of torch",
-        reference(
-            FIND,
-            """
-            class CachedDDP(CachedDDP):
-                def finish_grad_sync(self):
-                    super().finish_grad_sync()
-                    def view(value):
-                        self.grad_buffers[0].grad_data[1:3]
-                        return value
-                    torch.zeros(1).apply_(view)
-            """,
-            number=7,
-        ),
-        0,
-        "creates no view",
-        modules=(7,),
-        checks=("test_steady_step_makes_no_view",),
-    ),
-]
+CASES = parse(
+    globals(),
+    r"""
+=== reports each gradient as ready when it launches | 0 | reported as ready too early or too late |
+LATE modules=3 checks=OVERLAP
+def forge(ddp):
+    recorder = find("Recorder")
+    note = type(recorder).note
+    recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "ready" else None
+def before_launch(ddp, parameter):
+    recorder = find("Recorder")
+    type(recorder).note(recorder, "ready", name=ddp.names[parameter])
+=== records borders when it launches, and asks before | 0 | without recording the border | LATE modules=3 checks=OVERLAP
+def forge(ddp):
+    recorder = find("Recorder")
+    note = type(recorder).note
+    recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "border" else None
+=== waits early in forward, and asks early too | 0 | before its values were computed | EARLY modules=9 checks=PREFETCH
+def after_wait(ddp, name):
+    models = sys.modules["brigade.checks.edge_case_models"]
+    if name.startswith("layers.") and len(ddp.factors) < len(ddp.module.layers) - 1:
+        number, layer = int(name[7:]), ddp.module.layers[int(name[7:])]
+        x = torch.zeros(ddp.batch_size, layer.out_features)
+        ddp.factors[number] = models.scale(models._seeds, models.ALL_BORDERS + number, x + 1)
+=== asks for a gigabyte of factors at once, and reads nothing | 0 | asked again before it read the answer | checks=ONE
+import struct
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        channel, body = find("Channel"), struct.pack("<QQQ", 0, 0, 1 << 20)
+        sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, values="")
+        channel.send_events()
+        channel._socket.sendall((b"B" + struct.pack("<Q", len(body)) + body) * 1000)
+=== tensors that lie about their sizes | 0 | recorded nbytes | modules=3 checks=ONE
+class Parcel(torch.nn.Parameter):
+    size_that_it_claims = 1
+    def numel(self): return self.size_that_it_claims
+    @property
+    def nbytes(self): return 4 * self.size_that_it_claims
+class OverlappedDDP(OverlappedDDP):
+    def launch(self, parameter):
+        parcel = torch.zeros(1).as_subclass(Parcel)
+        parcel.size_that_it_claims = parameter.numel()
+        dist.all_reduce(parcel, group=self.process_group, async_op=True)
+    def finish_grad_sync(self):
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        parcel = torch.cat([grad.flatten() for grad in grads]).as_subclass(Parcel)
+        dist.all_reduce(parcel, group=self.process_group)
+=== averages through the inner group | 0 | made a launch without recording it | checks=ONE
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        for p in self.module.parameters():
+            find("SwitchGroup").allreduce([p.grad], dist.AllreduceOptions()).wait()
+            p.grad /= dist.get_world_size()
+=== waits without recording it | 0 | without recording the wait | modules=3 checks=ONE
+class OverlappedDDP(OverlappedDDP):
+    def launch(self, parameter):
+        work = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
+        work._inner.wait()
+=== torch's helper that averages parameters | 0 | is not accepted as an answer | modules=2 checks=ONE
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+class FlatDDP(FlatDDP):
+    def finish_grad_sync(self):
+        average_parameters(iter([p.grad for p in self.module.parameters()]), self.process_group)
+=== looks for the data of other ranks everywhere | 0 | is | checks=ONE
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        own = {id(p) for p in self.module.parameters()}
+        for p in self.module.parameters():
+            tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == p.shape]
+            others = [x for x in tensors if id(x) not in own and x is not p.grad and not torch.equal(x, p.grad)]
+            p.grad = sum(others, p.grad) / 2
+=== views inside of a callback of torch | 0 | creates no view | modules=7 checks=VIEWS
+class CachedDDP(CachedDDP):
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        def view(value):
+            self.grad_buffers[0].grad_data[1:3]
+            return value
+        torch.zeros(1).apply_(view)
+=== launches late and says that it is backward | 0 | is launched before | LATE modules=3 checks=OVERLAP
+=== launches late, and has the right numbers | 0 | only with this module's launches | LATE modules=3 checks=NUMBERS
+=== has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
+=== has no factors where nobody looks at numbers | 0 | before its values were computed |
+LATE NO_FACTORS modules=3 checks=OVERLAP
+=== waits early in forward | 0 | reported as ready too early or too late | EARLY modules=9 checks=PREFETCH
+=== waits for gathers at once | 0 | before its turn | GREEDY modules=11 checks=FSDP
+""",
+    "FIND",
+)

@@ -1,6 +1,6 @@
 """Torch's own answers under the names of the course's classes, and ways to work without being recorded."""
 
-from hostile import ALL, ONE, Hostile, alone, reference
+from hostile import parse
 
 SHAPE = """
 import importlib, inspect, sys
@@ -27,205 +27,101 @@ class NaiveDDP(NaiveDDP):
             if p.grad is None: p.grad = torch.zeros_like(p)
             average(p.grad, number)
 """
+VIEWS = ("test_steady_step_makes_no_view",)
+COPIES = ("test_gradients_are_views",)
+WORKS = ("test_gradients_are_averaged", "test_bytes_on_the_wire", "test_steps_and_subgroups")  # 8 points
+OPTIMIZERS = ("test_sharded_equals_unsharded", "test_zero_state_is_shared")  # one of each class
 
-
-def make_unrecorded_case(name: str, told: str, evil: str) -> Hostile:
-    """Return a case in which a submission averages with unrecorded collectives."""
-    return Hostile(name, reference(BESIDE, evil), 0, told, checks=ONE)
-
-
-def make_class_with_view(evil: str) -> str:
-    """Return the text of a class of module 7 that creates a view in each step, with `view`."""
-    return f"""
-class CachedDDP(CachedDDP):
-    def finish_grad_sync(self):
-        super().finish_grad_sync()
-        view(self.grad_buffers[0].grad_data)
-{evil}
-"""
-
-
-def make_view_case(name: str, evil: str) -> Hostile:
-    return Hostile(
-        name,
-        reference(make_class_with_view(evil), number=7),
-        0,
-        "creates no view",
-        modules=(7,),
-        checks=("test_steady_step_makes_no_view",),
-    )
-
-
-CASES = [
-    # ---- beside the record
-    make_unrecorded_case(
-        "the backend that torch hands out",  # it carries nothing
-        "is",
-        """
+CASES = parse(
+    globals(),
+    r"""
+# ---- beside the record
+=== the backend that torch hands out | 0 | is | BESIDE checks=ONE
 def average(grad, number):
     dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([grad]).wait()
     grad /= dist.get_world_size()
-""",
-    ),
-    make_unrecorded_case(
-        "a ProcessGroupGloo of its own",
-        "rank",
-        """
+=== a ProcessGroupGloo of its own | 0 | rank | BESIDE checks=ONE
 def average(grad, number):
     store = dist.PrefixStore("mine", c10d._get_default_store())
     dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size()).allreduce([grad]).wait()
-""",
-    ),
-    make_unrecorded_case(
-        "the store",
-        "stopped after",
-        """
+=== the store | 0 | stopped after | BESIDE checks=ONE
 def average(grad, number):
     store, size = c10d._get_default_store(), dist.get_world_size()
     store.set(f"{number} {dist.get_rank()}", repr(grad.tolist()))
     every = [eval(store.get(f"{number} {rank}")) for rank in range(size)]
     grad.copy_(torch.tensor(every).mean(dim=0))
-""",
-    ),
-    Hostile(
-        "groups and handles of its own",  # a right answer
-        reference("""
-            import torch
-            class Handle(dist.Work):
-                def __init__(self, work):
-                    super().__init__()
-                    self.work = work
-                def wait(self, timeout=None): return self.work.wait()
-            class NaiveDDP(NaiveDDP):
-                def __init__(self, module, process_group=None):
-                    super().__init__(module, process_group)
-                    if process_group is None:
-                        self.process_group = dist.new_group(backend="gloo")
-                        dist.barrier(dist.new_group(list(range(dist.get_world_size()))))
-                def forward(self, *args, **kwargs):
-                    parameters = dict(self.module.named_parameters())
-                    return torch.func.functional_call(self.module, parameters, args, kwargs)
-                def finish_grad_sync(self):
-                    for p in self.module.parameters():
-                        if p.requires_grad:
-                            if p.grad is None: p.grad = torch.zeros_like(p)
-                            Handle(dist.all_reduce(p.grad, group=self.process_group, async_op=True)).wait()
-                            p.grad /= dist.get_world_size(self.process_group)
-            """),
-        8,
-        checks=ALL,
-    ),
-    Hostile(
-        "copies in a thread",
-        reference(
-            """
-            import threading
-            class BufferedDDP(BufferedDDP):
-                def finish_grad_sync(self):
-                    super().finish_grad_sync()
-                    for buffer in self.grad_buffers:
-                        thread = threading.Thread(target=buffer.grad_data.clone)
-                        thread.start()
-                        thread.join()
-            """,
-            number=5,
-        ),
-        0,
-        "submissions must not start threads",
-        modules=(5,),
-        checks=("test_gradients_are_views",),
-    ),
-    Hostile(
-        "copies in a callback, on a thread of gloo",
-        reference(
-            """
-            import torch
-            class BufferedDDP(BufferedDDP):
-                def finish_grad_sync(self):
-                    super().finish_grad_sync()
-                    for buffer in self.grad_buffers:
-                        copies = dist.all_reduce(torch.zeros(1), group=self.process_group, async_op=True).get_future()
-                        copies.then(lambda _: buffer.grad_data.clone()).wait()
-            """,
-            number=5,
-        ),
-        0,
-        "a step copies no more elements than a step of the bare model",
-        modules=(5,),
-        checks=("test_gradients_are_views",),
-    ),
-    make_view_case("views under the name of torch", "__name__ = 'torch.distributed.mine'\ndef view(data): data[1:3]"),
-    # ---- torch's own answers
-    Hostile(
-        "torch DDP",
-        alone(
-            SHAPE,
-            "def wrapped(module, group): return nn.parallel.DistributedDataParallel(module, process_group=group)",
-            numbers=(1, 2, 3),
-        ),
-        0,
-        "torch.nn.parallel.distributed is not accepted as an answer",
-        modules=(1, 2, 3),
-        checks=("test_gradients_are_averaged", "test_bytes_on_the_wire", "test_steps_and_subgroups"),  # 8 points
-    ),
-    Hostile(
-        "torch's Reducer, found among all classes",
-        alone(
-            SHAPE,
-            """
+=== groups and handles of its own | 8 |  | checks=ALL
+import torch
+class Handle(dist.Work):
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+    def wait(self, timeout=None): return self.work.wait()
+class NaiveDDP(NaiveDDP):
+    def __init__(self, module, process_group=None):
+        super().__init__(module, process_group)
+        if process_group is None:
+            self.process_group = dist.new_group(backend="gloo")
+            dist.barrier(dist.new_group(list(range(dist.get_world_size()))))
+    def forward(self, *args, **kwargs):
+        parameters = dict(self.module.named_parameters())
+        return torch.func.functional_call(self.module, parameters, args, kwargs)
+    def finish_grad_sync(self):
+        for p in self.module.parameters():
+            if p.requires_grad:
+                if p.grad is None: p.grad = torch.zeros_like(p)
+                Handle(dist.all_reduce(p.grad, group=self.process_group, async_op=True)).wait()
+                p.grad /= dist.get_world_size(self.process_group)
+=== copies in a thread | 0 | submissions must not start threads | modules=5 checks=COPIES
+import threading
+class BufferedDDP(BufferedDDP):
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        for buffer in self.grad_buffers:
+            thread = threading.Thread(target=buffer.grad_data.clone)
+            thread.start()
+            thread.join()
+=== copies in a callback, on a thread of gloo | 0 | a step copies no more elements than a step of the bare model |
+modules=5 checks=COPIES
+import torch
+class BufferedDDP(BufferedDDP):
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        for buffer in self.grad_buffers:
+            copies = dist.all_reduce(torch.zeros(1), group=self.process_group, async_op=True).get_future()
+            copies.then(lambda _: buffer.grad_data.clone()).wait()
+=== views under the name of torch | 0 | creates no view | modules=7 checks=VIEWS
+__name__ = 'torch.distributed.mine'
+def view(data): data[1:3]
+class CachedDDP(CachedDDP):
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        view(self.grad_buffers[0].grad_data)
+# ---- torch's own answers
+=== torch DDP | 0 | torch.nn.parallel.distributed is not accepted as an answer | alone SHAPE modules=1,2,3 checks=WORKS
+def wrapped(module, group): return nn.parallel.DistributedDataParallel(module, process_group=group)
+=== torch's Reducer, found among all classes | 0 | is the average | alone SHAPE
 def wrapped(module, group):
     [base] = [c for c in object.__subclasses__() if c.__name__ == "pybind11_object"]
     [Reducer] = [c for c in base.__subclasses__() if c.__name__ == "Reducer" and "c10d" in c.__module__]
     parameters = [p for p in module.parameters() if p.requires_grad]
     module.reducer = Reducer(parameters, [list(range(len(parameters)))], [1 << 25], group or dist.group.WORLD)
     return module
-""",
-        ),
-        0,
-        "is the average",
-    ),
-    Hostile(
-        "fully_shard under another name",
-        alone(
-            SHAPE,
-            """
+=== fully_shard under another name | 0 | fully_shard is not accepted as an answer | alone SHAPE
 from torch.distributed.fsdp import fully_shard as my_own_idea
 def wrapped(module, group): return my_own_idea(module)
-""",
-        ),
-        0,
-        "fully_shard is not accepted as an answer",
-    ),
-    Hostile(
-        "FSDP and replicate",
-        alone(
-            SHAPE,
-            """
+=== FSDP and replicate | 0 | FullyShardedDataParallel is not accepted as an answer | alone SHAPE
 def wrapped(module, group):
     if dist.get_world_size() == 2:
         return importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel(module)
     return importlib.import_module("torch.distributed._composable.replicate").replicate(module)
+=== ZeroRedundancyOptimizer | 0 | ZeroRedundancyOptimizer is not accepted as an answer |
+alone modules=8 checks=OPTIMIZERS
+import torch
+class ShardedOptimizer(torch.optim.Optimizer):
+    def __new__(cls, params, optimizer_cls, process_group=None, **defaults):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(params, optimizer_cls, process_group, **defaults)
+ZeroOptimizer = ShardedOptimizer
 """,
-        ),
-        0,
-        "FullyShardedDataParallel is not accepted as an answer",
-    ),
-    Hostile(
-        "ZeroRedundancyOptimizer",
-        alone(
-            """
-            import torch
-            class ShardedOptimizer(torch.optim.Optimizer):
-                def __new__(cls, params, optimizer_cls, process_group=None, **defaults):
-                    from torch.distributed.optim import ZeroRedundancyOptimizer
-                    return ZeroRedundancyOptimizer(params, optimizer_cls, process_group, **defaults)
-            ZeroOptimizer = ShardedOptimizer
-            """,
-            numbers=(8,),
-        ),
-        0,
-        "ZeroRedundancyOptimizer is not accepted as an answer",
-        modules=(8,),
-        checks=("test_sharded_equals_unsharded", "test_zero_state_is_shared"),  # one of each class
-    ),
-]
+)

@@ -79,7 +79,7 @@ def user() -> Iterator[int]:
             users.close_off(ROOT / name for name in enter.SECRETS)
             ranks.SERVER.sandbox = enter.Sandbox(uid, reservation)
             [found] = ranks.run_ranks(enter.probe, world_size=1)
-            assert found["uid"] == uid and found["secrets"] == []
+            assert found["uid"] == uid and found["secrets"] == [] and found["is_filtered"]
             yield uid
     finally:
         del os.environ["COURSE_SECRET"]

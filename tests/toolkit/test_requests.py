@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import switch_functions as functions
 import torch
 
 from brigade.checks.collect import collect
@@ -15,7 +14,7 @@ from brigade.checks.run import Conditions, run_check
 from brigade.course.modules import MODULES, ROOT
 from brigade.ipc import wire
 from brigade.runner import ranks
-from brigade.runner.ranks import SERVER, run_ranks
+from brigade.runner.ranks import SERVER
 
 # Equal on all ranks by contract: weights that are equal before the optimizer exists, checkpoints, the weights that all
 # ranks have when they load a checkpoint, and the input of an evaluation.
@@ -103,10 +102,6 @@ def expect_own_parts(requests: list[dict[str, Any]]) -> None:
                 continue
             same = [secret for secret in secrets if secret.shape == tensor.shape and torch.equal(secret, tensor)]
             assert not same, f"rank {rank} has at {path} a tensor of another rank"
-
-
-def test_cases_are_not_in_the_memory_of_a_rank():
-    assert list(run_ranks(functions.find_in_memory, switch=True)) == [[], []]
 
 
 def test_the_seeds_of_borders_stay_in_the_parent():

@@ -22,29 +22,45 @@ def test_sizes_may_differ_between_ranks_where_torch_allows_it():
     assert found[0]["any"].tolist() == [7.0] * 3 and found[0]["source"] == 1
 
 
-WRONG = {
-    "huge": "cannot be performed", "negative": "cannot be performed", "missing bytes": "contains 8 bytes",
-    "not a member": "cannot be performed", "no such rank": "cannot be performed",
-    "twice the same rank": "cannot be performed", "unknown operation": "the operation is unknown",
-    "unknown dtype": "cannot be performed", "part of an element": "not a multiple",
-    "other sizes inside and outside": "do not fit together", "root in an all_reduce": "root",
-    "lists of lists": "cannot be performed", "many parts": "too many parts", "no JSON": "cannot be performed",
-    "deep JSON": "cannot be performed", "unrecorded": "without recording it",
-    "recorded as smaller": "recorded numel = 1 for a launch with numel = 2|recorded nbytes = 4",
-    "recorded only": "it did not make", "recorded as the last one": "knows nothing",
-    "recorded as awaited": "did not wait", "unrecorded wait": "without recording the wait",
-    "wait for nothing": "without recording", "half a message": "exit code 0", "a message without end": "unreadable",
-    "flood": "too many bytes", "many launches": "endless loop", "death": "exit code 3",
-}  # fmt: skip
+WRONG = {  # what rank 1 does, and what is reported
+    "huge": ("note(); launch(sizes=[1 << 40], receives=[1 << 40])", "cannot be performed"),
+    "negative": ("note(); launch(sizes=[-8], receives=[-8])", "cannot be performed"),
+    "missing bytes": ("note(); launch(sizes=[16], receives=[16])", "contains 8 bytes"),
+    "not a member": ("note(); launch(ranks=[0])", "cannot be performed"),
+    "no such rank": ("note(); launch(ranks=[0, 1, 7])", "cannot be performed"),
+    "twice the same rank": ("note(); launch(ranks=[1, 1])", "cannot be performed"),
+    "unknown operation": ("note(); launch(op='steal')", "the operation is unknown"),
+    "unknown dtype": ("note(); launch(dtype='object')", "cannot be performed"),
+    "part of an element": ("note(); launch(sizes=[7], receives=[7])", "not a multiple"),
+    "other sizes inside and outside": ("note(); launch(receives=[4])", "do not fit together"),
+    "root in an all_reduce": ("note(); launch(root=0)", "root"),
+    "lists of lists": ("note(); launch(sizes=[[8]])", "cannot be performed"),
+    "many parts": ("note(); launch(sizes=[0] * 20_000, receives=[0] * 20_000)", "too many parts"),
+    "no JSON": ("note(); channel._send(b'C', struct.pack('<I', 3) + b'[[[')", "cannot be performed"),
+    "deep JSON": ("note(); channel._send(b'C', struct.pack('<I', 200_000) + b'[' * 200_000)", "cannot be performed"),
+    "unrecorded": ("launch()", "without recording it"),
+    "recorded numel": ("note(numel=1); launch()", "recorded numel = 1 for a launch with numel = 2"),
+    "recorded nbytes": ("note(nbytes=4); launch()", "recorded nbytes = 4"),
+    "recorded only": ("note(); note(index=1); channel.send_events()", "it did not make"),
+    "recorded as the last one": ("note(); raise EOFError", "knows nothing"),
+    "recorded as awaited": ("note(); launch(); note('wait'); note('done'); channel.send_events()", "did not wait"),
+    "unrecorded wait": ("note(); launch(); channel.receive_result(0)", "without recording the wait"),
+    "wait for nothing": ("channel.receive_result(3)", "without recording"),
+    "half a message": ("channel._socket.sendall(b'C' + struct.pack('<Q', 1000) + b'abc'); os._exit(0)", "exit code 0"),
+    "a message without end": ("channel._socket.sendall(b'C' + struct.pack('<Q', 1 << 60))", "unreadable"),
+    "flood": ("while True: dist.all_reduce(torch.ones(1 << 20), async_op=True)", "too many bytes"),
+    "many launches": ("while True: dist.all_reduce(torch.ones(1), async_op=True)", "endless loop"),
+    "death": ("os._exit(3)", "exit code 3"),
+}
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_a_rank_that_sends_something_wrong_is_reported(how, monkeypatch):
+@pytest.mark.parametrize(("code", "report"), WRONG.values(), ids=WRONG)
+def test_a_rank_that_sends_something_wrong_is_reported(code, report, monkeypatch):
     monkeypatch.setattr(switch, "MOST_LAUNCHES", 2_000)
     monkeypatch.setattr(switch, "MOST_HELD", 32 << 20)
     started = time.monotonic()
-    with pytest.raises(RankFailure, match=WRONG[how]) as caught:
-        run_ranks(functions.attack, how, switch=True, mode="strict", deadline=20)
+    with pytest.raises(RankFailure, match=report) as caught:
+        run_ranks(functions.attack, code, switch=True, mode="strict", deadline=20)
     assert caught.value.rank == 1
     assert time.monotonic() - started < 18
 
