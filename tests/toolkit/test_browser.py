@@ -7,13 +7,17 @@ import re
 import shutil
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 from playwright.sync_api import sync_playwright
 
 from brigade.course.modules import ROOT
 from brigade.lab.program import Compute, Launch, Wait, simulate
 from brigade.rank.emulated_link import Link
+from solutions.m00_ring import ring
+from solutions.m04_bucketed_ddp.bucketed_ddp import plan_buckets
 from solutions.m11_fully_sharded.fully_sharded import plan_schedule
 
 CHROMIUM = shutil.which("chromium")
@@ -185,3 +189,61 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     _, exposed_s, peak_bytes = simulate_prefetch(link, 64, int(prefetch))
     expect("prefetch", "exposed", f"{1e3 * exposed_s:.1f} ms")
     expect("prefetch", "peak", f"{peak_bytes / 1e6:.0f} MB")
+
+
+def record_ring(size, numel, rank):
+    """Return module 0's messages on a rank: (receiver, chunk, elements)."""
+    tensor, sent = torch.zeros(numel), []
+
+    def isend(outgoing, group, group_dst):
+        places = [chunk.data_ptr() for chunk in tensor.tensor_split(size)]
+        sent.append([group_dst, places.index(outgoing.data_ptr()), outgoing.numel()])
+        return SimpleNamespace(wait=lambda: None)
+
+    replaced = SimpleNamespace(
+        get_rank=lambda _: rank, get_world_size=lambda _: size, isend=isend, recv=lambda *_, **__: 0
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "dist", replaced)
+        ring.ring_all_reduce(tensor)
+    return sent
+
+
+def test_the_toys_in_the_browser_do_what_the_solutions_do(page):
+    page.add_script_tag(path=ROOT / "site" / "_static" / "toys_model.js")
+    messages = """([size, numel]) => toysModel.planRing(size, "isend").map((calls) => calls
+        .filter(({op}) => op === "isend").map(({peer, chunks: [chunk]}) => [peer, chunk, toysModel.splitIntoChunks(numel, size)[chunk]]))"""
+    for size, numel in itertools.product((2, 3, 8), (16, 19)):
+        assert page.evaluate(messages, [size, numel]) == [record_ring(size, numel, rank) for rank in range(size)]
+    run = """([size, order]) => { const ranks = new toysModel.Ranks(toysModel.planRing(size, order));
+        while (!ranks.isFinished && ranks.step().length);
+        return [ranks.isFinished, ranks.cells.flat().every((values) => values.size === size)]; }"""
+    assert [page.evaluate(run, [size, order]) for size in (2, 5) for order in ("isend", "even", "send")] == [
+        *[[True, True], [True, True], [False, False]] * 2
+    ]
+    sizes = [4, 1, 8, 1, 8, 1, 8, 1, 4, 1]
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    places = {param: index for index, param in enumerate(params)}
+    for cap in (1, 5, 9, 40):
+        expected = [[places[param] for param in bucket] for bucket in plan_buckets(params, 4 * cap)]
+        assert page.evaluate("([sizes, cap]) => toysModel.planBuckets(sizes, cap)", [sizes, cap]) == expected
+
+
+def test_the_toys_show_a_sum_a_deadlock_and_a_mismatch(page, site):
+    page.goto((site / "site" / "ring.html").as_uri())
+
+    def step(toy):
+        while (button := page.locator(f"[data-toy={toy}] button:has-text('Step')")).is_enabled():
+            button.click()
+        return page.inner_text(f"[data-toy={toy}] [role=status]")
+
+    assert step("ring") == "Every rank has the sum of all 4 tensors."
+    assert page.inner_text("[data-toy=ring] [data-name=elements]") == "12"
+    page.select_option("[data-toy=ring] [name=order]", "send")
+    assert "Deadlock" in step("ring")
+    assert "the same buckets in the same order" in step("buckets")
+    page.select_option("[data-toy=buckets] [name=orders]", "other")
+    page.select_option("[data-toy=buckets] [name=rule]", "eager")
+    assert "Launch 2 is bucket 1 on rank 0 and bucket 2 on rank 1" in step("buckets")
+    page.select_option("[data-toy=buckets] [name=rule]", "ordered")
+    assert "the same buckets in the same order" in step("buckets")
