@@ -212,7 +212,8 @@ def record_ring(size, numel, rank):
 def test_the_toys_in_the_browser_do_what_the_solutions_do(page):
     page.add_script_tag(path=ROOT / "site" / "_static" / "toys_model.js")
     messages = """([size, numel]) => toysModel.planRing(size, "isend").map((calls) => calls
-        .filter(({op}) => op === "isend").map(({peer, chunks: [chunk]}) => [peer, chunk, toysModel.splitIntoChunks(numel, size)[chunk]]))"""
+        .filter(({op}) => op === "isend").map(({peer, chunks}) =>
+            [peer, chunks[0], toysModel.splitIntoChunks(numel, size)[chunks[0]]]))"""
     for size, numel in itertools.product((2, 3, 8), (16, 19)):
         assert page.evaluate(messages, [size, numel]) == [record_ring(size, numel, rank) for rank in range(size)]
     run = """([size, order]) => { const ranks = new toysModel.Ranks(toysModel.planRing(size, order));
