@@ -141,7 +141,15 @@ TODO: the cost that remains, which is the next module's question.
 
 ## Questions
 
-1. TODO: a question?
+They are in [answers.md](answers.md), and you write your answers below them.
+"""
+QUESTIONS = """# Module {number}: written answers
+
+Write each answer below its question. `brigade submit` adds this file to the zip that you hand in.
+
+## Question 1
+
+> TODO: a question?
 """
 HINTS = """# Hints for module {number}
 
@@ -202,6 +210,7 @@ def make_files(number: int, name: str) -> dict[str, str]:
         f"solutions/{package}/{name}.py": SOLUTION,
         f"solutions/{package}/answers.md": ANSWERS,
         f"lessons/{package}/README.md": READING,
+        f"lessons/{package}/answers.md": QUESTIONS,
         f"lessons/{package}/hints.md": HINTS,
         f"tests/test_{package}.py": CHECKS,
         f"tests/{package}/causes.py": CAUSES,

@@ -364,5 +364,5 @@ def run_next(options: argparse.Namespace) -> int:
             console.print(Text(indent(str(message), "  ")))
         return 1
     console.print(f"All {len(entries)} modules pass. `brigade submit` creates the zip file to hand in.", markup=False)
-    console.print("The written questions are in assignments.md.")
+    console.print("The written questions are in `answers.md` beside each module.")
     return 0

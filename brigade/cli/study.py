@@ -177,7 +177,7 @@ def add_answers(bundle: zipfile.ZipFile, target: Path) -> list[int]:
         if path:
             content = path.read_bytes()
             bundle.writestr(name.as_posix(), content)
-            if content.split() != written.make_template(entry).encode().split():
+            if written.is_filled_in(entry, content.decode(errors="replace")):
                 answered.append(entry.number)
     return answered
 

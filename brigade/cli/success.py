@@ -55,7 +55,7 @@ def list_next_steps(entry: Module, target: Path) -> list[str]:
         sentences += [
             f"Module {entry.number} is done, and with it the core: all {len(CORE_MODULES)} modules pass. Well done!",
             "`brigade bench --comm-ratio 0.8 --save` compares them with torch. The written questions are in "
-            "assignments.md. `brigade submit` creates the zip file to hand in.",
+            "`answers.md` beside each module. `brigade submit` creates the zip file to hand in.",
         ]
     else:
         sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")

@@ -150,7 +150,7 @@ def make_assignment(entry: Module, root: Path) -> str:
         f"**Hand in** {files}: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} minutes, "
         f"difficulty {entry.difficulty} of 5.\n\n"
         f"**Checks and their points:** {checks}.\n\n"
-        f"**Written questions**{make_points_remark(entry, root)}: at the end of the reading; write into "
+        f"**Written questions**{make_points_remark(entry, root)}: "
         f"[{written.ANSWERS}](lessons/{entry.package}/{written.ANSWERS}).\n"
     )
 

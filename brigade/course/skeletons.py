@@ -1,5 +1,4 @@
-"""Generate the skeletons from the solutions, the templates for written answers from the readings' questions, and the
-lists of modules in documents from the table.
+"""Generate the skeletons from the solutions, `answers.md` without answers, and the documents' lists of modules.
 
 In a solution, comments mark the code that the student writes, as in nbgrader:
 

@@ -1,7 +1,8 @@
-"""The written questions at the end of each reading: their points, and the template for the student's answers.
+"""The written questions of the modules, in `lessons/mNN_*/answers.md`. Students write their answers below them.
 
-A question with points begins with its kind and its points: `1. **Derive · 2 points.** Two ranks ...`. A person grades
-the answers, using the rubrics in `solutions/mNN_*/answers.md`. The questions of the warm-up have no points.
+The heading of a question with points contains its kind and its points: `## Question 1 (derive, 2 points)`. The next
+line of text, a quotation, is the question. A person grades the answers, using the rubrics in
+`solutions/mNN_*/answers.md`. The questions of the warm-up have no points.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from pathlib import Path
 
 from brigade.course.modules import ROOT, CourseError, Module
 
-HEADING = "\n## Questions\n"
 ANSWERS = "answers.md"  # beside the module, in lessons and in submissions
-LABEL = re.compile(r"\*\*([A-Z][a-z ]*) · (\d+) points?\.\*\* ")
+QUESTION = re.compile(r"^## Question (\d+)(?: \(([a-z ]+), (\d+) points?\))?\n\n> (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A written question. `text` does not contain the label. Without a label, `kind` is "" and `points` is 0."""
+    """A written question. If it has no points, `kind` is "" and `points` is 0."""
 
     number: int
     kind: str
@@ -28,26 +28,16 @@ class Question:
     text: str
 
 
-def read_questions(entry: Module, root: Path = ROOT) -> str:
-    """Return the list of questions at the end of a reading. Raise CourseError if there is none."""
-    reading = (root / "lessons" / entry.package / "README.md").read_text()
-    questions = reading.partition(HEADING)[2].strip("\n")
-    if not questions.startswith("1. "):
-        raise CourseError(f"lessons/{entry.package}/README.md does not end with a numbered list of questions")
-    return questions + "\n"
+def parse_questions(text: str) -> list[Question]:
+    """Return the questions in a file of answers, which may have been filled in."""
+    found = QUESTION.findall(text)
+    return [Question(int(number), kind, int(points or 0), question) for number, kind, points, question in found]
 
 
 def list_questions(entry: Module, root: Path = ROOT) -> list[Question]:
-    """Return a reading's questions. Raise CourseError if there are none, or if only some of them have points."""
-    found = []
-    for item in re.split(r"^(?=\d+\. )", read_questions(entry, root), flags=re.MULTILINE)[1:]:
-        number, _, text = " ".join(item.split()).partition(". ")
-        label = LABEL.match(text)
-        kind, points = (label[1], int(label[2])) if label else ("", 0)
-        found.append(Question(int(number), kind, points, text[label.end() :] if label else text))
-    if len({question.points > 0 for question in found}) > 1:
-        raise CourseError(f"lessons/{entry.package}/README.md gives points to only some of its questions")
-    return found
+    """Return a module's questions, or [] if it has no file with questions."""
+    path = root / "lessons" / entry.package / ANSWERS
+    return parse_questions(path.read_text()) if path.is_file() else []
 
 
 def count_points(entries: Iterable[Module], root: Path = ROOT) -> int:
@@ -61,12 +51,28 @@ def format_points(points: int) -> str:
 
 
 def make_template(entry: Module, root: Path = ROOT) -> str:
-    """Return the file into which students write their answers to a module's questions."""
+    """Return a module's questions without answers. Raise CourseError if there are none, or if only some have points."""
+    questions = list_questions(entry, root)
+    place = f"lessons/{entry.package}/{ANSWERS}"
+    if not questions:
+        raise CourseError(f"{place} contains no questions")
+    if len({question.points > 0 for question in questions}) > 1:
+        raise CourseError(f"{place} gives points to only some of its questions")
+    return format_template(entry, questions)
+
+
+def is_filled_in(entry: Module, text: str) -> bool:
+    """Return whether a file of answers contains more than questions."""
+    return text.split() != format_template(entry, parse_questions(text)).split()
+
+
+def format_template(entry: Module, questions: Iterable[Question]) -> str:
+    """Return the text of a module's file for answers to these questions."""
     lines = [
         f"# Module {entry.number}: written answers\n",
         "Write each answer below its question. `brigade submit` adds this file to the zip that you hand in.",
     ]
-    for question in list_questions(entry, root):
-        label = f" ({question.kind.lower()}, {format_points(question.points)})" if question.points else ""
+    for question in questions:
+        label = f" ({question.kind}, {format_points(question.points)})" if question.points else ""
         lines.append(f"\n## Question {question.number}{label}\n\n> {question.text}\n")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from brigade.ipc.temporary import temporary_directory
 
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)
-NEEDED += ("lessons/*/README.md",)  # the points of the written questions
+NEEDED += ("lessons/*/answers.md",)  # the points of the written questions
 # From requirements.txt. Grading needs neither notebooks nor figures.
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")
 

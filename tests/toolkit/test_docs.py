@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+from documents import documents, read_markdown
 
 from brigade.checks.collect import collect, import_from_tests
 from brigade.course import handout, written
@@ -60,7 +61,7 @@ def test_the_list_of_checks_is_what_the_file_defines(entry):
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_every_question_has_an_answer(entry):
-    asked = numbers(written.read_questions(entry))
+    asked = [str(question.number) for question in written.list_questions(entry)]
     assert asked == numbers(text("solutions", entry.package, "answers.md")) == [str(n + 1) for n in range(len(asked))]
 
 
@@ -79,7 +80,7 @@ def test_written_questions_of_the_core_count_50_points():
     kinds = {
         word for entry in CORE_MODULES for question in written.list_questions(entry) for word in question.kind.split()
     }
-    assert {kind.lower() for kind in kinds} == {"derive", "measure", "explain", "design", "and"}
+    assert kinds == {"derive", "measure", "explain", "design", "and"}
     assert "| **total of the core** |  | **100** | **50** |" in text("assignments.md")
 
 
@@ -96,20 +97,34 @@ def test_the_schedule_of_a_term_agrees_with_the_modules():
 
 
 def test_questions_are_read_with_their_points(tmp_path):
-    reading = tmp_path / "lessons" / MODULES[0].package / "README.md"
-    reading.parent.mkdir(parents=True)
-    beginning = "# A\n\n## Questions\n\n"
-    reading.write_text(beginning + "1. **Derive · 1 point.** How\n   many?\n2. **Design · 12 points.** What?\n")
-    first, second = written.list_questions(MODULES[0], tmp_path)
-    assert first == written.Question(1, "Derive", 1, "How many?") and second.points == 12
-    template = written.make_template(MODULES[0], tmp_path)
-    assert "## Question 1 (derive, 1 point)\n\n> How many?\n" in template
-    reading.write_text(beginning + "1. How many?\n2. What?\n")
-    assert written.count_points(MODULES[:1], tmp_path) == 0
-    assert "## Question 1\n\n> How many?\n" in written.make_template(MODULES[0], tmp_path)
-    reading.write_text(beginning + "1. **Derive · 1 point.** How many?\n2. What?\n")
+    entry = MODULES[0]
+    answers = tmp_path / "lessons" / entry.package / "answers.md"
+    answers.parent.mkdir(parents=True)
+    asked = [written.Question(1, "derive", 1, "How many?"), written.Question(2, "design", 12, "What?")]
+    text = written.format_template(entry, asked)
+    assert "## Question 1 (derive, 1 point)\n\n> How many?\n" in text and not written.is_filled_in(entry, text)
+    filled_in = text.replace("many?\n", "many?\n> Or few?\n") + "\nAnswer 2.\n\n> A quotation.\n"
+    assert written.is_filled_in(entry, filled_in)
+    answers.write_text(filled_in)
+    assert written.list_questions(entry, tmp_path) == asked and written.count_points([entry], tmp_path) == 13
+    assert written.make_template(entry, tmp_path) == text
+    answers.write_text(text.replace(" (design, 12 points)", ""))
     with pytest.raises(CourseError, match="gives points to only some of its questions"):
-        written.list_questions(MODULES[0], tmp_path)
+        written.make_template(entry, tmp_path)
+
+
+def split_into_words(text):
+    return " ".join(re.findall(r"[\w`]+", text))
+
+
+def test_no_question_and_no_check_is_stated_twice():
+    """Questions are in `answers.md`, what a check tests is in its file. Other places link to them."""
+    titles = {check.title for check in collect(MODULES)}
+    questions = {question.text for entry in MODULES for question in written.list_questions(entry)}
+    stated = " | ".join(split_into_words(read_markdown(path)) for path in documents())
+    sentences = {split_into_words(part) for text in questions for part in re.split(r"(?<=[.?]) ", text)}
+    assert {text for text in sentences if len(text.split()) > 7 and stated.count(text) != 1} == set()
+    assert {title for title in titles if split_into_words(title) in stated} == set()
 
 
 def test_glossary_is_in_alphabetical_order_and_short():
@@ -124,11 +139,10 @@ def test_glossary_is_in_alphabetical_order_and_short():
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_reading_links_each_term_once(entry):
-    """Only the first use of a term is a link. Questions have none, because the handout contains them too."""
+    """Only the first use of a term is a link."""
     reading = text("lessons", entry.package, "README.md")
     anchors = re.findall(r"\(\.\./\.\./docs/glossary\.md#([\w-]+)\)", reading)
     assert len(anchors) >= 4 and len(anchors) == len(set(anchors))
-    assert "glossary.md" not in written.read_questions(entry)
 
 
 def test_made_parts_are_in_their_places():

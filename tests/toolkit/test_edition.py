@@ -51,7 +51,8 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
         (clone / name).write_text("a secret of the maintainer's own\n")
     (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
-    (clone / lesson / "answers.md").write_text("a secret, half-written\n")
+    answers = clone / lesson / "answers.md"
+    answers.write_text(answers.read_text() + "a secret, half-written\n")
     assert run_command(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip contain ")
     made = clone / "out" / "student"
     with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:

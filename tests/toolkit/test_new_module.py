@@ -58,7 +58,7 @@ def test_a_module_is_added_and_removed(course):
     before = read_files(course)
     run(course, "-m", "tools.module", "new", "99", "scratch")
     after = read_files(course)
-    made = {f"lessons/m99_scratch/{name}" for name in ("answers.md", "scratch.py")}
+    made = {"lessons/m99_scratch/scratch.py"}
     assert after.keys() - before.keys() == FILES.keys() - {TABLE} | made
     assert {name for name, text in before.items() if after[name] != text} == {TABLE, "README.md", "assignments.md"}
     assert 'raise NotImplementedError("module 99, part (a)")' in after["lessons/m99_scratch/scratch.py"].decode()

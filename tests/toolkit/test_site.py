@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from pathlib import Path
 
 import pytest
 
 from brigade.course.modules import MODULES, ROOT
-from brigade.course.written import make_template
 
 LINKS = runpy.run_path(str(ROOT / "site" / "links.py"))
 PAGE = '<h1 id="top">A page</h1><a href="#top">up</a><a href="https://example.org">elsewhere</a><img src="a.png">'
@@ -25,7 +23,7 @@ FAULTS = {
 
 def test_every_document_and_notebook_is_a_page(site):
     """The hints are not pages, because students open them one by one."""
-    sources = [*ROOT.glob("lessons/*/README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
+    sources = [*ROOT.glob("lessons/*/[Ra]*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
     pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in [*sources, ROOT / "assignments.md"]}
     assert {path for path in pages if not path.exists()} == set()
     assert not list(site.rglob("*hints*"))
@@ -35,13 +33,6 @@ def test_public_names_are_in_the_api_reference(site):
     reference = (site / "site" / "api.html").read_text()
     names = [f"lessons.{entry.package}.{entry.name}.{name}" for entry in MODULES for name in entry.public]
     assert [name for name in names if f'id="{name}"' not in reference] == []
-
-
-def test_templates_for_answers_are_downloads(site):
-    texts = {path.read_text() for path in site.glob("_downloads/*/answers.md")}
-    assert make_template(MODULES[1]) in texts and len(texts) > 8
-    links = re.findall(r"<a [^>]*download[^>]*>(.*)</a>", (site / "assignments.html").read_text())
-    assert len(links) == len(texts) and all(">answers.md<" in link for link in links)
 
 
 def test_formulas_are_drawn_without_a_script(site):

@@ -121,10 +121,10 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     assert not list((course / "lessons").rglob("*.bak")), "backups are not beside what git tracks"
 
 
-def test_a_reading_without_questions_gets_a_sentence(course):
-    reading = course / "lessons" / get_module(1).package / "README.md"
-    reading.write_text(reading.read_text().replace("## Questions", "## The end"))
-    with pytest.raises(CourseError, match=f"^lessons/{get_module(1).package}/README.md does not end with"):
+def test_a_module_without_questions_gets_a_sentence(course):
+    answers = course / "lessons" / get_module(1).package / "answers.md"
+    answers.write_text(answers.read_text().replace("## Question", "## The end"))
+    with pytest.raises(CourseError, match=f"^lessons/{get_module(1).package}/answers.md contains no questions"):
         skeletons.find_outdated()
 
 
