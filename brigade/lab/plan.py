@@ -54,12 +54,13 @@ class PlannedStep:
     """The predicted step of one variant.
 
     `memory` contains the bytes that rank 0 keeps between two steps, by kind. `exposed_s` is how much longer the step
-    takes than this variant's own computation.
+    takes than this variant's own computation. `copied_bytes` is that of `Program`.
     """
 
     label: str
     launches: int
     sent_bytes: float
+    copied_bytes: int
     step_s: float
     exposed_s: float
     memory: Bytes
@@ -125,7 +126,8 @@ def plan(programs: dict[str, Program | str], setting: Setting, link: Link) -> li
         step_s = simulate(program.instructions, link, setting.world_size).end_s
         sent = sum(count_sent_bytes(launch.op, launch.nbytes, setting.world_size) for launch in program.launches)
         exposed_s = max(0.0, step_s - program.computation_s)  # rounding can make an exposed time of zero negative
-        steps.append(PlannedStep(label, len(program.launches), sent, step_s, exposed_s, program.memory))
+        launches, copied = len(program.launches), program.copied_bytes
+        steps.append(PlannedStep(label, launches, sent, copied, step_s, exposed_s, program.memory))
     return steps
 
 

@@ -93,12 +93,14 @@ class Compute:
     """An instruction that keeps the processor busy for some seconds.
 
     `kind` is "forward", "backward", "step" for the optimizer's computation, or "copy" for copies and divisions of
-    gradients. `param_indices` are the parameters whose layers compute, if they are known.
+    gradients. `param_indices` are the parameters whose layers compute, if they are known. `nbytes` are the bytes that a
+    step or a copy reads and writes.
     """
 
     kind: str
     seconds: float
     param_indices: Sequence[int] = ()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,11 @@ class Program:
     def launches(self) -> list[Launch]:
         """The collectives, in launch order."""
         return [one for one in self.instructions if isinstance(one, Launch)]
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that copies, divisions and additions of gradients read and write."""
+        return sum(one.nbytes for one in self.instructions if isinstance(one, Compute) and one.kind == "copy")
 
     @property
     def computation_s(self) -> float:
@@ -199,7 +206,7 @@ def convert(instructions: Sequence[Sequence[Any]], machine: Machine) -> list[Ins
             converted.append(Compute(kind, share * forward if kind == "forward" else share, values))
         else:
             rate = machine.copy_bytes_per_s if kind == "copy" else machine.step_bytes_per_s
-            converted.append(Compute(kind, values[0] / rate))
+            converted.append(Compute(kind, values[0] / rate, nbytes=values[0]))
     return converted
 
 
