@@ -309,7 +309,9 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  {conflict}; decide which one counts")
     for check, count in classroom.count_failures(identified.table)[:10]:
         report.print(f"  {count} of {len(everyone)} submissions fail {check}")
-    for group in similarity.find_groups(classroom.read_class(classroom.name_students(everyone, people), entries)):
+    for group in similarity.find_groups(
+        similarity.find_pairs(classroom.read_class(classroom.name_students(everyone, people), entries))
+    ):
         names = ", ".join(group.names)
         report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
     return 1 if failed else 0

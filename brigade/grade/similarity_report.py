@@ -7,7 +7,7 @@ from html import escape
 
 from brigade.course.modules import get_module
 from brigade.grade.formats import make_printable
-from brigade.grade.similarity import ALIKE, ENOUGH, RUN, ClassTexts, Pair, find_groups, match_pairs
+from brigade.grade.similarity import ALIKE, RUN, ClassTexts, Pair, find_groups, match_pair
 from brigade.grade.web_page import format_page
 
 MOST = 50  # pairs in the report
@@ -24,30 +24,25 @@ summary { font-weight: bold; margin: 1rem 0 .5rem; cursor: pointer; }
 """
 
 
-def is_striking(pair: Pair) -> bool:
-    """Return whether a pair is so similar that independent work is unlikely."""
-    return pair.share >= ALIKE and pair.size >= ENOUGH
-
-
 def format_report(pairs: Sequence[Pair], texts: ClassTexts) -> str:
     """Return a web page that needs no other file: the table of the first MOST pairs, then their texts."""
     shown = pairs[:MOST]
-    matches = match_pairs(shown, texts)
+    matches = [match_pair(pair, texts) for pair in shown]
     lines = [
         "<p>The comparison ignores names, numbers, comments, formatting, the order of functions, and all code that the "
         f"course gives to everybody. Pairs in bold share {ALIKE:.0%} or more of a long answer. Independent short "
         "answers can be similar too. A listed pair is a reason to read both texts, not proof.</p>",
-        *format_groups(texts),
+        *format_groups(pairs),
         f"<p>This table shows {len(shown)} of {len(pairs)} similar pairs, the most similar first. It leaves out pairs "
         "that the other pairs of a group connect. Open a pair below the table to read both texts. Length is the "
-        f"number of runs of {RUN} tokens in the shorter answer. The second number of a marked line is the number of "
-        "the matching line in the other text.</p>",
+        f"number of runs of {RUN} syntax nodes in the shorter answer. The second number of a marked line is the number "
+        "of the matching line in the other text.</p>",
         "<table><tr><th>Shared</th><th>Module</th><th>Submissions</th><th>Shared lines</th><th>Length</th></tr>",
     ]
     for number, pair in enumerate(shown):
         one, other = map(escape, pair.names)
         names = f'<a href="#pair{number}">{one} and {other}</a>'
-        names = f"<b>{names}</b>" if is_striking(pair) else names
+        names = f"<b>{names}</b>" if pair.is_striking else names
         same = " and ".join(str(len(lines)) for lines in matches[number])
         lines.append(
             f"<tr><td>{pair.share:.0%}</td><td>{pair.module}</td><td>{names}</td><td>{same}</td><td>{pair.size}</td></tr>"
@@ -64,11 +59,11 @@ def format_report(pairs: Sequence[Pair], texts: ClassTexts) -> str:
     return format_page("Similar submissions", STYLE, "\n".join(lines), width="100rem")
 
 
-def format_groups(texts: ClassTexts) -> list[str]:
+def format_groups(pairs: Sequence[Pair]) -> list[str]:
     """Return a list of the groups of near-identical answers."""
     groups = [
         f"<li>Module {group.module}, {group.share:.0%}: {escape(', '.join(group.names))}</li>"
-        for group in find_groups(texts)
+        for group in find_groups(pairs)
     ]
     return ["<h2>Near-identical long answers</h2><ul>", *groups, "</ul>"] if groups else []
 
