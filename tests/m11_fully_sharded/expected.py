@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import Counter
 
 import torch
 
@@ -13,15 +14,14 @@ from m11_fully_sharded.scenario import UNIT_TYPES, cast_layers, change_forward
 
 def find_units(model, unit_types):
     """Return the names of each unit's parameters, the root's first, in the order of `named_parameters()`."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     units = {"": []}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         owners = [".".join(parts[:end]) for end in range(1, len(parts))]
         unit = next((owner for owner in owners if isinstance(modules[owner], unit_types)), "")
-        is_tied = sum(model.get_parameter(other) is parameter for other in names) > 1
-        units.setdefault("" if is_tied else unit, []).append(name)
+        units.setdefault("" if uses[parameter] > 1 else unit, []).append(name)
     return list(units.values())
 
 

@@ -199,12 +199,13 @@ class Boundaries:
     """A list of what is alive in each forward pre-hook and gradient hook of a model."""
 
     def __init__(self, model: nn.Module, memory: LiveMemory, shards: Sequence[Tensor] = ()):
-        self.model, self.memory, self.entries, self.shards = model, memory, [], shards
+        self.memory, self.entries, self.shards = memory, [], shards
+        self.parameters = dict(model.named_parameters())
         self.is_kept = self.is_backward = False
         for name, submodule in model.named_modules():
             if next(submodule.parameters(recurse=False), None) is not None:
                 submodule.register_forward_pre_hook(lambda *_, name=name: self.note("forward", name))
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.note("backward", name))
 
@@ -215,13 +216,13 @@ class Boundaries:
         loss.backward()
 
     def note(self, direction: str, name: str) -> None:
-        parameters = list(self.model.parameters())
         if self.is_backward and direction == "forward":  # computed again
             direction, name = "backward", f"{name}.weight"
         known = [*self.shards, *(shard.grad for shard in self.shards)]
-        nbytes = self.memory.count(weights=parameters, known=known)
-        alive, is_kept = list_alive(self.model), self.is_kept
-        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes, "kept": is_kept})
+        nbytes = self.memory.count(weights=self.parameters.values(), known=known)
+        alive = [parameter for parameter, value in self.parameters.items() if value.untyped_storage().nbytes()]
+        kept = self.is_kept
+        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes, "kept": kept})
 
 
 def measure(job: dict) -> dict:
@@ -314,8 +315,8 @@ def train(job: dict) -> dict:
     ddp = wrap(job, model)
     if "load" in job:
         ddp.load_full_state_dict(job["load"])
-    with phase("checkpoint"):
-        ddp.full_state_dict()
+        with phase("checkpoint"):
+            ddp.full_state_dict()
     shards = list(ddp.shards())
     optimizer = OPTIMIZERS[job["optimizer"]](shards)
     load = getattr(ddp, "load_full_optimizer_state_dict", None)  # given, but an answer may do without
