@@ -2,7 +2,7 @@
 
 On a fast machine, a forgotten `wait()` is almost never noticed, because the collective is complete long before its
 result is read. In this mode, it is always noticed. A launch works on copies of its inputs and fills its outputs with
-NaN. Waiting on the handle of *that* launch (or asking for its future or its result, or learning that it is complete)
+NaN. Waiting on the handle of *that* launch (or on its future, asking for its result, or learning that it is complete)
 writes the result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of
 kind "race" is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises FreedTensorError.
 
@@ -20,6 +20,7 @@ torch DDP does not run in this mode: its C++ reducer may wait in places that Pyt
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,7 @@ class StrictGroup(RecordingGroup):
         super().__init__(inner, recorder, name, ranks)
         # The handles of messages: if one is freed, gloo loses its message, and the peer waits forever.
         self._messages: list[Any] = []
+        torch.futures.wait_all, torch.futures.collect_all = wait_all, collect_all
 
     @uncounted()
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -103,10 +105,18 @@ class StrictWork(RecordedWork):
         self._results = results
         self._delivered = False
         self._delivered_to: list[Any] = []
+        self._futures: list[StrictFuture] = []  # to be completed when the result is delivered
         self._asked_at = -1  # the recorder's `progress` when `is_completed` answered False
 
-    @uncounted()
     def wait(self, timeout: timedelta | None = None) -> bool:
+        targets = self._targets
+        self._deliver(timeout)
+        while self._futures:
+            self._futures.pop(0).set_result(targets)
+        return True
+
+    @uncounted()
+    def _deliver(self, timeout: timedelta | None) -> None:
         super().wait(timeout)
         if not self._delivered:
             self._delivered = True
@@ -119,7 +129,6 @@ class StrictWork(RecordedWork):
             # As with NCCL, a handle does not keep its tensors alive after the wait.
             self._delivered_to = [weakref.ref(target) for target in self._targets]
             self._given, self._at_launch, self._targets, self._results = [], [], [], []
-        return True
 
     def _await(self, timeout: timedelta | None) -> None:
         super()._await(timeout)
@@ -137,14 +146,60 @@ class StrictWork(RecordedWork):
         return self._delivered or self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        targets = self._targets or [target for reference in self._delivered_to if (target := reference()) is not None]
-        self.wait()
-        return targets
+        return self.get_future().wait()
 
     def get_future(self) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self.result())
+        future = StrictFuture(self.wait, self.is_completed)
+        if self._delivered:
+            future.set_result([target for reference in self._delivered_to if (target := reference()) is not None])
+        else:
+            self._futures.append(future)
         return future
+
+
+class StrictFuture(torch.futures.Future):
+    """A future that is completed, with its callbacks, in the thread that waits for it or for its handle."""
+
+    def __init__(self, complete: Callable[[], Any], is_complete: Callable[[], bool]):
+        super().__init__()
+        self._complete, self._is_complete = complete, is_complete
+
+    def done(self) -> bool:
+        return super().done() or self._is_complete()
+
+    def wait(self) -> Any:
+        if not super().done():
+            self._complete()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future], Any]) -> torch.futures.Future:
+        following = StrictFuture(self.wait, self.done)
+
+        def call(_: torch.futures.Future) -> None:
+            try:
+                following.set_result(callback(self))
+            except BaseException as exception:
+                following.set_exception(exception)
+
+        self.add_done_callback(call)
+        return following
+
+
+def wait_all(futures: list[torch.futures.Future]) -> list[Any]:
+    """Do what torch's function does, without waiting in C++ for another thread."""
+    return [future.wait() for future in futures]
+
+
+def collect_all(futures: list[torch.futures.Future]) -> torch.futures.Future:
+    """Do what torch's function does, without waiting in C++ for another thread."""
+
+    def complete() -> bool:
+        wait_all(futures)
+        future.set_result(futures)
+        return True
+
+    future = StrictFuture(complete, lambda: all(each.done() for each in futures) and complete())
+    return future
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Module 3 in another style: gradients are divided before the sum, waiting goes through futures, no_sync counts how
-deep it is nested, the hooks are closures, and a set has the gradients that wait for their launch."""
+"""Module 3 in another style: futures divide the gradients, no_sync counts how deep it is nested, the hooks are
+closures, and a set has the gradients that wait for their launch."""
 
 import contextlib
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -25,9 +26,8 @@ class OverlappedDDP(nn.Module):
             if self._depth:
                 return
             self._unlaunched.discard(parameter)
-            parameter.grad.div_(size)
             work = dist.all_reduce(parameter.grad, group=process_group, async_op=True)
-            self._futures.append(work.get_future)
+            self._futures.append(work.get_future().then(lambda future: future.value()[0].div_(size)))
 
         self._reduce = reduce
         for parameter in module.parameters():
@@ -44,8 +44,7 @@ class OverlappedDDP(nn.Module):
                 self._reduce(parameter)
         self._unlaunched = set(self._trainable)
         futures, self._futures = self._futures, []
-        for future in reversed(futures):
-            future().wait()
+        torch.futures.wait_all(futures)
 
     @contextlib.contextmanager
     def no_sync(self):

@@ -51,7 +51,10 @@ def test_results_are_those_of_the_group_that_records(dtype):
         assert not [event for event in held.events[rank] if event["kind"] == "race"]
 
 
-@pytest.mark.parametrize("how", ["wait", "wait with a timeout", "result", "is_completed", "get_future", "synchronize"])
+WAYS = "wait, wait with a timeout, result, is_completed, synchronize, get_future, then, collect_all, done"
+
+
+@pytest.mark.parametrize("how", WAYS.split(", "))
 def test_only_the_own_handle_delivers_and_every_way_of_asking_does(how):
     for rank, result in enumerate(run_ranks(functions.deliver, how, mode="strict")):
         first, second = result["before"]
@@ -59,7 +62,7 @@ def test_only_the_own_handle_delivers_and_every_way_of_asking_does(how):
         assert second.tolist() == [2.0, 2.0]
         assert [tensor.tolist() for tensor in result["after"]] == [[2.0] * 3, [2.0] * 2], rank
         assert result["later"].tolist() == [7.0] * 3, "it delivers once"
-        if how in ("result", "get_future"):
+        if how in ("result", "get_future", "then", "collect_all"):
             assert [tensor.tolist() for tensor in result["answer"]] == [[7.0] * 3]  # the tensors themselves
         elif how != "synchronize":
             assert result["answer"] is True

@@ -27,7 +27,10 @@ def deliver(how: str) -> dict[str, Any]:
         "wait with a timeout": lambda: one.wait(timedelta(seconds=5)),
         "result": one.result,
         "is_completed": one.is_completed,
-        "get_future": lambda: one.get_future().value(),
+        "get_future": lambda: one.get_future().wait(),
+        "then": lambda: one.get_future().then(lambda future: future.value()).wait(),
+        "collect_all": lambda: torch.futures.collect_all([one.get_future()]).wait()[0].value(),
+        "done": lambda: (future := one.get_future()).done() or future.done(),
         "synchronize": one.synchronize,
     }[how]()
     after = [first.clone(), second.clone()]
