@@ -91,10 +91,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     option = pyfuncitem.config.option
     conditions = Conditions(
-        seed=option.seed,
-        backend=option.backend,
-        share_gpu=option.share_gpu,
-        deadline_s=option.deadline,
+        seed=option.seed, backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline
     )
     outcome = pyfuncitem.stash[OUTCOME] = run_check(check, option.target, conditions, option.prior)
     if outcome.exception:

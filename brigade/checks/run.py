@@ -104,11 +104,7 @@ def is_broken(check: Check, conditions: Conditions, context: CheckContext) -> bo
 
 
 def run_checks(
-    checks: Sequence[Check],
-    target: str | Path,
-    conditions: Conditions,
-    prior_source: str = "own",
-    at_a_time: int = 1,
+    checks: Sequence[Check], target: str | Path, conditions: Conditions, prior_source: str = "own", at_a_time: int = 1
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks.
 

@@ -187,13 +187,7 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
         # Gradescope shows a hidden test only to instructors. Because it has no points, it does not hide the total:
         # https://gradescope-autograders.readthedocs.io/en/latest/specs/#controlling-test-case-visibility
         tests.append(
-            {
-                "name": HEADING,
-                "output": findings,
-                "output_format": "text",
-                "tags": [HEADING],
-                "visibility": "hidden",
-            }
+            {"name": HEADING, "output": findings, "output_format": "text", "tags": [HEADING], "visibility": "hidden"}
         )
     heading = format_heading(grading, shows_seed=False)
     if not shows_all:

@@ -416,20 +416,6 @@ def test_strange_names_get_a_row_each(stub, tmp_path, capfd):
     assert len(list((tmp_path / "feedback").iterdir())) == 10
 
 
-def test_one_grader_that_cannot_start_concerns_one_student(stub, tmp_path, capfd, monkeypatch):
-    command, started = small_class(tmp_path / "class", ada=8, bob=3), classroom.start_grader
-
-    def start(student, *rest):
-        if student.name == "ada":
-            raise OSError("too many processes")
-        return started(student, *rest)
-
-    monkeypatch.setattr(classroom, "start_grader", start)
-    assert cli.main(command) == 1
-    assert [row["score"] for row in gradebook_rows(tmp_path / "grades.csv")] == ["", "3"]
-    assert "too many processes" in (tmp_path / "grades.csv.results" / "ada.log").read_text()
-
-
 # Names and tables
 
 

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from brigade.course.modules import MODULES, ROOT, get_module
-from tools import promises
 
 TEXT = (ROOT / "docs" / "contributing.md").read_text()
 FOLDERS = {path.stem for path in (ROOT / "brigade").iterdir() if not path.name.startswith("__")}
@@ -35,16 +34,6 @@ def test_the_targets_of_make_are_listed():
     targets = set(re.findall(r"^([a-z][\w-]*):", made, re.MULTILINE))
     section = TEXT.partition("\n## make\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `make ([\w-]+)[^`]*` \|", section, re.MULTILINE)) == targets - {"help"}
-
-
-def test_the_bounds_are_those_that_are_measured():
-    section = TEXT.partition("\n## What the course promises")[2].partition("\n## ")[0]
-    bounds = dict(re.findall(r"^\| ([^|]+?) \| at most ([\d.]+)(?: s)? \|", section, re.MULTILINE))
-    assert [float(bound) for bound in bounds.values()] == [
-        promises.MODULE_S, promises.LONG_MODULE_S, promises.CORE_S, promises.DEMO_S,
-        promises.BUCKETED_RATIO, promises.ZERO_RATIO, promises.PREFETCHED_RATIO, promises.FULLY_SHARDED_RATIO,
-    ]  # fmt: skip
-    assert f"`{promises.BENCH}`" in section
 
 
 def test_the_declared_packages_are_those_that_are_pinned():

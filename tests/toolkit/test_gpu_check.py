@@ -11,9 +11,8 @@ from mutants import Change, escapes, list_mutants
 
 from brigade.checks.run import Conditions
 from brigade.checks.tiny_lm import Size
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, get_module
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT
 from brigade.lab import ladder
-from brigade.runner import machine
 from brigade.runner.ranks import RankFailure, RankResults
 from tools import gpu_check, overlap
 
@@ -88,57 +87,10 @@ def test_without_a_first_all_reduce_nothing_else_is_tried(monkeypatch, run):
     assert "not tried: the first all-reduce failed" in report and "Checks of module" not in report
 
 
-def test_failures_and_stages_without_time_are_in_the_report(monkeypatch, run):
-    def use_up_the_time(stage, *_):
-        stage.add("test_bad", f"in {ROOT}/x.py ```")
-        time.sleep(stage.left_s)
-
-    monkeypatch.setattr(gpu_check, "run_launch", lambda stage: None)
-    monkeypatch.setattr(gpu_check, "run_checks", use_up_the_time)
-    monkeypatch.setattr(gpu_check, "run_mutants", fail)
-    monkeypatch.setattr(gpu_check, "OVERLAP_PART", gpu_check.CHECKS_PART)
-    monkeypatch.setattr(gpu_check, "run_benchmark", lambda *_: None)
-    status, printed, report = run("--backend", "gloo", "--modules", "2", "--minutes", "0.02")
-    assert status == 1 and "Overlap: one step on 2 ranks: failed, 1 failed, 0.0 s: not reached: the time" in printed
-    failures = report.partition("**Not everything passed.**")[2].partition("## What failed")[2]
-    assert "### test_bad" in failures and "in ./x.py" in failures and "rank 0 ended" in failures
-    assert failures.count("```") == 6
-
-
-@pytest.mark.parametrize("name", ["run_checks", "run_mutants"])
-def test_tests_that_are_not_reached_are_counted(name):
-    stage = gpu_check.Stage("late", time.monotonic() - 1, {"backend": "gloo", "share_gpu": False})
-    entry = get_module(2)
-    gpu_check.run_checks(stage, entry, 1) if name == "run_checks" else gpu_check.run_mutants(stage, [entry])
-    assert stage.missing == {"run_checks": 7, "run_mutants": 2}[name]
-    assert not stage.is_good and not stage.passed and not stage.failures
-
-
 def test_a_mutant_that_escapes_fails():
     """The mutant names a check that it does not break."""
     nothing = Change(2, "here", "nothing", ("test_one_all_reduce_per_dtype",), ())
     assert escapes(nothing, Conditions()).startswith("test_one_all_reduce_per_dtype: passed")
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_the_devices_follow_the_number_of_gpus(gpus, monkeypatch, tmp_path, run):
-    """With two GPUs, checks with four ranks share GPUs, but the two ranks of the benchmark do not."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\nprintf "NVIDIA H100, 580.1\\nNVIDIA H100, 580.1\\n"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(machine, "find_gpu_problem", lambda: "")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    stages = []
-    for name in ("run_launch", "run_checks", "run_mutants", "run_overlap", "run_benchmark"):
-        monkeypatch.setattr(gpu_check, name, lambda stage, *rest, name=name: stages.append((name, stage, rest)))
-    status, printed, report = run("--jobs", "3")
-    assert status == 0, printed
-    assert "| GPUs and driver | 2 × NVIDIA H100, 580.1 |" in report and "| NCCL | 2.29.7 |" in report
-    assert [rest[0].number for name, _, rest in stages if name == "run_checks"][:5] == [0, 6, 9, 11, 1]
-    assert all(stage.how == {"backend": "nccl", "share_gpu": gpus < 4} for _, stage, _ in stages)
-    assert stages[-2][2] == (gpus == 1,) and stages[-1][2] == ({1: 2, 2: 2, 8: 8}[gpus], gpus == 1)
 
 
 def test_an_all_reduce_with_wrong_sums_fails(monkeypatch):

@@ -19,8 +19,6 @@ from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.parts import Part
 
-PREFIX = "[rank{}]:[F1123 06:18:31.469391966 ProcessGroupGloo.cpp:1537] "
-
 
 def make_outcome(place: int, likely_cause: str = "", got: str = "entry 3 is 1, expected 2", **fields: Any) -> Outcome:
     check = Check(4, f"test_{place}", f"Title {place}.", 1, "", place, function=lambda submission: None)
@@ -78,12 +76,6 @@ def test_a_module_never_takes_more_lines_than_a_screen():
     assert len(outcomes) + sum(str(message).count("\n") + 1 for message in messages) <= render.MAX_LINES
     assert "lines more)" in messages[0].text
     assert len(render.list_messages(outcomes, shows_all=True)) == 17
-
-
-def test_printed_lines_are_shown_once():
-    outcome = make_outcome(1, got="Check failed: 3 == 4")
-    outcome.printed = ["hello\nCheck failed: 5 == 6", "hello", "other"]
-    assert render.list_printed_lines(outcome) == ["[ranks 0, 1] hello", "[rank 2] other"]
 
 
 @pytest.mark.parametrize("at_a_time", [1, 2])

@@ -87,8 +87,7 @@ def test_a_diff_read_again_makes_the_same_change(entry):
 
 
 @pytest.mark.parametrize(
-    ("old", "message"),
-    [("no line of it", "occur 0 times"), ("        ### END SOLUTION", "occur 2 times")],
+    ("old", "message"), [("no line of it", "occur 0 times"), ("        ### END SOLUTION", "occur 2 times")]
 )
 def test_a_hunk_applies_exactly_once(old, message):
     entry = get_module(2)

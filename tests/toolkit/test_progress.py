@@ -1,6 +1,7 @@
 """Events alone show what each rank is doing and whether a run is deadlocked. Invalid events are refused."""
 
 import math
+import re
 
 import pytest
 
@@ -9,10 +10,25 @@ from brigade.progress import Mismatch, Progress, RankRecord
 
 
 class Run:
-    """Events of several ranks, written by hand."""
+    """Events of three ranks, written by hand."""
 
-    def __init__(self, world_size):
-        self.progress = Progress(world_size)
+    def __init__(self, script=""):
+        """Add the events of a script. In each of its words, a rank acts:
+
+        0>a01    launches in group a of ranks 0 and 1
+        0!a01    launches there, and waits
+        0!s1     sends to rank 1, and waits; r is a receive, without a number from any rank
+        0w2, 0d2 waits for its launch 2, or has waited for it
+        """
+        self.progress = Progress(3)
+        for rank, action, what, numbers in (re.fullmatch(r"(.)(.)(\D?)(.*)", word).groups() for word in script.split()):
+            if action in "wd":
+                self.progress.add(int(rank), {"kind": {"w": "wait", "d": "done"}[action], "index": int(numbers)})
+                continue
+            op = {"s": "send", "r": "recv"}.get(what)
+            peer = {"op": op, "peer": int(numbers) if numbers else None} if op else {}
+            ranks = range(3) if op else map(int, numbers)
+            (self.wait if action == "!" else self.launch)(int(rank), "world" if op else what, ranks, **peer)
 
     def launch(self, rank, group, ranks, op="all_reduce", numel=3, peer=None):
         index = len(self.progress.ranks[rank].launches)
@@ -23,104 +39,48 @@ class Run:
         return index
 
     def wait(self, rank, group, ranks, **call):
-        index = self.launch(rank, group, ranks, **call)
-        self.progress.add(rank, {"kind": "wait", "index": index})
-        return index
-
-    def done(self, rank, index):
-        self.progress.add(rank, {"kind": "done", "index": index})
+        self.progress.add(rank, {"kind": "wait", "index": self.launch(rank, group, ranks, **call)})
 
 
 @pytest.fixture
 def run():
-    return Run(3)
+    return Run()
 
 
-def test_a_rank_whose_peers_have_launched_goes_on_by_itself(run):
-    """Rank 1 only lacks processor time. It will launch the collective that rank 0 waits for."""
-    both = run.launch(0, "world", (0, 1))
-    run.wait(1, "world", (0, 1))
-    run.progress.add(0, {"kind": "wait", "index": both})
-    run.done(0, both)
-    run.wait(0, "world", (0, 1))
-    assert run.progress.find_missing_peers(0) == [1] and run.progress.find_missing_peers(1) == []
-    assert not run.progress.is_deadlocked(settled=[2])
+@pytest.mark.parametrize(
+    ("script", "settled", "is_deadlocked"),
+    [
+        ("0>a01 1!a01 0w0 0d0 0!a01", [2], False),  # rank 1 only lacks processor time
+        ("0!a01 1!b12 2>b12 2!w012", [], False),  # ranks 0 and 2 wait for rank 1, which goes on
+        ("0!a012 1!b012", [], False),  # rank 2 is busy
+        ("0!a012 1!b012 2!a012", [], True),
+        ("0>w012 0!w012 1>w012 1!w012 2>w012", [], False),
+        ("0>w012 0!w012 1>w012 1!w012 2>w012", [2], True),  # a rank that has finished launches nothing more
+        ("2>w012 0!w012 1!w012", [2], False),  # it had launched before
+        ("0>w012", [1, 2], False),  # rank 0 is busy
+        ("0>w012", [0, 1, 2], False),
+        ("0!s1 1>r2 1>s0 1!w012 2!r0", [], True),  # other messages do not count
+        ("1>r0 1!w012 0!s1", [2], False),
+        ("1>r0 1!w012 0!s1 0!s1", [2], True),  # rank 1 receives one message only
+        ("0!r 1!s0 2!w012", [], False),  # a receive from any rank may go on: such a run ends at the deadline
+        ("0!a01 1>b01 1>b01 1>b01 1w2", [2], True),  # launches in another group do not count
+    ],
+)
+def test_deadlocks(script, settled, is_deadlocked):
+    assert Run(script).progress.is_deadlocked(settled=settled) == is_deadlocked
 
 
-def test_groups_complete_independently_of_each_other(run):
-    run.wait(0, "pair", (0, 1))
-    run.wait(1, "other pair", (1, 2))
-    run.launch(2, "other pair", (1, 2))
-    run.wait(2, "world", range(3))
-    assert not run.progress.is_deadlocked(settled=[]), "ranks 0 and 2 wait for rank 1, which goes on"
-
-
-def test_ranks_that_wait_for_each_other_are_deadlocked(run):
-    run.wait(0, "a", range(3))
-    run.wait(1, "b", range(3))
-    assert not run.progress.is_deadlocked(settled=[]), "rank 2 is busy"
-    run.wait(2, "a", range(3))
-    assert run.progress.is_deadlocked(settled=[])
-    assert [run.progress.find_missing_peers(rank) for rank in range(3)] == [[1], [0, 2], [1]]
-
-
-def test_a_rank_that_has_finished_launches_nothing_more(run):
-    for rank in (0, 1):
-        run.launch(rank, "world", range(3))
-        run.wait(rank, "world", range(3))
-    run.launch(2, "world", range(3))
-    assert not run.progress.is_deadlocked(settled=[]), "rank 2 is busy"
-    assert run.progress.is_deadlocked(settled=[2])
-
-
-def test_a_rank_waits_for_what_a_finished_rank_has_launched(run):
-    run.launch(2, "world", range(3))
-    run.wait(0, "world", range(3))
-    run.wait(1, "world", range(3))
-    assert not run.progress.is_deadlocked(settled=[2])
-
-
-def test_a_run_without_waiting_ranks_is_no_deadlock(run):
-    run.launch(0, "world", range(3))
-    assert not run.progress.is_deadlocked(settled=[1, 2]), "rank 0 is busy"
-    assert not run.progress.is_deadlocked(settled=[0, 1, 2])
-
-
-def test_a_send_waits_for_its_receive(run):
-    """Messages to other ranks, or in the other direction, do not count."""
-    run.wait(0, "world", range(3), op="send", peer=1)
-    run.launch(1, "world", range(3), op="recv", peer=2)
-    run.launch(1, "world", range(3), op="send", peer=0)
-    run.wait(1, "world", range(3))
-    run.wait(2, "world", range(3), op="recv", peer=0)
-    assert [run.progress.find_missing_peers(rank) for rank in range(3)] == [[1], [0, 2], [0]]
-    assert run.progress.is_deadlocked(settled=[])
-
-
-def test_a_send_whose_peer_receives_goes_on_by_itself(run):
-    run.launch(1, "world", range(3), op="recv", peer=0)
-    run.wait(1, "world", range(3))
-    run.wait(0, "world", range(3), op="send", peer=1)
-    assert not run.progress.is_deadlocked(settled=[2])
-    run.wait(0, "world", range(3), op="send", peer=1)
-    assert run.progress.is_deadlocked(settled=[2]), "rank 1 receives one message only"
-
-
-def test_a_receive_from_any_rank_may_go_on(run):
-    """Such a run ends at the deadline, unless a rank continues."""
-    run.wait(0, "world", range(3), op="recv")
-    run.wait(1, "world", range(3), op="send", peer=0)
-    run.wait(2, "world", range(3))
-    assert not run.progress.is_deadlocked(settled=[])
-
-
-def test_a_wait_counts_the_launches_of_its_own_group(run):
-    """A peer's launches in another group do not count, regardless of their number."""
-    run.wait(0, "a", (0, 1))
-    for _ in range(3):
-        run.launch(1, "b", (0, 1))
-    run.progress.add(1, {"kind": "wait", "index": 2})
-    assert run.progress.is_deadlocked(settled=[2])
+@pytest.mark.parametrize(
+    ("script", "missing"),
+    [
+        ("0>a01 1!a01 0w0 0d0 0!a01", [[1], [], []]),
+        ("0!a012 1!b012 2!a012", [[1], [0, 2], [1]]),
+        ("0!s1 1>r2 1>s0 1!w012 2!r0", [[1], [0, 2], [0]]),
+    ],
+)
+def test_for_whom_each_rank_waits(script, missing):
+    progress = Run(script).progress
+    assert [progress.find_missing_peers(rank) for rank in range(3)] == missing
 
 
 # ---- mismatches

@@ -153,12 +153,6 @@ def test_torch_has_what_the_reading_names(entry):
         assert any(re.search(rf"\b{word}\b", torch_source(file)) for file in files), f"{code} is not in {files}"
 
 
-def test_a_name_that_torch_has_not_is_found():
-    text = "| what | you | torch 2.13 |\n|---|---|---|\n| a | `b` | `_verify` (`torch/_tensor.py`), `wait()` |\n"
-    assert torch_names(text) == [("_verify", ["torch/_tensor.py", *FILES])]
-    assert not any(re.search(r"\b_verify\b", torch_source(file)) for file in FILES)
-
-
 # ---- figures of the code
 
 

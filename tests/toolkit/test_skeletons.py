@@ -150,12 +150,3 @@ def test_marks_that_do_not_pair_up(course, body):
         with pytest.raises(CourseError) as caught:
             action()
         assert str(get_module(1).path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_marks_keep_their_indentation(course):
-    text = "class C:\n" + ("    def f(self):\n" + BEGIN + "    return 1\n" + END).replace("    ###", "        ###")
-    (course / "solutions" / get_module(1).path).write_text(text)
-    assert skeletons.make_skeleton(get_module(1)) == (
-        "class C:\n    def f(self):\n        # TODO: part (a)\n"
-        '        raise NotImplementedError("module 1, part (a)")\n'
-    )

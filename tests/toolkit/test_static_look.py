@@ -71,12 +71,6 @@ def test_the_list_is_bounded_and_begins_with_the_most_telling_names():
     assert str(findings[-1]) == f"and more: {len(NAMES) - MOST_FINDINGS + 1} other names are worth a look"
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "naive_ddp.py").write_bytes(b"x = '\xff'")
-    [finding] = look_at(tmp_path, [get_module(1)])
-    assert str(finding).startswith(f"{FILE}: cannot be examined: ")
-
-
 def test_only_modules_that_a_grading_may_import_are_looked_at(tmp_path):
     (tmp_path / "flat_ddp.py").write_text("import os")
     assert look_at(tmp_path, [get_module(1)]) == []
