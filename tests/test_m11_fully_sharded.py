@@ -384,10 +384,11 @@ def test_checkpoints(submission):
     The same holds for full_optimizer_state_dict, which the skeleton contains.
     """
     first, *others = submission.worlds(2, 3, 1)
-    half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
+    half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB, "FrozenBlocks": JOB}
     common = {"steps": 2 * half, "dtype": torch.float64, "hidden_layers": 3, "optimizer": "adam"}
     cases = [submission.case(model, 3, **common) for model in kinds]
     jobs = [select_jobs(case, more, first, slice(half)) for case, more in zip(cases, kinds.values())]
+    stored = []
     for case, saved in zip(cases, run_each(submission, scenarios.train, jobs)):
         plain = build(case)
         for rank, result in enumerate(saved):
@@ -396,17 +397,18 @@ def test_checkpoints(submission):
         expect_nothing_whole(saved, case, kinds[case.model]["unit_type"])
         expect_trained(saved, case, weights, f"the state dict after {half} steps")
         expect_optimizer_state([result["optimizer"] for result in saved], optimizer["state"])
+        plain.load_state_dict(saved[0]["weights"])
+        stored.append((case, plain, saved[0]["weights"], saved[0]["optimizer"], optimizer))
         expect(
             not any(result["is shared"] for result in saved),
             "in full_optimizer_state_dict, no two parameters share a tensor such as `step`",
             "some do, so a plain optimizer that loads it counts a step several times",
         )
-    state, states = saved[0]["weights"], saved[0]["optimizer"]
-    plain.load_state_dict(state)
-    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-    for world, source in zip(others, (states, states and [*optimizer["state"].values()])):
+    for world, is_plain, (case, plain, state, own, optimizer) in zip(others, (False, True), stored[1:]):
+        start = {name: p.detach().clone() for name, p in plain.named_parameters()}
         what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
-        jobs = select_jobs(case, JOB | {"load": state, "optimizer state": source}, world, slice(half, None))
+        source = optimizer if own and is_plain else own
+        jobs = select_jobs(case, JOB | {"load": (state, source)}, world, slice(half, None))
         [results] = run_each(submission, scenarios.train, [jobs])
         earlier = optimizer if all(result["resumed"] for result in results) else None
         resumed, *_ = train_plain(case, range(half, 2 * half), range(world), start=start, state=earlier)
@@ -977,23 +979,25 @@ def expect_volume(events, step, case, rank, gathers, passes=1, is_crossed=False)
 
 
 def expect_optimizer_state(states, expected):
-    """Expect each rank's list of the entries of an optimizer's state to equal a plain optimizer's `expected`.
+    """Expect the state dict of each rank's optimizer to have the entries of a plain optimizer, `expected`.
 
     A wrapper without full_optimizer_state_dict has None.
     """
-    for rank, entries in enumerate(states):
-        got = [{key: tuple(value.shape) for key, value in entry.items()} for entry in entries or ()]
-        wanted = [{key: tuple(value.shape) for key, value in entry.items()} for entry in expected.values()]
+    for rank, state in enumerate(states):
+        got, wanted = (
+            {n: {key: tuple(value.shape) for key, value in entry.items()} for n, entry in entries.items()}
+            for entries in (state["state"] if state else expected, expected)
+        )
         expect(
-            entries is None or got == wanted,
-            f"full_optimizer_state_dict has an entry for each of {len(wanted)} parameters, such as {wanted[0]}",
-            f"{len(got)} entries, such as {got[:1]}",
+            got == wanted,
+            f"full_optimizer_state_dict has entries for parameters {join_names(wanted, 50)}: {[*wanted.values()][:1]}",
+            f"entries for parameters {join_names(sorted(got), 50)}: {[*got.values()][:1]}",
             rank=rank,
         )
     for number, entry in expected.items() if None not in states else ():
         expect_equal(
             f"the optimizer's state of parameter {number} in full_optimizer_state_dict",
-            [entries[number] for entries in states],
+            [state["state"][number] for state in states],
             entry,
             tolerance=MANY_STEPS,
         )

@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 
@@ -38,28 +38,28 @@ class ShardedCheckpoints:
         self.module.load_state_dict({name: state[name] for name in state if name not in named}, strict=False)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict that a plain optimizer of the model's trainable parameters would have, on the CPU.
+        """Return the state dict that a plain optimizer of all the model's parameters would have, on the CPU.
 
-        `optimizer` has all shards in one parameter group. Call this on every rank, because it gathers every tensor of
-        the state that has the shape of a shard.
+        As in module 8, frozen parameters have numbers but no state. `optimizer` has all shards in one parameter group.
+        Call this on every rank, because it gathers every tensor of the state that has the shape of a shard.
         """
-        state: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in self.module.parameters() if p.requires_grad}
+        numbers = {parameter: number for number, parameter in enumerate(self.module.parameters())}
+        state: dict[int, dict[str, Any]] = {}
         for flat in self.flats:
             for key, value in optimizer.state.get(flat.shard, {}).items():
                 is_part = isinstance(value, Tensor) and value.shape == flat.shard.shape
                 values = flat.gather_values(value) if is_part else {p: deepcopy(value) for p in flat.params}
                 for p in flat.params:
-                    state[p][key] = values[p]
-        group = {**optimizer.param_groups[0], "params": list(range(len(state)))}
-        return {"state": dict(enumerate(state.values())), "param_groups": [group]}
+                    state.setdefault(numbers[p], {})[key] = values[p]
+        return {"state": state, "param_groups": [{**optimizer.param_groups[0], "params": list(numbers.values())}]}
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load such a state dict, or a plain optimizer's. Every rank passes the whole state. Missing entries are zero.
 
         Raise ValueError if it has another number of parameters.
         """
-        trainable, [group] = [p for p in self.module.parameters() if p.requires_grad], state["param_groups"]
-        entries = {p: state["state"].get(n, {}) for p, n in zip(trainable, group["params"], strict=True)}
+        params, [group] = self.module.parameters(), state["param_groups"]
+        entries = {p: state["state"].get(n, {}) for p, n in zip(params, group["params"], strict=True)}
         for flat in (flat for flat in self.flats if flat.shard.requires_grad):
             entry = optimizer.state[flat.shard] = {}
             for key, value in next(filter(None, map(entries.get, flat.params)), {}).items():

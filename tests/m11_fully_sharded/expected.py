@@ -82,7 +82,7 @@ def train_plain(
     """
     model = edge_case_models.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = OPTIMIZERS[case.optimizer](trainable)
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     if state is not None:
         optimizer.load_state_dict(copy.deepcopy(state))
     ranks, norms = case.group if ranks is None else ranks, []
