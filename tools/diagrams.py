@@ -16,8 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from brigade.course.modules import ROOT
 from brigade.lab.notebook_plots import list_ring_states
 from brigade.lab.plots import COLOURS
+from brigade.lab.program import Compute, Launch, Wait, simulate
+from brigade.rank.emulated_link import Link
 from solutions.m04_bucketed_ddp.bucketed_ddp import LaunchQueue
 from solutions.m05_grad_buffer.grad_buffer import plan_layout
 from solutions.m11_fully_sharded.fully_sharded import plan_schedule
@@ -276,6 +279,29 @@ def draw_waiting(path: Path) -> None:
     save(figure, path)
 
 
+def draw_idea(path: Path) -> None:
+    """Draw a step of modules 1, 2 and 4 by the α–β model: each waits less for the same communication."""
+    link, numel, count, backward = Link(1e-3, 1e9), 1e8, 40, 0.12
+    rows = {"one message per\nparameter, afterwards": (40, False), "one message,\nafterwards": (1, False)}
+    rows["buckets,\nduring backward"] = (5, True)
+    figure, axes = make_axes(2.5, [*rows], 0.41)
+    styles = {"computing": {"colour": BLUE}, "waiting for messages": {"colour": ORANGE, "hatch": "//"}}
+    for row, (launches, overlaps) in enumerate(rows.values()):
+        work = [Compute("backward", backward / count)] * count
+        calls = [Launch("all_reduce", numel / launches, ())] * launches
+        size = count // launches
+        parts = [[*work[k * size : k * size + size], call] for k, call in enumerate(calls)]
+        steps = sum(parts, []) if overlaps else [*work, *calls]
+        end = simulate([Compute("forward", 0.06), *steps, *map(Wait, range(launches))], link, 2).end_s
+        computed = 0.06 + backward
+        draw_box(axes, 0, computed, row, "computing", **styles["computing"])
+        draw_box(axes, computed, end, row, "", **styles["waiting for messages"])
+        axes.text(end + 0.004, row, f"{1e3 * end:.0f} ms", va="center", fontsize=FONT + 3, fontweight="bold")
+    draw_legend(figure, styles)
+    save(figure, path)
+
+
+IDEA = ROOT / "docs" / "idea.png"  # on the site's start page
 DIAGRAMS = {  # module number -> (name of the file, function that draws it)
     0: ("ring", draw_ring),
     4: ("queue", draw_queue),

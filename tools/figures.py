@@ -24,7 +24,7 @@ from brigade.lab.plots import LINES
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import describe_lengths, draw, trace
 from lessons.m07_cached_shards.views import make_getters, measure_us
-from tools.diagrams import DIAGRAMS
+from tools.diagrams import DIAGRAMS, IDEA, draw_idea
 from tools.schematic import make_timelines
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
@@ -51,6 +51,8 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
     """
     entries = [get_module(number)] if number else MODULES
     status = 0
+    if not number:
+        draw_idea(IDEA)
     for entry in entries:
         if entry.number in DIAGRAMS:
             name, draw_diagram = DIAGRAMS[entry.number]

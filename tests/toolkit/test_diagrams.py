@@ -4,7 +4,7 @@ import pytest
 from matplotlib.testing.compare import compare_images
 
 from brigade.course.modules import get_module
-from tools.diagrams import DIAGRAMS
+from tools.diagrams import DIAGRAMS, IDEA, draw_idea
 
 
 @pytest.mark.parametrize("number", DIAGRAMS)
@@ -15,3 +15,8 @@ def test_the_reading_has_the_diagram_that_the_code_draws(number, tmp_path):
     assert f"]({name}.png)" in (stored.parent / "README.md").read_text()
     difference = compare_images(str(stored), str(drawn), tol=3)
     assert difference is None, f"make figures MODULE={number}: {difference}"
+
+
+def test_the_start_page_has_the_picture_that_the_code_draws(tmp_path):
+    draw_idea(tmp_path / "drawn.png")
+    assert compare_images(str(IDEA), str(tmp_path / "drawn.png"), tol=3) is None
