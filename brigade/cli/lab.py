@@ -326,6 +326,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help=picture)
     trace_file = "write the trace to this file; open it in Perfetto or chrome://tracing (default: out/trace-N.json)"
     parser.add_argument("--json", metavar="FILE", help=trace_file)
+    page = "write the interactive timeline, an HTML page, to this file (default: out/trace-N.html)"
+    parser.add_argument("--html", metavar="FILE", help=page)
     add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
     parser.add_argument(
         "--real-link", action="store_true", help="do not emulate a link; time the collectives as this machine runs them"
@@ -345,13 +347,13 @@ def run_trace(options: argparse.Namespace) -> int:
     sources = read(options.target, entry.number, options.prior).sources
     if options.memory:
         return draw_memory_over_step(entry, sources, options)
-    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json")}
+    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json", "html")}
     files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
 
     from brigade.runner.ranks import SERVER, RankFailure
 
     SERVER.start()  # imports torch at the same time as this process
-    from brigade.lab import ladder, timeline
+    from brigade.lab import ladder, timeline, timeline_view
 
     usual = timeline.WORKLOAD
     workload = replace(
@@ -371,6 +373,7 @@ def run_trace(options: argparse.Namespace) -> int:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
     timeline.draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
+    timeline_view.save_html(timelines, files["html"])
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if shown.doubt:
@@ -383,6 +386,7 @@ def run_trace(options: argparse.Namespace) -> int:
         "Numbers in blocks are those of parameters, buckets or units, if the code launches what ours launches."
     )
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
+    console.print(f"{shorten(files['html'])}  the timeline as an interactive page", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
     return 0
 

@@ -4,6 +4,8 @@
     draw([timeline], path)            a picture
     make_chrome_trace([timeline])     the same for https://ui.perfetto.dev and chrome://tracing
 
+`timeline_view.py` writes an interactive page.
+
 The workload's link is emulated (`emulated_link.py`). With `link=None`, collectives take their real time on this
 machine. Ranks compute on the CPU, because on a GPU, the events show when work was queued, not when it ran.
 """
@@ -128,6 +130,13 @@ class Collective:
     def title(self) -> str:
         """The operation and its number, such as "all-reduce 3", or the parameter's name instead of the number."""
         return f"{self.op.replace('_', '-')} {self.name or self.number}"
+
+    @property
+    def labels(self) -> list[str]:
+        """The possible labels of the collective in `timeline_view.py`, the longest first."""
+        number, size = str(self.number), f"{self.nbytes / 1e6:.2g} MB"
+        short = (self.name or "").removesuffix(".weight")
+        return [*([f"{short}, {size}", short] if short else []), f"{number}: {size}", number]
 
 
 @dataclass(frozen=True)
@@ -394,7 +403,6 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
                     "dtype": collective.dtype,
                     "tensors": collective.parts,
                     "launched in": collective.phase,
-                    "launched at": collective.line,
                     "launched at (ms)": round(collective.launched_ms, 3),
                     "waited for until (ms)": None if collective.waited_ms is None else round(collective.waited_ms, 3),
                 }

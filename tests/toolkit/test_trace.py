@@ -13,7 +13,7 @@ from lab_files import make_submission, png_size
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
-from brigade.lab import ladder, memory_over_step, timeline
+from brigade.lab import ladder, memory_over_step, timeline, timeline_view
 from brigade.rank.emulated_link import Link
 from tools import figures
 
@@ -128,8 +128,26 @@ def test_the_chrome_trace_can_be_read(traced):
     expect_chrome_trace(found["traceEvents"], ranks=2 * len(traced))
     assert [event for event in found["traceEvents"] if event["ph"] == "s"]  # module 3 launches while the link is busy
     assert found["displayTimeUnit"] == "ms"
-    lines = {event["args"].get("launched at") for event in found["traceEvents"] if "args" in event}
-    assert any(re.fullmatch(r"overlapped_ddp\.py:\d+ in launch", line or "") for line in lines)
+
+
+def read_page(path):
+    """Return the text of a page and the JSON in it."""
+    text = path.read_text()
+    return text, json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).group(1))
+
+
+def test_the_page_has_all_that_was_traced_and_loads_nothing(traced, tmp_path):
+    path = tmp_path / "out" / "timeline.html"
+    hostile = "</script><b>"
+    timeline_view.save_html([replace(traced[3], label=hostile), traced[6]], path)
+    text, view = read_page(path)
+    assert hostile not in text
+    assert not re.search(r"src=|href=|@import|url\(h", text)
+    assert [shown["label"] for shown in view["timelines"]] == [hostile, traced[6].label]
+    for shown, line in zip(view["timelines"], (traced[3], traced[6])):
+        assert len(shown["collectives"]) == len(line.launched) and len(shown["spans"]) == len(line.spans)
+        assert {event["kind"] for event in shown["collectives"] + shown["spans"]} <= view["styles"].keys()
+    assert re.fullmatch(r"overlapped_ddp\.py:\d+ in launch", view["timelines"][0]["collectives"][0]["line"])
 
 
 def read_colours(path):
@@ -154,14 +172,16 @@ def quick(monkeypatch):
 
 
 def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
-    picture, events = (tmp_path / f"step.{kind}" for kind in ("png", "json"))
-    options = ("--torch", "--latency-us", 500, "--bandwidth-gbps", 1, "--png", picture, "--json", events)
+    picture, events, page = (tmp_path / f"step.{kind}" for kind in ("png", "json", "html"))
+    files = ("--png", picture, "--json", events, "--html", page)
+    options = ("--torch", "--latency-us", 500, "--bandwidth-gbps", 1, *files)
     status, out, err = brigade("trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
     out = re.sub(r" \(unreliable: the machine was busy\)", "", out)  # perhaps it was
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
     assert "The link is emulated, 500.0 us per message and 1 Gbit/s in each direction" in out
-    assert all(str(path) in out for path in (picture, events))
+    assert all(str(path) in out for path in (picture, events, page))
+    assert [shown["label"] for shown in read_page(page)[1]["timelines"]] == ["2 FlatDDP", "torch DDP"]
     assert timeline.COLOURS["collective"] in read_colours(picture)[0]
     expect_chrome_trace(json.loads(events.read_text())["traceEvents"], ranks=4)
 
@@ -187,7 +207,7 @@ def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
 
 def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path):
     forgets = (3, r"handle\.wait\(\)", "pass")
-    files = [word for kind in ("png", "json") for word in (f"--{kind}", tmp_path / f"step.{kind}")]
+    files = [word for kind in ("png", "json", "html") for word in (f"--{kind}", tmp_path / f"step.{kind}")]
     status, printed, _ = brigade("trace", 3, "--target", make_submission(tmp_path, [forgets], (1, 2, 3)), *files)
     assert status == 0
     assert f"Across all ranks, the code does not wait for any of the {2 * len(PARAMETERS)} collectives" in printed
