@@ -44,6 +44,7 @@ pygments_dark_style = "github-dark"
 html_title = project
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
+html_js_files = ["course.js"]
 html_extra_path = ["_extra"]
 html_copy_source = False
 html_show_copyright = False
