@@ -36,12 +36,12 @@ RANK_STYLES = ({"colour": LIGHT_BLUE}, {"colour": ORANGE, "hatch": "//"})
 PADDING = {"colour": GREY, "hatch": "xx"}
 
 
-def make_axes(height: float, rows: Sequence[str], width: float) -> tuple[Figure, Axes]:
-    """Return a figure 900 pixels wide, and its axes with one row for each label in `rows`, from top to bottom.
+def make_axes(height: float, rows: Sequence[str], width: float, inches: float = 9) -> tuple[Figure, Axes]:
+    """Return a figure `inches` wide, and its axes with one row for each label in `rows`, from top to bottom.
 
-    `height` is in inches. Each row has height 1 on the y axis, and x ranges from 0 to `width`.
+    `height` is in inches, too. Each row has height 1 on the y axis, and x ranges from 0 to `width`.
     """
-    figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
+    figure = Figure(figsize=(inches, height), dpi=100, layout="constrained")
     axes = figure.subplots()
     axes.set_xlim(-0.004 * width, 1.004 * width)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -151,6 +151,47 @@ def draw_queue(path: Path) -> None:
         if new := launched[before:]:
             text = "\n".join(f"all-reduce {index}" for index in new)
             draw_box(axes, column + 0.05, column + 0.95, len(BUCKETS) + 1, text, ORANGE)
+    save(figure, path)
+
+
+# ---- module 3: hooks and streams
+
+
+def draw_hooks(path: Path) -> None:
+    """Draw when autograd calls the two kinds of hooks of a parameter, and what is in its gradient then."""
+    figure, axes = make_axes(2.5, ["autograd", "your hook", "parameter.grad"], 4, inches=7)
+    draw_box(axes, 0.03, 0.97, 0, "backward of\nthe layer", LIGHT_BLUE)
+    draw_box(axes, 1, 2, 1, "register_hook:\nf(2)", LIGHT_ORANGE)
+    draw_box(axes, 2.03, 2.97, 0, "Accumulate-\nGrad", LIGHT_BLUE)
+    draw_box(axes, 3, 4, 1, "post-accumulate:\nf(parameter)", ORANGE)
+    draw_box(axes, 0, 2.5, 2, "1, from the first micro-batch", "white")
+    draw_box(axes, 2.5, 4, 2, "1 + 2 = 3", LIGHT_BLUE)
+    for start, end, text in ((0.97, 2.03, "gradient 2"), (2.97, 4, "done")):
+        axes.annotate("", (end, 0), (start, 0), arrowprops={"arrowstyle": "->", "color": EDGE})
+        axes.text((start + end) / 2, -0.1, text, ha="center", va="bottom", fontsize=FONT)
+    save(figure, path)
+
+
+def draw_streams(path: Path) -> None:
+    """Draw an asynchronous all-reduce on a GPU: what the CPU queues, and which stream waits for which event."""
+    figure, axes = make_axes(3.4, ["CPU", "compute\nstream", "NCCL's\nstream"], 7.6, inches=7)
+    queued = ("backward", "all_reduce", "wait()", "divide")
+    for column, text in enumerate(queued):
+        draw_box(axes, column, column + 1, 0, text.replace("_", "_\n"), LIGHT_BLUE)
+    axes.text(4.15, 0, "runs ahead without waiting", va="center", fontsize=FONT)
+    draw_box(axes, 1, 3.2, 1, "backward", BLUE)
+    draw_box(axes, 3.2, 6, 1, "waits", GREY, hatch="//")
+    draw_box(axes, 6, 7.5, 1, "divide", BLUE)
+    draw_box(axes, 1, 3.2, 2, "waits", GREY, hatch="//")
+    draw_box(axes, 3.2, 6, 2, "all-reduce", ORANGE)
+    for x, (start, end), text in (
+        (3.2, (1.38, 1.62), "event: gradient is ready "),
+        (6, (1.62, 1.38), "event: sum is ready "),
+    ):
+        axes.annotate("", (x, end), (x, start), arrowprops={"arrowstyle": "-|>", "color": "black", "lw": 1.8})
+        axes.text(x - 0.05, 1.5, text, ha="right", va="center", fontsize=FONT)
+    axes.annotate("time", (7.5, 2.55), (6.4, 2.55), va="center", fontsize=FONT, arrowprops={"arrowstyle": "->"})
+    axes.set_ylim(2.7, -0.5)
     save(figure, path)
 
 
@@ -302,11 +343,13 @@ def draw_idea(path: Path) -> None:
 
 
 IDEA = ROOT / "docs" / "idea.png"  # on the site's start page
-DIAGRAMS = {  # module number -> (name of the file, function that draws it)
-    0: ("ring", draw_ring),
-    4: ("queue", draw_queue),
-    5: ("layout", draw_layout),
-    8: ("pieces", draw_pieces),
-    11: ("units", draw_units),
-    12: ("waiting", draw_waiting),
-}
+DIAGRAMS = [  # module number, name of the file, function that draws it
+    (0, "ring", draw_ring),
+    (3, "hooks", draw_hooks),
+    (3, "streams", draw_streams),
+    (4, "queue", draw_queue),
+    (5, "layout", draw_layout),
+    (8, "pieces", draw_pieces),
+    (11, "units", draw_units),
+    (12, "waiting", draw_waiting),
+]

@@ -53,9 +53,8 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
     status = 0
     if not number:
         draw_idea(IDEA)
-    for entry in entries:
-        if entry.number in DIAGRAMS:
-            name, draw_diagram = DIAGRAMS[entry.number]
+    for module, name, draw_diagram in DIAGRAMS:
+        if (entry := get_module(str(module))) in entries:
             path = entry.lesson / f"{name}.png"
             draw_diagram(path)
             print(f"{path.relative_to(ROOT)} written")

@@ -7,9 +7,8 @@ from brigade.course.modules import get_module
 from tools.diagrams import DIAGRAMS, IDEA, draw_idea
 
 
-@pytest.mark.parametrize("number", DIAGRAMS)
-def test_the_reading_has_the_diagram_that_the_code_draws(number, tmp_path):
-    name, draw_diagram = DIAGRAMS[number]
+@pytest.mark.parametrize(("number", "name", "draw_diagram"), DIAGRAMS)
+def test_the_reading_has_the_diagram_that_the_code_draws(number, name, draw_diagram, tmp_path):
     drawn, stored = tmp_path / "drawn.png", get_module(number).lesson / f"{name}.png"
     draw_diagram(drawn)
     assert f"]({name}.png)" in (stored.parent / "README.md").read_text()
