@@ -20,15 +20,20 @@ from matplotlib.figure import Figure
 from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, Module, get_module
 from brigade.lab import memory_over_step
 from brigade.lab.ladder import get_variant
-from brigade.lab.plots import LINES
 from brigade.lab.script import run_to_status
-from brigade.lab.timeline import describe_lengths, draw, trace
+from brigade.lab.timeline import trace
+from brigade.lab.timeline_plot import describe_lengths, draw
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from tools.diagrams import DIAGRAMS, IDEA, draw_idea
 from tools.schematic import make_timelines
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
 VIEW_NUMEL = 1_000_000  # the time does not depend on it
+LINES = (  # they differ in marker and dash as well as in colour, from Okabe and Ito's palette
+    {"color": "#0072b2", "marker": "o", "linestyle": "-"},
+    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
+    {"color": "#009e73", "marker": "^", "linestyle": "-."},
+)
 
 
 def main() -> int:

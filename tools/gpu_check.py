@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
@@ -139,7 +140,8 @@ def run_benchmark(stage: Stage, world_size: int, is_shared: bool) -> None:
 
     workload = ladder.Workload(rounds=8, warmup=2) if is_shared else ladder.Workload()
     limit_s = stage.left_s / 2  # for the ranks, then for one process
-    results = ladder.run_ladder(workload, world_size=world_size, deadline=limit_s, **stage.how)
+    variants = ladder.add_torch_variants(ladder.get_course_variants())
+    results = ladder.run_benchmark(workload, variants, world_size=world_size, deadline=limit_s, **stage.how)
     stage.add("losses", "\n".join(results.list_wrong_losses()))
     stage.lines += [
         f"{world_size} ranks. The loss of one process is {results.expected_loss:.5f}.",
@@ -148,8 +150,9 @@ def run_benchmark(stage: Stage, world_size: int, is_shared: bool) -> None:
     ]
     for one in results.variants:
         times = f"{one.median_ms:.2f} | {one.quartiles_ms[0]:.2f} to {one.quartiles_ms[1]:.2f}"
+        ratio = median(results.compute_ratios(one))
         sent = f"{one.collectives:g} | {one.sent_bytes / 1e6:.2f}"
-        stage.lines.append(f"| {one.label} | {times} | {results.compute_ratio(one):.2f} | {sent} | {one.loss:.5f} |")
+        stage.lines.append(f"| {one.label} | {times} | {ratio:.2f} | {sent} | {one.loss:.5f} |")
     stage.lines += ["\nRanks that share a GPU wait for each other, so these times say nothing about NCCL."] * is_shared
 
 

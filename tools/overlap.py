@@ -15,7 +15,8 @@ import torch
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course.modules import get_module
 from brigade.events import launches
-from brigade.lab.ladder import Variant, Workload, build_setup, get_variant, read_reference, synchronize, take_step
+from brigade.lab.ladder import Variant, Workload, get_variant, read_reference
+from brigade.lab.on_ranks import build_setup, synchronize, take_step
 from brigade.lab.program import OPTIMIZERS, Compute, Launch, Machine, Setting, Wait, list_groups, record
 from brigade.rank import recording
 from brigade.rank.api import device

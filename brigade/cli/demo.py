@@ -40,7 +40,7 @@ def demo() -> int:
     ranks.SERVER.start()  # imports torch at the same time as this process
     # Imported here, so that Ctrl-C prints no traceback while torch is loading.
     from brigade.lab import ladder, plots
-    from brigade.lab.bench import select_written
+    from brigade.lab.bench import Bench, select_written
 
     workload = replace(ladder.EMULATED, batch_size=12, rounds=ROUNDS)
     entries, sources, left_out = select_written(REFERENCE, CORE_MODULES)
@@ -56,16 +56,17 @@ def demo() -> int:
         console.print(sentence)
     if not HAS_SOLUTIONS:  # finds a deadlock in the student's code within seconds
         ladder.dry_run(workload, variants, sources, world_size=2)
-    with show_progress("training steps", ladder.count_steps(workload, [*variants, *ladder.TORCH])) as advance:
-        results = ladder.run_ladder(workload, variants, sources, on_step=advance, with_peaks=False)
+    variants = ladder.add_torch_variants(variants)
+    with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
+        results = ladder.run_benchmark(workload, variants, sources, on_step=advance)
     console.print()
-    console.print(plots.make_ladder_table(results))
+    console.print(plots.make_time_table(Bench(variants, results)))
     if wrong := results.list_wrong_losses():
         print("\n".join(f"demo: {sentence}" for sentence in wrong), file=sys.stderr)
         return 1
     console.print(plots.describe_losses(results))
     picture = ROOT / "out" / "ladder.png"
-    plots.draw_ladder(results, picture)
+    plots.draw_bench(Bench(variants, results), picture)
     console.print(f"{picture.relative_to(ROOT)} shows these times as a chart.\n")
     return show_checks() if HAS_SOLUTIONS else 0
 

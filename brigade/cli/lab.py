@@ -37,6 +37,7 @@ SWEPT_MB = "0.03,0.1,0.3,1,4"  # the tiny model has 3.3 MiB of gradients
 SWEPT = "4,5,8"
 FIRST_WITH_BUCKETS = 4  # the first module with buckets
 MOST_RANKS = 64  # with more ranks, a timeline is unreadable
+ENTRY_SEED = 1  # of the checks before an entry
 TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 
 
@@ -44,7 +45,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade bench`."""
     parser.description += (
         " On two idle cores, the core modules take about half a minute, or about two minutes with an emulated link. A "
-        "sweep takes about twice as long. The command first prints an estimate for this machine."
+        "sweep takes about twice as long."
     )
     number = {"type": int, "metavar": "N"}
     modules = "the modules, such as 1-4 or 2,5 (default: the core, 1 to 8)"
@@ -103,7 +104,7 @@ def run_bench(options: argparse.Namespace) -> int:
     """brigade bench: run the benchmark on new ranks, or on the ranks that torchrun has started."""
     from brigade.lab.torchrun import report_rank_failures
 
-    return report_rank_failures(run_bench_on_ranks if options.entry is None else write_entry)(options)
+    return report_rank_failures(run_bench_on_ranks)(options)
 
 
 def run_bench_on_ranks(options: argparse.Namespace) -> int:
@@ -111,10 +112,12 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
 
     Raise what `ladder.run_benchmark` raises.
     """
-    from brigade.lab import ladder, plots, torchrun
+    from brigade.lab import ladder, leaderboard, plots, torchrun
     from brigade.lab.bench import make_sweep_variants, save_json, save_measurements, select_written
     from brigade.runner import machine
 
+    if options.entry is not None:
+        choose_settings(options)
     world_size = choose_world_size(options.ranks)
     entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
     for entry in entries:
@@ -124,12 +127,15 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "png")}
     measurements = choose_measurements_file(options)
+    entry_file = resolve_results_file(leaderboard.make_file_name(options.entry) if options.entry else None)
     backend = options.backend or default_backend(world_size)
     if backend == "nccl" and not torchrun.is_torchrun():
         machine.make_nccl_environments(world_size, options.share_gpu)
     entries, sources, left_out = select_written(options.target, entries)
     for sentence in left_out:
         console.print(sentence, markup=False)
+    if entry_file:
+        entries = select_passing(entries, options.target)
     variants = [ladder.get_variant(entry) for entry in entries]
     variants = make_sweep_variants(variants, sizes) if sizes else ladder.add_torch_variants(variants)
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
@@ -141,7 +147,12 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     if measurements:
         save_measurements(results, measurements)
         console.print(f"{shorten(measurements)} written; `brigade submit` includes it", markup=False)
-    return 1 if results.ladder.list_wrong_losses() else 0
+    if results.ladder.list_wrong_losses():
+        return 1
+    if entry_file:
+        entry_file.write_text(leaderboard.make_entry(options.entry, results, sources))
+        console.print(f"{shorten(entry_file)} written: hand it in for the leaderboard", markup=False)
+    return 0
 
 
 def compare(
@@ -152,19 +163,16 @@ def compare(
     `how` contains arguments of `ladder.run_benchmark`. Raise what that function raises.
     """
     from brigade.lab import ladder, plots, torchrun
-    from brigade.lab.bench import Bench, estimate_seconds
+    from brigade.lab.bench import Bench
 
-    if how["backend"] == "gloo" and not torchrun.is_torchrun():
-        duration = format_duration(estimate_seconds(workload, len(variants), how["world_size"]))
-        console.print(f"{workload.rounds} rounds of {len(variants)} variants: about {duration} on this machine.")
     if torchrun.is_torchrun():
         how = how | {"run": torchrun.run_on_torchrun}
     elif target != "solutions":  # finds a deadlock within seconds instead of at the deadline
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
         results = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
-    for table in plots.make_bench_tables(results):
-        console.print(table)
+    for make_table in (plots.make_time_table, plots.make_memory_table):
+        console.print(make_table(results))
         console.print()
     for sentence in results.list_remarks():
         console.print(sentence)
@@ -173,61 +181,47 @@ def compare(
     return results
 
 
-def write_entry(options: argparse.Namespace) -> int:
-    """brigade bench --entry NAME: check and measure modules 4 to 11, and write a line for the leaderboard.
+def choose_settings(options: argparse.Namespace) -> None:
+    """Choose the settings of --entry. Raise CourseError if the user has chosen others."""
+    from brigade.lab import leaderboard, torchrun
 
-    Return 1, and write nothing, if a variant trains differently from one process.
-    """
+    if torchrun.is_torchrun():
+        raise CourseError("--entry starts its own ranks: run it without torchrun")
     parser = argparse.ArgumentParser(description="")
     add_bench_arguments(parser)
     for name, default in vars(parser.parse_args([])).items():
         if getattr(options, name) != default and name not in ("entry", "target", "deadline"):
             raise CourseError(f"--entry has fixed settings, so --{name.replace('_', '-')} cannot be used with it")
-
-    from brigade.checks.run import prepare
-
-    prepare()
-    from brigade.lab import entry as entries
-    from brigade.lab import ladder, torchrun
-    from brigade.lab.bench import select_written
-
-    if torchrun.is_torchrun():
-        raise CourseError("--entry starts its own ranks: run it without torchrun")
-    name = entries.check_name(options.entry)
-    file = resolve_results_file(entries.make_file_name(name))
-    written, sources, left_out = select_written(options.target, entries.MODULES)
-    for sentence in left_out:
-        console.print(sentence, markup=False)
-    failed = {entry.number: find_failed_checks(entry, options.target, entries.SEED) for entry in written}
-    passing = [entry for entry in written if not failed[entry.number]]
-    for entry in written:
-        if names := failed[entry.number]:
-            console.print(f"Module {entry.number} is left out because it fails these checks: {', '.join(names)}.")
-    if not passing:
-        raise CourseError(
-            "no module from 4 to 11 passes all its checks, so there is nothing to enter in the leaderboard"
-        )
-    console.print(f"All checks pass in modules {', '.join(str(entry.number) for entry in passing)}.")
-    variants = ladder.add_torch_variants([ladder.get_variant(entry) for entry in passing])
-    how = {"world_size": entries.WORLD_SIZE, "backend": entries.BACKEND, "deadline": options.deadline}
-    results = compare(variants, sources, ladder.EMULATED, options.target, how)
-    if results.ladder.list_wrong_losses():
-        return 1
-    file.write_text(entries.make_line(name, results, sources, failed, left_out))
-    console.print(f"{shorten(file)} written: hand it in for the leaderboard", markup=False)
-    return 0
+    leaderboard.check_name(options.entry)
+    options.modules = ",".join(str(entry.number) for entry in leaderboard.MODULES)
+    options.ranks, options.backend = leaderboard.SETTINGS["ranks"], leaderboard.SETTINGS["backend"]
+    options.comm_ratio = leaderboard.EMULATED.link.comm_ratio
 
 
-def find_failed_checks(entry: Module, target: str, seed: int) -> list[str]:
-    """Run all checks of a module with the submission's own earlier modules. Return the names of the failed checks."""
+def select_passing(entries: Sequence[Module], target: str) -> list[Module]:
+    """Run all checks of the modules. Return those that pass, and print the failed checks of the others.
+
+    Raise CourseError if no module passes.
+    """
     from brigade.checks.collect import collect
-    from brigade.checks.run import Conditions, run_checks
+    from brigade.checks.run import Conditions, prepare, run_checks
     from brigade.cli.check import MAX_AT_A_TIME
     from brigade.runner import machine
 
-    at_a_time = min(MAX_AT_A_TIME, machine.count_cores())
-    outcomes = run_checks(collect([entry]), target, Conditions(seed), at_a_time=at_a_time)
-    return [outcome.check.name.removeprefix("test_") for outcome in outcomes if not outcome.passed]
+    prepare()
+    passing = []
+    for entry in entries:
+        outcomes = run_checks(
+            collect([entry]), target, Conditions(ENTRY_SEED), at_a_time=min(MAX_AT_A_TIME, machine.count_cores())
+        )
+        if names := [outcome.check.name.removeprefix("test_") for outcome in outcomes if not outcome.passed]:
+            console.print(f"Module {entry.number} is left out because it fails these checks: {', '.join(names)}.")
+        else:
+            passing.append(entry)
+    if not passing:
+        raise CourseError("no module passes all its checks, so there is nothing to enter in the leaderboard")
+    console.print(f"All checks pass in modules {', '.join(str(entry.number) for entry in passing)}.")
+    return passing
 
 
 def choose_measurements_file(options: argparse.Namespace) -> Path | None:
@@ -237,11 +231,6 @@ def choose_measurements_file(options: argparse.Namespace) -> Path | None:
     if options.target == "solutions":
         raise CourseError("--save works only with your own modules, not with --target solutions")
     return resolve_results_file(str(locate_measurements(resolve_target(options.target))))
-
-
-def format_duration(seconds: float) -> str:
-    """Return a rough duration in words, such as "20 s" or "2 minutes"."""
-    return f"{10 * max(1, round(seconds / 10))} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def choose_world_size(wanted: int | None) -> int:
@@ -354,6 +343,7 @@ def run_trace(options: argparse.Namespace) -> int:
 
     SERVER.start()  # imports torch at the same time as this process
     from brigade.lab import ladder, timeline, timeline_view
+    from brigade.lab.timeline_plot import draw
 
     usual = timeline.WORKLOAD
     workload = replace(
@@ -371,7 +361,7 @@ def run_trace(options: argparse.Namespace) -> int:
             timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
-    timeline.draw(timelines, files["png"], width=1200)
+    draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
     timeline_view.save_html(timelines, files["html"])
     for shown in timelines:

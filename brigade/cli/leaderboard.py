@@ -13,18 +13,16 @@ from brigade.course.modules import resolve_results_file
 def add_leaderboard_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade leaderboard`."""
     parser.add_argument("directory", metavar="DIR", help="a directory with files from `brigade bench --entry`")
-    parser.add_argument("--out", metavar="FILE.md", help="also write the tables to this Markdown file")
+    parser.add_argument("--out", metavar="FILE.md", help="also write the table to this Markdown file")
 
 
 def run_leaderboard(options: argparse.Namespace) -> int:
-    """brigade leaderboard DIR: show the tables, and a sentence about each entry that has a problem."""
+    """brigade leaderboard DIR: show the table, and a sentence about each entry that has a problem."""
     from brigade.lab import leaderboard
 
     page = resolve_results_file(options.out)
     entries, problems = leaderboard.read_entries(Path(options.directory))
-    for table in leaderboard.make_tables(entries):
-        console.print(table)
-        console.print()
+    console.print(leaderboard.make_table(entries))
     for sentence in problems:
         console.print(sentence, markup=False)
     if page:

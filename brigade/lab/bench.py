@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from brigade.checks.tiny_lm import Size, TinyLM, language_loss
+from brigade.checks.tiny_lm import Size
 from brigade.course.modules import HAS_SOLUTIONS, TRAINING_MODULES, CourseError, Module, find_module
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, find, join_texts, read_module, resolve_target, select_files
@@ -39,7 +38,6 @@ from brigade.lab.ladder import (
     get_variant,
 )
 from brigade.rank.emulated_link import Link, Pace
-from brigade.runner import machine
 
 FORMAT = 3  # of the JSON file
 TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
@@ -111,8 +109,8 @@ class Bench:
             bucket_mb=self.ladder.workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb,
             step_ms=compute_spread(measurement.step_ms),
             ratio=compute_spread(self.ladder.compute_ratios(measurement, base)),
-            exposed_ms=compute_spread(self.ladder.compute_exposed_ms(measurement)),
-            cpu_ratio=compute_spread(self.ladder.compute_cpu_ratios(measurement, base)),
+            exposed_ms=compute_spread(measurement.compute_exposed_ms(self.ladder.computation)),
+            cpu_ratio=compute_spread(self.ladder.compute_ratios(measurement, base, "cpu_ms")),
             collectives=measurement.collectives,
             sent_mb=measurement.sent_bytes / 1e6,
             peak_param_mb=peak["parameters"] / 1e6,
@@ -155,7 +153,7 @@ class Bench:
                 f"{spread.median:.2f} [{spread.lower:.2f}-{spread.upper:.2f}]"
                 for spread in (
                     compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label)),
-                    compute_spread(ladder.compute_cpu_ratios(by_label[zero], TORCH_ZERO.label)),
+                    compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label, "cpu_ms")),
                 )
             ]
             remarks.append(f"{zero} relative to {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
@@ -272,43 +270,10 @@ def round_numbers(content: Any) -> Any:
     return [round_numbers(value) for value in content] if isinstance(content, (list, tuple)) else content
 
 
-def estimate_seconds(workload: Workload, num_variants: int, world_size: int) -> float:
-    """Return an estimate of how many seconds a bench takes on the processors of this machine.
-
-    Time a few steps of one rank's computation. Add a quarter for everything else that a variant does, and half of the
-    link's time, because overlap hides the other half.
-    """
-    model = TinyLM(workload.size)
-    tokens = torch.zeros(workload.batch_size // world_size, workload.time, dtype=torch.long)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        language_loss(model(tokens), tokens).backward()
-        times.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
-    alone_s = median(times)
-    step_s = alone_s * max(1.0, world_size / machine.count_cores())
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    link_s = 0.0
-    if isinstance(workload.link, Pace):
-        link_s = workload.link.comm_ratio * step_s * 2 / 3
-    elif workload.link:
-        link_s = workload.link.seconds("all_reduce", nbytes, world_size)
-    calibration_and_computation = 2 * step_s
-    one_process = alone_s * world_size
-    return workload.rounds * (num_variants * (1.25 * step_s + 0.5 * link_s) + calibration_and_computation + one_process)
-
-
 def load_json(path: Path) -> Bench:
     """Return the bench that `save_json` wrote. Raise CourseError for any other content."""
     try:
         content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            raise CourseError(
-                f"{path} has format {content['format']}, but this version of brigade reads format {FORMAT}"
-            )
         variants = [
             Variant(**variant | {name: variant[name] and tuple(variant[name]) for name in ("wrapper", "optimizer")})
             for variant in content["variants"]

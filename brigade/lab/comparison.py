@@ -27,12 +27,11 @@ from brigade.lab.ladder import (
     EMULATED,
     Measurement,
     Variant,
-    build_setup,
     get_variant,
     make_measurement,
     run_variants,
-    take_step,
 )
+from brigade.lab.on_ranks import build_setup, take_step
 from brigade.lab.plots import make_empty_table
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import is_self_copy

@@ -15,31 +15,21 @@ Ranks import this file, so rich and matplotlib are imported where they are used.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Size, TinyLM
 from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
-from brigade.lab.ladder import (
-    TORCH_DDP,
-    TORCH_ZERO,
-    Variant,
-    build_setup,
-    count_kept_bytes,
-    get_variant,
-    read_reference,
-    take_step,
-)
-from brigade.lab.memory_accounting import KINDS, Bytes, PeakMemory
+from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, get_variant, read_reference
+from brigade.lab.memory_accounting import KINDS, Bytes, count_kept_bytes
+from brigade.lab.on_ranks import build_setup, measure_peak, take_step
 from brigade.lab.script import run_to_status
 from brigade.rank import recording
 from brigade.runner.ranks import run_ranks
@@ -49,6 +39,7 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = (1, 2, 4)
 BUCKET_MB = 1.0  # MiB
+WORKLOAD = {"bucket_mb": BUCKET_MB, "learning_rate": 1e-3, "optimizer": torch.optim.AdamW}
 ZERO = find_module("ZeroOptimizer")
 PICTURE = ZERO.lesson / "memory.png"
 DEADLINE_S = 120.0
@@ -186,66 +177,30 @@ def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
     title = f"MB on the fullest rank after two steps of AdamW, P = {measured[0].numel} parameters"
     headings = [f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes]
     table = make_empty_table(title, "variant", ["para-\nmeters", "gradi-\nents", *headings])
-    for index, entry in enumerate(measured):
-        table.add_row(entry.case.label, *format_cells([entry.find_fullest(n) for n in world_sizes]))
-        if entry is measured[-1] or measured[index + 1].case.formula != entry.case.formula:
-            expected = format_cells([entry.compute_expected(n) for n in world_sizes])
-            table.add_row(entry.case.formula.text, *expected, style="italic", end_section=True)
+    parameters, gradients, state = KINDS
+
+    def add_row(label: str, find_bytes: Callable[[int], Bytes], **style: Any) -> None:
+        by_world_size = [*map(find_bytes, world_sizes)]
+        numbers = [by_world_size[-1][parameters], by_world_size[-1][gradients]]
+        numbers += [*(nbytes[state] for nbytes in by_world_size), *map(sum_bytes, by_world_size)]
+        table.add_row(label, *(f"{number / 1e6:.2f}" for number in numbers), **style)
+
+    for entry, following in zip(measured, [*measured[1:], None]):
+        add_row(entry.case.label, entry.find_fullest)
+        if not following or following.case.formula != entry.case.formula:
+            add_row(entry.case.formula.text, entry.compute_expected, style="italic", end_section=True)
     return table
 
 
-def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
-    """Return the numbers of a row of `make_memory_table`, in MB.
-
-    Parameters and gradients are those on the last number of ranks. State and total are given for each number of ranks.
-    """
-    parameters, gradients, state = KINDS
-    numbers = [
-        by_world_size[-1][parameters],
-        by_world_size[-1][gradients],
-        *(nbytes[state] for nbytes in by_world_size),
-        *map(sum_bytes, by_world_size),
-    ]
-    return [f"{number / 1e6:.2f}" for number in numbers]
-
-
-def merge_equal(measured: Sequence[CaseBytes]) -> dict[str, CaseBytes]:
-    """Group cases whose memory is equal within 1 %. Return the first case of each group, by the label of the group."""
-    groups: list[list[CaseBytes]] = []
-    for entry in measured:
-        for group in groups:
-            pairs = zip(list_numbers_mb(entry), list_numbers_mb(group[0]))
-            if entry.case.formula == group[0].case.formula and all(math.isclose(*pair, rel_tol=0.01) for pair in pairs):
-                group.append(entry)
-                break
-        else:
-            groups.append([entry])
-    return {name_group(group): group[0] for group in groups}
-
-
-def name_group(group: Sequence[CaseBytes]) -> str:
-    """Return the label of a single case, or text such as: modules 2, 4"""
-    numbers = dict.fromkeys(entry.case.label.partition(" ")[0] for entry in group)
-    if len(group) == 1:
-        return group[0].case.label
-    return ("modules " if len(numbers) > 1 else "module ") + ", ".join(numbers)
-
-
-def list_numbers_mb(entry: CaseBytes) -> list[float]:
-    """Return the MB between steps and at the peak, for each number of ranks."""
-    kept = [sum_bytes(entry.find_fullest(n)) / 1e6 for n in entry.peaks]
-    return [*kept, *map(entry.find_peak_mb, entry.peaks)]
-
-
 def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
-    """Draw a bar for each group of cases, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
+    """Draw a bar for each case, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
     from matplotlib.figure import Figure
 
     from brigade.lab.plots import COLOURS
 
     # The ladder's colours: forward reads the parameters, backward computes the gradients, and the step uses the state.
     colours = dict(zip(KINDS, (COLOURS["forward"], COLOURS["backward"], COLOURS["step"])))
-    labels, rows = zip(*reversed(merge_equal(measured).items()))  # matplotlib counts upwards
+    rows = measured[::-1]  # matplotlib counts upwards
     world_sizes = [n for n in rows[0].peaks if n > 1]
     figure = Figure(figsize=(9, 1.6 + 0.4 * len(rows)), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(world_sizes), sharex=True, sharey=True, squeeze=False)[0]
@@ -278,7 +233,7 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
         axes.set_xlim(0, 1.35 * widest)
         axes.set_xlabel("MB on the fullest rank")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(positions, labels)
+    panels[0].set_yticks(positions, [entry.case.label for entry in rows])
     (formula, *handles), (_, *names) = panels[0].get_legend_handles_labels()
     formulas = dict.fromkeys(entry.case.formula.text for entry in measured)
     names.append(f"formula: {' or '.join(formulas)}")
@@ -291,24 +246,17 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
 
 
 def count_cases(size: dict, variants: list[dict]) -> list[tuple[Bytes, Bytes]]:
-    """Return, for each case, the bytes by kind that this rank keeps, and its bytes at the peak of a step."""
+    """Return, for each case, the bytes by kind that this rank keeps after two steps, and those at the second's peak."""
     counts = []
     for variant in variants:
         recording.note("case")
         torch.manual_seed(0)  # module 8's ShardedOptimizer needs equal weights on all ranks
-        counts.append(count_case(variant, TinyLM(Size(**size)).to(getattr(torch, variant["dtype"]))))
-    return counts
-
-
-def count_case(variant: dict, model: nn.Module) -> tuple[Bytes, Bytes]:
-    """Return the bytes kept after two training steps of the model, and the bytes at the peak of the second step."""
-    workload = {"bucket_mb": BUCKET_MB, "learning_rate": 1e-3, "optimizer": torch.optim.AdamW}
-    setup = build_setup(variant, model, workload)
-    tokens = torch.randint(model.size.vocabulary, (1, 8))
-    take_step(setup, tokens, tokens)
-    with PeakMemory(model, setup.wrapper, setup.optimizer) as memory:
+        setup = build_setup(variant, TinyLM(Size(**size)).to(getattr(torch, variant["dtype"])), WORKLOAD)
+        tokens = torch.randint(size["vocabulary"], (1, 8))
         take_step(setup, tokens, tokens)
-    return count_kept_bytes(setup), memory.at_peak
+        peak = measure_peak(setup, tokens, tokens)
+        counts.append((count_kept_bytes(setup.model, setup.wrapper, setup.optimizer), peak))
+    return counts
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ tensors of modules 2 and 4 are allocated only during a step, so only `PeakMemory
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn, optim
@@ -20,17 +20,26 @@ KINDS = ("parameters", "gradients", "optimizer state")
 Bytes = dict[str, int]  # kind -> number of bytes
 
 
-def count_bytes_by_kind(
-    model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
-) -> Bytes:
-    """Return the bytes by kind. `buckets` are torch DDP's flat tensors, which the wrapper does not expose."""
-    kept, seen = list_tensors_by_kind(model, wrapper, optimizer, buckets), set()
-    return {kind: count_new_bytes(kept[kind], seen) for kind in KINDS}
+def count_kept_bytes(model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer) -> Bytes:
+    """Return the bytes by kind that are kept now. Gradients include torch DDP's flat tensors.
+
+    DDP does not expose these tensors, but logs their sizes. A communication hook could measure the tensors themselves,
+    but would slow down the steps.
+    """
+    nbytes = count_by_kind(LiveMemory(), list_tensors_by_kind(model, wrapper, optimizer))
+    del nbytes["other"]
+    if isinstance(wrapper, DistributedDataParallel):
+        sizes = wrapper._get_ddp_logging_data()["bucket_sizes"]  # such as "1380800, 99200"
+        nbytes["gradients"] += sum(int(size) for size in sizes.split(","))
+    return nbytes
 
 
-def list_tensors_by_kind(
-    model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
-) -> dict[str, list[object]]:
+def count_by_kind(memory: LiveMemory, kinds: dict[str, list[object]]) -> Bytes:
+    """Return `memory.count` of the tensors by kind, in which the shards of torch's fully_shard count as this rank's."""
+    return memory.count(**{kind: map(get_local, list_tensors(kinds[kind])) for kind in KINDS})
+
+
+def list_tensors_by_kind(model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer) -> dict[str, list[object]]:
     """Return the tensors of each kind that these objects have now. The lists also contain values such as None."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
@@ -43,7 +52,6 @@ def list_tensors_by_kind(
             *(p.grad for p in [*model.parameters(), *shards]),
             *(getattr(p, "main_grad", None) for p in model.parameters()),
             *(buffer.grad_data for buffer in grad_buffers),
-            *buckets,
         ],
         # The inner optimizer steps on slices of the parameters, which are counted above, or on main parameters.
         "optimizer state": [
@@ -51,34 +59,6 @@ def list_tensors_by_kind(
             *stepped,
         ],
     }
-
-
-def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
-    """Return the bytes of the tensors' memory, except for blocks in `seen`. Add the counted blocks to `seen`.
-
-    Values that are not tensors are ignored.
-    """
-    nbytes = 0
-    for value in values:
-        if isinstance(value, Tensor):
-            block = get_local(value).untyped_storage()
-            key = block.data_ptr() or block._cdata  # on the meta device, blocks have no address
-            if key not in seen:
-                seen.add(key)
-                nbytes += block.nbytes()
-    return nbytes
-
-
-def count_torch_bucket_bytes(wrapper: nn.Module) -> int:
-    """Return the bytes of the flat tensors that torch DDP keeps between steps, or 0 for other wrappers.
-
-    The sizes come from DDP's own logging. A communication hook could measure the tensors themselves, but would slow
-    down the steps.
-    """
-    if not isinstance(wrapper, DistributedDataParallel):
-        return 0
-    sizes = wrapper._get_ddp_logging_data()["bucket_sizes"]  # such as "1380800, 99200"
-    return sum(int(size) for size in sizes.split(","))
 
 
 def get_local(tensor: Tensor) -> Tensor:
@@ -121,6 +101,6 @@ class PeakMemory(LiveMemory):
     def _note_peak(self) -> None:
         kinds = list_tensors_by_kind(*self.objects)
         kinds["parameters"] += [reference() for reference in self.gathered]
-        nbytes = self.count(**{kind: map(get_local, list_tensors(kinds[kind])) for kind in KINDS})
+        nbytes = count_by_kind(self, kinds)
         nbytes["gradients"] += nbytes.pop("other")
         self.at_peak = nbytes

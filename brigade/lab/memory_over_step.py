@@ -22,8 +22,9 @@ from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
 from brigade.course.submission import Sources
-from brigade.lab.ladder import Variant, build_setup, read_reference
+from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import KINDS, list_tensors_by_kind
+from brigade.lab.on_ranks import build_setup
 from brigade.rank.api import device
 from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import run_ranks

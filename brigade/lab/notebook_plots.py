@@ -8,6 +8,7 @@ a figure with sliders that redraw it.
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ from PIL import Image
 from brigade.events import Event
 from brigade.lab.ladder import Ladder
 from brigade.lab.plots import COLOURS
-from brigade.lab.timeline import Timeline, draw_panels
+from brigade.lab.timeline import Timeline
+from brigade.lab.timeline_plot import compute_height, draw_panels
 
 if TYPE_CHECKING:
     from ipywidgets import ValueWidget
@@ -182,33 +184,27 @@ def draw_bars(
     """
     with make_figure(1.9 + 0.62 * len(rows)) as (figure, axes):
         names = [*dict.fromkeys(name for parts in rows.values() for name in parts)]
-        for row, (label, parts) in enumerate(rows.items()):
-            left = 0.0
-            for name, value in parts.items():
-                style = PARTS[names.index(name) % len(PARTS)]
-                axes.barh(row, value, 0.66, left, edgecolor="black", **style)
-                left += value
-            end = left
-            if spread:
-                lower, median, upper = spread[label]
-                interval = [[median - lower], [upper - median]]
-                axes.errorbar(median, row, xerr=interval, fmt="D", color=BLACK, linewidth=2, capsize=6)
-                end = max(left, upper)
-            axes.annotate(
-                " + ".join(f"{value:.3g}" for value in parts.values()),
-                (end, row),
-                (10, 0),
-                textcoords="offset points",
-                va="center",
-            )
-        axes.set_yticks(range(len(rows)), [*rows])
+        places, ends = range(len(rows)), [0.0] * len(rows)
+        for name, style in zip(names, itertools.cycle(PARTS)):
+            values = [parts.get(name, 0.0) for parts in rows.values()]
+            axes.barh(places, values, 0.66, ends, edgecolor="black", label=name, **style)
+            ends = [end + value for end, value in zip(ends, values)]
+        if spread:
+            lower, medians, upper = zip(*(spread[label] for label in rows))
+            reach = [[m - low for m, low in zip(medians, lower)], [high - m for m, high in zip(medians, upper)]]
+            axes.errorbar(medians, places, xerr=reach, fmt="D", color=BLACK, linewidth=2, capsize=6)
+            ends = [*map(max, ends, upper)]
+        for place, end, parts in zip(places, ends, rows.values()):
+            text = " + ".join(f"{value:.3g}" for value in parts.values())
+            axes.annotate(text, (end, place), (10, 0), textcoords="offset points", va="center")
+        axes.set_yticks(places, [*rows])
         axes.invert_yaxis()
         axes.margins(x=0.25)
         axes.set_xlim(left=0)
         axes.grid(visible=False, axis="y")
         axes.set(xlabel=xlabel, title=title)
-        handles = [Patch(edgecolor="black", label=name, **PARTS[i % len(PARTS)]) for i, name in enumerate(names)]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles[: len(names)], labels[: len(names)], loc="outside lower center", ncols=len(names))
     return figure
 
 
@@ -219,14 +215,12 @@ def draw_step_times(results: Ladder, title: str, labels: Sequence[str] | None = 
     """
     alone = results.computation.median_ms
     labels = labels or [variant.label for variant in results.variants]
-    rows = {
-        label: {"step without communication": alone, "exposed communication": max(0.0, variant.median_ms - alone)}
-        for label, variant in zip(labels, results.variants)
-    }
-    spread = {}
+    rows, spread = {}, {}
     for label, variant in zip(labels, results.variants):
+        exposed = max(0.0, variant.median_ms - alone)
+        rows[label] = {"step without communication": alone, "exposed communication": exposed}
         lower, upper = variant.quartiles_ms
-        spread[label] = (lower, variant.median_ms, upper)
+        spread[label] = lower, variant.median_ms, upper
     return draw_bars(rows, xlabel="time of one training step (ms); lines: quartiles", title=title, spread=spread)
 
 
@@ -362,7 +356,7 @@ def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) ->
 def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> LargeFigure:
     """Draw the timelines one below the other, on one time axis."""
     with matplotlib.rc_context(STYLE | {"font.size": 14}):
-        height = 1.4 + sum(0.64 + 0.4 * timeline.height for timeline in timelines)
+        height = 1.4 + sum(0.64 + 0.4 * compute_height(timeline) for timeline in timelines)
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
         draw_panels(figure, timelines, titles, size=12)
     return figure

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block
 from brigade.lab.comparison import is_in_submission
-from brigade.lab.ladder import TrainingSetup, build_setup, count_kept_bytes
-from brigade.lab.memory_accounting import Bytes
+from brigade.lab.memory_accounting import Bytes, count_kept_bytes
+from brigade.lab.on_ranks import TrainingSetup, build_setup
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import RecordingGroup
 
@@ -343,11 +343,11 @@ def record_step(log: Log, variant: dict[str, Any], model: nn.Module, bucket_mb: 
     for turn in range(STEPS + is_ddp):
         with log if is_ddp or turn == STEPS - 1 else contextlib.nullcontext():
             take_step(log, setup)
-    return log.list_instructions(), count_kept_bytes(setup)
+    return log.list_instructions(), count_kept_bytes(setup.model, setup.wrapper, setup.optimizer)
 
 
 def take_step(log: Log, setup: TrainingSetup) -> None:
-    """Take a training step as `ladder.take_step` does."""
+    """Take a training step as `on_ranks.take_step` does."""
     log.begin_step()
     setup.optimizer.zero_grad()
     log.forget_owners()

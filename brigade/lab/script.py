@@ -48,15 +48,15 @@ def explain_failure(failure: RankFailure, number: int, sources: Sources | None =
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on standard error while the block runs, if standard error is a terminal.
+    """Show a progress bar and the remaining time on standard error, if it is a terminal, while the block runs.
 
     Yield a function that advances the bar by one.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Refresh rarely, because the bar runs while steps are timed.
     with Progress(
         *columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal

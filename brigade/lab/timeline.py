@@ -1,8 +1,9 @@
 """One training step as a timeline: what each rank computed, and when each of its collectives was running.
 
     [timeline] = trace([get_variant(get_module(3))])
-    draw([timeline], path)            a picture
-    make_chrome_trace([timeline])     the same for https://ui.perfetto.dev and chrome://tracing
+    make_chrome_trace([timeline])     the step for https://ui.perfetto.dev and chrome://tracing
+
+`timeline_plot.py` draws timelines.
 
 `timeline_view.py` writes an interactive page.
 
@@ -22,12 +23,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-
 from brigade.checks.tiny_lm import Size
 from brigade.course.submission import Sources
 from brigade.events import Launch, launches
@@ -45,7 +40,7 @@ from brigade.lab.ladder import (
     run_variants,
 )
 from brigade.lab.plan import make_model
-from brigade.lab.plots import COLOURS, NAMES
+from brigade.lab.plots import NAMES
 from brigade.lab.program import OPTIMIZERS, Machine, Setting, list_groups, record
 from brigade.rank.emulated_link import Link
 
@@ -58,27 +53,10 @@ WORKLOAD = replace(
     warmup=3,
     named=True,
 )
-STYLES = {  # of collectives: shades of one colour, and hatches in case the shades look alike
-    "all_reduce": {"facecolor": COLOURS["collective"], "edgecolor": "#6b4a00"},
-    "reduce_scatter": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "////"},
-    "all_gather": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "..."},
-    "reduce": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "\\\\\\\\"},
-    "broadcast": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "xxx"},
-}
-OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}
-WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"}
-COPYING = {"facecolor": COLOURS["copy"], "edgecolor": "#555555"}
 EXPOSED = ("wait", "finish", "copy")  # kinds of spans that one process would not need
 GAP_S = 1e-4  # shorter waits are ignored
 MAX_SPREAD = 0.25  # of the step time, between its quartiles, relative to the median
 MAX_LATE = 0.1  # of the step time, by which a recorded end may be later than the link's
-EXPOSED_COLOUR = "#d55e00"
-LATENCY_COLOUR = "#6b4a00"
-BACKWARD_END = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
-LAUNCHED = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
-MEMORY = {"facecolor": "#cc79a7", "edgecolor": "#5c2a48"}
-LANES = 2.75  # the distance from one rank to the next
-MEMORY_LANES = 0.5  # the distance from one lane of memory to the next
 
 
 @dataclass(frozen=True)
@@ -179,11 +157,6 @@ class Timeline:
     def memory_lanes(self) -> list[str]:
         """The labels of `memory`, each once."""
         return list(dict.fromkeys(span.label for span in self.memory))
-
-    @property
-    def height(self) -> float:
-        """The height of the timeline's panel, in units in which the lane of computation has the height 0.8."""
-        return LANES * self.world_size - 0.35 + MEMORY_LANES * len(self.memory_lanes)
 
     @property
     def link_text(self) -> str:
@@ -437,160 +410,3 @@ def make_slice(
 def convert_to_us(ms: float) -> int:
     """Return whole microseconds, so that start plus length is never rounded beyond the next start."""
     return round(1e3 * ms)
-
-
-def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
-    """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
-
-    `titles` are drawn above the timelines (default: the label and the number of collectives). The file's description
-    contains the lengths of the steps.
-    """
-    height = 1.0 + sum(0.5 + 0.45 * timeline.height for timeline in timelines)
-    figure = Figure(figsize=(width / 100, height), dpi=100, layout="constrained")
-    draw_panels(figure, timelines, titles or [f"{t.label}, {t.count}" for t in timelines], size=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white", metadata={"Description": describe_lengths(timelines)})
-
-
-def describe_lengths(timelines: Sequence[Timeline]) -> str:
-    """Return the lengths of the steps in one line."""
-    return " and ".join(timeline.lengths for timeline in timelines)
-
-
-def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
-    """Draw a panel for each timeline, with a legend below. `size` is the text size in points.
-
-    The length of each step is on a second line, below the title.
-    """
-    heights = [timeline.height for timeline in timelines]
-    panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, timeline, title in zip(panels, timelines, titles):
-        draw_panel(axes, timeline, size)
-        axes.set_title(f"{title}\n{timeline.lengths}", loc="left", fontsize=size + 1)
-    panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
-    panels[-1].set_xlabel("time (ms)", fontsize=size + 1)
-    handles = make_legend(timelines)
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=-(-len(handles) // 2),
-        frameon=False,
-        fontsize=size,
-        handlelength=1.5,
-        handletextpad=0.5,
-        columnspacing=1.2,
-    )
-    figure.draw_without_rendering()  # computes the space in each block
-    for axes, timeline in zip(panels, timelines):
-        for rank in range(timeline.world_size):
-            label_blocks(axes, timeline, rank, size - 1)
-
-
-def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
-    """Return the legend's entries for everything that the timelines contain."""
-    kinds = {span.kind for timeline in timelines for span in timeline.spans}
-    ops = {collective.op for timeline in timelines for collective in timeline.launched}
-    handles: list[Artist] = [
-        Patch(**get_style(kind), linewidth=0.4, label=NAMES.get(kind, kind)) for kind in COLOURS if kind in kinds
-    ]
-    handles += [Patch(**WAITING, label="waits"), Patch(facecolor=EXPOSED_COLOUR, label="exposed")]
-    handles += [Line2D([], [], **BACKWARD_END, label="end of backward"), Line2D([], [], **LAUNCHED, label="launch")]
-    handles += [
-        Patch(**STYLES.get(op, OTHER), label=op.replace("_", "-"))
-        for op in [*filter(ops.__contains__, STYLES), *sorted(ops - STYLES.keys())]
-    ]
-    if any(collective.latency_ms for timeline in timelines for collective in timeline.launched):
-        handles.append(Patch(facecolor=LATENCY_COLOUR, label="latency α"))
-    if any(timeline.memory for timeline in timelines):
-        handles.append(Patch(**MEMORY, label="memory allocated"))
-    return handles
-
-
-def get_style(kind: str) -> dict[str, str]:
-    """Return the style of a span of this kind."""
-    styles = {"wait": WAITING, "copy": COPYING}
-    return styles[kind] if kind in styles else {"facecolor": COLOURS[kind], "edgecolor": "white"}
-
-
-def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
-    """Draw two lanes for each rank: computation, and running collectives below it. Draw memory below all ranks.
-
-    The exposed times and the launches are between the two lanes of a rank.
-    """
-    ticks: dict[str, float] = {}
-    for rank in range(timeline.world_size):
-        top = LANES * rank
-        names = (f"rank {rank} computes", f"rank {rank} communicates")
-        ticks |= dict(zip(("computation", "link") if timeline.world_size == 1 else names, (top + 0.4, top + 1.75)))
-        for span in timeline.spans:
-            if span.rank == rank:
-                length = span.end_ms - span.start_ms
-                axes.barh(top, length, 0.8, span.start_ms, align="edge", linewidth=0.4, **get_style(span.kind))
-                if span.kind in EXPOSED:
-                    axes.barh(top + 0.84, length, 0.12, span.start_ms, align="edge", color=EXPOSED_COLOUR, linewidth=0)
-        collectives = timeline.get_collectives(rank)
-        for collective, (block_top, height) in zip(collectives, compute_blocks(collectives, top)):
-            length = collective.end_ms - collective.start_ms
-            style = STYLES.get(collective.op, OTHER)
-            axes.barh(block_top, length, height, collective.start_ms, align="edge", linewidth=0.7, **style)
-            latency = {"color": LATENCY_COLOUR, "linewidth": 0}
-            axes.barh(block_top, collective.latency_ms, height, collective.start_ms, align="edge", **latency)
-        launched = [collective.launched_ms for collective in collectives]
-        axes.plot(launched, [top + 1.1] * len(launched), **LAUNCHED)
-        axes.plot(2 * [timeline.find_backward_end_ms(rank)], [top - 0.1, top + 2.35], **BACKWARD_END)
-    for lane, name in enumerate(timeline.memory_lanes):
-        top = LANES * timeline.world_size - 0.2 + MEMORY_LANES * lane
-        ticks[name] = top + 0.2
-        for span in timeline.memory:
-            if span.label == name:
-                length = span.end_ms - span.start_ms
-                axes.barh(top, length, 0.4, span.start_ms, align="edge", linewidth=0.7, **MEMORY)
-    axes.set_yticks([*ticks.values()], [*ticks], fontsize=size)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=size)
-    axes.set_ylim(timeline.height, -0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def compute_blocks(collectives: Sequence[Collective], top: float) -> list[tuple[float, float]]:
-    """Return the top and the height of each collective's block. Collectives that overlap share the lane's height."""
-    depth = 1 + max((collective.row for collective in collectives), default=0)
-    return [(top + 1.25 + collective.row * 1.0 / depth, 1.0 / depth) for collective in collectives]
-
-
-def label_blocks(axes: Axes, timeline: Timeline, rank: int, size: float) -> None:
-    """Write the label of each span and each collective of a rank into its block, if it fits."""
-    top = LANES * rank
-    for span in timeline.spans:
-        if span.rank == rank and span.label:
-            ink = "white" if span.kind == "backward" else "black"
-            write_inside(axes, span.label, (span.start_ms, span.end_ms), (top, 0.8), size, COLOURS[span.kind], ink)
-    collectives = timeline.get_collectives(rank)
-    for collective, block in zip(collectives, compute_blocks(collectives, top)):
-        free = collective.start_ms + collective.latency_ms, collective.end_ms
-        write_inside(axes, collective.label, free, block, size, STYLES.get(collective.op, OTHER)["facecolor"], "black")
-
-
-def write_inside(
-    axes: Axes,
-    label: str,
-    interval_ms: tuple[float, float],
-    block: tuple[float, float],
-    size: float,
-    ground: str,
-    ink: str,
-) -> None:
-    """Write a label in the middle of a block, if it fits. The block is given by its times, its top and its height."""
-    (start, end), (top, height) = interval_ms, block
-    box = {"facecolor": ground, "edgecolor": "none", "pad": 0.8}
-    text = axes.text(
-        (start + end) / 2, top + height / 2, label, fontsize=size, color=ink, ha="center", va="center", bbox=box
-    )
-    text.set_in_layout(False)
-    (left, below), (right, above) = axes.transData.transform([(start, top + height), (end, top)])
-    extent = text.get_window_extent()
-    if extent.width + 5 > right - left or extent.height + 2 > above - below:
-        text.remove()

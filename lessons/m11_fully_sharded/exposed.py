@@ -15,7 +15,7 @@ def main(run):
     results = run_benchmark(EMULATED, depths, submission, run=run)
     print(f"computation alone: {results.computation.median_ms:.0f} ms")
     for measured in results.variants:
-        exposed = results.compute_exposed_ms(measured)
+        exposed = measured.compute_exposed_ms(results.computation)
         lower, upper = compute_quartiles(exposed)
         print(f"{measured.label}: {median(exposed):.0f} ms exposed (quartiles {lower:.0f} to {upper:.0f})")
 

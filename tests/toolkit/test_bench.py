@@ -4,12 +4,10 @@ import argparse
 import contextlib
 import functools
 import io
-import itertools
 import json
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,14 +17,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from lab_files import make_submission
+from lab_files import make_submission, png_size
 
-from brigade.checks.tiny_lm import SIZES
+from brigade.checks.tiny_lm import SIZES, TinyLM
 from brigade.cli import lab
 from brigade.cli import main as cli
 from brigade.course.measurements import MAX_BYTES, read_measurements
 from brigade.course.modules import CORE_MODULES, ROOT, TRAINING_MODULES, CourseError, get_module
-from brigade.lab import bench, ladder, links, torchrun
+from brigade.lab import bench, ladder, links, on_ranks, torchrun
 from brigade.progress import RankRecord
 from brigade.rank.emulated_link import Link, Pace
 
@@ -57,7 +55,7 @@ def test_named_links_are_what_they_are_said_to_be():
     backward_s = 4 * 1_998_235_200 * 32_768 / (0.4 * 989.4e12)
     assert links.BACKWARD_S == pytest.approx(backward_s) == pytest.approx(0.6618, abs=1e-4)
     with torch.device("meta"):
-        parameters = list(ladder.TinyLM(SIZES["xl"]).parameters())
+        parameters = list(TinyLM(SIZES["xl"]).parameters())
     assert sum(parameter.numel() for parameter in parameters) == links.PARAMETERS
     rates = {"nvlink4": 450e9, "pcie4": 31.508e9, "100gbe": 12.5e9, "10gbe": 1.25e9}
     latencies = {"nvlink4": 3.4e-6, "pcie4": 5.7e-6, "100gbe": 14e-6, "10gbe": 14e-6}
@@ -158,22 +156,6 @@ def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
     assert "results cannot be written to or through a link" in brigade("--target", submission, "--save").stderr
 
 
-def test_the_duration_is_estimated_from_one_step(monkeypatch):
-    """If a step of one rank takes 2 s, two ranks on one core need 4 s. A link adds half of its time to a step."""
-    ticks = itertools.count(step=2)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr(bench.machine, "count_cores", lambda: 1)
-    workload = ladder.Workload(batch_size=2, time=8, rounds=10)
-    alone = 10 * (3 * 1.25 * 4 + 2 * 4 + 2 * 2)
-    assert bench.estimate_seconds(workload, 3, 2) == pytest.approx(alone)
-    paced = replace(workload, link=Pace(0.75, 0.0))
-    assert bench.estimate_seconds(paced, 3, 2) == pytest.approx(alone + 10 * 3 * 0.5 * 0.75 * 4 * 2 / 3)
-    slow = replace(workload, link=Link(7.0, 1e15))
-    link_s = slow.link.seconds("all_reduce", 0, 2)
-    assert bench.estimate_seconds(slow, 3, 2) == pytest.approx(alone + 10 * 3 * 0.5 * link_s)
-    assert [lab.format_duration(seconds) for seconds in (3, 38, 89, 125)] == ["10 s", "40 s", "90 s", "2 minutes"]
-
-
 @pytest.fixture(scope="module")
 def written_files(tmp_path_factory):
     """Return the files and the text that `brigade bench --modules 1,8` with an emulated link wrote and printed."""
@@ -219,7 +201,7 @@ def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
     assert naive.ratio.median == pytest.approx(sum(a / b for a, b in zip(steps, torch_steps)) / 2)
     assert naive.exposed_ms.median == pytest.approx(sum(a - b for a, b in zip(steps, alone)) / 2)
     nbytes = results.ladder.model_bytes
-    assert nbytes == 4 * sum(p.numel() for p in ladder.TinyLM(SIZES["tiny"]).parameters())
+    assert nbytes == 4 * sum(p.numel() for p in TinyLM(SIZES["tiny"]).parameters())
     assert naive.param_mb == naive.grad_mb == naive.state_mb == nbytes / 1e6  # SGD keeps one momentum per parameter
     assert ddp.grad_mb == 2 * nbytes / 1e6  # and the buckets
     assert nbytes / 2e6 <= zero.state_mb <= 0.51 * nbytes / 1e6
@@ -237,7 +219,7 @@ def test_the_link_has_the_ratio_that_was_asked_for(written_files):
     assert results.link_s == pytest.approx(0.51 * results.backward_s)
     naive = results.get_measurement("1 NaiveDDP")
     least_s = naive.collectives * results.link.seconds("all_reduce", 0, 2) + 0.5 * results.backward_s
-    assert all(1e3 * least_s <= step for step in results.compute_exposed_ms(naive))
+    assert all(1e3 * least_s <= step for step in naive.compute_exposed_ms(results.computation))
 
 
 def test_what_is_printed_fits_a_pipe_and_says_which_link_it_is(written_files):
@@ -285,7 +267,7 @@ def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
     assert [row.bucket_mb for row in rows] == [0.3, 4.0] * 3
     assert [row.ratio.median for row in rows[4:]] == [1.0, 1.0]  # torch DDP, to itself with the same buckets
     assert all(few.collectives == 1 < many.collectives for many, few in zip(rows[::2], rows[1::2]))
-    assert struct.unpack(">II", paths["png"].read_bytes()[16:24]) == (900, 500)
+    assert png_size(paths["png"])[0] == 900
     table = done.stdout.split("No link is emulated")[0]
     assert all(label in table for label in labels) and max(map(len, table.splitlines())) <= 80
 
@@ -393,7 +375,7 @@ def test_under_torchrun_some_options_need_all_ranks_on_one_machine(options, said
     for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(CourseError, match=f"{said} all ranks on one machine"):
-        torchrun.run_on_torchrun(ladder.train, {}, [], **options)
+        torchrun.run_on_torchrun(on_ranks.train, {}, [], **options)
 
 
 @pytest.mark.extended

@@ -1,14 +1,13 @@
 """`brigade bench --entry` and `brigade leaderboard`: the contents of an entry, and the errors for a wrong entry."""
 
-import hashlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from brigade.checks import run
 from brigade.cli import lab
-from brigade.course.listing import list_checks
 from brigade.course.modules import ROOT, CourseError, get_module
-from brigade.lab import entry as entries
 from brigade.lab import ladder, leaderboard
 from brigade.lab.bench import Bench
 from brigade.rank.emulated_link import Link
@@ -33,66 +32,38 @@ def make_bench(variants, loss=3.0, real_s=0.01):
 
 @pytest.fixture
 def enter(brigade, monkeypatch, tmp_path):
-    """Return a function that enters a submission with modules 4 and 8. Its checks and its bench are simulated."""
+    """Return a function that enters a submission with modules 1 to 8. The checks and the bench are simulated."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*options, failed=(), **bench):
+    def enter(failed=(), **bench):
         for number in range(1, 9):
             entry = get_module(number)
-            path = tmp_path / entry.path
-            path.parent.mkdir(exist_ok=True)
-            path.write_text((ROOT / "solutions" / entry.path).read_text())
-        monkeypatch.setattr(entries, "MODULES", (get_module(4), get_module(8), get_module(9)))
-        names = {4: ["launches"], 8: ["state", "norm"]}
-        monkeypatch.setattr(lab, "find_failed_checks", lambda entry, *_: names[entry.number] * (entry.number in failed))
+            (tmp_path / entry.path).parent.mkdir(exist_ok=True)
+            (tmp_path / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
+        outcomes = {number: [SimpleNamespace(passed=number not in failed)] for number in range(1, 9)}
+        for number, [outcome] in outcomes.items():
+            outcome.check = SimpleNamespace(name=f"test_launches_{number}")
+        monkeypatch.setattr(run, "run_checks", lambda checks, *_, **__: outcomes[checks[0].module])
         monkeypatch.setattr(lab, "compare", lambda variants, *_: make_bench(variants, **bench))
-        return brigade("bench", "--entry", "Ada", "--target", tmp_path, *options)
+        return brigade("bench", "--entry", "Ada", "--target", tmp_path)
 
-    return run
-
-
-def read_content(path):
-    return json.loads(path.read_text())
+    return enter
 
 
-def test_an_entry_says_what_was_measured_and_with_what(enter, tmp_path):
-    done = enter()
-    assert done.returncode == 0, done
+def test_an_entry_contains_the_modules_that_pass(enter, brigade, tmp_path):
+    done = enter(failed=[5])
+    assert done.returncode == 0 and "entry-Ada.json written" in done.stdout, done
     assert "Module 9 is left out: module 9 is missing." in done.stdout
-    assert "All checks pass in modules 4, 8." in done.stdout and "entry-Ada.json written" in done.stdout
-    content = read_content(tmp_path / "entry-Ada.json")
-    path = get_module(4).path
-    digest = hashlib.sha256((ROOT / "solutions" / path).read_bytes()).hexdigest()
-    assert content["submission"]["m04_bucketed_ddp.bucketed_ddp"] == digest
-    assert content["failed_checks"] == {"4": [], "8": []} and content["expected_loss"] == 3.0
-    assert {"torch", "python", "cores"} <= content["made_with"].keys() and len(content["course"]) == 64
-    line = (tmp_path / "entry-Ada.json").read_text()
-    assert line.count("\n") == 1 and len(line) < entries.MAX_BYTES
-    read = entries.read_line(line)
-    assert (read.name, read.course) == ("Ada", entries.hash_course())
-    assert [(result.module, result.ratio.median) for result in read.results] == [
-        ("4 BucketedDDP", 0.9),
-        ("8 ZeroOptimizer", 0.95),
-    ]
-    assert [(result.sent_mb, result.peak_mb, result.kept_mb) for result in read.results] == [(3, 4, 3), (3, 3.5, 2.5)]
-
-
-def test_only_modules_that_pass_all_checks_are_entered(enter, tmp_path):
-    done = enter(failed=[8])
-    assert "Module 8 is left out because it fails these checks: state, norm." in done.stdout
-    content = read_content(tmp_path / "entry-Ada.json")
-    assert "8 ZeroOptimizer" not in [row["variant"] for row in content["rows"]]
-    assert content["failed_checks"] == {"4": [], "8": ["state", "norm"]}
+    assert "Module 5 is left out because it fails these checks: launches_5." in done.stdout
+    assert "All checks pass in modules 4, 6, 7, 8." in done.stdout
+    entry = leaderboard.read_entry(tmp_path / "entry-Ada.json")
+    assert entry.name == "Ada" and entry.cells[:2] == ("0.80 [0.80-0.80] (6)", "3.00 (4)")
+    assert entry.cells[2:4] == ("3.50 (8)", "2.50 (8)")
+    assert (tmp_path / "entry-Ada.json").stat().st_size < leaderboard.MAX_BYTES
     (tmp_path / "entry-Ada.json").unlink()
-    assert "no module from 4 to 11 passes all its checks" in enter(failed=[4, 8]).stderr
+    assert "no module passes all its checks" in enter(failed=range(4, 9)).stderr
     assert enter(loss=3.1).returncode == 1
     assert not list(tmp_path.glob("entry*"))
-
-
-def test_the_checks_of_a_module_are_run(tmp_path):
-    """Without the file of the module, all its checks fail."""
-    failed = lab.find_failed_checks(get_module(4), str(tmp_path), 1)
-    assert [f"test_{name}" for name in failed] == [check.name for check in list_checks(get_module(4))]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +72,8 @@ def test_the_checks_of_a_module_are_run(tmp_path):
         (["--entry", "Ada", "--rounds", 40], "so --rounds cannot be used with it"),
         (["--entry", "Ada", "--comm-ratio", 0.5], "so --comm-ratio cannot be used with it"),
         (["--entry", "Ada", "--save"], "so --save cannot be used with it"),
-        (["--entry", ""], "the name of an entry must have 1 to 40 printable characters"),
-        (["--entry", "a\nb"], "the name of an entry must have 1 to 40 printable characters"),
+        (["--entry", ""], "the name of an entry must have 1 to 20 printable characters"),
+        (["--entry", "a\nb"], "the name of an entry must have 1 to 20 printable characters"),
     ],
 )
 def test_settings_are_fixed(brigade, options, sentence):
@@ -110,115 +81,83 @@ def test_settings_are_fixed(brigade, options, sentence):
     assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
-# ---- the leaderboard
-
-
 @pytest.fixture(scope="module")
-def line():
-    """Return a valid line with modules 4 and 8."""
+def entry():
+    """Return the content of a valid entry with modules 4 and 8."""
     variants = ladder.add_torch_variants([ladder.get_variant(get_module(number)) for number in (4, 8)])
-    return entries.make_line("Ada", make_bench(variants), {}, {4: [], 8: []}, [])
+    return json.loads(leaderboard.make_entry("Ada", make_bench(variants), {}))
 
 
-def change(line, sign=True, **changes):
-    """Return the line with other values, and with a checksum that is right if `sign`."""
-    content = json.loads(line) | changes
-    return json.dumps(content | ({"checksum": entries.compute_checksum(content)} if sign else {}))
-
-
-def change_row(line, **changes):
-    rows = json.loads(line)["rows"]
-    return change(line, rows=[rows[0] | changes, *rows[1:]])
+def change_row(entry, **changes):
+    return entry | {"rows": [entry["rows"][0] | changes, *entry["rows"][1:]]}
 
 
 INVALID = {
-    "a list": lambda line: "[1]",
-    "nesting": lambda line: "[" * 20_000,
-    "no rows": lambda line: change(line, rows=[]),
-    "rows of torch only": lambda line: change(line, rows=json.loads(line)["rows"][2:]),
-    "a module twice": lambda line: change(line, rows=json.loads(line)["rows"][:1] * 2),
-    "a negative number": lambda line: change_row(line, sent_mb=-1),
-    "an infinite number": lambda line: change_row(line, grad_mb=0).replace('"grad_mb": 0', '"grad_mb": 1e999'),
-    "no number": lambda line: change_row(line, state_mb="0"),
-    "a truth value": lambda line: change_row(line, state_mb=True),
-    "a long version": lambda line: change(line, made_with={"torch": "2" * 100, "python": "3", "cores": 2}),
-    "a terminal's code": lambda line: change(line, date="\x1b[2J"),
-    "cut off": lambda line: line[:-10],
+    "a list": lambda entry: [1],
+    "no rows": lambda entry: entry | {"rows": []},
+    "rows of torch only": lambda entry: entry | {"rows": entry["rows"][2:]},
+    "a negative number": lambda entry: change_row(entry, sent_mb=-1),
+    "an infinite number": lambda entry: change_row(entry, grad_mb=float("inf")),
+    "no number": lambda entry: change_row(entry, state_mb="0"),
+    "a truth value": lambda entry: change_row(entry, state_mb=True),
+    "a long checksum": lambda entry: entry | {"submission": "2" * 100},
+    "a terminal's code": lambda entry: entry | {"date": "\x1b[2J"},
+}
+REFUSED = {
+    "its format or its settings": {"ranks": 4},
+    "the machine was too slow or too busy": {"real_share": 0.3},
+    "1 to 20 printable characters": {"name": "\u202eEve"},
 }
 
 
-@pytest.mark.parametrize("make", INVALID.values(), ids=INVALID)
-def test_a_malformed_line_is_refused_in_one_sentence(line, make):
-    with pytest.raises(CourseError, match="^(it is not a line that `brigade bench --entry` wrote|its checksum)"):
-        entries.read_line(make(line))
+@pytest.mark.parametrize("sentence", [*INVALID, *REFUSED])
+def test_a_wrong_entry_is_refused_in_one_sentence(entry, sentence, tmp_path):
+    path = tmp_path / "entry.json"
+    path.write_text(json.dumps(INVALID[sentence](entry) if sentence in INVALID else entry | REFUSED[sentence]))
+    usual = "^it is not a file that `brigade bench --entry` wrote$"
+    with pytest.raises(CourseError, match=usual if sentence in INVALID else sentence):
+        leaderboard.read_entry(path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"sign": False, "name": "Eve"}, "its checksum does not match"),
-        ({"format": 2}, "its format is '2', but this version reads format 1"),
-        ({"ranks": 4}, "its settings are not those"),
-        ({"real_share": 0.3}, "the machine was too slow or too busy"),
-        ({"name": "\u202eEve"}, "printable characters"),
-        ({"name": "E" * 41}, "printable characters"),
-    ],
-)
-def test_a_line_that_does_not_count_is_refused_with_the_reason(line, changes, sentence):
-    assert entries.read_line(change(line)).name == "Ada"
-    with pytest.raises(CourseError, match=sentence):
-        entries.read_line(change(line, **changes))
-
-
-def test_entries_of_a_class_are_ranked(brigade, line, tmp_path):
-    """Ada and Bob are equally fast in the table, Cleo needs the least memory, and [E]ve is slow."""
-    rows = json.loads(line)["rows"]
-    slow = change_row(line, ratio={"median": 1.2, "lower": 1.1, "upper": 1.3}, name="x")
+def test_entries_of_a_class_are_ranked(brigade, entry, tmp_path):
+    """Bob is the fastest, Cleo needs the least memory, and [E]ve is slow."""
+    fast, slow = ({"median": ratio, "lower": 0.8, "upper": 1.3} for ratio in (0.85, 1.2))
     people = {
-        "ada": change(line),
-        "bob": change_row(change(line, name="Bob"), ratio={"median": 0.9049, "lower": 0.9, "upper": 1}),
-        "cleo": change(line, name="Cleo", rows=[rows[0], rows[1] | {"grad_mb": 0.5}]),
-        "eve": change(slow, name="[E](www.x.y)|<b>", rows=json.loads(slow)["rows"][:1]),
+        "ada": entry,
+        "bob": change_row(entry, ratio=fast) | {"name": "Bob"},
+        "cleo": entry | {"name": "Cleo", "rows": [entry["rows"][0], entry["rows"][1] | {"grad_mb": 0.5}]},
+        "eve": change_row(entry, ratio=slow) | {"name": "[E](www.x.y)|<b>"},
     }
-    for name, text in people.items():
+    people["eve"]["rows"] = people["eve"]["rows"][:1]
+    for name, content in people.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}_entry-1.json").write_text(text + "\n")
+        (tmp_path / name / f"{name}_entry-1.json").write_text(json.dumps(content))
     page = tmp_path / "page.md"
     done = brigade("leaderboard", tmp_path, "--out", page)
     assert done.returncode == 0 and "page.md written" in done.stdout and "[E](www.x.y)|<b>" in done.stdout
-    assert max(map(len, done.stdout.split("page.md")[0].splitlines())) <= 80
+    assert max(map(len, done.stdout.split("page.md")[0].splitlines()[:-1])) <= 80
     everyone, problems = leaderboard.read_entries(tmp_path)
-    assert problems == []
-    ranks = [
-        [(number, entry.name[:4]) for number, entry, _ in leaderboard.rank(everyone, category)]
-        for category in leaderboard.CATEGORIES
-    ]
-    assert ranks[0] == [(1, "Ada"), (1, "Bob"), (1, "Cleo"), (4, "[E](")]
-    assert [number for number, _ in ranks[1]] == [1, 1, 1, 1]
-    assert ranks[3] == [(1, "Cleo"), (2, "Ada"), (2, "Bob"), (4, "[E](")]
-    text = page.read_text()
-    assert "| 1 | Cleo | 2.00 | 8 ZeroOptimizer |" in text
-    name = next(row for row in text.splitlines() if row.startswith("| 4 |")).split(" | ")[1]
-    assert name == "&#91;E&#93;&#40;www&#46;x&#46;y&#41;&#124;&#60;b&#62;"
+    assert problems == [] and [one.name[:4] for one in everyone] == ["Bob", "Ada", "Cleo", "[E]("]
+    assert [one.cells[3] for one in everyone] == ["2.50 (8)", "2.50 (8)", "2.00 (8)", "3.00 (4)"]
+    name = page.read_text().splitlines()[-1].split(" | ")[0]
+    assert name == "| &#91;E&#93;&#40;www&#46;x&#46;y&#41;&#124;&#60;b&#62;"
 
 
-def test_what_is_no_entry_costs_a_sentence(brigade, line, tmp_path):
+def test_what_is_no_entry_costs_a_sentence(brigade, entry, tmp_path):
     with pytest.raises(CourseError, match="there is no valid entry in"):
         leaderboard.read_entries(tmp_path)
-    later = change(line, date="2030-01-01T00:00:00Z", course="another")
-    (tmp_path / "entry-a.json").write_text(f"{line}\nnonsense\n{later}\n")
-    (tmp_path / "entry-b.json").symlink_to(tmp_path / "entry-a.json")
-    (tmp_path / "entry-c.json").write_bytes(b"\xff")
-    (tmp_path / "entry-d.json").write_text("x" * (entries.MAX_BYTES + 1))
+    (tmp_path / "entry-a.json").write_text(json.dumps(entry))
+    later = change_row(entry, sent_mb=1) | {"date": "2030-01-01T00:00:00Z"}
+    (tmp_path / "entry-b.json").write_text(json.dumps(later))
+    (tmp_path / "entry-c.json").symlink_to(tmp_path / "entry-a.json")
+    for name, content in (("d", b"\xff"), ("e", b"[" * 20_000), ("f", b"x" * (leaderboard.MAX_BYTES + 1))):
+        (tmp_path / f"entry-{name}.json").write_bytes(content)
     (tmp_path / "measurements.json").write_text("of another command")
     done = brigade("leaderboard", tmp_path)
-    assert done.returncode == 0 and "2030-01-01" in done.stdout, "the last one of a name counts"
-    assert done.stdout.splitlines()[-6:] == [
-        "entry-a.json, line 2, was left out: it is not a line that `brigade bench --entry` wrote.",
-        "entry-a.json, line 3: the checks or the bench differ from this course's.",
-        "entry-a.json, line 3: there are several entries with this name; the latest one counts.",
-        "entry-b.json was left out: it cannot be read: Too many levels of symbolic links.",
-        "entry-c.json was left out: it is not text.",
-        "entry-d.json was left out: it has more than 2000 lines, or a line has more than 50000 characters.",
+    assert done.returncode == 0 and "1.00 (4)" in done.stdout, "the last one of a name counts"
+    assert done.stdout.splitlines()[-5:] == [
+        "entry-b.json: there are several entries with this name; the latest one counts.",
+        "entry-c.json was left out: it cannot be read: Too many levels of symbolic links.",
+        *(f"entry-{n}.json was left out: it is not a file that `brigade bench --entry` wrote." for n in "def"),
     ]
     assert "there is no directory" in brigade("leaderboard", tmp_path / "nowhere").stderr

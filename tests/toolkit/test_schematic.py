@@ -5,7 +5,7 @@ from PIL import Image
 
 from brigade.course.modules import TRAINING_MODULES, get_module
 from brigade.lab.ladder import get_variant
-from brigade.lab.timeline import describe_lengths
+from brigade.lab.timeline_plot import describe_lengths
 from tools.figures import list_compared
 from tools.schematic import (
     ALPHA_MS,

@@ -13,7 +13,7 @@ from lab_files import make_submission, png_size
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
-from brigade.lab import ladder, memory_over_step, timeline, timeline_view
+from brigade.lab import ladder, memory_over_step, timeline, timeline_plot, timeline_view
 from brigade.rank.emulated_link import Link
 from tools import figures
 
@@ -159,10 +159,10 @@ def read_colours(path):
 
 def test_a_picture_has_all_that_was_traced(traced, tmp_path):
     path = tmp_path / "out" / "timeline.png"
-    timeline.draw([traced[2], traced[6]], path)
+    timeline_plot.draw([traced[2], traced[6]], path)
     pixels, width = read_colours(path)
-    styles = [timeline.STYLES[op]["facecolor"] for op in ("all_reduce", "reduce_scatter", "all_gather")]
-    assert {timeline.COLOURS["forward"], timeline.COLOURS["backward"], *styles} <= pixels
+    styles = [timeline_plot.STYLES[op]["facecolor"] for op in ("all_reduce", "reduce_scatter", "all_gather")]
+    assert {timeline_plot.COLOURS["forward"], timeline_plot.COLOURS["backward"], *styles} <= pixels
     assert width == 900
 
 
@@ -182,7 +182,7 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     assert "The link is emulated, 500.0 us per message and 1 Gbit/s in each direction" in out
     assert all(str(path) in out for path in (picture, events, page))
     assert [shown["label"] for shown in read_page(page)[1]["timelines"]] == ["2 FlatDDP", "torch DDP"]
-    assert timeline.COLOURS["collective"] in read_colours(picture)[0]
+    assert timeline_plot.COLOURS["collective"] in read_colours(picture)[0]
     expect_chrome_trace(json.loads(events.read_text())["traceEvents"], ranks=4)
 
 

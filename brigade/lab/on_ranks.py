@@ -1,0 +1,276 @@
+"""What the ranks of the lab do: build a variant, take its training steps, and measure them.
+
+`ladder.py` starts these ranks. This file needs only torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import inspect
+import random
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from brigade.checks.tiny_lm import Block, Size, TinyLM, language_loss
+from brigade.lab import corpus
+from brigade.lab.memory_accounting import Bytes, PeakMemory, count_kept_bytes
+from brigade.rank import emulated_link, recording
+from brigade.rank.api import device, student
+from brigade.rank.emulated_link import Link, Pace
+
+OVERLAPPING = ("PrefetchedDDP",)  # see `TrainingSetup.overlaps`
+STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
+FP32_BYTES = 4
+CALIBRATION = 9  # the median backward of this many rounds sets the link, because a busy machine's speed changes
+HELD_OUT = 16  # sequences on which the final loss is computed
+
+
+@dataclass
+class TrainingSetup:
+    """One variant in a rank: the model, its wrapper, its optimizer, and the marks of its steps."""
+
+    label: str
+    model: nn.Module
+    wrapper: nn.Module
+    optimizer: torch.optim.Optimizer
+    marks: list[list[float]]
+    cpu_s: list[float]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the all-gathers of weights run during the next step's forward."""
+        return type(self.wrapper).__name__ in OVERLAPPING
+
+
+def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
+    """Construct the variant's wrapper and optimizer. Only this function knows how variants are constructed.
+
+    `workload["optimizer"]` is the optimizer's class, if it is not SGD with momentum.
+    """
+    wrapper = model
+    if variant["wrapper"]:
+        wrapper_class = load_class(*variant["wrapper"])
+        bucket_mb = workload["bucket_mb"] if variant["bucket_mb"] is None else variant["bucket_mb"]
+        sizes = {
+            "bucket_cap_mb": bucket_mb,
+            "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES)),
+            "unit_types": (Block,),
+            "grad_dtype": torch.float32,  # for models in 16 bits
+        }
+        accepted = inspect.signature(wrapper_class).parameters
+        sizes = {name: size for name, size in sizes.items() if name in accepted}
+        wrapper = wrapper_class(model, **sizes, **variant["arguments"])
+    base = workload.get("optimizer", torch.optim.SGD)
+    options = {"lr": workload["learning_rate"]} | ({"momentum": 0.9} if issubclass(base, torch.optim.SGD) else {})
+    if not variant["optimizer"]:
+        shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
+        optimizer = base(shards, **options)
+    else:
+        shards_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
+        stepped = wrapper if shards_buckets else model.parameters()
+        optimizer = load_class(*variant["optimizer"])(stepped, base, **options)
+    return TrainingSetup(variant["label"], model, wrapper, optimizer, [], [])
+
+
+def load_class(package: str, name: str) -> type:
+    """Return a class of a submission's module, or of torch."""
+    if package != "torch":
+        return student(package, name)
+    if name == "DistributedDataParallel":
+        return DistributedDataParallel
+    if name == "fully_shard":
+        return shard_fully
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # imported late because the import prints a warning
+
+    return ZeroRedundancyOptimizer
+
+
+def shard_fully(model: nn.Module) -> nn.Module:
+    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
+    blocks = [fully_shard(block, mesh=mesh) for block in model.blocks]
+    for block, following in zip(blocks, blocks[1:]):  # torch prefetches one unit in backward, but none in forward
+        block.set_modules_to_forward_prefetch([following])
+    model = fully_shard(model, mesh=mesh)
+    model.set_modules_to_forward_prefetch(blocks[:1])
+    return model
+
+
+def train(workload: dict, variants: list[dict]) -> dict:
+    """Take all steps of all variants, and one more step of each variant that measures memory and is not timed.
+
+    Return, by label, "marks" and "cpu_s" (see `ladder.Measurement`), "losses" (on held-out text), "kept" and "peaks"
+    (bytes by kind). Also return the fields "link", "backward_s", "real_s" and "model_bytes" of `ladder.Ladder`.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        torch.set_num_threads(1)  # this run is not timed, and a second thread slows it down on a busy machine
+    # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
+    start = TinyLM(Size(**workload["size"])).to(device())
+    with recording.phase("construct"):
+        setups = [build_setup(variant, copy.deepcopy(start), workload) for variant in variants]
+    text = broadcast_text(corpus.read_text())
+    generator = torch.Generator().manual_seed(workload["seed"])
+
+    def draw_next_batch() -> list[Tensor]:
+        whole = corpus.draw_batch(text, workload["batch_size"], workload["time"], generator)
+        return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
+
+    calibration = Calibration(start, workload["link"])
+    for turn in range(workload["rounds"]):
+        batch = draw_next_batch()
+        for _ in range(CALIBRATION if turn == 0 else 1):
+            calibration.measure(*batch)
+        for index in random.Random(turn).sample(range(len(setups)), len(setups)):
+            setup = setups[index]
+            dist.barrier()
+            recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
+            if setup.overlaps:  # as the previous step would have done if no other variant had run since
+                with recording.phase(STEP_BEFORE):
+                    setup.wrapper.start_param_sync()
+            if workload["named"]:
+                recording.name_parameters(setup.model)
+            cpu = time.process_time()
+            setup.marks.append(take_step(setup, *batch))
+            setup.cpu_s.append(time.process_time() - cpu)
+            if setup.overlaps:
+                setup.wrapper.finish_param_sync()
+    recording.note("step", step=None)  # the evaluation may communicate
+    kept = {
+        c.label: count_kept_bytes(c.model, c.wrapper, c.optimizer) for c in setups
+    }  # before a forward gathers weights again
+    tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, HELD_OUT, workload["time"], generator))
+    with torch.no_grad():
+        losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
+    emulated_link.use(None)
+    peaks = {c.label: measure_peak(c, tokens[:1, :1], targets[:1, :1]) for c in setups}
+    return {
+        "marks": {c.label: c.marks for c in setups},
+        "cpu_s": {c.label: c.cpu_s for c in setups},
+        "losses": losses,
+        "kept": kept,
+        "peaks": peaks,
+        **calibration.get_results(),
+    }
+
+
+def measure_peak(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> Bytes:
+    """Return the bytes by kind at the peak of a step on these tokens. The step also trains the variant."""
+    with PeakMemory(setup.model, setup.wrapper, setup.optimizer) as memory:
+        take_step(setup, tokens, targets)
+    if setup.overlaps:
+        setup.wrapper.finish_param_sync()
+    return memory.at_peak
+
+
+def broadcast_text(text: bytes) -> bytes:
+    """Return rank 0's text on every rank, because another machine may have a different Python."""
+    length = torch.tensor([len(text)], device=device())
+    dist.broadcast(length, 0)
+    whole = bytearray(text[: length.item()].ljust(length.item()))
+    shared = torch.frombuffer(whole, dtype=torch.uint8).to(device())
+    dist.broadcast(shared, 0)
+    shared = shared.cpu()
+    return ctypes.string_at(shared.data_ptr(), len(shared))
+
+
+class Calibration:
+    """The measurement of backward alone in every round, which determines the emulated link.
+
+    `wanted` is a workload's `link`, as a dict. The link is in use from the first `measure` on.
+    """
+
+    def __init__(self, model: nn.Module, wanted: dict | None):
+        self.model = model
+        self.wanted = wanted
+        self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.backward_s: list[float] = []
+        self.real_s: list[float] = []
+
+    def measure(self, tokens: Tensor, targets: Tensor) -> None:
+        """Time backward alone and one real all-reduce of all gradients; append the means over the ranks."""
+        if dist.get_world_size() == 1:
+            return
+        emulated_link.use(None)
+        recording.note("step", step=None)  # the following events belong to no step
+        loss = language_loss(self.model(tokens), targets)
+        synchronize()
+        dist.barrier()
+        marks = [time.perf_counter()]
+        loss.backward()
+        synchronize()
+        marks.append(time.perf_counter())
+        flat = torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
+        self.model.zero_grad()
+        dist.barrier()
+        marks.append(time.perf_counter())
+        dist.all_reduce(flat)
+        synchronize()
+        marks.append(time.perf_counter())
+        times = torch.tensor([marks[1] - marks[0], marks[3] - marks[2]], dtype=torch.float64).to(device())
+        dist.all_reduce(times)
+        backward_s, real_s = (times / dist.get_world_size()).tolist()
+        self.backward_s.append(backward_s)
+        self.real_s.append(real_s)
+        emulated_link.use(self.make_link(self.backward_s[-CALIBRATION:]))
+
+    def make_link(self, backward_s: list[float]) -> Link | None:
+        """Return the requested link for a backward that takes the median of `backward_s`.
+
+        Return None if no link is wanted or nothing has been measured.
+        """
+        if not self.wanted or not backward_s:
+            return None
+        if "comm_ratio" in self.wanted:
+            return Pace(**self.wanted).link(median(backward_s), self.model_bytes, dist.get_world_size())
+        return Link(**self.wanted)
+
+    def get_results(self) -> dict[str, Any]:
+        """Return fields of `Ladder`: the medians "backward_s" and "real_s", the resulting "link", and "model_bytes"."""
+        link = self.make_link(self.backward_s)
+        return {
+            "link": [link.latency_s, link.bytes_per_s] if link else None,
+            "backward_s": median(self.backward_s or [0.0]),
+            "real_s": median(self.real_s or [0.0]),
+            "model_bytes": self.model_bytes,
+        }
+
+
+def synchronize() -> None:
+    """Wait until the GPU, if there is one, has finished all queued work."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def take_step(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> list[float]:
+    """Take one training step, in the loop that all variants share. Return its marks, in seconds."""
+    marks = [time.perf_counter()]
+    with recording.phase("forward"):
+        setup.optimizer.zero_grad()
+        loss = language_loss(setup.wrapper(tokens), targets)
+    marks.append(time.perf_counter())
+    with recording.phase("backward"):
+        loss.backward()
+    marks.append(time.perf_counter())
+    with recording.phase("finish"):
+        if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
+            setup.wrapper.finish_grad_sync()
+    marks.append(time.perf_counter())
+    with recording.phase("step"):
+        setup.optimizer.step()
+        synchronize()
+    marks.append(time.perf_counter())
+    return marks

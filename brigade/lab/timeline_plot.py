@@ -1,0 +1,166 @@
+"""Draw timelines: draw([timeline], path)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from brigade.lab.plots import COLOURS, NAMES
+from brigade.lab.timeline import EXPOSED, Timeline
+
+STYLES = {kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()}
+STYLES |= {
+    "copy": {"facecolor": COLOURS["copy"], "edgecolor": "#555555"},
+    "wait": {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"},
+    "exposed": {"facecolor": "#d55e00"},
+    # Collectives: shades of one colour, and hatches in case the shades look alike.
+    "all_reduce": {"facecolor": COLOURS["collective"], "edgecolor": "#6b4a00"},
+    "reduce_scatter": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "////"},
+    "all_gather": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "..."},
+    "reduce": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "\\\\\\\\"},
+    "broadcast": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "xxx"},
+    "latency": {"facecolor": "#6b4a00"},
+    "memory": {"facecolor": "#cc79a7", "edgecolor": "#5c2a48"},
+}
+OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}  # of other collectives
+LEGEND = {"wait": "waits", "latency": "latency α", "memory": "memory allocated"}
+BACKWARD_END = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
+LAUNCHED = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
+LANES = 2.75  # the distance from one rank to the next
+MEMORY_LANES = 0.5  # the distance from one lane of memory to the next
+
+# A label, the start and the end of its block in ms, the block's top and height, and the kind of the block.
+Label = tuple[str, tuple[float, float], tuple[float, float], str]
+
+
+def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
+    """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
+
+    `titles` are drawn above the timelines (default: the label and the number of collectives). The file's description
+    contains the lengths of the steps.
+    """
+    height = 1.0 + sum(0.5 + 0.45 * compute_height(timeline) for timeline in timelines)
+    figure = Figure(figsize=(width / 100, height), dpi=100, layout="constrained")
+    draw_panels(figure, timelines, titles or [f"{t.label}, {t.count}" for t in timelines], size=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white", metadata={"Description": describe_lengths(timelines)})
+
+
+def describe_lengths(timelines: Sequence[Timeline]) -> str:
+    """Return the lengths of the steps in one line."""
+    return " and ".join(timeline.lengths for timeline in timelines)
+
+
+def compute_height(timeline: Timeline) -> float:
+    """Return the height of a timeline's panel, in units in which the lane of computation has the height 0.8."""
+    return LANES * timeline.world_size - 0.35 + MEMORY_LANES * len(timeline.memory_lanes)
+
+
+def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
+    """Draw a panel for each timeline, with a legend below. `size` is the text size in points.
+
+    The length of each step is on a second line, below the title.
+    """
+    heights = [*map(compute_height, timelines)]
+    panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    labels = [draw_panel(axes, timeline, size) for axes, timeline in zip(panels, timelines)]
+    for axes, timeline, title in zip(panels, timelines, titles):
+        axes.set_title(f"{title}\n{timeline.lengths}", loc="left", fontsize=size + 1)
+    panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
+    panels[-1].set_xlabel("time (ms)", fontsize=size + 1)
+    handles = make_legend(timelines)
+    space = {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.2, "fontsize": size, "frameon": False}
+    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2), **space)
+    figure.draw_without_rendering()  # computes the space in each block
+    for axes, in_panel in zip(panels, labels):
+        for label in in_panel:
+            write_inside(axes, *label, size - 1)
+
+
+def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
+    """Return the legend's entries for everything that the timelines contain."""
+    launched = [collective for timeline in timelines for collective in timeline.launched]
+    kinds = {span.kind for timeline in timelines for span in timeline.spans}
+    ops = {collective.op for collective in launched}
+    rest = ["latency"] * any(collective.latency_ms for collective in launched)
+    rest += ["memory"] * any(timeline.memory for timeline in timelines)
+
+    def make_patch(kind: str) -> Patch:
+        name = LEGEND.get(kind) or NAMES.get(kind) or kind.replace("_", "-")
+        return Patch(**STYLES.get(kind, OTHER), linewidth=0.4 if kind in COLOURS else None, label=name)
+
+    handles: list[Artist] = [make_patch(kind) for kind in (*filter(kinds.__contains__, COLOURS), "wait", "exposed")]
+    handles += [Line2D([], [], **BACKWARD_END, label="end of backward"), Line2D([], [], **LAUNCHED, label="launch")]
+    known = filter(ops.__contains__, STYLES)
+    return handles + [make_patch(kind) for kind in (*known, *sorted(ops - STYLES.keys()), *rest)]
+
+
+def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
+    """Draw two lanes for each rank: computation, and running collectives below it. Draw memory below all ranks.
+
+    The exposed times and the launches are between the two lanes of a rank. Return the labels of the blocks.
+    """
+    ticks: dict[str, float] = {}
+    labels: list[Label] = []
+
+    def draw_block(start: float, end: float, top: float, height: float, kind: str, linewidth: float = 0.0) -> None:
+        style = STYLES.get(kind, OTHER)
+        axes.barh(top, end - start, height, start, align="edge", linewidth=linewidth, **style)
+
+    for rank in range(timeline.world_size):
+        top = LANES * rank
+        names = (f"rank {rank} computes", f"rank {rank} communicates")
+        ticks |= dict(zip(("computation", "link") if timeline.world_size == 1 else names, (top + 0.4, top + 1.75)))
+        for span in timeline.spans:
+            if span.rank == rank:
+                draw_block(span.start_ms, span.end_ms, top, 0.8, span.kind, 0.4)
+                if span.kind in EXPOSED:
+                    draw_block(span.start_ms, span.end_ms, top + 0.84, 0.12, "exposed")
+                labels.append((span.label, (span.start_ms, span.end_ms), (top, 0.8), span.kind))
+        collectives = timeline.get_collectives(rank)
+        depth = 1 + max((collective.row for collective in collectives), default=0)  # rows share the lane's height
+        for collective in collectives:
+            block = top + 1.25 + collective.row / depth, 1 / depth
+            free_ms = collective.start_ms + collective.latency_ms
+            draw_block(collective.start_ms, collective.end_ms, *block, collective.op, 0.7)
+            draw_block(collective.start_ms, free_ms, *block, "latency")
+            labels.append((collective.label, (free_ms, collective.end_ms), block, collective.op))
+        launched = [collective.launched_ms for collective in collectives]
+        axes.plot(launched, [top + 1.1] * len(launched), **LAUNCHED)
+        axes.plot(2 * [timeline.find_backward_end_ms(rank)], [top - 0.1, top + 2.35], **BACKWARD_END)
+    for lane, name in enumerate(timeline.memory_lanes):
+        top = LANES * timeline.world_size - 0.2 + MEMORY_LANES * lane
+        ticks[name] = top + 0.2
+        for span in timeline.memory:
+            if span.label == name:
+                draw_block(span.start_ms, span.end_ms, top, 0.4, "memory", 0.7)
+    axes.set_yticks([*ticks.values()], [*ticks], fontsize=size)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=size)
+    axes.set_ylim(compute_height(timeline), -0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return labels
+
+
+def write_inside(
+    axes: Axes, label: str, times_ms: tuple[float, float], block: tuple[float, float], kind: str, size: float
+) -> None:
+    """Write a label in the middle of its block, if it fits."""
+    (start, end), (top, height) = times_ms, block
+    box = {"facecolor": STYLES.get(kind, OTHER)["facecolor"], "edgecolor": "none", "pad": 0.8}
+    style = {"color": "white" if kind == "backward" else "black", "ha": "center", "va": "center", "bbox": box}
+    text = axes.text((start + end) / 2, top + height / 2, label, fontsize=size, **style)
+    text.set_in_layout(False)
+    (left, below), (right, above) = axes.transData.transform([(start, top + height), (end, top)])
+    extent = text.get_window_extent()
+    if not label or extent.width + 5 > right - left or extent.height + 2 > above - below:
+        text.remove()
