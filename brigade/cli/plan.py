@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from brigade.cli.console import console
 from brigade.cli.options import ABOVE_ZERO, FRACTION, NOT_NEGATIVE, Range, add_number
-from brigade.course.modules import CourseError, find_module
+from brigade.course.modules import CourseError
 from brigade.lab.links import NAMED, UTILISATION
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def run_plan(options: argparse.Namespace) -> int:
         "The plan describes rank 0. Its memory includes parameters, gradients and optimizer state between two "
         "steps, but no activations.",
     ]
+    if options.link == "nvlink4" and options.dp > 8:
+        assumptions.append("NVLink connects the 8 GPUs of a node. A ring of more ranks also crosses a slower network.")
     if options.dtype == "bf16":
         assumptions.append(
             "In bf16, modules 5 to 8 accumulate and reduce gradients in fp32, and module 8's ZeroOptimizer keeps fp32 "
@@ -132,8 +134,7 @@ def run_plan(options: argparse.Namespace) -> int:
     console.print("\nAssumptions:")
     for item in assumptions:
         console.print(textwrap.fill(f"- {item}", WIDTH, subsequent_indent="  "), markup=False)
-    for item in collect_warnings(options, steps, link):
-        console.print("\n" + textwrap.fill(item, WIDTH), markup=False)
+    console.print("\n" + textwrap.fill(describe_fit(steps, options.model), WIDTH), markup=False)
     return 0
 
 
@@ -170,15 +171,6 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 
-def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep], link: Link) -> list[str]:
-    """Return remarks that a reader needs to judge the numbers."""
-    warnings = explain_flat_lead(steps, link, options.dp)
-    warnings.append(describe_fit(steps, options.model))
-    if options.link == "nvlink4" and options.dp > 8:
-        warnings.append("NVLink connects the 8 GPUs of a node. A ring of more ranks also crosses a slower network.")
-    return warnings
-
-
 def describe_fit(steps: list[PlannedStep], model: str) -> str:
     """Return a sentence about the variants that leave memory for activations, or the reason why no variant fits."""
     from brigade.lab import plan
@@ -195,20 +187,3 @@ def describe_fit(steps: list[PlannedStep], model: str) -> str:
         f"{limit}. Data parallelism alone cannot train {model}: the model itself has to be split, too (tensor and "
         "pipeline parallelism)."
     )
-
-
-def explain_flat_lead(steps: list[PlannedStep], link: Link, world_size: int) -> list[str]:
-    """Return an explanation if one flat all-reduce is faster than buckets, otherwise an empty list."""
-    from brigade.lab.ladder import get_variant
-
-    labels = [get_variant(find_module(name)).label for name in ("FlatDDP", "BucketedDDP")]
-    flat, bucketed = (next((step for step in steps if step.label == label), None) for label in labels)
-    if not flat or not bucketed or flat.step_s >= bucketed.step_s or flat.launches >= bucketed.launches:
-        return []
-    latency_s, more = link.seconds("all_reduce", 0, world_size), bucketed.launches - flat.launches
-    return [
-        f"{flat.label} is faster than {bucketed.label}: on {world_size} ranks, the latency of one launch is "
-        f"{format_seconds(latency_s)}. {bucketed.label} has {more} more launches, which add "
-        f"{format_seconds(more * latency_s)} of latency. Overlap saves less than that. Larger buckets (--bucket-mb) "
-        "need fewer launches."
-    ]

@@ -9,7 +9,6 @@ a ring algorithm (`emulated_link.Link`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -106,15 +105,11 @@ def make_machine(
 
 def list_variants() -> list[Variant]:
     """Return all variants: first the course's, in the order of the modules, then torch's."""
-    by_label = {case.variant.label: case.variant for case in list_cases()}
-    by_label |= {variant.label: variant for variant in map(get_variant, TRAINING_MODULES)}
-    return [by_label[label] for label in sorted(by_label, key=split_label)]
-
-
-def split_label(label: str) -> tuple[float, str]:
-    """Return the module's number in a variant's label (infinity for torch's variants), and the rest of the label."""
-    number, _, name = label.partition(" ")
-    return (float(number), name) if number.isdigit() else (math.inf, label)
+    variants = {case.variant.label: case.variant for case in list_cases()}
+    variants |= {variant.label: variant for variant in map(get_variant, TRAINING_MODULES)}
+    own = {label: int(label.split()[0]) for label in variants if label[0].isdigit()}
+    own_labels = sorted(own, key=lambda label: (own[label], label))
+    return [variants[label] for label in (*own_labels, *sorted(variants.keys() - own.keys()))]
 
 
 def plan(programs: dict[str, Program | str], setting: Setting, link: Link) -> list[PlannedStep]:
@@ -138,25 +133,15 @@ def format_size(number: float) -> str:
 
 def make_plan_table(steps: Sequence[PlannedStep], title: str) -> Table:
     """Return a table with a row for each variant, at most 80 columns wide."""
-    from rich import box
-    from rich.table import Table
+    from brigade.lab.plots import make_empty_table
 
     torch_s = next(step.step_s for step in steps if step.label == TORCH_DDP.label)
     time_unit, seconds = ("s", 1.0) if torch_s >= 1 else ("ms", 1e-3)
     digits = 1 if torch_s / seconds >= 10 else 3
     size_unit, size = ("GB", 1e9) if max(step.memory_bytes for step in steps) >= 1e10 else ("MB", 1e6)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("variant", no_wrap=True)
-    for heading in (
-        f"step\n{time_unit}",
-        "ratio to\ntorch DDP",
-        f"exposed\n{time_unit}",
-        "launches",
-        f"sent\n{size_unit}",
-        f"state\n{size_unit}",
-        f"memory\n{size_unit}",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = [f"step\n{time_unit}", "ratio to\ntorch DDP", f"exposed\n{time_unit}", "launches"]
+    headings += [f"{what}\n{size_unit}" for what in ("sent", "state", "memory")]
+    table = make_empty_table(title, "variant", headings)
     for step in steps:
         table.add_row(
             step.label,
