@@ -21,7 +21,7 @@ from brigade.checks.run import Conditions, choose_backend, prepare, run_checks
 from brigade.checks.server import start_server
 from brigade.checks.verdict import NOT_RUN, Outcome
 from brigade.cli.console import console, shorten
-from brigade.cli.options import add_prior, add_target
+from brigade.cli.options import add, add_prior, add_target
 from brigade.cli.progress_file import find_state, hash_submission, recall, remember
 from brigade.cli.success import handle_success
 from brigade.course import skeletons
@@ -38,29 +38,20 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade check`."""
     parser.add_argument("numbers", nargs="*", metavar="N", help="the numbers of modules (default: all modules)")
     add_next_arguments(parser)
-    parser.add_argument("--watch", action="store_true", help="run the checks again whenever you save a module's file")
+    add(parser, "--watch", "run the checks again whenever you save a module's file")
 
 
 def add_next_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade next`, which control how checks run."""
     add_target(parser)
     add_prior(parser)
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        help="the backend (default: nccl if there are at least two GPUs, otherwise gloo)",
-    )
-    parser.add_argument(
-        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU, to test correctness only"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="repeat the random cases of the run that used this seed")
-    parser.add_argument("--only", metavar="NAME", help="run only the checks whose names contain NAME")
-    parser.add_argument("--until", metavar="PART", help="run only the checks that need no part after PART, such as b")
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        help="prepare for breakpoint(): run one rank without a deadline, and stop at the first failure",
-    )
+    backend = "the backend (default: nccl if there are at least two GPUs, otherwise gloo)"
+    add(parser, "--backend", backend, choices=("gloo", "nccl"))
+    add(parser, "--share-gpu", "put several NCCL ranks on one GPU, to test correctness only")
+    add(parser, "--seed N", "repeat the random cases of the run that used this seed", type=int)
+    add(parser, "--only NAME", "run only the checks whose names contain NAME")
+    add(parser, "--until PART", "run only the checks that need no part after PART, such as b")
+    add(parser, "--debug", "prepare for breakpoint(): run one rank without a deadline, and stop at the first failure")
 
 
 @dataclass

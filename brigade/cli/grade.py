@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from brigade.checks.run import prepare
-from brigade.cli.options import ABOVE_ZERO, add_number
+from brigade.cli.options import ABOVE_ZERO, add
 from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
 from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look, visibility
 from brigade.grade.gradebook_file import GradebookFile
@@ -30,74 +30,38 @@ PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
 def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade grade`."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--submission", metavar="PATH", help="a directory or an archive with the modules")
+    add(what, "--submission PATH", "a directory or an archive with the modules")
     per_student = "a directory that contains one directory or archive per student"
-    what.add_argument("--class", dest="class_directory", metavar="DIR", help=per_student)
-    parser.add_argument(
-        "--gradebook", metavar="FILE.csv", help="with --class: the file to write, with one row per student"
-    )
-    parser.add_argument(
-        "--roster",
-        metavar="FILE.csv",
-        help="with --class: a list of the students, with columns such as name, id and email",
-    )
-    parser.add_argument(
-        "--feedback",
-        metavar="DIR",
-        help="with --class: write each student's results to this directory, as text and as a web page",
-    )
+    add(what, "--class DIR", per_student, dest="class_directory")
+    add(parser, "--gradebook FILE.csv", "with --class: the file to write, with one row per student")
+    people = "with --class: a list of the students, with columns such as name, id and email"
+    add(parser, "--roster FILE.csv", people)
+    feedback = "with --class: write each student's results to this directory, as text and as a web page"
+    add(parser, "--feedback DIR", feedback)
     memory = "with --class: the memory in GB that all grading runs may use together (default: 4)"
-    add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
-    parser.add_argument(
-        "--please-look",
-        metavar="FILE",
-        help="with --submission: list the names that no answer needs in this file, for the instructor only",
-    )
-    parser.add_argument("--out", metavar="FILE", help="the results file (default: print to the terminal)")
-    parser.add_argument(
-        "--format", choices=formats.FORMATS, help="the output format (default: gradescope with --out, otherwise text)"
-    )
-    parser.add_argument(
-        "--meta",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a field in the classroom50 format; you can repeat this option",
-    )
-    parser.add_argument(
-        "--visibility",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="what students see on Gradescope. NAME is a part such as core, a module such as 3, or a check such as "
-        f"test_subgroups; VALUE is one of {', '.join(visibility.VALUES)}; you can repeat this option",
-    )
+    add(parser, "--memory-gb N", memory, ABOVE_ZERO, default=4.0)
+    look = "with --submission: list the names that no answer needs in this file, for the instructor only"
+    add(parser, "--please-look FILE", look)
+    add(parser, "--out FILE", "the results file (default: print to the terminal)")
+    formatted = "the output format (default: gradescope with --out, otherwise text)"
+    add(parser, "--format", formatted, choices=formats.FORMATS)
+    repeated = {"action": "append", "default": []}
+    add(parser, "--meta NAME=VALUE", "a field in the classroom50 format; you can repeat this option", **repeated)
+    seen = "what students see on Gradescope. NAME is a part such as core, a module such as 3, or a check such as "
+    seen += f"test_subgroups; VALUE is one of {', '.join(visibility.VALUES)}; you can repeat this option"
+    add(parser, "--visibility NAME=VALUE", seen, **repeated)
     selection = parser.add_mutually_exclusive_group()
-    selection.add_argument("--modules", default="", metavar="LIST", help="modules of one part, such as 1-4 or 2,5")
-    selection.add_argument("--part", default=CORE, choices=PARTS, help="all modules of a part (default: core)")
-    parser.add_argument(
-        "--prior",
-        default="auto",
-        choices=("auto", "own", "reference"),
-        help="where earlier modules come from: the submission (own), the reference, or the submission first and then, "
-        "for checks that fail, the reference (auto, the default)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=read_seed,
-        metavar="N",
-        help="repeat the random cases of the grading run that used this seed; @FILE reads it from a file",
-    )
-    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="the backend (default: gloo)")
-    parser.add_argument("--share-gpu", action="store_true", help="put several NCCL ranks on one GPU")
-    add_number(
-        parser,
-        "--limit",
-        ABOVE_ZERO,
-        default=900.0,
-        metavar="SECONDS",
-        help="the time limit for one submission (default: 900)",
-    )
+    add(selection, "--modules LIST", "modules of one part, such as 1-4 or 2,5", default="")
+    add(selection, "--part", "all modules of a part (default: core)", default=CORE, choices=PARTS)
+    prior = "where earlier modules come from: the submission (own), the reference, or the submission first and then, "
+    prior += "for checks that fail, the reference (auto, the default)"
+    add(parser, "--prior", prior, default="auto", choices=("auto", "own", "reference"))
+    seed = "repeat the random cases of the grading run that used this seed; @FILE reads it from a file"
+    add(parser, "--seed N", seed, type=read_seed)
+    add(parser, "--backend", "the backend (default: gloo)", default="gloo", choices=("gloo", "nccl"))
+    add(parser, "--share-gpu", "put several NCCL ranks on one GPU")
+    limit = "the time limit for one submission (default: 900)"
+    add(parser, "--limit SECONDS", limit, ABOVE_ZERO, default=900.0)
 
 
 def run_grade(options: argparse.Namespace) -> int:

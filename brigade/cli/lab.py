@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from brigade.checks.diagnose.evidence import describe_missed
 from brigade.cli.console import console, shorten
-from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add_number, add_prior, add_target
+from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add, add_prior, add_target
 from brigade.course.measurements import MEASUREMENTS, locate_measurements
 from brigade.course.modules import (
     ROOT,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from brigade.course.submission import Sources
     from brigade.lab.bench import Bench
     from brigade.lab.ladder import Variant, Workload
-    from brigade.rank.emulated_link import Link, Pace
+    from brigade.rank.emulated_link import Pace
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which would import torch
@@ -47,56 +47,29 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         " On two idle cores, the core modules take about half a minute, or about two minutes with an emulated link. A "
         "sweep takes about twice as long."
     )
-    number = {"type": int, "metavar": "N"}
-    modules = "the modules, such as 1-4 or 2,5 (default: the core, 1 to 8)"
-    parser.add_argument("--modules", default="", metavar="LIST", help=modules)
+    add(parser, "--modules LIST", "the modules, such as 1-4 or 2,5 (default: the core, 1 to 8)", default="")
     add_target(parser, "; unwritten modules are left out")
-    ranks = Range(int, lambda value: value >= 1, "at least one rank")
-    add_number(
-        parser,
-        "--ranks",
-        ranks,
-        metavar="N",
-        help="the number of ranks (default: 2, or under torchrun, the number of ranks that it has started)",
-    )
-    parser.add_argument(
-        "--rounds",
-        **number,
-        help="steps per variant; the first 5 are not timed (default: 30, or 35 on an emulated link)",
-    )
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="the size of the model (default: tiny)")
+    ranks = "the number of ranks (default: 2, or under torchrun, the number of ranks that it has started)"
+    add(parser, "--ranks N", ranks, Range(int, lambda value: value >= 1, "at least one rank"))
+    rounds = "steps per variant; the first 5 are not timed (default: 30, or 35 on an emulated link)"
+    add(parser, "--rounds N", rounds, type=int)
+    add(parser, "--size", "the size of the model (default: tiny)", choices=SIZES, default="tiny")
     batch = "sequences per step on all ranks together (default: 8, or 24 on an emulated link)"
-    parser.add_argument("--batch", **number, help=batch)
-    parser.add_argument("--time", **number, help="tokens per sequence (default: 64, or 128 on an emulated link)")
-    size = "the size of the buckets in MiB (default: 1)"
-    add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
-    parser.add_argument(
-        "--sweep",
-        nargs="?",
-        const=SWEPT_MB,
-        metavar="LIST",
-        help=f"compare bucket sizes instead of modules: run torch DDP and modules {SWEPT} with these sizes in MiB "
-        f"(default: {SWEPT_MB})",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        help="the backend (default: nccl if there is a GPU for every rank, otherwise gloo)",
-    )
-    parser.add_argument(
-        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU; the times are then meaningless"
-    )
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help=f"write the table to {MEASUREMENTS} beside your modules, so that `brigade submit` includes it",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write all measurements to this file")
-    parser.add_argument("--png", metavar="FILE", help="plot the results and save the plot to this file")
+    add(parser, "--batch N", batch, type=int)
+    add(parser, "--time N", "tokens per sequence (default: 64, or 128 on an emulated link)", type=int)
+    add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 1)", ABOVE_ZERO, default=1.0)
+    sweep = f"compare bucket sizes instead of modules: run torch DDP and modules {SWEPT} with these sizes in MiB "
+    add(parser, "--sweep LIST", sweep + f"(default: {SWEPT_MB})", nargs="?", const=SWEPT_MB)
+    backend = "the backend (default: nccl if there is a GPU for every rank, otherwise gloo)"
+    add(parser, "--backend", backend, choices=("gloo", "nccl"))
+    add(parser, "--share-gpu", "put several NCCL ranks on one GPU; the times are then meaningless")
+    save = f"write the table to {MEASUREMENTS} beside your modules, so that `brigade submit` includes it"
+    add(parser, "--save", save)
+    add(parser, "--json FILE", "write all measurements to this file")
+    add(parser, "--png FILE", "plot the results and save the plot to this file")
     entry = "enter a leaderboard as NAME: check modules 4 to 11, measure those that pass, and write entry-NAME.json"
-    parser.add_argument("--entry", metavar="NAME", help=entry)
-    deadline = "the deadline for all ranks (default: 900)"
-    add_number(parser, "--deadline", ABOVE_ZERO, default=900.0, metavar="SECONDS", help=deadline)
+    add(parser, "--entry NAME", entry)
+    add(parser, "--deadline SECONDS", "the deadline for all ranks (default: 900)", ABOVE_ZERO, default=900.0)
     add_link_arguments(parser, "no link is emulated")
 
 
@@ -254,7 +227,7 @@ def default_backend(world_size: int) -> str:
     return "nccl" if world_size > 1 and local_ranks <= machine.count_gpus() else "gloo"
 
 
-def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
+def make_workload(options: argparse.Namespace, link: Pace | None, world_size: int) -> Workload:
     """Return the workload that the options describe. Raise CourseError if it cannot be trained or timed."""
     from brigade.checks.tiny_lm import SIZES
     from brigade.lab import ladder
@@ -306,21 +279,18 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("number", metavar="N", help="the module's number")
     add_target(parser)
     add_prior(parser)
-    parser.add_argument("--torch", action="store_true", help="also draw a step of torch DDP, measured in the same run")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the number of ranks (default: 2)")
-    size = "the size of the buckets in MiB (default: 1)"
-    add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
-    parser.add_argument("--memory", action="store_true", help="draw the memory use during a step instead of a timeline")
+    add(parser, "--torch", "also draw a step of torch DDP, measured in the same run")
+    add(parser, "--ranks N", "the number of ranks (default: 2)", type=int, default=2)
+    add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 1)", ABOVE_ZERO, default=1.0)
+    add(parser, "--memory", "draw the memory use during a step instead of a timeline")
     picture = "write the picture to this file (default: out/trace-N.png, or out/memory-N.png with --memory)"
-    parser.add_argument("--png", metavar="FILE", help=picture)
+    add(parser, "--png FILE", picture)
     trace_file = "write the trace to this file; open it in Perfetto or chrome://tracing (default: out/trace-N.json)"
-    parser.add_argument("--json", metavar="FILE", help=trace_file)
+    add(parser, "--json FILE", trace_file)
     page = "write the interactive timeline, an HTML page, to this file (default: out/trace-N.html)"
-    parser.add_argument("--html", metavar="FILE", help=page)
+    add(parser, "--html FILE", page)
     add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
-    parser.add_argument(
-        "--real-link", action="store_true", help="do not emulate a link; time the collectives as this machine runs them"
-    )
+    add(parser, "--real-link", "do not emulate a link; time the collectives as this machine runs them")
 
 
 def run_trace(options: argparse.Namespace) -> int:
@@ -405,44 +375,28 @@ def draw_memory_over_step(entry: Module, sources: Sources, options: argparse.Nam
 
 def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the options that describe the emulated link for `choose_link`. `default` says which link is the default."""
-    ways = "Describe the link with --link, with --comm-ratio and --latency-ratio, or with --bandwidth-gbps and "
-    group = parser.add_argument_group("an emulated link", f"{ways}--latency-us. By default, {default}.")
+    ways = "Describe the link with --link, or with --comm-ratio and --latency-ratio."
+    group = parser.add_argument_group("an emulated link", f"{ways} By default, {default}.")
     named = "emulate this link: communication is as fast, relative to computation, as on H100 GPUs"
-    group.add_argument("--link", choices=links.NAMED, help=named)
+    add(group, "--link", named, choices=links.NAMED)
     ratio = "an all-reduce of all gradients takes R times as long as backward alone"
-    add_number(group, "--comm-ratio", ABOVE_ZERO, metavar="R", help=ratio)
+    add(group, "--comm-ratio R", ratio, ABOVE_ZERO)
     latency = f"the latency of one all-reduce, in units of the backward time (default: {links.LATENCY_RATIO})"
-    add_number(group, "--latency-ratio", NOT_NEGATIVE, metavar="L", help=latency)
-    rate = "the rate in each direction, in Gbit/s (not GB/s)"
-    add_number(group, "--bandwidth-gbps", ABOVE_ZERO, metavar="G", help=rate)
-    latency = "the latency of each message in microseconds (default: 0)"
-    add_number(group, "--latency-us", NOT_NEGATIVE, metavar="U", help=latency)
+    add(group, "--latency-ratio L", latency, NOT_NEGATIVE)
 
 
-def choose_link(options: argparse.Namespace, world_size: int) -> Link | Pace | None:
+def choose_link(options: argparse.Namespace, world_size: int) -> Pace | None:
     """Return the link that the options describe. Raise CourseError if they contradict each other."""
-    ways = {
-        "--link": options.link,
-        "--comm-ratio": options.comm_ratio,
-        "--bandwidth-gbps": options.bandwidth_gbps,
-    }
-    given = [name for name, value in ways.items() if value is not None]
-    if len(given) > 1:
-        raise CourseError(f"{' and '.join(given)} cannot be used together: describe the link in only one way")
-    for name, value, needed in (
-        ("--latency-ratio", options.latency_ratio, "--comm-ratio"),
-        ("--latency-us", options.latency_us, "--bandwidth-gbps"),
-    ):
-        if value is not None and given != [needed]:
-            raise CourseError(f"{name} needs {needed}")
-    if not given:
+    if options.link and options.comm_ratio:
+        raise CourseError("--link and --comm-ratio cannot be used together: describe the link in only one way")
+    if options.latency_ratio is not None and not options.comm_ratio:
+        raise CourseError("--latency-ratio needs --comm-ratio")
+    if not options.link and not options.comm_ratio:
         return None
     if world_size < 2:
-        raise CourseError(f"{given[0]} needs at least two ranks, because one rank does not communicate")
-    from brigade.rank.emulated_link import Link, Pace
-
+        raise CourseError("an emulated link needs at least two ranks, because one rank does not communicate")
     if options.link:
         return links.NAMED[options.link].make_pace(world_size)
-    if options.comm_ratio:
-        return Pace(options.comm_ratio, links.LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio)
-    return Link((options.latency_us or 0.0) / 1e6, options.bandwidth_gbps * 1e9 / 8)
+    from brigade.rank.emulated_link import Pace
+
+    return Pace(options.comm_ratio, links.LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio)

@@ -25,27 +25,35 @@ NOT_NEGATIVE = Range(float, lambda value: 0 <= value < math.inf, "a number that 
 FRACTION = Range(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
 
-def add_number(parser: argparse._ActionsContainer, name: str, numbers: Range, **details: Any) -> None:
-    """Add an option that accepts these numbers. Parsing raises CourseError for any other number."""
+def add(
+    parser: argparse._ActionsContainer, usage: str, text: str, numbers: Range | None = None, **details: Any
+) -> None:
+    """Add an option such as "--ranks N", or "--save" without a value. `text` describes it in the help.
 
-    def parse(text: str) -> Any:
-        value = numbers.kind(text)
-        if not numbers.contains(value):
-            raise CourseError(f"{name} {text}: expected {numbers.description}")
-        return value
+    If `numbers` are given, parsing raises CourseError for any other number.
+    """
+    name, _, metavar = usage.partition(" ")
 
-    parse.__name__ = numbers.kind.__name__  # for argparse's own message if the text is not a number
-    parser.add_argument(name, type=parse, **details)
+    def parse(value: str) -> Any:
+        number = numbers.kind(value)
+        if not numbers.contains(number):
+            raise CourseError(f"{name} {value}: expected {numbers.description}")
+        return number
+
+    if numbers:
+        parse.__name__ = numbers.kind.__name__  # for argparse's own message if the text is not a number
+        details["type"] = parse
+    if metavar:
+        details["metavar"] = metavar
+    elif "choices" not in details:
+        details["action"] = "store_true"
+    parser.add_argument(name, help=text, **details)
 
 
 def add_target(parser: argparse.ArgumentParser, details: str = "") -> None:
-    parser.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS + details)
+    add(parser, "--target DIR", TARGETS + details, default="lessons")
 
 
 def add_prior(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prior",
-        default="own",
-        choices=("own", "reference"),
-        help="use your own earlier modules, or those of the reference solution (default: own)",
-    )
+    prior = "use your own earlier modules, or those of the reference solution (default: own)"
+    add(parser, "--prior", prior, default="own", choices=("own", "reference"))

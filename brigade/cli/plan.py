@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from brigade.cli.console import console
-from brigade.cli.options import ABOVE_ZERO, FRACTION, NOT_NEGATIVE, Range, add_number
+from brigade.cli.options import ABOVE_ZERO, FRACTION, NOT_NEGATIVE, Range, add
 from brigade.course.modules import CourseError
 from brigade.lab.links import NAMED, UTILISATION
 
@@ -27,49 +27,27 @@ TOKENS = Range(int, lambda value: value > 0, "a number above 0")
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade plan`."""
-    add = parser.add_argument
-    add(
-        "--model",
-        default="xl",
-        metavar="NAME",
-        help="the model: tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (default: xl)",
-    )
-    ranks = f"the number of data-parallel ranks, 1 to {MAX_RANKS} (default: 8)"
-    add_number(parser, "--dp", RANKS, default=8, metavar="N", help=ranks)
-    add_number(parser, "--tokens", TOKENS, default=4096, metavar="N", help="tokens per rank per step (default: 4096)")
-    add_number(
-        parser,
-        "--bucket-mb",
-        ABOVE_ZERO,
-        default=25.0,
-        metavar="MB",
-        help="the size of the buckets in MiB (default: 25)",
-    )
-    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="the dtype of the parameters (default: fp32)")
-    add(
-        "--optimizer",
-        default="adamw",
-        choices=("adamw", "sgd"),
-        help="the optimizer; sgd has momentum (default: adamw)",
-    )
-    add(
-        "--link",
-        default="100gbe",
-        metavar="NAME",
-        help=f"the link between neighbours: {', '.join(NAMED)} (default: 100gbe)",
-    )
+    model = "the model: tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (default: xl)"
+    add(parser, "--model NAME", model, default="xl")
+    add(parser, "--dp N", f"the number of data-parallel ranks, 1 to {MAX_RANKS} (default: 8)", RANKS, default=8)
+    add(parser, "--tokens N", "tokens per rank per step (default: 4096)", TOKENS, default=4096)
+    add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 25)", ABOVE_ZERO, default=25.0)
+    add(parser, "--dtype", "the dtype of the parameters (default: fp32)", default="fp32", choices=("fp32", "bf16"))
+    optimizer = "the optimizer; sgd has momentum (default: adamw)"
+    add(parser, "--optimizer", optimizer, default="adamw", choices=("adamw", "sgd"))
+    link = f"the link between neighbours: {', '.join(NAMED)} (default: 100gbe)"
+    add(parser, "--link NAME", link, default="100gbe")
     rate = "the rate in each direction in Gbit/s (default: the rate of --link)"
-    add_number(parser, "--bandwidth-gbps", ABOVE_ZERO, metavar="X", help=rate)
+    add(parser, "--bandwidth-gbps X", rate, ABOVE_ZERO)
     latency = "the latency of each message in microseconds (default: the latency of --link)"
-    add_number(parser, "--latency-us", NOT_NEGATIVE, metavar="X", help=latency)
+    add(parser, "--latency-us X", latency, NOT_NEGATIVE)
     peak = "the peak rate of a rank's device in TFLOPS (default: that of an H100, 67 in fp32 or 989.4 in bf16; "
-    peak += "for TF32, pass 494.7)"
-    add_number(parser, "--tflops", ABOVE_ZERO, metavar="X", help=peak)
+    add(parser, "--tflops X", peak + "for TF32, pass 494.7)", ABOVE_ZERO)
     part = f"the fraction of the peak that computation reaches (default: {UTILISATION})"
-    add_number(parser, "--mfu", FRACTION, default=UTILISATION, metavar="X", help=part)
+    add(parser, "--mfu X", part, FRACTION, default=UTILISATION)
     backward = "a measured time of backward in milliseconds, which replaces --tflops and --mfu"
-    add_number(parser, "--backward-ms", ABOVE_ZERO, metavar="X", help=backward)
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add(parser, "--backward-ms X", backward, ABOVE_ZERO)
+    add(parser, "--json", "print JSON instead of a table")
 
 
 def run_plan(options: argparse.Namespace) -> int:
