@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from brigade.course.modules import ROOT
-from brigade.lab.notebook_plots import list_ring_states
 from brigade.lab.plots import COLOURS
 from brigade.lab.program import Compute, Launch, Wait, simulate
 from brigade.rank.emulated_link import Link
@@ -82,6 +81,23 @@ def save(figure: Figure, path: Path) -> None:
 
 
 # ---- module 0: the chunks that travel around a ring
+
+
+def list_ring_states(size: int) -> list[list[list[int]]]:
+    """Return the states of a ring all-reduce on `size` ranks: before it, and after each step.
+
+    `state[rank][chunk]` is the number of ranks whose values are in this chunk of this rank.
+    """
+    states = [[[1] * size for _ in range(size)]]
+    for step in range(2 * (size - 1)):
+        before = states[-1]
+        after = [list(chunks) for chunks in before]
+        for rank in range(size):
+            chunk = (rank - step - 2) % size
+            own = before[rank][chunk] if step < size - 1 else 0  # the second phase replaces values
+            after[rank][chunk] = own + before[rank - 1][chunk]
+        states.append(after)
+    return states
 
 
 def draw_ring(path: Path, size: int = 4) -> None:

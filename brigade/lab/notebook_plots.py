@@ -1,22 +1,21 @@
 """The figures of the notebooks, large enough to be read from the back row.
 
 A notebook shows a returned figure if it is the last value of a cell or is passed to `display`. The colours are from
-Okabe and Ito's palette. Parts also differ in hatch or marker, so that they are distinct without colour. `explore` shows
-a figure with sliders that redraw it.
+Okabe and Ito's palette. Parts also differ in hatch or marker, so that they are distinct without colour.
 """
 
 from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Patch, Polygon, Rectangle
+from matplotlib.patches import Patch, Polygon, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
@@ -25,9 +24,6 @@ from brigade.lab.ladder import Ladder
 from brigade.lab.plots import COLOURS
 from brigade.lab.timeline import Timeline
 from brigade.lab.timeline_plot import compute_height, draw_panels
-
-if TYPE_CHECKING:
-    from ipywidgets import ValueWidget
 
 Range = tuple[int, int]
 Layout = tuple[Sequence[Range], Sequence[Range], int]  # ranges of parameters and buckets, and the number of elements
@@ -89,24 +85,6 @@ def make_figure(height: float, rows: int = 1) -> Iterator[tuple[LargeFigure, Any
     with matplotlib.rc_context(STYLE):
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
         yield figure, figure.subplots(rows, sharex=True)
-
-
-def explore(draw: Callable[..., Figure], **sliders: ValueWidget) -> None:
-    """Show the figure that `draw` returns for the sliders' initial values, and the sliders below it.
-
-    Moving a slider redraws the figure. The figure is a separate output, so it stays visible where the sliders do not
-    work.
-    """
-    from IPython.display import display
-    from ipywidgets import VBox
-
-    def draw_now() -> Figure:
-        return draw(**{name: slider.value for name, slider in sliders.items()})
-
-    handle = display(draw_now(), display_id=True)
-    for slider in sliders.values():
-        slider.observe(lambda change: handle.update(draw_now()), names="value")
-    display(VBox([*sliders.values()]))
 
 
 def draw_lines(
@@ -260,53 +238,6 @@ def hide_frame(axes: Axes) -> None:
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def list_ring_states(size: int) -> list[list[list[int]]]:
-    """Return the states of a ring all-reduce on `size` ranks: before it, and after each step.
-
-    `state[rank][chunk]` is the number of ranks whose values are in this chunk of this rank.
-    """
-    states = [[[1] * size for _ in range(size)]]
-    for step in range(2 * (size - 1)):
-        before = states[-1]
-        after = [list(chunks) for chunks in before]
-        for rank in range(size):
-            chunk = (rank - step - 2) % size
-            own = before[rank][chunk] if step < size - 1 else 0  # the second phase replaces values
-            after[rank][chunk] = own + before[rank - 1][chunk]
-        states.append(after)
-    return states
-
-
-def draw_ring_step(size: int, step: int) -> LargeFigure:
-    """Draw the chunks of all ranks after one step of a ring all-reduce, and the messages of this step."""
-    last = 2 * (size - 1)
-    step = min(step, last)
-    states = list_ring_states(size)
-    boxes = {}
-    for rank, counts in enumerate(states[step]):
-        kinds = ["complete" if count == size else "partial" if count > 1 else "plain" for count in counts]
-        boxes[f"rank {rank}"] = [*zip(counts, kinds)]
-    phase = "before" if step == 0 else "reduce-scatter: add" if step < size else "all-gather: replace by"
-    figure = draw_grid(
-        boxes,
-        title=f"step {step} of {last}" + (f", {phase} what arrives" if step else ", before the first message"),
-        columns=range(size),
-        xlabel="chunk; the number says how many ranks' values its sum contains",
-        meanings={"partial": "partial sum", "complete": "sum of all ranks"},
-    )
-    [axes] = figure.axes
-    for rank in range(size if step else 0):
-        chunk = (rank - step - 1) % size  # arrives here from the previous rank
-        start = (chunk + 0.85, (rank - 1) % size + 0.5)
-        axes.add_patch(
-            FancyArrowPatch(
-                start, (chunk + 0.85, rank + 0.5), connectionstyle="arc3,rad=-0.3", arrowstyle="-|>",
-                mutation_scale=28, linewidth=4, color=RED, clip_on=False,
-            )
-        )  # fmt: skip
-    return figure
 
 
 def draw_layouts(layouts: Mapping[int, Layout], param_names: Sequence[str] | None = None) -> LargeFigure:

@@ -83,6 +83,11 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
             write_inside(axes, *label, size - 1)
 
 
+def name_kind(kind: str) -> str:
+    """Return the name of a kind of block, for the legend."""
+    return LEGEND.get(kind) or NAMES.get(kind) or kind.replace("_", "-")
+
+
 def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Return the legend's entries for everything that the timelines contain."""
     launched = [collective for timeline in timelines for collective in timeline.launched]
@@ -92,8 +97,7 @@ def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     rest += ["memory"] * any(timeline.memory for timeline in timelines)
 
     def make_patch(kind: str) -> Patch:
-        name = LEGEND.get(kind) or NAMES.get(kind) or kind.replace("_", "-")
-        return Patch(**STYLES.get(kind, OTHER), linewidth=0.4 if kind in COLOURS else None, label=name)
+        return Patch(**STYLES.get(kind, OTHER), linewidth=0.4 if kind in COLOURS else None, label=name_kind(kind))
 
     handles: list[Artist] = [make_patch(kind) for kind in (*filter(kinds.__contains__, COLOURS), "wait", "exposed")]
     handles += [Line2D([], [], **BACKWARD_END, label="end of backward"), Line2D([], [], **LAUNCHED, label="launch")]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from brigade.lab.ladder import PHASES
-from brigade.lab.plots import COLOURS, NAMES
-from brigade.lab.timeline import OTHER, STYLES, WAITING, Timeline
+from brigade.lab.timeline import Timeline
+from brigade.lab.timeline_plot import OTHER, STYLES, name_kind
 
 TEMPLATE = Path(__file__).with_name("timeline_view.html")
 
@@ -17,15 +17,11 @@ TEMPLATE = Path(__file__).with_name("timeline_view.html")
 def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the page's data, ready for JSON: the timelines, and a style for each kind of block. Times are in ms."""
     ops = {collective.op for timeline in timelines for collective in timeline.launched}
-    styles = {kind: {"facecolor": COLOURS[kind]} for kind in PHASES}
-    styles |= {"wait": WAITING} | {op: STYLES.get(op, OTHER) for op in [*STYLES, *sorted(ops)] if op in ops}
+    kinds = [*PHASES, "wait", *(op for op in [*STYLES, *sorted(ops - STYLES.keys())] if op in ops)]
+    styles = {kind: STYLES.get(kind, OTHER) for kind in kinds}
     return {
         "styles": {
-            kind: {
-                "name": {**NAMES, "wait": "waits"}.get(kind, kind.replace("_", "-")),
-                "colour": style["facecolor"],
-                "hatch": style.get("hatch", "")[:1],
-            }
+            kind: {"name": name_kind(kind), "colour": style["facecolor"], "hatch": style.get("hatch", "")[:1]}
             for kind, style in styles.items()
         },
         "timelines": [describe_timeline(timeline) for timeline in timelines],
@@ -38,7 +34,7 @@ def describe_timeline(timeline: Timeline) -> dict[str, Any]:
         {
             "rank": span.rank,
             "kind": span.kind,
-            "name": NAMES.get(span.kind, span.kind),
+            "name": name_kind(span.kind),
             "labels": [span.kind],
             "start": span.start_ms,
             "end": span.end_ms,

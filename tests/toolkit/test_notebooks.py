@@ -18,12 +18,11 @@ from types import SimpleNamespace
 import nbformat
 import psutil
 import pytest
-from ipywidgets import IntSlider
 
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
-from brigade.lab.notebook_plots import draw_step_times, explore
+from brigade.lab.notebook_plots import draw_step_times
 from tools.notebook_files import EXECUTED, execute, hash_code, list_notebooks
 from tools.slides import make_deck
 
@@ -222,7 +221,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
         assert list_errors(cell) == list_expected_errors(cell)
         assert not [output.text for output in outputs if output.get("name") == "stderr"]
         drawn = [output for output in outputs if "image/png" in output.get("data", {})]
-        assert bool(drawn) == bool(re.search(r"^ *(?:display\()?(?:draw_\w+|explore)\(", cell.source, re.MULTILINE))
+        assert bool(drawn) == bool(re.search(r"^ *(?:display\()?draw_\w+\(", cell.source, re.MULTILINE))
     expect_nothing_left(temporary, within_s=15)
 
 
@@ -245,19 +244,6 @@ def test_show_has_the_solution_without_its_marks(entry: object) -> None:
         assert re.match(rf"(@contextmanager\n)?def {name.rpartition('.')[2]}\(", text)
         assert "SOLUTION" not in text and '"""' not in text
         compile(text, "shown", "exec")
-
-
-def test_a_slider_draws_the_figure_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = []
-
-    class Handle:
-        update = shown.append
-
-    monkeypatch.setattr("IPython.display.display", lambda value, display_id=None: shown.append(value) or Handle())
-    slider = IntSlider(2)
-    explore(lambda step: f"step {step}", step=slider)
-    slider.value = 3
-    assert [each for each in shown if isinstance(each, str)] == ["step 2", "step 3"]
 
 
 def test_a_deck_needs_no_network() -> None:
