@@ -56,6 +56,7 @@ class Workload:
     seed: int = 0
     link: Link | Pace | None = None
     named: bool = False
+    optimizer: str = "SGD"  # of `torch.optim`; SGD has momentum
 
 
 # The workload for the emulated link. Its computation takes long enough that the real collectives take only a small
@@ -68,9 +69,9 @@ EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8
 class Variant:
     """The classes that average gradients and take the step, each as (package, name). A package may be "torch".
 
-    Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses plain SGD.
-    `bucket_mb` (MiB) replaces the workload's value, unless it is None. `arguments` are additional arguments of the
-    wrapper.
+    Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses the
+    workload's. `bucket_mb` (MiB) replaces the workload's value, unless it is None. `arguments` are additional arguments
+    of the wrapper.
     """
 
     label: str
@@ -78,6 +79,7 @@ class Variant:
     optimizer: tuple[str, str] | None = None
     bucket_mb: float | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"  # of the model's parameters
 
 
 TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))

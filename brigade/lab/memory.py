@@ -9,7 +9,7 @@ fp32 parameters on N ranks, the formula gives 4P + 4P + 8P/N bytes: only the sta
 gradients, both in the formula and here, although it needs only 1/N of them after the reduce-scatter. Stage 2 frees the
 rest.
 
-Ranks import this file, so rich and matplotlib are imported where they are used.
+rich and matplotlib are imported where they are used, because `brigade plan` needs only the formulas.
 """
 
 from __future__ import annotations
@@ -17,29 +17,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from brigade.checks.tiny_lm import SIZES, Size, TinyLM
+from brigade.checks.tiny_lm import SIZES, Size
 from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, get_variant, read_reference
-from brigade.lab.memory_accounting import KINDS, Bytes, count_kept_bytes
-from brigade.lab.on_ranks import build_setup, measure_peak, take_step
+from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, Workload, get_variant, read_reference, run_variants
+from brigade.lab.memory_accounting import KINDS, Bytes
+from brigade.lab.on_ranks import FP32_BYTES
 from brigade.lab.script import run_to_status
-from brigade.rank import recording
-from brigade.runner.ranks import run_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 WORLD_SIZES = (1, 2, 4)
-BUCKET_MB = 1.0  # MiB
-WORKLOAD = {"bucket_mb": BUCKET_MB, "learning_rate": 1e-3, "optimizer": torch.optim.AdamW}
+WORKLOAD = Workload(batch_size=4, time=8, rounds=2, warmup=0, learning_rate=1e-3, optimizer="AdamW")
 ZERO = find_module("ZeroOptimizer")
 PICTURE = ZERO.lesson / "memory.png"
 DEADLINE_S = 120.0
@@ -73,27 +68,15 @@ STAGE_1_BF16 = Formula(2, 4, 12, is_divided=True)
 
 
 @dataclass(frozen=True)
-class Case:
-    """A variant, the dtype of the model's parameters, and the expected formula."""
-
-    variant: Variant
-    formula: Formula
-    dtype: str = "float32"
-
-    @property
-    def label(self) -> str:
-        return self.variant.label + (", bf16" if self.dtype == "bfloat16" else "")
-
-
-@dataclass(frozen=True)
-class CaseBytes:
-    """The bytes counted for a case, whose model has `numel` parameters.
+class VariantBytes:
+    """The bytes counted for a variant, whose model has `numel` parameters, and the expected formula.
 
     `by_world_size[n][r]` are the bytes that rank r of n keeps between steps, by kind, and `peaks[n][r]` are its bytes
     at the peak of a step.
     """
 
-    case: Case
+    label: str
+    formula: Formula
     numel: int
     by_world_size: dict[int, list[Bytes]]
     peaks: dict[int, list[Bytes]]
@@ -108,7 +91,7 @@ class CaseBytes:
 
     def compute_expected(self, world_size: int) -> Bytes:
         """Return the bytes by kind that the formula predicts."""
-        return self.case.formula.compute_bytes(self.numel, world_size)
+        return self.formula.compute_bytes(self.numel, world_size)
 
 
 def sum_bytes(nbytes: Bytes) -> int:
@@ -116,15 +99,15 @@ def sum_bytes(nbytes: Bytes) -> int:
     return sum(nbytes.values())
 
 
-def list_cases(entries: Sequence[Module] = CORE_MODULES) -> list[Case]:
-    """Return the cases of these modules and of torch: first those that keep all state on every rank, then others."""
+def list_cases(entries: Sequence[Module] = CORE_MODULES) -> list[tuple[Variant, Formula]]:
+    """Return variants with their formulas: first those that keep all state on every rank, then the others."""
     variants = [get_variant(entry) for entry in entries]
     sharded = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
     divided = [sharded, get_variant(ZERO)] if ZERO in entries else []
     return [
-        *(Case(variant, WHOLE) for variant in (*(variant for variant in variants if not variant.optimizer), TORCH_DDP)),
-        *(Case(variant, STAGE_1) for variant in (*divided, TORCH_ZERO)),
-        *(Case(variant, STAGE_1_BF16, "bfloat16") for variant in divided[1:]),
+        *((variant, WHOLE) for variant in (*(variant for variant in variants if not variant.optimizer), TORCH_DDP)),
+        *((variant, STAGE_1) for variant in (*divided, TORCH_ZERO)),
+        *((replace(one, label=f"{one.label}, bf16", dtype="bfloat16"), STAGE_1_BF16) for one in divided[1:]),
     ]
 
 
@@ -134,42 +117,30 @@ def measure(
     sources: Sources | None = None,
     *,
     entries: Sequence[Module] = CORE_MODULES,
-    on_case: Callable[[], None] | None = None,
-) -> list[CaseBytes]:
-    """Train every case of `entries` for two steps on each number of ranks, and count the bytes.
+    on_step: Callable[[], None] | None = None,
+) -> list[VariantBytes]:
+    """Train every variant of `list_cases(entries)` for two steps on each number of ranks, and count the bytes.
 
-    `sources` are the submission's modules (default: the solutions). `on_case` is called when a case begins. Raise
-    RankFailure or CourseError as `run_ranks` does.
+    `sources` are the submission's modules (default: the solutions). `on_step` is called when a step begins. Raise
+    RankFailure or CourseError as `run_variants` does.
     """
-
-    def follow(rank: int, event: dict) -> None:
-        if on_case and rank == 0 and event["kind"] == "case":
-            on_case()
-
-    selected = list_cases(entries)
-    results = {
-        world_size: run_ranks(
-            count_cases,
-            asdict(size),
-            [asdict(case.variant) | {"dtype": case.dtype} for case in selected],
-            world_size=world_size,
-            packages={"submission": read_reference() if sources is None else sources},
-            seed=0,
-            deadline=DEADLINE_S,
-            on_event=follow,
-        )
-        for world_size in world_sizes
-    }
-    with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in TinyLM(size).parameters())
+    cases = list_cases(entries)
+    variants = [variant for variant, _ in cases]
+    sources = read_reference() if sources is None else sources
+    workload = replace(WORKLOAD, size=size)
+    how = {"deadline": DEADLINE_S, "on_step": on_step}
+    results = {n: run_variants(workload, variants, sources, world_size=n, **how) for n in world_sizes}
     kept, peaks = (
-        [{n: [rank[index][which] for rank in ranks] for n, ranks in results.items()} for index in range(len(selected))]
-        for which in (0, 1)
+        [{n: [rank[what][variant.label] for rank in ranks] for n, ranks in results.items()} for variant in variants]
+        for what in ("kept", "peaks")
     )
-    return [CaseBytes(case, numel, *by_world_size) for case, *by_world_size in zip(selected, kept, peaks)]
+    numel = results[world_sizes[0]][0]["model_bytes"] // FP32_BYTES
+    return [
+        VariantBytes(variant.label, formula, numel, *found) for (variant, formula), *found in zip(cases, kept, peaks)
+    ]
 
 
-def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
+def make_memory_table(measured: Sequence[VariantBytes]) -> Table:
     """Return a table, at most 80 columns wide: a row for each case, and each formula below its cases."""
     from brigade.lab.plots import make_empty_table
 
@@ -186,13 +157,13 @@ def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
         table.add_row(label, *(f"{number / 1e6:.2f}" for number in numbers), **style)
 
     for entry, following in zip(measured, [*measured[1:], None]):
-        add_row(entry.case.label, entry.find_fullest)
-        if not following or following.case.formula != entry.case.formula:
-            add_row(entry.case.formula.text, entry.compute_expected, style="italic", end_section=True)
+        add_row(entry.label, entry.find_fullest)
+        if not following or following.formula != entry.formula:
+            add_row(entry.formula.text, entry.compute_expected, style="italic", end_section=True)
     return table
 
 
-def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
+def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
     """Draw a bar for each case, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
     from matplotlib.figure import Figure
 
@@ -233,30 +204,13 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
         axes.set_xlim(0, 1.35 * widest)
         axes.set_xlabel("MB on the fullest rank")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(positions, [entry.case.label for entry in rows])
+    panels[0].set_yticks(positions, [entry.label for entry in rows])
     (formula, *handles), (_, *names) = panels[0].get_legend_handles_labels()
-    formulas = dict.fromkeys(entry.case.formula.text for entry in measured)
+    formulas = dict.fromkeys(entry.formula.text for entry in measured)
     names.append(f"formula: {' or '.join(formulas)}")
     figure.legend([*handles, formula], names, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-# The code below runs in the ranks.
-
-
-def count_cases(size: dict, variants: list[dict]) -> list[tuple[Bytes, Bytes]]:
-    """Return, for each case, the bytes by kind that this rank keeps after two steps, and those at the second's peak."""
-    counts = []
-    for variant in variants:
-        recording.note("case")
-        torch.manual_seed(0)  # module 8's ShardedOptimizer needs equal weights on all ranks
-        setup = build_setup(variant, TinyLM(Size(**size)).to(getattr(torch, variant["dtype"])), WORKLOAD)
-        tokens = torch.randint(size["vocabulary"], (1, 8))
-        take_step(setup, tokens, tokens)
-        peak = measure_peak(setup, tokens, tokens)
-        counts.append((count_kept_bytes(setup.model, setup.wrapper, setup.optimizer), peak))
-    return counts
 
 
 def main() -> int:
@@ -282,8 +236,9 @@ def show_memory(target: str) -> int:
     entries, sources, left_out = select_written(target, CORE_MODULES)
     for sentence in left_out:
         console.print(sentence, markup=False)
-    with show_progress("variants", len(list_cases(entries)) * len(WORLD_SIZES)) as advance:
-        measured = measure(sources=sources, entries=entries, on_case=advance)
+    num_steps = WORKLOAD.rounds * len(list_cases(entries)) * len(WORLD_SIZES)
+    with show_progress("training steps", num_steps) as advance:
+        measured = measure(sources=sources, entries=entries, on_step=advance)
     console.print(make_memory_table(measured))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
     draw_memory(measured, picture)

@@ -74,7 +74,7 @@ def measure(
         points = run_ranks(
             trace_memory,
             asdict(variant),
-            {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01},
+            {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01, "optimizer": "SGD"},
             world_size=world_size,
             mode="record" if variant.wrapper and variant.wrapper[0] == "torch" else "strict",
             packages={"submission": read_reference() if sources is None else sources},

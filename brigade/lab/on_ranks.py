@@ -53,7 +53,7 @@ class TrainingSetup:
 def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
     """Construct the variant's wrapper and optimizer. Only this function knows how variants are constructed.
 
-    `workload["optimizer"]` is the optimizer's class, if it is not SGD with momentum.
+    `workload["optimizer"]` is the optimizer's class, or its name in `torch.optim`.
     """
     wrapper = model
     if variant["wrapper"]:
@@ -68,7 +68,8 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
         accepted = inspect.signature(wrapper_class).parameters
         sizes = {name: size for name, size in sizes.items() if name in accepted}
         wrapper = wrapper_class(model, **sizes, **variant["arguments"])
-    base = workload.get("optimizer", torch.optim.SGD)
+    base = workload["optimizer"]
+    base = getattr(torch.optim, base) if isinstance(base, str) else base
     options = {"lr": workload["learning_rate"]} | ({"momentum": 0.9} if issubclass(base, torch.optim.SGD) else {})
     if not variant["optimizer"]:
         shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
@@ -121,7 +122,8 @@ def train(workload: dict, variants: list[dict]) -> dict:
     # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
     start = TinyLM(Size(**workload["size"])).to(device())
     with recording.phase("construct"):
-        setups = [build_setup(variant, copy.deepcopy(start), workload) for variant in variants]
+        models = [copy.deepcopy(start).to(getattr(torch, variant["dtype"])) for variant in variants]
+        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models)]
     text = broadcast_text(corpus.read_text())
     generator = torch.Generator().manual_seed(workload["seed"])
 

@@ -105,7 +105,7 @@ def make_machine(
 
 def list_variants() -> list[Variant]:
     """Return all variants: first the course's, in the order of the modules, then torch's."""
-    variants = {case.variant.label: case.variant for case in list_cases()}
+    variants = {variant.label: variant for variant, _ in list_cases() if variant.dtype == "float32"}
     variants |= {variant.label: variant for variant in map(get_variant, TRAINING_MODULES)}
     own = {label: int(label.split()[0]) for label in variants if label[0].isdigit()}
     own_labels = sorted(own, key=lambda label: (own[label], label))

@@ -23,12 +23,10 @@ import traceback
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
 from brigade.events import Event
-from brigade.ipc.temporary import make_locked_directory, remove
 from brigade.progress import RankRecord
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, draw_seeds, find_sources
@@ -68,18 +66,14 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     Times in events and results are those of each machine's own clock (`time.perf_counter`). `on_event` is called on
     rank 0 only, with the events of rank 0. Printed output is not kept, and events are never streamed. Raise CourseError
     on every rank if the run is impossible, and RankFailure on the rank that failed. After the deadline, each process
-    prints where it is and ends with status 1. Mode "emulate" needs all ranks on one machine, because several machines
-    have no common clock.
+    prints where it is and ends with status 1. Mode "emulate" is not possible.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = read_rank_variables()
     if size != how.world_size:
         raise CourseError(f"torchrun has started {size} ranks, but {how.world_size} are needed")
-    if how.mode == "emulate" and local_size != size:
-        raise CourseError(
-            "an emulated link needs all ranks on one machine, because they need a common clock: leave out the link's "
-            "options"
-        )
+    if how.mode == "emulate":
+        raise CourseError("under torchrun, the ranks use a real link: leave out the options of an emulated link")
     if how.share_gpu and local_size != size:
         raise CourseError("--share-gpu needs all ranks on one machine, because it gives each rank its own host name")
     if how.backend == "nccl":
@@ -111,26 +105,18 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "calls": [args],
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
-    if how.mode == "emulate" and rank == 0:
-        make_directory()
     watchdog = start_timer(deadline_s, stop_at_deadline, deadline_s, rank, record, files)
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog ends the process first
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         start_timer(CONNECTING_S, stop_unconnected, CONNECTING_S, rank)
         store = dist.PrefixStore("brigade", store)
-        if _directory:
-            store.set("directory", str(_directory))
-        if how.mode == "emulate":
-            request["directory"] = store.get("directory").decode()
         [result] = inside.perform(request, take, store, local_rank, timeout)
         gathered = gather_results(result, record.events)
     except CourseError:
         raise
     except Exception as error:
         raise make_failure(error, describe(error, request["packages"]), rank, record) from None
-    finally:
-        remove_directory()
     watchdog.cancel()
     if rank:
         exit_process(0)
@@ -143,9 +129,7 @@ def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Eve
     from torch import distributed as dist
 
     from brigade.ipc import wire
-    from brigade.rank import emulated_link
 
-    emulated_link.use(None)
     recorded = json.dumps(events).encode()  # encoded now, because the gather is recorded too
     packed = bytearray(zlib.compress(wire.encode([result, recorded]), level=1))
     length = torch.tensor([len(packed)])
@@ -174,20 +158,6 @@ def make_failure(error: Exception, description: dict[str, Any], rank: int, recor
     frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in description["frames"]]
     summary = f"{where} raised {description['type']}: {message}"
     return RankFailure("exception", summary, frames, rank, description["type"], message=message)
-
-
-_directory: Path | None = None  # on rank 0: the directory of the files that the ranks of an emulated link share
-
-
-def make_directory() -> None:
-    """Make `_directory` and keep it locked until this process ends: see `ipc/temporary.py`."""
-    global _directory
-    _directory, _ = make_locked_directory()
-
-
-def remove_directory() -> None:
-    if _directory:
-        remove(_directory)
 
 
 def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:
@@ -222,7 +192,6 @@ def stop_at_deadline(deadline_s: float, rank: int, record: RankRecord, files: se
 def exit_with_message(message: str) -> None:
     """Print the message and end this process immediately, because it may be unable to exit normally."""
     print(f"brigade: {message}", file=sys.stderr, flush=True)
-    remove_directory()
     time.sleep(LAST_WORDS_S)
     os._exit(1)
 

@@ -44,10 +44,6 @@ def brigade(brigade):
     return functools.partial(brigade, "bench", "--target", "solutions")
 
 
-def losses(path):
-    return [variant["losses"] for variant in json.loads(path.read_text())["ladder"]["variants"]]
-
-
 # ---- links
 
 
@@ -353,26 +349,28 @@ def process_environment(process):
 
 def test_torchrun_gives_the_losses_of_a_local_run(written_files, tmp_path):
     given = tmp_path / "given.json"
-    done = under_torchrun(tmp_path, *EMULATED, "--json", given, timeout=120)
+    done = under_torchrun(tmp_path, "--modules", "1,8", *SMALL, "--json", given, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert losses(given) == losses(written_files.json)
     results, local = bench.load_json(given), bench.load_json(written_files.json)
-    assert results.ladder.expected_loss == local.ladder.expected_loss
+    assert [variant.losses for variant in results.ladder.variants] == [one.losses for one in local.ladder.variants]
     assert [row.collectives for row in results.make_rows()] == [row.collectives for row in local.make_rows()]
     assert len(results.ladder.variants[0].marks) == 2, "one for each rank"
     assert done.stdout.count("Step time: 2 ranks (gloo)") == 1, "only rank 0 prints"
-    assert done.stdout.count("The link is emulated") == 1
+    assert done.stdout.count("No link is emulated") == 1
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"mode": "emulate"}, "an emulated link needs"), ({"backend": "nccl", "share_gpu": True}, "--share-gpu needs")],
+    [
+        ({"mode": "emulate"}, "leave out the options of an emulated link"),
+        ({"backend": "nccl", "share_gpu": True}, "--share-gpu needs all ranks on one machine"),
+    ],
 )
-def test_under_torchrun_some_options_need_all_ranks_on_one_machine(options, said, monkeypatch):
+def test_under_torchrun_some_options_are_refused(options, said, monkeypatch):
     for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(CourseError, match=f"{said} all ranks on one machine"):
+    with pytest.raises(CourseError, match=said):
         torchrun.run_on_torchrun(on_ranks.train, {}, [], **options)
 
 

@@ -20,15 +20,15 @@ STEPS = 4 * len(PARAMETERS)  # AdamW counts the steps of each parameter
 
 @pytest.fixture(scope="module")
 def counted():
-    """Return every case on one and on two ranks, by label, and the number of reports that a case began."""
+    """Return every variant on one and on two ranks, by label, and the number of reports that a step began."""
     begun = []
-    by_label = memory.measure(SIZE, (1, 2), on_case=lambda: begun.append(1))
-    return {one.case.label: one for one in by_label}, len(begun)
+    by_label = memory.measure(SIZE, (1, 2), on_step=lambda: begun.append(1))
+    return {one.label: one for one in by_label}, len(begun)
 
 
 def test_every_case_is_counted_on_every_number_of_ranks(counted):
     by_label, begun = counted
-    assert begun == 2 * len(memory.list_cases()) == 2 * len(by_label)
+    assert begun == 4 * len(memory.list_cases()) == 4 * len(by_label)
     assert all([len(ranks) for ranks in one.by_world_size.values()] == [1, 2] for one in by_label.values())
     assert all(one.numel == sum(parameter.numel() for parameter in PARAMETERS) for one in by_label.values())
 

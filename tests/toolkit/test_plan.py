@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from brigade.events import launches
 from brigade.lab import ladder, memory, plan
 from brigade.lab.program import OPTIMIZERS, Machine, Setting, list_groups, record
 from brigade.rank.emulated_link import Link, Pace
-from brigade.runner.ranks import run_ranks
 from tools import unchanged
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
@@ -203,22 +202,20 @@ def test_live_buckets_count_at_the_peak(results):
 def test_the_sharded_optimizer_launches_what_is_planned():
     [variant] = [one for one in plan.list_variants() if one.label == "8 ShardedOptimizer"]
     program = record([variant], make_small_setting(OPTIMIZERS["adamw"]))[variant.label]
-    case = asdict(variant) | {"dtype": "float32"}
-    results = run_ranks(
-        memory.count_cases, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.read_reference()}
-    )
-    by_label = [(one.op, one.nbytes) for one in launches(results.events[0])]
-    assert by_label == 2 * [(one.op, one.nbytes) for one in program.launches]  # two steps
+    results = ladder.run_variants(replace(memory.WORKLOAD, size=SIZE), [variant], ladder.read_reference(), world_size=2)
+    for step in range(2):
+        launched = [(one.op, one.nbytes) for one in launches(results.events[0], step)]
+        assert launched == [(one.op, one.nbytes) for one in program.launches]
 
 
 def test_what_a_rank_keeps_is_what_is_counted():
-    for one in memory.measure(SIZE, (2,)):
-        dtype = {"float32": "fp32", "bfloat16": "bf16"}[one.case.dtype]
-        setting = make_small_setting(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
-        counted = one.by_world_size[2][0]
-        kept = record([one.case.variant], setting)[one.case.variant.label].memory
-        steps = counted.pop("optimizer state") - kept.pop("optimizer state")  # AdamW's step counters, which plans omit
-        assert kept == counted and 0 <= steps <= 4 * len(PARAMETERS), one.case.label
+    counted = {one.label: one.by_world_size[2][0] for one in memory.measure(SIZE, (2,))}
+    for variant, _ in memory.list_cases():
+        dtype = {"float32": "fp32", "bfloat16": "bf16"}[variant.dtype]
+        setting = make_small_setting(OPTIMIZERS["adamw"], memory.WORKLOAD.bucket_mb, dtype)
+        kept, measured = record([variant], setting)[variant.label].memory, counted[variant.label]
+        steps = measured.pop("optimizer state") - kept.pop("optimizer state")  # AdamW's step counters, not in plans
+        assert kept == measured and 0 <= steps <= 4 * len(PARAMETERS), variant.label
 
 
 def test_the_formulas_of_zero_hold_for_large_models():
