@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from torch import nn
 
 from brigade.course.modules import ROOT
 from brigade.lab.plots import COLOURS
@@ -22,7 +25,8 @@ from brigade.lab.program import Compute, Launch, Wait, simulate
 from brigade.rank.emulated_link import Link
 from solutions.m04_bucketed_ddp.bucketed_ddp import LaunchQueue
 from solutions.m05_grad_buffer.grad_buffer import plan_layout
-from solutions.m11_fully_sharded.fully_sharded import plan_schedule
+from solutions.m11_fully_sharded import fully_sharded
+from solutions.m11_fully_sharded.plan import plan_schedule
 
 BLUE, LIGHT_BLUE, ORANGE, LIGHT_ORANGE, GREEN, GREY = "#0072b2", "#8fcdf0", "#e69f00", "#f6d58d", "#009e73", "#e0e0e0"
 EDGE = "#555555"
@@ -278,6 +282,13 @@ FREED = {"colour": "white", "linestyle": "--"}
 ON_ITS_WAY = {"colour": LIGHT_ORANGE, "hatch": "//"}
 WHOLE = {"colour": LIGHT_BLUE}
 COMPUTING = {"colour": LIGHT_BLUE, "edgecolor": "black", "linewidth": 2.5}
+STATES = {
+    "own shard": SHARD,
+    "freed": FREED,
+    "being gathered": ON_ITS_WAY,
+    "full weights": WHOLE,
+    "full weights, computing": COMPUTING,
+}
 
 
 def draw_units(path: Path) -> None:
@@ -295,8 +306,95 @@ def draw_units(path: Path) -> None:
         for unit, style in enumerate(weights):
             draw_box(axes, column + 0.05, column + 0.19, unit + 1, "", **SHARD)
             draw_box(axes, column + 0.23, column + 0.95, unit + 1, "", **style)
-    names = ("own shard", "freed", "being gathered", "full weights", "full weights, computing")
-    draw_legend(figure, dict(zip(names, (SHARD, FREED, ON_ITS_WAY, WHOLE, COMPUTING))))
+    draw_legend(figure, STATES)
+    save(figure, path)
+
+
+def draw_flat_shard(path: Path) -> None:
+    """Draw what refers to the storage of module 11's flat tensor, while its unit is gathered and after it is freed."""
+    layout = plan_layout(list(NUMELS), None, NUM_RANKS)
+    shards = [f"shard of rank {rank}" for rank in range(NUM_RANKS)]
+    rows = ["parameter.data", "saved by autograd", "storage of full", *shards]
+    figure, axes = make_axes(2.9, rows, 2 * layout.numel + 40)
+    axes.set_ylim(len(rows) - 0.4, -1.1)
+    for left, title, style in (
+        (0, f"gathered: resize_({4 * layout.numel}), then an all-gather", WHOLE),
+        (layout.numel + 40, "freed: resize_(0)", FREED),
+    ):
+        axes.text(left + layout.numel / 2, -0.75, title, ha="center", fontsize=FONT)
+        draw_box(axes, left, left + layout.numel, 2, "", **style)
+        for i, (start, end) in enumerate(layout.param_ranges):
+            draw_box(axes, left + start, left + end, 0, f"p{i}", "white")
+            if i % 2 == 0:
+                draw_box(axes, left + start, left + end, 1, f"p{i}.T", "white")
+        for rank in range(NUM_RANKS):
+            start = left + rank * layout.numel // NUM_RANKS
+            draw_box(axes, start, start + layout.numel // NUM_RANKS, 3 + rank, "", **SHARD)
+    styles = {"a view, without memory of its own": {"colour": "white"}, "full weights": WHOLE, "no memory": FREED}
+    draw_legend(figure, styles | {"its own memory": SHARD})
+    save(figure, path)
+
+
+def record_hooks() -> list[tuple[str, int, list[tuple[str, int]], list[dict[str, Any]]]]:
+    """Run a backward of module 11 with a root and two units. Return what each hook does that changes something.
+
+    This is the hook's method and unit, the actions that it performs, and the state of each unit's weights afterwards.
+    """
+    events = []
+    actions, call_in_backward = plan_schedule(3, 1, True), fully_sharded.call_in_backward
+
+    def note(method: str, unit: int) -> None:
+        performed = actions[sum(len(event[2]) for event in events) : len(actions) - len(ddp.schedule)]
+        whole = [COMPUTING if ddp.current == unit else WHOLE for unit in range(3)]
+        states = [
+            ON_ITS_WAY if flat.gather_handle else whole[unit] if flat.full.untyped_storage().nbytes() else FREED
+            for unit, flat in enumerate(ddp.flats)
+        ]
+        if performed or states != events[-1][3]:
+            events.append((method, unit, performed, states))
+
+    def watch(values: Any, function: Any) -> None:
+        call_in_backward(values, lambda: (function(), note(function.func.__name__, *function.args)))
+
+    class Watched(fully_sharded.FullyShardedDDP):
+        def end_pass(self, phase: Any) -> None:
+            is_backward = self.phase is fully_sharded.Phase.BACKWARD
+            super().end_pass(phase)
+            if is_backward:
+                note("end_pass", 0)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fully_sharded.call_in_backward = watch
+    try:
+        layers = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)), nn.Tanh()
+        ddp = Watched(nn.Sequential(*layers), (nn.Sequential,))
+        ddp(torch.ones(1, 2)).sum().backward()
+    finally:
+        fully_sharded.call_in_backward = call_in_backward
+        dist.destroy_process_group()
+    return events
+
+
+def draw_backward_hooks(path: Path) -> None:
+    """Draw the hooks of a backward of module 11, and what each of them does, from left to right."""
+    tensors = {
+        ("pre_backward", 0): "model's output",
+        ("pre_backward", 2): "y, output of unit 2",
+        ("pre_backward", 1): "x, output of unit 1",
+        ("leave", 1): "input of unit 1",
+        ("end_pass", 0): "(end of backward)",
+    }
+    events = record_hooks()
+    figure, axes = make_axes(3.6, ["hook on", "calls", "performs", "root", "unit 2", "unit 1"], len(events))
+    for column, (method, unit, performed, states) in enumerate(events):
+        left, right = column + 0.03, column + 0.97
+        draw_box(axes, left, right, 0, tensors[method, unit], "white")
+        draw_box(axes, left, right, 1, "end_pass" if method == "end_pass" else f"{method}({unit})", LIGHT_ORANGE)
+        draw_box(axes, left, right, 2, ", ".join(f"{a} {u}" for a, u in performed), "white", linewidth=0)
+        for row, number in ((3, 0), (4, 2), (5, 1)):
+            draw_box(axes, left, left + 0.1, row, "", **SHARD)
+            draw_box(axes, left + 0.13, right, row, "", **states[number])
+    draw_legend(figure, STATES)
     save(figure, path)
 
 
@@ -367,5 +465,7 @@ DIAGRAMS = [  # module number, name of the file, function that draws it
     (5, "layout", draw_layout),
     (8, "pieces", draw_pieces),
     (11, "units", draw_units),
+    (11, "flat_shard", draw_flat_shard),
+    (11, "hooks", draw_backward_hooks),
     (12, "waiting", draw_waiting),
 ]

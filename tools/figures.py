@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 
 from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, Module, get_module
 from brigade.lab import memory_over_step
-from brigade.lab.ladder import get_variant
+from brigade.lab.ladder import Variant, get_variant
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import trace
 from brigade.lab.timeline_plot import describe_lengths, draw
@@ -34,6 +35,7 @@ LINES = (  # they differ in marker and dash as well as in colour, from Okabe and
     {"color": "#d55e00", "marker": "s", "linestyle": "--"},
     {"color": "#009e73", "marker": "^", "linestyle": "-."},
 )
+TOKENS = (1, 256)  # (sequences, tokens) of the picture with activation checkpointing
 
 
 def main() -> int:
@@ -83,11 +85,24 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
             path = entry.lesson / "views.png"
             draw_views(measure_views(), path)
             print(f"{path.relative_to(ROOT)} written")
+        if "FullyShardedDDP" in entry.public and not only_computed:
+            path = entry.lesson / "checkpointing.png"
+            draw_checkpointing(variants[-1], path)
+            print(f"{path.relative_to(ROOT)} written")
         if entry.track == ADVANCED and not only_computed:
             path = entry.lesson / "memory.png"
             memory_over_step.draw(memory_over_step.measure(variants), path)
             print(f"{path.relative_to(ROOT)} written")
     return status
+
+
+def draw_checkpointing(variant: Variant, path: Path) -> None:
+    """Draw the memory of a step with and without activation checkpointing, as a PNG file."""
+    curves = []
+    for name, is_checkpointed in (("Without", False), ("With", True)):
+        [curve] = memory_over_step.measure([variant], tokens=TOKENS, is_checkpointed=is_checkpointed)
+        curves.append(replace(curve, label=f"{name} activation checkpointing of each block"))
+    memory_over_step.draw(curves, path)
 
 
 def list_compared(entry: Module) -> list[Module]:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
 from brigade.course.submission import Sources
@@ -63,18 +65,22 @@ def measure(
     bucket_mb: float = 0.25,
     world_size: int = 2,
     deadline: float = DEADLINE_S,
+    tokens: tuple[int, int] = TOKENS,
+    is_checkpointed: bool = False,
 ) -> list[Curve]:
     """Train each variant for two steps of SGD with momentum, then return rank 0's bytes in the third step.
 
-    `bucket_mb` is in MiB. Raise RankFailure or CourseError as `run_ranks` does. torch DDP runs in mode "record",
-    because a strict group cannot see where DDP's reducer waits.
+    If `is_checkpointed`, backward computes the activations of each block again. `bucket_mb` is in MiB. Raise
+    RankFailure or CourseError as `run_ranks` does. torch DDP runs in mode "record", because a strict group cannot see
+    where DDP's reducer waits.
     """
     curves = []
+    workload = {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01, "optimizer": "SGD"}
     for variant in variants:
         points = run_ranks(
             trace_memory,
             asdict(variant),
-            {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01, "optimizer": "SGD"},
+            workload | {"tokens": tokens, "is_checkpointed": is_checkpointed},
             world_size=world_size,
             mode="record" if variant.wrapper and variant.wrapper[0] == "torch" else "strict",
             packages={"submission": read_reference() if sources is None else sources},
@@ -145,6 +151,8 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, dict[str, int
     """Return (phase, bytes by kind) for each point of the third training step."""
     torch.manual_seed(0)
     model = TinyLM(Size(**workload["size"])).to(device())
+    for block in model.blocks if workload["is_checkpointed"] else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     points: list[tuple[str, dict[str, int]]] = []
     phase = "forward"
     with LiveMemory(model.parameters()) as memory:
@@ -155,7 +163,7 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, dict[str, int
             points.append((phase, {REST: nbytes.pop("other"), **nbytes}))
 
         watch(model, note_memory)
-        tokens = torch.randint(model.size.vocabulary, TOKENS, device=device())
+        tokens = torch.randint(model.size.vocabulary, workload["tokens"], device=device())
         for _ in range(3):
             points.clear()
             phase = "forward"
