@@ -1,12 +1,9 @@
 """The site and its sliders work in a real browser: Debian's chromium, without a window."""
 
-import http.server
 import itertools
 import math
 import re
 import shutil
-import threading
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -77,31 +74,6 @@ def test_no_page_of_the_site_fails_or_scrolls_sideways_on_a_phone(page, site):
     assert {path: boxes for path, boxes in found.items() if boxes} == {}
     page.evaluate("document.querySelector('article p').style.width = '600px'")
     assert find_sideways(page)
-
-
-@pytest.fixture
-def address(site):
-    """Serve the site on this machine. Yield the address of its start page."""
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=site)) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/site/index.html"
-        server.shutdown()
-        thread.join()
-
-
-def test_the_search_finds_a_term(address, page):  # in this order: the page is closed before its server
-    page.goto(address)
-    page.fill("input[name=q] >> nth=0", "reduce-scatter")
-    page.press("input[name=q] >> nth=0", "Enter")
-    page.wait_for_selector("#search-results li a")
-    page.wait_for_load_state("networkidle")  # the search loads each page that it lists
-    assert "Glossary" in page.locator("#search-results li a").all_inner_texts()
 
 
 GRAD_BYTES, BACKWARD_S, FORWARD_S = 400e6, 0.1, 0.05

@@ -48,8 +48,10 @@ def test_the_kernels_of_the_meta_device_are_not_imported():
     "use",
     [
         "import torch._decomp.decompositions, torch.nn.utils._expanded_weights",
-        "import torch._refs.nn.functional",
-        "import torch.distributed.tensor",
+        *(
+            pytest.param(use, marks=pytest.mark.extended)
+            for use in ("import torch._refs.nn.functional", "import torch.distributed.tensor")
+        ),
         "torch._meta_registrations.device_hint",
         "from torch._subclasses import fake_tensor\nwith fake_tensor.FakeTensorMode(): torch.ones(3) + 1",
     ],

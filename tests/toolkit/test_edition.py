@@ -155,27 +155,6 @@ def test_its_site_names_only_its_own_pages(edition):
     assert not {"clusters.md", "contributing.md", "instructors.md"} & {path.name for path in edition.rglob("*.md")}
 
 
-def test_targets_of_make_and_commands_of_the_readme_exist(edition):
-    make = ["make", "--dry-run", "--always-make"]
-    for target in re.findall(r"make (\w+) ", (edition / "Makefile").read_text()):
-        subprocess.run([*make, target], cwd=edition, capture_output=True, check=True)
-    readme = (edition / "README.md").read_text()
-    assert "<!--" not in readme and "(lessons/m08_zero_optimizer/README.md)" in readme
-    assert "(docs/glossary.md)" in readme and (edition / "docs" / "glossary.md").exists()
-    blocks = re.findall(r"^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
-    commands = [words[1:] for words in lines if words[0] == "brigade"]
-    assert len(commands) > 5
-    program = f"from brigade.cli import main as cli\nfor words in {commands}: cli.parse(words)"
-    subprocess.run([sys.executable, "-c", program], cwd=edition, env=at_home(edition), check=True)
-    for words in lines:
-        assert words[0] in ("brigade", "make", "source", "python"), words
-        if words[0] == "make":
-            subprocess.run([*make, *words[1:]], cwd=edition, capture_output=True, check=True)
-        if words[0] == "python":
-            run_command(edition, " ".join([*words[2:], "--help"]))
-
-
 def test_a_skeleton_is_checked(edition):
     said = run_command(edition, "brigade check 1", status=1)
     assert "to do: module 1, part (a)" in said and f"0 of {FIRST.points} points" in said

@@ -64,6 +64,7 @@ def test_a_wrong_option_gets_a_sentence(options, said, run):
     assert not report
 
 
+@pytest.mark.extended
 def test_all_stages_on_gloo(run):
     """All stages run on gloo with module 2, which has the fastest checks."""
     status, printed, report = run("--backend", "gloo", "--modules", "2", "--deadline", "300")

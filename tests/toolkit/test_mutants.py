@@ -211,8 +211,10 @@ def with_recorded_causes():
         known = [mutant for mutant in list_mutants(entry) if mutant.cause]
         recorded = [mutant for mutant in known if any(text in mutant.cause for text in RECORDED)]
         others = [mutant for mutant in known if mutant not in recorded]
-        chosen += [(entry, mutant) for mutant in [*recorded, *others[: max(0, 2 - len(recorded))]]]
-    return [pytest.param(*pair, id=f"{pair[0].number}-{pair[1].name.replace(' ', '-')}") for pair in chosen]
+        for place, mutant in enumerate([*recorded, *others[: max(0, 2 - len(recorded))]]):
+            name, marks = mutant.name.replace(" ", "-"), [pytest.mark.extended] * (place > 0)  # make module runs all
+            chosen.append(pytest.param(entry, mutant, id=f"{entry.number}-{name}", marks=marks))
+    return chosen
 
 
 @pytest.mark.parametrize(("entry", "mutant"), with_recorded_causes())

@@ -10,7 +10,7 @@ import pytest
 
 from brigade.cli import gradescope
 from brigade.cli import main as cli
-from brigade.course import modules, skeletons, student_edition, validation
+from brigade.course import skeletons, student_edition, validation
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.grade import gradescope_package as package
 
@@ -87,21 +87,6 @@ def test_files_and_names_of_the_table(course):
     shutil.copy(ROOT / SOLUTION, course / SOLUTION)
     change_file(course / SOLUTION, "### END SOLUTION", "### END")
     assert find_fault(course).startswith(f"{SOLUTION}: ### BEGIN SOLUTION and")
-
-
-def test_numbers_may_leave_gaps_but_increase(monkeypatch):
-    last = replace(MODULES[-1], number=99, package="m99_last", public=("Last",))
-    for owner in (validation, modules):
-        monkeypatch.setattr(owner, "MODULES", (*MODULES[:3], last))
-    assert validation.find_table_faults() == []
-    assert modules.select_modules("2-99") == [get_module(2), last] and modules.select_modules("99,1") == [FIRST, last]
-    with pytest.raises(CourseError, match="there is no module 3: the course has modules 0 to 2, 99$"):
-        modules.select_modules("2-3")
-    monkeypatch.setattr(validation, "MODULES", (last, replace(get_module(2), package="m03_flat_ddp")))
-    assert validation.find_table_faults() == [
-        "brigade/course/modules.py: the package of module 2 must begin with m02_",
-        "brigade/course/modules.py: module 2 comes after module 99, but numbers must increase",
-    ]
 
 
 def test_all_faults_are_named_at_once(course):

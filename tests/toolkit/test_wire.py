@@ -18,7 +18,7 @@ from brigade.ipc import wire
 from brigade.ipc.wire import DTYPES, WireError, decode, encode
 from brigade.sandbox import enter
 
-limited = settings(max_examples=150, deadline=None, database=None)
+limited = settings(max_examples=60, deadline=None, database=None)
 
 
 @st.composite
