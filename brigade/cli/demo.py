@@ -40,7 +40,7 @@ def demo() -> int:
     ranks.SERVER.start()  # imports torch at the same time as this process
     # Imported here, so that Ctrl-C prints no traceback while torch is loading.
     from brigade.lab import ladder, plots
-    from brigade.lab.bench import Bench, select_written
+    from brigade.lab.bench import select_written
 
     workload = replace(ladder.EMULATED, batch_size=12, rounds=ROUNDS)
     entries, sources, left_out = select_written(REFERENCE, CORE_MODULES)
@@ -60,13 +60,13 @@ def demo() -> int:
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
         results = ladder.run_benchmark(workload, variants, sources, on_step=advance)
     console.print()
-    console.print(plots.make_time_table(Bench(variants, results)))
+    console.print(plots.make_time_table(results))
     if wrong := results.list_wrong_losses():
         print("\n".join(f"demo: {sentence}" for sentence in wrong), file=sys.stderr)
         return 1
     console.print(plots.describe_losses(results))
     picture = ROOT / "out" / "ladder.png"
-    plots.draw_bench(Bench(variants, results), picture)
+    plots.draw_bench(results, picture)
     console.print(f"{picture.relative_to(ROOT)} shows these times as a chart.\n")
     return show_checks() if HAS_SOLUTIONS else 0
 

@@ -27,8 +27,7 @@ from brigade.lab.script import explain_failure, show_progress
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
-    from brigade.lab.bench import Bench
-    from brigade.lab.ladder import Variant, Workload
+    from brigade.lab.ladder import Ladder, Variant, Workload
     from brigade.rank.emulated_link import Pace
 
 
@@ -85,12 +84,12 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
 
     Raise what `ladder.run_benchmark` raises.
     """
+    if options.entry is not None:
+        choose_settings(options)
     from brigade.lab import ladder, leaderboard, plots, torchrun
     from brigade.lab.bench import make_sweep_variants, save_json, save_measurements, select_written
     from brigade.runner import machine
 
-    if options.entry is not None:
-        choose_settings(options)
     world_size = choose_world_size(options.ranks)
     entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
     for entry in entries:
@@ -120,7 +119,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     if measurements:
         save_measurements(results, measurements)
         console.print(f"{shorten(measurements)} written; `brigade submit` includes it", markup=False)
-    if results.ladder.list_wrong_losses():
+    if results.list_wrong_losses():
         return 1
     if entry_file:
         entry_file.write_text(leaderboard.make_entry(options.entry, results, sources))
@@ -130,32 +129,35 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
 
 def compare(
     variants: Sequence[Variant], sources: Sources, workload: Workload, target: str, how: dict[str, Any]
-) -> Bench:
+) -> Ladder:
     """Measure the variants, print the tables and the remarks, and return the results.
 
     `how` contains arguments of `ladder.run_benchmark`. Raise what that function raises.
     """
     from brigade.lab import ladder, plots, torchrun
-    from brigade.lab.bench import Bench
+    from brigade.lab.bench import list_remarks
 
     if torchrun.is_torchrun():
         how = how | {"run": torchrun.run_on_torchrun}
     elif target != "solutions":  # finds a deadlock within seconds instead of at the deadline
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
-        results = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
+        results = ladder.run_benchmark(workload, variants, sources, on_step=advance, **how)
     for make_table in (plots.make_time_table, plots.make_memory_table):
         console.print(make_table(results))
         console.print()
-    for sentence in results.list_remarks():
+    for sentence in list_remarks(results):
         console.print(sentence)
-    wrong = results.ladder.list_wrong_losses()
-    console.print("\n".join(wrong) if wrong else plots.describe_losses(results.ladder))
+    wrong = results.list_wrong_losses()
+    console.print("\n".join(wrong) if wrong else plots.describe_losses(results))
     return results
 
 
 def choose_settings(options: argparse.Namespace) -> None:
     """Choose the settings of --entry. Raise CourseError if the user has chosen others."""
+    from brigade.checks.run import prepare
+
+    prepare()  # imports torch
     from brigade.lab import leaderboard, torchrun
 
     if torchrun.is_torchrun():
@@ -177,11 +179,10 @@ def select_passing(entries: Sequence[Module], target: str) -> list[Module]:
     Raise CourseError if no module passes.
     """
     from brigade.checks.collect import collect
-    from brigade.checks.run import Conditions, prepare, run_checks
+    from brigade.checks.run import Conditions, run_checks
     from brigade.cli.check import MAX_AT_A_TIME
     from brigade.runner import machine
 
-    prepare()
     passing = []
     for entry in entries:
         outcomes = run_checks(

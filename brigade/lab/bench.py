@@ -1,8 +1,8 @@
 """`brigade bench`: the variants that it compares, and its results as rows and JSON.
 
-    results = Bench(variants, ladder)
-    results.make_rows()[0].step_ms.median
-    save_json(results, path); load_json(path) == results
+    ladder = run_benchmark(workload, variants)
+    make_rows(ladder)[0].step_ms.median
+    save_json(ladder, path); load_json(path) == ladder
 
 A bench is either a ladder (every variant once) or a sweep (some variants, each with several bucket sizes). The steps of
 all variants alternate within one run. `plots.py` makes the tables and the pictures.
@@ -39,7 +39,7 @@ from brigade.lab.ladder import (
 )
 from brigade.rank.emulated_link import Link, Pace
 
-FORMAT = 3  # of the JSON file
+FORMAT = 4  # of the JSON file
 TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
 
 
@@ -83,81 +83,69 @@ class Row:
     loss: float
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A finished bench: its variants, and their measurements in the same order."""
+def make_rows(ladder: Ladder) -> list[Row]:
+    """Return the rows of the table, one for each variant."""
+    return [make_row(ladder, variant) for variant in ladder.variants]
 
-    variants: list[Variant]
-    ladder: Ladder
 
-    @property
-    def is_sweep(self) -> bool:
-        return any(variant.bucket_mb is not None for variant in self.variants)
+def make_row(ladder: Ladder, variant: Measurement) -> Row:
+    """Return the row of one variant."""
+    base = set_bucket_size(TORCH_DDP, variant.bucket_mb).label
+    peak, kept = variant.peak_bytes, variant.kept_bytes
+    return Row(
+        variant=variant.label,
+        bucket_mb=ladder.workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb,
+        step_ms=compute_spread(variant.step_ms),
+        ratio=compute_spread(ladder.compute_ratios(variant, base)),
+        exposed_ms=compute_spread(variant.compute_exposed_ms(ladder.computation)),
+        cpu_ratio=compute_spread(ladder.compute_ratios(variant, base, "cpu_ms")),
+        collectives=variant.collectives,
+        sent_mb=variant.sent_bytes / 1e6,
+        peak_param_mb=peak["parameters"] / 1e6,
+        peak_grad_mb=peak["gradients"] / 1e6,
+        peak_state_mb=peak["optimizer state"] / 1e6,
+        param_mb=kept["parameters"] / 1e6,
+        grad_mb=kept["gradients"] / 1e6,
+        state_mb=kept["optimizer state"] / 1e6,
+        loss=variant.loss,
+    )
 
-    def make_rows(self) -> list[Row]:
-        """Return the rows of the table, one for each variant."""
-        return [
-            self.make_row(variant, measurement) for variant, measurement in zip(self.variants, self.ladder.variants)
-        ]
 
-    def make_row(self, variant: Variant, measurement: Measurement) -> Row:
-        """Return the row of one variant."""
-        base = set_bucket_size(TORCH_DDP, variant.bucket_mb).label
-        peak, kept = measurement.peak_bytes, measurement.kept_bytes
-        return Row(
-            variant=variant.label,
-            bucket_mb=self.ladder.workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb,
-            step_ms=compute_spread(measurement.step_ms),
-            ratio=compute_spread(self.ladder.compute_ratios(measurement, base)),
-            exposed_ms=compute_spread(measurement.compute_exposed_ms(self.ladder.computation)),
-            cpu_ratio=compute_spread(self.ladder.compute_ratios(measurement, base, "cpu_ms")),
-            collectives=measurement.collectives,
-            sent_mb=measurement.sent_bytes / 1e6,
-            peak_param_mb=peak["parameters"] / 1e6,
-            peak_grad_mb=peak["gradients"] / 1e6,
-            peak_state_mb=peak["optimizer state"] / 1e6,
-            param_mb=kept["parameters"] / 1e6,
-            grad_mb=kept["gradients"] / 1e6,
-            state_mb=kept["optimizer state"] / 1e6,
-            loss=measurement.loss,
+def list_remarks(ladder: Ladder) -> list[str]:
+    """Return remarks about the link, the reliability of its emulation, and the comparison with torch's ZeRO."""
+    if ladder.world_size == 1:
+        return []
+    gradients = f"an all-reduce of all gradients ({ladder.model_bytes / 1e6:.2f} MB)"
+    backward = f"backward alone takes {1e3 * ladder.backward_s:.1f} ms"
+    remarks = []
+    if ladder.link:
+        remarks.append(
+            f"The link is emulated, {ladder.link.description}: {gradients} takes {1e3 * ladder.link_s:.1f} ms; "
+            f"{backward}."
         )
-
-    def list_remarks(self) -> list[str]:
-        """Return remarks about the link, the reliability of its emulation, and the comparison with torch's ZeRO."""
-        ladder = self.ladder
-        if ladder.world_size == 1:
-            return []
-        gradients = f"an all-reduce of all gradients ({ladder.model_bytes / 1e6:.2f} MB)"
-        backward = f"backward alone takes {1e3 * ladder.backward_s:.1f} ms"
-        remarks = []
-        if ladder.link:
-            remarks.append(
-                f"The link is emulated, {ladder.link.description}: {gradients} takes {1e3 * ladder.link_s:.1f} ms; "
-                f"{backward}."
-            )
-            share = ladder.real_s / ladder.link_s
-            real = f"the real all-reduce takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of the emulated time"
-            if share <= TRUSTED_SHARE:
-                remarks.append(real[0].upper() + real[1:] + ".")
-            else:
-                remarks.append(
-                    f"Do not trust these times: {real}. This is more than a fifth, so the emulation cannot hide it. "
-                    "Choose a slower link or a larger workload (--size, --batch, --time)."
-                )
+        share = ladder.real_s / ladder.link_s
+        real = f"the real all-reduce takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of the emulated time"
+        if share <= TRUSTED_SHARE:
+            remarks.append(real[0].upper() + real[1:] + ".")
         else:
-            remarks.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
-        by_label = {variant.label: measurement for variant, measurement in zip(self.variants, ladder.variants)}
-        zero = get_variant(find_module("ZeroOptimizer")).label
-        if zero in by_label and TORCH_ZERO.label in by_label:
-            cells = [
-                f"{spread.median:.2f} [{spread.lower:.2f}-{spread.upper:.2f}]"
-                for spread in (
-                    compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label)),
-                    compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label, "cpu_ms")),
-                )
-            ]
-            remarks.append(f"{zero} relative to {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
-        return remarks
+            remarks.append(
+                f"Do not trust these times: {real}. This is more than a fifth, so the emulation cannot hide it. "
+                "Choose a slower link or a larger workload (--size, --batch, --time)."
+            )
+    else:
+        remarks.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
+    by_label = {variant.label: variant for variant in ladder.variants}
+    zero = get_variant(find_module("ZeroOptimizer")).label
+    if zero in by_label and TORCH_ZERO.label in by_label:
+        cells = [
+            f"{spread.median:.2f} [{spread.lower:.2f}-{spread.upper:.2f}]"
+            for spread in (
+                compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label)),
+                compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label, "cpu_ms")),
+            )
+        ]
+        remarks.append(f"{zero} relative to {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
+    return remarks
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
@@ -222,23 +210,22 @@ def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
     return needed
 
 
-def save_json(results: Bench, path: Path) -> None:
+def save_json(ladder: Ladder, path: Path) -> None:
     """Write the table, the workload, the link, the versions and the times of every step as JSON for `load_json`."""
-    content = {"format": FORMAT, "made_with": describe_machine(), "rows": [asdict(row) for row in results.make_rows()]}
-    path.write_text(json.dumps(content | asdict(results)) + "\n")
+    content = {"format": FORMAT, "made_with": describe_machine(), "rows": [asdict(row) for row in make_rows(ladder)]}
+    path.write_text(json.dumps(content | {"ladder": asdict(ladder)}) + "\n")
 
 
-def save_measurements(results: Bench, path: Path) -> None:
+def save_measurements(ladder: Ladder, path: Path) -> None:
     """Write the table with quartiles, the workload, the link, the versions, the machine and the date.
 
     Students hand in this file, which has a few kB. See `brigade/course/measurements.py`.
     """
-    path.write_text(json.dumps(round_numbers(summarize(results)), indent=1) + "\n")
+    path.write_text(json.dumps(round_numbers(summarize(ladder)), indent=1) + "\n")
 
 
-def summarize(results: Bench) -> dict[str, Any]:
+def summarize(ladder: Ladder) -> dict[str, Any]:
     """Return the table with quartiles, the workload, the link, the versions, the machine and the date, for JSON."""
-    ladder = results.ladder
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "made_with": describe_machine(),
@@ -247,7 +234,7 @@ def summarize(results: Bench) -> dict[str, Any]:
         "workload": asdict(ladder.workload),
         "link": ladder.link and asdict(ladder.link) | {"all_reduce_ms": 1e3 * ladder.link_s},
         "backward_ms": 1e3 * ladder.backward_s,
-        "rows": [asdict(row) for row in results.make_rows()],
+        "rows": [asdict(row) for row in make_rows(ladder)],
     }
 
 
@@ -270,30 +257,16 @@ def round_numbers(content: Any) -> Any:
     return [round_numbers(value) for value in content] if isinstance(content, (list, tuple)) else content
 
 
-def load_json(path: Path) -> Bench:
-    """Return the bench that `save_json` wrote. Raise CourseError for any other content."""
+def load_json(path: Path) -> Ladder:
+    """Return the ladder that `save_json` wrote. Raise CourseError for any other content."""
     try:
-        content = json.loads(path.read_text())
-        variants = [
-            Variant(**variant | {name: variant[name] and tuple(variant[name]) for name in ("wrapper", "optimizer")})
-            for variant in content["variants"]
-        ]
-        ladder = content["ladder"]
-        workload = ladder["workload"]
-        return Bench(
-            variants,
-            Ladder(
-                **ladder
-                | {
-                    "workload": Workload(
-                        **workload | {"size": Size(**workload["size"]), "link": read_link(workload["link"])}
-                    ),
-                    "variants": [Measurement(**variant) for variant in ladder["variants"]],
-                    "computation": Measurement(**ladder["computation"]),
-                    "link": read_link(ladder["link"]),
-                }
-            ),
-        )
+        content = json.loads(path.read_text())["ladder"]
+        workload = content["workload"]
+        workload |= {"size": Size(**workload["size"]), "link": read_link(workload["link"])}
+        variants = [Measurement(**variant) for variant in content["variants"]]
+        computation, link = Measurement(**content["computation"]), read_link(content["link"])
+        read = {"workload": Workload(**workload), "variants": variants, "computation": computation, "link": link}
+        return Ladder(**content | read)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CourseError(f"{path} is not a file that `brigade bench --json` wrote: {error}") from None
 

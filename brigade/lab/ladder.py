@@ -98,7 +98,7 @@ class Measurement:
     is the processor time of the step, for all threads of the rank together. `collectives` and `sent_bytes` are means
     over ranks, per step; `sent_bytes` counts the bytes that a rank sends with ring algorithms. `losses` are per rank,
     in nats per token. `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and
-    on the fullest rank (see `memory_accounting.py`).
+    on the fullest rank (see `memory_accounting.py`). `bucket_mb` is the variant's.
     """
 
     label: str
@@ -109,6 +109,7 @@ class Measurement:
     losses: list[float]
     kept_bytes: Bytes
     peak_bytes: Bytes
+    bucket_mb: float | None = None
 
     @property
     def step_ms(self) -> list[float]:
@@ -347,6 +348,7 @@ def make_measurement(
         losses=[result["losses"][variant.label] for result in results],
         kept_bytes=find_fullest(result["kept"][variant.label] for result in results),
         peak_bytes=find_fullest(result["peaks"][variant.label] for result in results),
+        bucket_mb=variant.bucket_mb,
     )
 
 

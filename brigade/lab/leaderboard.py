@@ -22,8 +22,8 @@ from rich.text import Text
 
 from brigade.course.modules import TRAINING_MODULES, CourseError
 from brigade.course.submission import Sources, open_no_follow
-from brigade.lab.bench import TRUSTED_SHARE, Bench, round_numbers, summarize
-from brigade.lab.ladder import EMULATED, get_variant
+from brigade.lab.bench import TRUSTED_SHARE, round_numbers, summarize
+from brigade.lab.ladder import EMULATED, Ladder, get_variant
 from brigade.lab.plots import make_empty_table
 
 FORMAT = 2
@@ -65,12 +65,12 @@ def make_file_name(name: str) -> str:
     return f"entry-{re.sub(r'[^0-9A-Za-z_-]+', '-', name)}.json"
 
 
-def make_entry(name: str, results: Bench, sources: Sources) -> str:
+def make_entry(name: str, ladder: Ladder, sources: Sources) -> str:
     """Return the text of an entry. `sources` are the submission's modules."""
-    share = results.ladder.real_s / results.ladder.link_s
+    share = ladder.real_s / ladder.link_s
     texts = sorted((module, text) for module, (_, text) in sources.items())
     submission = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    content = {"format": FORMAT, "name": name, "real_share": share, "submission": submission, **summarize(results)}
+    content = {"format": FORMAT, "name": name, "real_share": share, "submission": submission, **summarize(ladder)}
     return json.dumps(round_numbers(content), indent=1) + "\n"
 
 

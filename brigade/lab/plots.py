@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from rich import box
 from rich.table import Table
 
-from brigade.lab.bench import Bench, Spread
+from brigade.lab.bench import Spread, make_rows
 from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, Ladder
 from brigade.lab.on_ranks import FP32_BYTES
 
@@ -46,12 +46,16 @@ def format_quartiles(spread: Spread, digits: int) -> str:
     return f"{format_number(spread.lower, digits)}-{format_number(spread.upper, digits)}"
 
 
-def make_time_table(bench: Bench) -> Table:
+def make_time_table(ladder: Ladder) -> Table:
     """Return a table of step times, with a row for each variant."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU\nratio")
-    buckets = "" if bench.is_sweep else f"; buckets of {bench.ladder.workload.bucket_mb:g} MiB"
-    table = make_empty_table(f"Step time: {describe_ranks(bench.ladder)}{buckets}", "variant", headings)
-    for row in bench.make_rows():
+    buckets = (
+        ""
+        if any(one.bucket_mb is not None for one in ladder.variants)
+        else f"; buckets of {ladder.workload.bucket_mb:g} MiB"
+    )
+    table = make_empty_table(f"Step time: {describe_ranks(ladder)}{buckets}", "variant", headings)
+    for row in make_rows(ladder):
         table.add_row(
             row.variant,
             f"{row.step_ms.median:.1f}",
@@ -61,7 +65,7 @@ def make_time_table(bench: Bench) -> Table:
             f"{row.exposed_ms.median:.1f}",
             f"{row.cpu_ratio.median:.2f}",
         )
-    alone = bench.ladder.computation
+    alone = ladder.computation
     table.add_section()
     table.add_row(
         alone.label, f"{alone.median_ms:.1f}", format_quartiles(Spread(alone.median_ms, *alone.quartiles_ms), 1)
@@ -69,14 +73,14 @@ def make_time_table(bench: Bench) -> Table:
     return table
 
 
-def make_memory_table(bench: Bench) -> Table:
+def make_memory_table(ladder: Ladder) -> Table:
     """Return a table of time, traffic and memory, with a row for each variant."""
     memory = [f"{kind}\n{when}" for when in ("peak", "kept") for kind in ("param", "grad", "state")]
     headings = ("step\nms", "laun-\nches", "MB\nsent", *memory)
     table = make_empty_table("Launches and MB sent per step, and MB of memory on the fullest rank", "variant", headings)
     table.caption = "Peak: on one token per rank; gradients include buckets. Kept: between steps."
     table.caption_justify = "left"
-    for row in bench.make_rows():
+    for row in make_rows(ladder):
         peak = (row.peak_param_mb, row.peak_grad_mb, row.peak_state_mb)
         kept = (row.param_mb, row.grad_mb, row.state_mb)
         megabytes = (format_number(value, 2) for value in (row.sent_mb, *peak, *kept))
@@ -98,16 +102,16 @@ def describe_losses(ladder: Ladder) -> str:
     )
 
 
-def draw_bench(bench: Bench, path: Path) -> None:
+def draw_bench(ladder: Ladder, path: Path) -> None:
     """Draw how long each phase of a step takes, with one bar for each variant, as a PNG file.
 
     The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step time. The hatched
     part is the additional time that forward and backward take compared with computation alone.
     """
-    rows = [*zip(bench.make_rows(), bench.ladder.variants)][::-1]  # matplotlib counts upwards
+    rows = [*zip(make_rows(ladder), ladder.variants)][::-1]  # matplotlib counts upwards
     figure = Figure(figsize=(9, 2.2 + 0.45 * len(rows)), dpi=100, layout="constrained")
     axes = figure.subplots()
-    alone = bench.ladder.computation
+    alone = ladder.computation
     alone_ms = alone.compute_phase_parts_ms()
     columns = {len(rows): ("ratio to\ntorch DDP", "launches\nper step")}
     for position, (row, measurement) in enumerate(rows):
@@ -133,7 +137,7 @@ def draw_bench(bench: Bench, path: Path) -> None:
     axes.set_xlim(0, 1.02 * max(spread.upper for spread in spreads))
     axes.set_ylim(-0.6, len(rows) + 0.4)
     axes.set_xlabel("time of one training step (ms)")
-    figure.suptitle(describe_setting(bench.ladder), x=0.01, ha="left", fontsize=10)
+    figure.suptitle(describe_setting(ladder), x=0.01, ha="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(facecolor=COLOURS[phase], label=NAMES.get(phase, phase)) for phase in PHASES]
     handles.append(

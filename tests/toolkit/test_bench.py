@@ -165,36 +165,35 @@ def test_the_json_is_complete_and_can_be_read_again(written_files, tmp_path):
     content = json.loads(written_files.json.read_text())
     assert content["made_with"]["torch"] == torch.__version__
     results = bench.load_json(written_files.json)
-    assert results.ladder.workload == replace(
+    assert results.workload == replace(
         ladder.EMULATED, rounds=7, batch_size=2, time=8, link=Pace(comm_ratio=0.5, latency_ratio=0.01)
     )
-    assert (results.ladder.world_size, results.ladder.backend) == (2, "gloo")
+    assert (results.world_size, results.backend) == (2, "gloo")
     again = tmp_path / "again.json"
     bench.save_json(results, again)
     assert json.loads(again.read_text()) == content
     assert bench.load_json(again) == results
-    assert [row["variant"] for row in content["rows"]] == [row.variant for row in results.make_rows()]
+    assert [row["variant"] for row in content["rows"]] == [row.variant for row in bench.make_rows(results)]
 
 
 def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
     results = bench.load_json(written_files.json)
-    naive, zero, ddp, sharded = results.make_rows()
-    assert [row.variant for row in results.make_rows()] == [
+    naive, zero, ddp, sharded = bench.make_rows(results)
+    assert [row.variant for row in bench.make_rows(results)] == [
         "1 NaiveDDP",
         "8 ZeroOptimizer",
         "torch DDP",
         "torch DDP + ZeRO",
     ]
     steps, torch_steps, alone = (
-        variant.step_ms
-        for variant in (*(results.ladder.variants[index] for index in (0, 2)), results.ladder.computation)
+        variant.step_ms for variant in (*(results.variants[index] for index in (0, 2)), results.computation)
     )
     assert len(steps) == 2
     assert naive.step_ms.median == pytest.approx(sum(steps) / 2)
     assert naive.step_ms.lower == pytest.approx(min(steps) + abs(steps[0] - steps[1]) / 4)
     assert naive.ratio.median == pytest.approx(sum(a / b for a, b in zip(steps, torch_steps)) / 2)
     assert naive.exposed_ms.median == pytest.approx(sum(a - b for a, b in zip(steps, alone)) / 2)
-    nbytes = results.ladder.model_bytes
+    nbytes = results.model_bytes
     assert nbytes == 4 * sum(p.numel() for p in TinyLM(SIZES["tiny"]).parameters())
     assert naive.param_mb == naive.grad_mb == naive.state_mb == nbytes / 1e6  # SGD keeps one momentum per parameter
     assert ddp.grad_mb == 2 * nbytes / 1e6  # and the buckets
@@ -209,7 +208,7 @@ def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
 
 
 def test_the_link_has_the_ratio_that_was_asked_for(written_files):
-    results = bench.load_json(written_files.json).ladder
+    results = bench.load_json(written_files.json)
     assert results.link_s == pytest.approx(0.51 * results.backward_s)
     naive = results.get_measurement("1 NaiveDDP")
     least_s = naive.collectives * results.link.seconds("all_reduce", 0, 2) + 0.5 * results.backward_s
@@ -219,7 +218,7 @@ def test_the_link_has_the_ratio_that_was_asked_for(written_files):
 def test_what_is_printed_fits_a_pipe_and_says_which_link_it_is(written_files):
     tables = written_files.printed.split("The link is emulated")[0].splitlines()
     assert max(map(len, tables)) <= 80
-    link = bench.load_json(written_files.json).ladder.link
+    link = bench.load_json(written_files.json).link
     assert f"The link is emulated, {link.description}: " in written_files.printed
     assert "All losses equal that of one process" in written_files.printed
     assert written_files.png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -229,9 +228,7 @@ def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
     results = bench.load_json(written_files.json)
 
     def remarks(share, **changes):
-        return bench.Bench(
-            results.variants, replace(results.ladder, real_s=share * results.ladder.link_s, **changes)
-        ).list_remarks()
+        return bench.list_remarks(replace(results, real_s=share * results.link_s, **changes))
 
     assert "20 % of the emulated time." in remarks(0.199)[1] and "trust" not in remarks(0.199)[1]
     assert remarks(0.21)[1].startswith("Do not trust these times: the real all-reduce takes")
@@ -252,11 +249,10 @@ def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
     done = brigade("--sweep", "4,0.3", "--modules", "4,5", *SMALL, "--json", paths["json"], "--png", paths["png"])
     assert done.returncode == 0, done
     results = bench.load_json(paths["json"])
-    assert results.is_sweep
     labels = [
         f"{name}, {size} MiB" for name in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP") for size in ("0.3", "4")
     ]
-    rows = results.make_rows()
+    rows = bench.make_rows(results)
     assert [row.variant for row in rows] == labels
     assert [row.bucket_mb for row in rows] == [0.3, 4.0] * 3
     assert [row.ratio.median for row in rows[4:]] == [1.0, 1.0]  # torch DDP, to itself with the same buckets
@@ -352,9 +348,9 @@ def test_torchrun_gives_the_losses_of_a_local_run(written_files, tmp_path):
     done = under_torchrun(tmp_path, "--modules", "1,8", *SMALL, "--json", given, timeout=120)
     assert done.returncode == 0, done.stderr
     results, local = bench.load_json(given), bench.load_json(written_files.json)
-    assert [variant.losses for variant in results.ladder.variants] == [one.losses for one in local.ladder.variants]
-    assert [row.collectives for row in results.make_rows()] == [row.collectives for row in local.make_rows()]
-    assert len(results.ladder.variants[0].marks) == 2, "one for each rank"
+    assert [variant.losses for variant in results.variants] == [one.losses for one in local.variants]
+    assert [row.collectives for row in bench.make_rows(results)] == [row.collectives for row in bench.make_rows(local)]
+    assert len(results.variants[0].marks) == 2, "one for each rank"
     assert done.stdout.count("Step time: 2 ranks (gloo)") == 1, "only rank 0 prints"
     assert done.stdout.count("No link is emulated") == 1
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"

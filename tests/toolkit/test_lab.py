@@ -13,7 +13,6 @@ from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.cli import demo
 from brigade.course.modules import CORE_MODULES, get_module
 from brigade.lab import ladder, plots
-from brigade.lab.bench import Bench
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=2, warmup=0)
@@ -86,16 +85,15 @@ def test_ranks_that_cannot_share_a_batch_are_refused():
 
 
 def test_the_table_and_the_picture_show_every_variant(results, tmp_path):
-    bench = Bench(VARIANTS, results[0])
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(plots.make_time_table(bench))
+    console.print(plots.make_time_table(results[0]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     for variant in results[0].variants:
         [row] = [line for line in lines if re.match(re.escape(variant.label) + r" +\d", line)]
         assert f"{variant.median_ms:.1f}" in row
     path = tmp_path / "out" / "ladder.png"
-    plots.draw_bench(bench, path)
+    plots.draw_bench(results[0], path)
     assert png_size(path)[0] == 900
 
 

@@ -9,7 +9,6 @@ from brigade.checks import run
 from brigade.cli import lab
 from brigade.course.modules import ROOT, CourseError, get_module
 from brigade.lab import ladder, leaderboard
-from brigade.lab.bench import Bench
 from brigade.rank.emulated_link import Link
 
 RATIOS = {"torch DDP": 1.0, "torch DDP + ZeRO": 1.4, "4 BucketedDDP": 0.9, "8 ZeroOptimizer": 0.95}
@@ -27,7 +26,7 @@ def make_bench(variants, loss=3.0, real_s=0.01):
 
     measurements = [measure(variant) for variant in variants]
     setting = (ladder.EMULATED, 2, "gloo", 3.0, measurements, measure(ladder.COMPUTATION), Link(0.0, 1e9))
-    return Bench(variants, ladder.Ladder(*setting, backward_s=0.1, real_s=real_s, model_bytes=10**8))
+    return ladder.Ladder(*setting, backward_s=0.1, real_s=real_s, model_bytes=10**8)
 
 
 @pytest.fixture

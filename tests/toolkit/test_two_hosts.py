@@ -104,7 +104,7 @@ def test_two_hosts_train_as_one_process_does(tmp_path, nothing_left):
     status, out, err = finish(start(tmp_path, *SMALL, "--json", path))
     assert status == 0, err
     assert out.count("Step time: 2 ranks (gloo)") == 1
-    two_hosts = bench.load_json(path).ladder
+    two_hosts = bench.load_json(path)
     for variant in two_hosts.variants:
         assert variant.losses == pytest.approx([two_hosts.expected_loss] * 2, abs=1e-6), variant.label
     transfer_s = 8 * two_hosts.model_bytes / (MBIT_PER_S * 1e6)  # two ranks: each sends all gradients once
