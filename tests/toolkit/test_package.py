@@ -131,9 +131,9 @@ def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     unwanted = re.compile(
         r"mutants|alternative|variants|hostile|toolkit|notebook|/lab/(?!__init__|models)|package|\.(md|png|ipynb|pyc)$"
     )
-    readings = {f"lessons/{entry.package}/README.md" for entry in MODULES}  # for the points of the written questions
-    assert {name for name in names if name.startswith("lessons/")} == readings
-    assert not [name for name in names if unwanted.search(name) and name not in readings]
+    questions = {f"lessons/{entry.package}/answers.md" for entry in MODULES}  # for their points
+    assert {name for name in names if name.startswith("lessons/")} == questions
+    assert not [name for name in names if unwanted.search(name) and name not in questions]
 
 
 def test_only_its_owner_may_read_it_and_equal_courses_make_equal_zips(archive, tmp_path, monkeypatch):
