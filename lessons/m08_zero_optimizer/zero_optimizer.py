@@ -201,8 +201,8 @@ class ZeroOptimizer(OuterOptimizer):
 
     Raise ValueError if the optimizer is not elementwise. Without `param_groups`, there is one parameter group with all
     parameters. The constructor turns off `ddp.gather_grads`. Call `ddp.finish_grad_sync()` before `clip_grad_norm_` and
-    `step`, once, with no backward in between. Load weights before you construct the optimizer, because the constructor
-    copies the fp32 main parameters from them.
+    `step`, once, with no backward in between, and `zero_grad` before the next backward. Load weights before you
+    construct the optimizer, because the constructor copies the fp32 main parameters from them.
     """
 
     def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):
@@ -227,7 +227,12 @@ class ZeroOptimizer(OuterOptimizer):
                 self.local[p] = self.param_shards[index].shard
 
     def prepare_grads(self) -> list[Tensor]:
-        """Attach gradients and weights to the shards. Return the gradients as views of the buffers."""
+        """Attach gradients and weights to the shards. Return the gradients as views of the buffers.
+
+        Raise RuntimeError between a backward and its `finish_grad_sync`.
+        """
+        if self.ddp.queue.num_pending != self.ddp.queue.num_grads:
+            raise RuntimeError("the gradients are not averages yet: call finish_grad_sync first")
         # In every step, get the flat tensors from the buffers again, because `reallocate` replaces them.
         # TODO: part (g)
         raise NotImplementedError("module 8, part (g)")

@@ -146,7 +146,12 @@ class Zero2Optimizer(ZeroOptimizer):
     """Like `ZeroOptimizer`, but used with a `GradShardedDDP`."""
 
     def prepare_grads(self) -> list[Tensor]:
-        """Attach gradients and weights to the shards. Return the gradients as views of `grad_data`."""
+        """Attach gradients and weights to the shards. Return the gradients as views of `grad_data`.
+
+        Raise RuntimeError if a backward came after the last `finish_grad_sync`.
+        """
+        if any(buffer.whole for buffer in self.ddp.grad_buffers):
+            raise RuntimeError("some gradients are not in the shards yet: call finish_grad_sync first")
         return [self.prepare_grad(part) for part in self.param_shards.values()]
 
     def prepare_grad(self, part: ParamShard) -> Tensor:

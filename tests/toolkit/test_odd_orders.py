@@ -26,7 +26,9 @@ RIGHT_OR_REFUSED = [
     ([*BACKWARD, "finish", *QUIET, "finish"], slice(0, 2)),
     ([*BACKWARD, "finish", *BACKWARD, "finish"], slice(0, 2)),
     (["finish", *BACKWARD, "finish"], slice(0, 1)),
+    ([*BACKWARD, "zero_grad", *BACKWARD], slice(1, 2)),  # finish_grad_sync forgotten: refused by the second backward
 ]
+STEP_TOO_EARLY = [(BACKWARD, slice(0, 1)), ([*BACKWARD, "finish", *QUIET], slice(0, 2))]
 BUFFERED, GROUPED = {"bucket_numel": 150}, {"bucket_numel": 150, "buckets_per_group": 2}
 ARGUMENTS = {3: {}, 4: {"bucket_cap_mb": 600 / 2**20}, 5: BUFFERED, 6: GROUPED, 7: GROUPED, 8: GROUPED, 9: GROUPED}
 ARGUMENTS[10] = BUFFERED
@@ -46,10 +48,11 @@ def test_right_or_refused(number, world):
     context = CheckContext(read("solutions", number).sources)
     case = context.case("Plain" if number == 3 else "Branches", world, micro_batches=2)
     batches = case.batches
-    orders = [order if number < 8 else [*order, "step"] for order, _ in RIGHT + RIGHT_OR_REFUSED]
+    rows = RIGHT + RIGHT_OR_REFUSED + STEP_TOO_EARLY * (number >= 8)
+    orders = [order if number < 8 else [*order, "step"] for order, _ in rows]
     jobs = [case.make_jobs(order=order, recipe=SGD, **job) for order in orders]
     run = training.take_odd_step if number < 8 else scenario.take_odd_step
-    for (order, used), results in zip(RIGHT + RIGHT_OR_REFUSED, context.run_each(run, jobs)):
+    for (order, used), results in zip(rows, context.run_each(run, jobs)):
         case.batches = [[own[0][used]] for own in batches]
         expected = case.gradients() if number < 8 else compute_weights(case, SGD)
         if (order, used) in RIGHT or None not in results:
