@@ -473,58 +473,16 @@ def test_unusual_orders(submission):
     Refused means a RuntimeError. If all backward passes of a step are in no_sync, the finish reduces their gradients.
     """
     [world] = submission.worlds(2)
-    always = [*scenarios.EXTRA, *scenarios.TWO_BACKWARDS, scenarios.TWICE, *scenarios.UNSYNCED]
     between = [order for order in scenarios.EXTRA if order[1] == scenarios.PLACES[1]]
-    orders = [(order, True) for order in always] + [(order, False) for order in between]
-    cases = [
-        submission.case(
-            "Blocks", world, steps=2, dtype=torch.float64, hidden_layers=3, micro_batches=2 - isinstance(order, tuple)
-        )
-        for order, _ in orders
+    orders = [(order, True) for order in scenarios.ORDERS] + [(order, False) for order in between]
+    options = [
+        {
+            "arguments": {"reshard_after_forward": reshard, "prefetch": number % 3},
+            "forward": "checkpointed" if number % 2 else "",
+        }
+        for number, (_, reshard) in enumerate(orders)
     ]
-    for case, (order, _) in zip(cases, orders):
-        for step in (step for steps in case.batches for step in steps if order == scenarios.TWICE):
-            step[1] = step[0]
-    jobs = [
-        case.make_jobs(
-            **JOB,
-            number=number,
-            order=order,
-            arguments={"reshard_after_forward": reshard, "prefetch": number % 3},
-            forward="checkpointed" if number % 2 else "",
-        )
-        for number, (case, (order, reshard)) in enumerate(zip(cases, orders))
-    ]
-    all_results = run_each(submission, scenarios.train_unusually, jobs)
-    for case, (order, _), results in zip(cases, orders, all_results):
-        what = f"with {' '.join(order)}" if isinstance(order, tuple) else f"with {order}"
-        refused = [rank for rank, result in enumerate(results) if "refusal" in result]
-        if refused:
-            expect(
-                scenarios.EVALUATION not in order and order not in scenarios.UNSYNCED,
-                f"a step {what} is right",
-                f"RuntimeError: {results[refused[0]]['refusal']}",
-                diagnosis.REFUSED if order == (scenarios.EVALUATION, scenarios.PLACES[1]) else "",
-                rank=refused[0],
-            )
-            continue
-        for rank, result in enumerate(results):
-            expect(
-                not result["evaluated"],
-                "after an evaluation, all full weights are freed if no backward is due",
-                f"{join_names(sorted({*result['evaluated']}), 4)} have memory",
-                diagnosis.KEPT_AFTER_EVALUATION,
-                rank=rank,
-            )
-            expect(
-                not result["alive"],
-                f"after the finish of a step {what}, all full weights are freed",
-                f"{join_names(sorted({*result['alive']}), 4)} have memory",
-                diagnosis.ROOT_STAYS,
-                rank=rank,
-            )
-        otherwise = partial(diagnosis.explain_order_of_calls, order, results.events, len(lay_out(case)))
-        expect_trained(results, case, train_plain(case)[0], f"weights after 2 steps {what}", otherwise=otherwise)
+    expect_orders(submission, world, [order for order, _ in orders], options)
 
 
 # ---- part (o): mixed precision
@@ -604,6 +562,55 @@ def test_mixed_precision_memory(submission):
 
 
 # ---- helpers
+
+
+def expect_orders(submission, world, orders, options, dtype=torch.float64, tolerance=MANY_STEPS):
+    """Expect training with each of these orders, a part of ORDERS, to be right, or to be refused if this is allowed.
+
+    options[i] are options of the jobs for orders[i].
+    """
+    cases = []
+    for order in orders:
+        micro_batches = 2 - isinstance(order, tuple)
+        cases.append(
+            submission.case("Blocks", world, steps=2, dtype=dtype, hidden_layers=3, micro_batches=micro_batches)
+        )
+        for step in (step for steps in cases[-1].batches for step in steps if order == scenarios.TWICE):
+            step[1] = step[0]
+    jobs = [
+        case.make_jobs(**JOB, number=number, order=order, **more)
+        for number, (case, order, more) in enumerate(zip(cases, orders, options))
+    ]
+    all_results = run_each(submission, scenarios.train_unusually, jobs)
+    for case, order, results in zip(cases, orders, all_results):
+        what = f"with {' '.join(order)}" if isinstance(order, tuple) else f"with {order}"
+        refused = [rank for rank, result in enumerate(results) if "refusal" in result]
+        if refused:
+            expect(
+                scenarios.EVALUATION not in order and order not in scenarios.UNSYNCED,
+                f"a step {what} is right",
+                f"RuntimeError: {results[refused[0]]['refusal']}",
+                diagnosis.REFUSED if order == (scenarios.EVALUATION, scenarios.PLACES[1]) else "",
+                rank=refused[0],
+            )
+            continue
+        for rank, result in enumerate(results):
+            expect(
+                not result["evaluated"],
+                "after an evaluation, all full weights are freed if no backward is due",
+                f"{join_names(sorted({*result['evaluated']}), 4)} have memory",
+                diagnosis.KEPT_AFTER_EVALUATION,
+                rank=rank,
+            )
+            expect(
+                not result["alive"],
+                f"after the finish of a step {what}, all full weights are freed",
+                f"{join_names(sorted({*result['alive']}), 4)} have memory",
+                diagnosis.ROOT_STAYS,
+                rank=rank,
+            )
+        otherwise = partial(diagnosis.explain_order_of_calls, order, results.events, len(lay_out(case)))
+        expect_trained(results, case, train_plain(case)[0], f"weights after 2 steps {what}", tolerance, otherwise)
 
 
 def expect_dtypes(results, compute, reduce, what):

@@ -395,6 +395,7 @@ EXTRA = [(kind, place) for kind in (EVALUATION, DISCARDED) for place in PLACES]
 TWO_BACKWARDS = ("a second backward before the finish", "one backward for two forwards", "the first backward last")
 TWICE = "two backward passes for one forward"
 UNSYNCED = ("only no_sync", "no_sync last")
+ORDERS = [*EXTRA, *TWO_BACKWARDS, TWICE, *UNSYNCED]
 
 
 def train_unusually(job: dict) -> dict:
