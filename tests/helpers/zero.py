@@ -66,7 +66,6 @@ def require_shared_state(results, case, name):
     params, size = case.parameters().values(), len(results)
     itemsize = max(4, *(parameter.itemsize for parameter in params))
     bound = MOMENTS[name] * itemsize * compute_padded_numel(params, size) // size
-    whole = MOMENTS[name] * itemsize * sum(p.numel() for p in params if p.requires_grad)
     for index, result in enumerate(results if size > 1 else []):
         actual = result["state_bytes"]
         expect(
@@ -74,7 +73,7 @@ def require_shared_state(results, case, name):
             f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
             "optimizer.optim, the state of its own shards",
             "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes",
-            partial(diagnosis.explain_state_bytes, actual, whole),
+            diagnosis.NO_INNER if actual is None else diagnosis.WHOLE_STATE,
             rank=case.group[index] if len(case.group) == size else index,
         )
 

@@ -35,6 +35,7 @@ SKIPPED = (
 )
 
 # ZeroOptimizer
+WHOLE_STATE = "each rank keeps the state of whole parameters, not only of the parts in its shards."
 SHARE = "Rank r of the group owns the r-th of the N equal parts of each bucket."
 NO_OPTIMIZER = "ZeroOptimizer is not a subclass of torch.optim.Optimizer."
 GATHERED = (
@@ -530,15 +531,6 @@ def are_parameters_divided(case, recipe, actual, layout):
 def explain_refusal(answer):
     """Return why an optimizer is not refused with a sentence."""
     return NOT_ELEMENTWISE if answer is None else NO_SENTENCE
-
-
-def explain_state_bytes(actual, unsharded):
-    """Return why a rank has too many bytes of state, where the unsharded optimizer has `unsharded`."""
-    if actual is None:
-        return NO_INNER
-    if actual >= unsharded:
-        return "each rank keeps the state of all parameters, not only of the parts in its shards."
-    return "each rank keeps the state of whole parameters, not only of the parts in its shards."
 
 
 def explain_missing_state(total, expected):

@@ -144,10 +144,9 @@ def explain_refusal(failure: RankFailure, sources: Sources) -> str:
     if not launched and len(passes) > 1:
         return "gradients that become ready inside no_sync are counted too."
     if not launched and len(steps) > 2:
-        return (
-            f"finish_grad_sync did not reset the state of step {steps[-2]}, so the hook refuses the first gradient of "
-            f"step {steps[-1]}."
-        )
+        phases = {launch.phase for launch in launches(events, steps[-2])}
+        method = "zero_grad" if phases == {"clip"} else "step" if phases <= {"clip", "step"} else "finish_grad_sync"
+        return f"{method} did not reset the state of step {steps[-2]}, so step {steps[-1]} refuses its first gradient."
     if not launched:
         return "the hook refuses the first gradient of all."
     if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
