@@ -29,9 +29,9 @@ TEMPLATE = ROOT / "tools" / "slides.html.j2"
 OUTPUT = ROOT / "out" / "slides"
 REVEAL = resources.files("sphinx_revealjs") / "_static" / "revealjs"
 STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
-SCRIPT = "dist/reveal.js"
+SCRIPTS = ("dist/reveal.js", "plugin/notes/notes.js")
 SHOWN = {"image/png", "text/markdown"}  # outputs that a deck shows without their code
-LONGEST = 24  # lines of code that fit on a slide
+LONGEST, WIDTH = 19, 78  # lines of code that fit on a slide, and characters that fit into a line
 FORMULA_PT = 18
 
 
@@ -60,17 +60,39 @@ def make_deck(path: Path) -> str:
     """Return the HTML page for one notebook."""
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata["title"] = notebook.cells[0].source.partition("\n")[0].lstrip("# ")
-    for cell in notebook.cells:
+    cells, notebook.cells = notebook.cells, []
+    for cell in cells:
+        notebook.cells.append(cell)
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\$([^$\n]+)\$", lambda formula: draw_formula(formula[1]), cell.source)
+            notes = cell.source if cell is not cells[0] else f"{cell.source}\n\n{cells[-1].source}"  # and the run sheet
+            hidden = {"slideshow": {"slide_type": "notes" if cell is not cells[-1] else "skip"}}
+            notebook.cells.append(nbformat.v4.new_markdown_cell(notes, metadata=hidden))
+            cell.source = shorten(cell.source)
             continue
         shows_more = any(SHOWN & output.get("data", {}).keys() for output in cell.outputs)
-        if shows_more or len(cell.source.splitlines()) > LONGEST:
+        texts = [cell.source, *(output.get("text", "") for output in cell.outputs)]
+        num_lines = sum(1 + len(line) // WIDTH for text in texts for line in text.splitlines())
+        if shows_more or num_lines > LONGEST:
             cell.metadata["transient"] = {"remove_source": True}
     exporter = SlidesExporter(raw_template=TEMPLATE.read_text(), embed_images=True)
-    deck = {"styles": join_files(STYLES), "script": join_files([SCRIPT])}
+    deck = {"styles": join_files(STYLES), "script": join_files(SCRIPTS)}
     html, _ = exporter.from_notebook_node(notebook, resources={"deck": deck})
     return html
+
+
+def shorten(markdown: str) -> str:
+    """Return a slide's text: the first sentence of each paragraph, and all headings, lists, tables and code."""
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)  # every second one is code
+    return "".join(part if index % 2 else shorten_prose(part) for index, part in enumerate(parts))
+
+
+def shorten_prose(markdown: str) -> str:
+    blocks = markdown.split("\n\n")
+    for index, block in enumerate(blocks):
+        if not re.match(r"[#|-]|\d+\. ", block):
+            blocks[index] = re.split(r"(?<=[.?!])\s(?=[A-Z`$])", block)[0]
+    return "\n\n".join(blocks)
 
 
 def draw_formula(tex: str) -> str:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
 from brigade.course.modules import ROOT
@@ -74,6 +75,24 @@ def test_no_page_of_the_site_fails_or_scrolls_sideways_on_a_phone(page, site):
     assert {path: boxes for path, boxes in found.items() if boxes} == {}
     page.evaluate("document.querySelector('article p').style.width = '600px'")
     assert find_sideways(page)
+
+
+PAGES = ("site/index", "site/ring", "site/explore", "docs/grading", "lessons/m04_bucketed_ddp/README")
+PAGES += ("notebooks/04_bucketed_ddp",)
+OFFLINE = {"preload": False}  # do not fetch style sheets from file:// addresses
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(page, site, scheme):
+    page.emulate_media(color_scheme=scheme)
+    found = {}
+    for name in PAGES:
+        page.goto((site / f"{name}.html").as_uri())
+        violations = Axe().run(page, options=OFFLINE).response["violations"]
+        found[name] = [each["id"] for each in violations if each["impact"] in ("serious", "critical")]
+    assert found == dict.fromkeys(PAGES, [])
+    page.evaluate("document.querySelector('article img').removeAttribute('alt')")
+    assert "image-alt" in [each["id"] for each in Axe().run(page, options=OFFLINE).response["violations"]]
 
 
 GRAD_BYTES, BACKWARD_S, FORWARD_S = 400e6, 0.1, 0.05

@@ -247,14 +247,17 @@ def test_show_has_the_solution_without_its_marks(entry: object) -> None:
 
 
 def test_a_deck_needs_no_network() -> None:
-    """The deck contains the scripts, styles, figures, formulas and stored outputs of module 4, but no run sheet."""
+    """The deck contains scripts, styles, figures, formulas and outputs of module 4, and notes with the run sheet."""
     page = make_deck(ROOT / "notebooks" / "04_bucketed_ddp.ipynb")
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert (
         re.findall(r"""<(?:img|link|script)[^>]*(?:src|href)=["'](?!data:)|@import|url\((?!["']?data:)""", markup) == []
     )
     assert "Reveal.initialize(" in page and 'src="data:image/svg+xml' in page and "data:image/png" in page
-    assert "the first buckets at 10 MiB:" in page and "Run sheet" not in page
+    assert "the first buckets at 10 MiB:" in page
+    notes = re.findall(r'<aside class="notes">(.*?)</aside>', page, re.DOTALL)
+    assert "Run sheet" in notes[0] and "Run sheet" not in page.replace(notes[0], "")
+    assert "It should therefore" in notes[0] and "It should therefore" not in page.replace(notes[0], "")
 
 
 def test_step_times_can_be_drawn_after_a_noisy_run():
