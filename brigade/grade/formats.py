@@ -5,6 +5,7 @@ A file is replaced atomically, so that it is complete whenever it is read. Only 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 from brigade.checks import render
-from brigade.checks.verdict import Verdict
 from brigade.course import written
 from brigade.course.modules import CourseError, get_module
 from brigade.grade import feedback
@@ -40,6 +40,11 @@ CLASSROOM50_FIELDS = {
     "review": "REVIEW_URL",
 }
 CLASSROOM50_OPTIONAL = ("datetime", "submitted_by")
+CLASSROOM50_FORMS = {
+    "assignment_type": ("individual|group|team", "be individual, group or team"),
+    "submission": ("submit/.*", "be a tag such as submit/2026-01-31T12-00-00Z-1a2b3c4"),
+    "datetime": (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", "have the form 2026-01-31T12:00:00Z"),
+}
 INSTANT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -56,11 +61,6 @@ def write(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def format_heading(grading: Grading, shows_seed: bool = True) -> str:
-    """Return the score, the seed, the written points that the score does not include, and the remarks, one per line."""
-    return "\n".join(feedback.list_heading(encode_grading(grading), shows_seed))
 
 
 def format_written_points(grading: Grading) -> str:
@@ -137,7 +137,7 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
                 "status": outcome.status,
                 "seconds": round(outcome.seconds, 3),
                 "prior_source": outcome.prior_source,
-                "verdict": outcome.verdict and encode_verdict(outcome.verdict),
+                "verdict": outcome.verdict and clean(asdict(outcome.verdict)),
                 "feedback": feedback_on[outcome.check.module, outcome.check.name],
             }
             for outcome in grading.outcomes
@@ -145,18 +145,11 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
     }
 
 
-def encode_verdict(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as a dict with printable texts, each at most one screen long."""
-    cut = {
-        name: make_printable(value)[:SCREEN_CHARACTERS]
-        for name, value in asdict(verdict).items()
-        if isinstance(value, str)
-    }
-    place = verdict.location and asdict(verdict.location)
-    place = place and {
-        name: make_printable(v)[:SCREEN_CHARACTERS] if isinstance(v, str) else v for name, v in place.items()
-    }
-    return asdict(verdict) | cut | {"location": place}
+def clean(value: Any) -> Any:
+    """Return a value with printable texts, each at most one screen long."""
+    if isinstance(value, dict):
+        return {name: clean(inner) for name, inner in value.items()}
+    return make_printable(value)[:SCREEN_CHARACTERS] if isinstance(value, str) else value
 
 
 def format_gradescope(grading: Grading, visibility: Visibility | None = None) -> str:
@@ -166,22 +159,21 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
     no score, and there is no leaderboard. Gradescope then hides the total.
     """
     visibility = visibility or {}
-    feedback_on = list_feedback(grading)
+    result = encode_grading(grading)
     shows_all = all(value == VISIBLE for value in visibility.values())
     tests = [
         {
-            "score": outcome.score,
-            "max_score": outcome.check.points,
-            "status": "passed" if outcome.passed else "failed",
-            "name": outcome.check.title,
-            "number": outcome.check.number,
-            "output": feedback_on[number, outcome.check.name],
+            "score": check["score"],
+            "max_score": check["points"],
+            "status": "passed" if check["status"] == "passed" else "failed",
+            "name": check["title"],
+            "number": check["number"],
+            "output": check["feedback"],
             "output_format": "text",
-            "tags": [f"module {outcome.check.module}", outcome.check.name],
-            "visibility": visibility.get((number, outcome.check.name), VISIBLE),
+            "tags": [f"module {check['module']}", check["name"]],
+            "visibility": visibility.get((check["module"], check["name"]), VISIBLE),
         }
-        for number, outcomes in grading.modules()
-        for outcome in outcomes
+        for check in result["checks"]
     ]
     if findings := format_findings(grading.findings):
         # Gradescope shows a hidden test only to instructors. Because it has no points, it does not hide the total:
@@ -189,48 +181,43 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
         tests.append(
             {"name": HEADING, "output": findings, "output_format": "text", "tags": [HEADING], "visibility": "hidden"}
         )
-    heading = format_heading(grading, shows_seed=False)
-    if not shows_all:
-        heading = "\n".join(["Some checks and the score are hidden.", *heading.splitlines()[1:]])
-    result = {
-        "score": grading.score,
-        "execution_time": round(grading.seconds, 3),
-        "output": heading,
+    heading = feedback.list_heading(result)
+    gradescope = {
+        "score": result["score"],
+        "execution_time": result["seconds"],
+        "output": "\n".join(heading if shows_all else ["Some checks and the score are hidden.", *heading[1:]]),
         "visibility": VISIBLE,
         "stdout_visibility": "hidden",
         "tests": tests,
     }
     if shows_all:
-        result["leaderboard"] = [{"name": "Points", "value": grading.score, "order": "desc"}]
-    return json.dumps(result, indent=2) + "\n"
+        gradescope["leaderboard"] = [{"name": "Points", "value": result["score"], "order": "desc"}]
+    return json.dumps(gradescope, indent=2) + "\n"
 
 
 def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
     """Return Classroom 50's result.json. `metadata` comes from `read_classroom50_metadata`."""
     now = datetime.now(timezone.utc).strftime(INSTANT)
+    result = encode_grading(grading)
     open_end = "" if grading.finished else f" ({UNFINISHED})"
-    feedback_on = list_feedback(grading)
-    result = {
+    tests: list[dict[str, Any]] = []
+    for check in result["checks"]:
+        name, passed = f"{check['number']}  {check['title']}", check["status"] == "passed"
+        test = {"test-name": name + ("" if passed else open_end), "passed": passed}
+        test |= {"score": check["score"], "max-score": check["points"]}
+        tests.append(test if passed else test | {"output": check["feedback"]})
+    heading = "\n".join(feedback.list_heading(result, shows_seed=True))
+    tests.append({"test-name": "Summary", "passed": True, "score": 0, "max-score": 0, "output": heading})
+    classroom50 = {
         "schema": "classroom50/result/v1",
         "datetime": now,  # when it was submitted; Classroom 50's runner replaces it with the time of the commit
         **metadata,
         "graded_at": now,
-        "score": grading.score,
-        "max-score": grading.max_score,
-        "tests": [
-            {
-                "test-name": f"{outcome.check.number}  {outcome.check.title}" + ("" if outcome.passed else open_end),
-                "passed": outcome.passed,
-                "score": outcome.score,
-                "max-score": outcome.check.points,
-                **({} if outcome.passed else {"output": feedback_on[outcome.check.module, outcome.check.name]}),
-            }
-            for outcome in grading.outcomes
-        ],
+        "score": result["score"],
+        "max-score": result["max_score"],
+        "tests": tests,
     }
-    summary = {"test-name": "Summary", "passed": True, "score": 0, "max-score": 0, "output": format_heading(grading)}
-    result["tests"].append(summary)
-    return json.dumps(result, indent=2) + "\n"
+    return json.dumps(classroom50, indent=2) + "\n"
 
 
 def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
@@ -248,16 +235,11 @@ def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
             raise CourseError(
                 f"--format classroom50 needs {name}; pass --meta {name}=... or set {variable} in the environment"
             )
-    if found["assignment_type"] not in ("individual", "group", "team"):
-        raise CourseError(f"assignment_type must be individual, group or team, not {found['assignment_type']}")
-    if not found["submission"].startswith("submit/"):
-        raise CourseError(
-            f"submission must be a tag such as submit/2026-01-31T12-00-00Z-1a2b3c4, not {found['submission']}"
-        )
     if "datetime" in given:
-        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", given["datetime"]):
-            raise CourseError(f"datetime must have the form 2026-01-31T12:00:00Z, not {given['datetime']}")
         found["datetime"] = given["datetime"]
+    for name, (form, description) in CLASSROOM50_FORMS.items():
+        if name in found and not re.fullmatch(form, found[name]):
+            raise CourseError(f"{name} must {description}, not {found[name]}")
     if "submitted_by" in given:
         found["submitted_by"] = {"username": given["submitted_by"]}
     return found
@@ -265,29 +247,22 @@ def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
 
 def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
-    heading, feedback_on = format_heading(grading), list_feedback(grading)
-    top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
-    for number, outcomes in grading.modules():
-        package = get_module(number).package
-        suite = ElementTree.SubElement(
-            top,
-            "testsuite",
-            name=package,
-            tests=str(len(outcomes)),
-            failures=str(sum(not outcome.passed for outcome in outcomes)),
-            errors="0",
-            skipped="0",
-            time=f"{sum(outcome.seconds for outcome in outcomes):.3f}",
-            timestamp=grading.started.strftime(INSTANT),
-        )
-        for outcome in outcomes:
-            seconds = f"{outcome.seconds:.3f}"
-            case = ElementTree.SubElement(suite, "testcase", classname=package, name=outcome.check.name, time=seconds)
-            if not outcome.passed:
-                failure = ElementTree.SubElement(
-                    case, "failure", message=f"{outcome.check.number}: 0 of {outcome.check.points} points"
-                )
-                failure.text = feedback_on[number, outcome.check.name]
+    result = encode_grading(grading)
+    top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{result['seconds']:.3f}")
+    for number, checks in itertools.groupby(result["checks"], key=lambda check: check["module"]):
+        package, suite = get_module(number).package, ElementTree.SubElement(top, "testsuite")
+        count, failed, seconds = 0, 0, 0.0
+        for check in checks:
+            count, seconds = count + 1, seconds + check["seconds"]
+            time = f"{check['seconds']:.3f}"
+            case = ElementTree.SubElement(suite, "testcase", classname=package, name=check["name"], time=time)
+            if check["status"] != "passed":
+                failed += 1
+                message = f"{check['number']}: 0 of {check['points']} points"
+                ElementTree.SubElement(case, "failure", message=message).text = check["feedback"]
+        suite.attrib |= {"name": package, "tests": str(count), "failures": str(failed), "errors": "0", "skipped": "0"}
+        suite.attrib |= {"time": f"{seconds:.3f}", "timestamp": result["started"]}
+        heading = "\n".join(feedback.list_heading(result, shows_seed=True))
         ElementTree.SubElement(suite, "system-out").text = heading
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"
