@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from brigade.cli import check, progress_file, study
 from brigade.cli import main as cli
@@ -77,15 +76,6 @@ def test_wrong_input_gets_one_line(brigade, arguments, line):
     done = brigade(*arguments)
     assert done.returncode == 2
     assert line in done.stderr and done.stderr.startswith("brigade: ") and done.stderr.count("\n") == 1, done
-
-
-def test_nccl_without_gpu_gets_one_line(brigade):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = brigade("check", 1, "--backend", "nccl")
-    assert done.returncode == 2
-    assert done.stderr.startswith("brigade: --backend nccl needs a GPU, but ") and done.stderr.count("\n") == 1
-    assert done.stderr.endswith("; --backend gloo works on any machine\n")
 
 
 def test_check_passes_and_fails(brigade, lessons):

@@ -41,12 +41,6 @@ def test_reading_agrees_with_the_course(entry):
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
-def test_hints_have_three_steps(entry):
-    hints = text("lessons", entry.package, "hints.md")
-    assert re.findall(r"^## (.*)$", hints, re.MULTILINE) == ["1. Nudge", "2. Approach", "3. Almost the code"]
-
-
-@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_list_of_checks_is_what_the_file_defines(entry):
     """The list is read from the text of the file, which is not imported."""
     found, parts = [], ""
@@ -143,16 +137,6 @@ def test_reading_links_each_term_once(entry):
     reading = text("lessons", entry.package, "README.md")
     anchors = re.findall(r"\(\.\./\.\./docs/glossary\.md#([\w-]+)\)", reading)
     assert len(anchors) >= 4 and len(anchors) == len(set(anchors))
-
-
-def test_made_parts_are_in_their_places():
-    """Each generated part is in its document. `brigade skeletons --check` tests whether it is up to date."""
-    made = {name: [part for _, part, _ in handout.GENERATED.findall(text(name))] for name in handout.DOCUMENTS}
-    assert made == {
-        "README.md": ["badges", "modules"],
-        "assignments.md": ["deliverables", "assignments"],
-        "docs/browser.md": ["environments"],
-    }
 
 
 def test_made_parts_are_made_anew_and_the_rest_is_left_alone():

@@ -1,14 +1,12 @@
 """The counted memory agrees with the formulas, and the picture shows it."""
 
 import io
-import sys
 
 import pytest
 from lab_files import png_size
 from rich.console import Console
 
 from brigade.checks.tiny_lm import Size, TinyLM
-from brigade.course.modules import CourseError
 from brigade.lab import memory
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
@@ -79,13 +77,3 @@ def test_the_picture_can_be_drawn(counted, tmp_path):
     path = tmp_path / "out" / "memory.png"
     memory.draw_memory([*counted[0].values()], path)
     assert png_size(path)[0] == 900
-
-
-def test_errors_are_one_line(monkeypatch, capsys):
-    def fail(**kwargs):
-        raise CourseError("there is no directory solutions")
-
-    monkeypatch.setattr(memory, "measure", fail)
-    monkeypatch.setattr(sys, "argv", ["memory", "--target", "solutions"])
-    assert memory.main() == 2
-    assert capsys.readouterr().err == "memory: there is no directory solutions\n"
