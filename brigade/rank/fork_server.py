@@ -19,6 +19,7 @@ never imports a submission.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -139,15 +140,16 @@ def preload(modules: Sequence[str]) -> None:
 
 def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str, rank: int) -> int:
     """Fork one rank, with its own descriptors and without the others. Return its process id."""
-    server = os.getpid()
-    pid = os.fork()
+    server, is_offline = os.getpid(), bool(sandbox_settings and sandbox_settings["offline"])
+    with enter.separate_processes() if is_offline else contextlib.nullcontext():
+        pid = os.fork()
     if pid:
         return pid
     try:
         os.setsid()  # its own process group, so that its children are killed with it
         if sys.platform == "linux":
             enter.prctl(enter.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:
+        if os.getppid() not in (server, 0):
             os._exit(1)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):

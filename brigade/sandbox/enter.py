@@ -10,7 +10,8 @@ writable, all processes of the user share one group. The group limits their memo
 share of the processors, regardless of how many processes it starts.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
-user of its own, and the kernel also refuses sockets, file locks and notifications about files.
+user and process ids of its own, and can change no file outside its own directories. The kernel also refuses sockets,
+futexes between processes, file locks and notifications about files.
 
 If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
 other users' processes are invisible, and the network has only a loopback interface. If namespaces are not allowed (in
@@ -32,6 +33,7 @@ import socket
 import stat
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +42,7 @@ from brigade.sandbox import users
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x08000000, 0x40000000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
@@ -48,22 +50,27 @@ SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
 ORDINARY_SHARES = 4  # a grading run gets the processor time of this many ordinary processes
 
-# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused
-# calls, calls that are refused to offline ranks).
+MOUNT_SETATTR, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, 0x8000, 0x1  # the call has this number on all machines
+# The commands of fcntl for leases and notifications, and for locks.
+SHARING_COMMANDS = (1024, 1025, 1026, 5, 6, 7, 36, 37, 38)
+FUTEX_PRIVATE_FLAG = 128
+
+# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, futex, fcntl,
+# refused calls, calls that are refused to offline ranks).
 # The refused calls are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget,
 # semop, semtimedop, semctl; mq_open; unshare, setns; ptrace, process_vm_readv, process_vm_writev.
-# The last calls are refused only to offline ranks: socket, io_uring_setup; flock; inotify_init1, fanotify_init; and
-# inotify_init, which only x86_64 has.
+# The last calls are refused only to offline ranks: socket, socketpair, io_uring_setup; flock; futex_waitv, futex_wake,
+# futex_wait, futex_requeue; inotify_init1, fanotify_init; and inotify_init, which only x86_64 has.
 MACHINES = {
     "x86_64": (
-        0xC000003E, 317, 56, 435,
+        0xC000003E, 317, 56, 435, 202, 72,
         (248, 249, 250, 29, 30, 31, 68, 69, 70, 71, 64, 65, 220, 66, 240, 272, 308, 101, 310, 311),
-        (41, 425, 73, 294, 300, 253),
+        (41, 53, 425, 73, 449, 454, 455, 456, 294, 300, 253),
     ),
     "aarch64": (
-        0xC00000B7, 277, 220, 435,
+        0xC00000B7, 277, 220, 435, 98, 25,
         (217, 218, 219, 194, 196, 195, 186, 189, 188, 187, 190, 193, 192, 191, 180, 97, 268, 117, 270, 271),
-        (198, 425, 32, 26, 262),
+        (198, 199, 425, 32, 449, 454, 455, 456, 26, 262),
     ),
 }  # fmt: skip
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
@@ -125,7 +132,7 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     filter_system_calls(settings["offline"])
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # set it again, because setuid has cleared it
-    if os.getppid() != server:
+    if os.getppid() not in (server, 0):
         os._exit(1)
     os.umask(0o077)
     os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
@@ -141,18 +148,25 @@ def filter_system_calls(offline: bool = False) -> bool:
     machine = os.uname().machine
     if machine not in MACHINES:
         return False
-    audit, seccomp, clone, clone3, refused, refused_offline = MACHINES[machine]
+    audit, seccomp, clone, clone3, futex, fcntl_call, refused, refused_offline = MACHINES[machine]
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the Berkeley Packet Filter
-    allow, permission, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
-    number, architecture, first_argument = 0, 4, 16  # offsets in the kernel's description of a call
+    allow, permission, invalid, missing = 0x7FFF0000, *(0x50000 | n for n in (errno.EPERM, errno.EINVAL, errno.ENOSYS))
+    number, architecture, first, second = 0, 4, 16, 24  # offsets in the kernel's description of a call
     # (operation, instructions to skip if true, instructions to skip if false, operand)
     program = [(load, 0, 0, architecture), (equal, 1, 0, audit), (answer, 0, 0, permission), (load, 0, 0, number)]
     program += [(at_least, 0, 1, 0x4000_0000), (answer, 0, 0, permission)]  # x86_64's second table of calls
     for call in refused + (refused_offline if offline else ()):
         program += [(equal, 0, 1, call), (answer, 0, 0, permission)]
     program += [(equal, 0, 1, clone3), (answer, 0, 0, missing)]
-    program += [(equal, 0, 3, clone), (load, 0, 0, first_argument), (any_bit, 0, 1, CLONE_NEW_ANY)]
-    program += [(answer, 0, 0, permission), (answer, 0, 0, allow)]
+    rules = [(clone, [(load, 0, 0, first), (any_bit, 0, 1, CLONE_NEW_ANY), (answer, 0, 0, permission)])]
+    if offline:  # a C library that gets EINVAL for a futex asks again
+        commands = [step for n in SHARING_COMMANDS for step in ((equal, 0, 1, n), (answer, 0, 0, permission))]
+        rules.append((fcntl_call, [(load, 0, 0, second), *commands]))
+        private = (any_bit, 1, 0, FUTEX_PRIVATE_FLAG)
+        rules.append((futex, [(load, 0, 0, second), private, (answer, 0, 0, invalid)]))
+    for call, steps in rules:
+        program += [(equal, 0, len(steps) + 1, call), *steps, (answer, 0, 0, allow)]
+    program += [(answer, 0, 0, allow)]
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     instructions = ctypes.create_string_buffer(code, len(code))
     description = struct.pack("HxxxxxxP", len(program), ctypes.addressof(instructions))
@@ -216,6 +230,23 @@ def has_private_mounts() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
+@contextlib.contextmanager
+def separate_processes() -> Iterator[None]:
+    """Give each child that is forked in the block its own process ids, if that is allowed.
+
+    The child is process 1. Its parent has the number 0, and all processes that it starts end with it.
+    """
+    libc = ctypes.CDLL(None)
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    is_allowed = libc.unshare(CLONE_NEWPID) == 0
+    try:
+        yield
+    finally:
+        if is_allowed:
+            libc.setns(own, CLONE_NEWPID)
+        os.close(own)
+
+
 def leave_network() -> None:
     """Give this process and its children a network with only a loopback interface, if that is allowed."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0:
@@ -230,6 +261,9 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
     `shared`, the file in it through which ranks with gloo or NCCL find each other. Only the user's processes remain
     visible.
     """
+    if settings["offline"]:  # not even permissions or times of files change; kernels before 5.12 cannot do this
+        attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
+        ctypes.CDLL(None).syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, len(attributes))
     limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))

@@ -53,9 +53,9 @@ def work():
     while True:
         if os.fork(): os._exit(0)
 for _ in range(3): daemon(work)
-=== processes that stop the process that ends them | 0 | stopped after 1 s | EVERYBODY limit_s=1
+=== processes that stop the process that ends them | 3 | | EVERYBODY
 send(19)
-=== processes that kill the process that ends them | 0 | killed by SIGKILL | EVERYBODY
+=== processes that kill the process that ends them | 3 | | EVERYBODY
 send(9)
 === files, links and pipes everywhere, and directories that nobody may enter | 3
 import contextlib

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import os
 import socket
@@ -76,7 +77,13 @@ def look_around(path: str) -> dict[str, Any]:
 
     attempt("internet", lambda: socket.socket(socket.AF_INET).close())
     attempt("unix", lambda: socket.socket(socket.AF_UNIX).close())
-    attempt("flock", lambda: __import__("fcntl").flock(os.open(os.__file__, os.O_RDONLY), 1))
+    attempt("socketpair", lambda: socket.socketpair()[0].close())  # it could be bound to a name
+    file = os.open(os.__file__, os.O_RDONLY)
+    attempt("flock", lambda: fcntl.flock(file, fcntl.LOCK_SH))
+    attempt("lock", lambda: fcntl.lockf(file, fcntl.LOCK_SH))
+    attempt("notify", lambda: fcntl.fcntl(os.open("/usr", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS))
+    attempt("terminal", lambda: os.chmod(os.ttyname(os.openpty()[1]), 0o666))
+    found["pid"] = os.getpid(), os.getppid()
     attempt("gloo", lambda: make_gloo())
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):
         attempt(f"write {place}", lambda place=place: Path(place, f"from-{rank}").write_text("secret"))

@@ -22,7 +22,7 @@ from brigade.runner import ranks
 from brigade.sandbox import enter, users
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux")
-EPERM, ENOSYS = 1, 38
+EPERM, EINVAL, ENOSYS = 1, 22, 38
 
 
 # ---- system calls
@@ -63,8 +63,15 @@ def machine() -> tuple:
 def test_each_of_the_calls_is_refused(machine):
     def work() -> bool:
         libc = load_filtered_libc(offline=True)
-        refused = [*machine[4], *machine[5]]
-        return [find_refusal(libc, number, 0, 0, 0, 0, 0) for number in refused] == [EPERM] * len(refused)
+        futex, fcntl, *refused = machine[4], machine[5], *machine[6], *machine[7]
+        errors = [find_refusal(libc, number, 0, 0, 0, 0, 0) for number in refused]
+        errors += [find_refusal(libc, fcntl, 0, command, 0) for command in enter.SHARING_COMMANDS]
+        wake, get_flags = 1, 3
+        return (
+            set(errors) == {EPERM}
+            and find_refusal(libc, futex, 0, wake, 0) == EINVAL
+            and find_refusal(libc, fcntl, 1, get_flags, 0) == 0
+        )
 
     assert run_in_child(work)
 
@@ -94,7 +101,7 @@ def test_what_a_program_needs_still_works(machine):
     """Threads, forks, other programs, and torch with all of them still work."""
 
     def work() -> bool:
-        load_filtered_libc()
+        load_filtered_libc(offline=True)
         import threading
 
         import torch
@@ -136,11 +143,16 @@ def test_the_numbers_are_the_kernels(name):
         "shmget", "shmat", "shmctl", "msgget", "msgsnd", "msgrcv", "msgctl", "semget", "semop", "semtimedop", "semctl",
         "mq_open", "unshare", "setns", "ptrace", "process_vm_readv", "process_vm_writev",
     ]  # fmt: skip
-    offline = ["socket", "io_uring_setup", "flock", "inotify_init1", "fanotify_init", "inotify_init"]
-    _, seccomp, clone, clone3, *calls = enter.MACHINES[name]
-    assert calls[0] == tuple(numbers[word] for word in refused)
-    assert calls[1] == tuple(numbers[word] for word in offline if word in numbers)
-    assert (seccomp, clone, clone3) == tuple(numbers[word] for word in ("seccomp", "clone", "clone3"))
+    offline = [
+        "socket", "socketpair", "io_uring_setup", "flock", "futex_waitv", "futex_wake", "futex_wait", "futex_requeue",
+        "inotify_init1", "fanotify_init", "inotify_init",
+    ]  # fmt: skip
+    _, *single, refused_calls, offline_calls = enter.MACHINES[name]
+    assert refused_calls == tuple(numbers[word] for word in refused)
+    assert [numbers.get(word, call) for word, call in zip(offline, offline_calls)] == list(
+        offline_calls
+    )  # some are new
+    assert single == [numbers[word] for word in ("seccomp", "clone", "clone3", "futex", "fcntl")]
 
 
 def test_an_unknown_machine_has_no_filter(monkeypatch):

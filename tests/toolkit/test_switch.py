@@ -93,7 +93,10 @@ def test_offline_ranks_reach_nobody(tmp_path):
             SERVER.sandbox = None
             SERVER.close()
     for result in found:
-        assert {result[name] for name in ("internet", "unix", "flock")} == {"EPERM"}
+        refused = ("internet", "unix", "socketpair", "flock", "lock", "notify")
+        assert [result[name] for name in refused] == ["EPERM"] * len(refused)
+        assert result["terminal"] == "EROFS", "the other rank could open it"
+        assert result["pid"] == (1, 0), "priorities and other properties of processes are messages"
         assert result["gloo"] != "made"
         assert result["files"] == [], "a rank sees a file of the other rank"
         assert result["processes"] == []
