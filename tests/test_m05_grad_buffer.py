@@ -23,6 +23,7 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
+from brigade.checks.reference import draw_generators
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
@@ -297,7 +298,6 @@ def test_steps_and_subgroups(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_main_grad_accumulates_in_fp32(submission):
     """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts from zero."""
-    rng = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     sizes = submission.rng.sample(range(3, 200), 4)
     # One gradient is about 1, and 40 gradients are about 1/500. In bf16, each of these 40 would be rounded away.
     scales = [1.0] + [0.002] * 40
@@ -305,7 +305,7 @@ def test_main_grad_accumulates_in_fp32(submission):
         batches = [  # for each rank, two steps of 41 micro-batches
             [[[(scale * (0.5 + torch.rand(size, generator=rng))).bfloat16() for size in sizes] for scale in scales]
              for _ in range(2)]
-            for _ in range(world)
+            for rng in draw_generators(submission.rng, world)
         ]  # fmt: skip
         arguments = {"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
         common = JOB | {"sizes": sizes, "set_to_none": set_to_none, "arguments": arguments}

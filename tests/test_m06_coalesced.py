@@ -23,6 +23,7 @@ from brigade.checks.expectations import (
     format_ranks,
     join_names,
 )
+from brigade.checks.reference import draw_generators
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
@@ -153,13 +154,12 @@ def test_bucket_group(submission):
         shapes = [
             shape for _ in range(4) for shape in ((rng.randint(3, 60),), (rng.randint(15, 20), rng.randint(10, 30)))
         ]
-        generator = torch.Generator().manual_seed(rng.randrange(2**31))
         own = [
             {
                 kind: [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
                 for kind in ("params", "grads")
             }
-            for _ in range(world)
+            for generator in draw_generators(rng, world)
         ]
         common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups}
         results = submission.run(
@@ -346,7 +346,6 @@ def draw_calls(rng, world, size, kinds, name=None):
 
     `size` is that of the groups. `name` is the name of the function (default: the newest that this torch has).
     """
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
     lengths = [rng.randint(2, 40) for _ in kinds]
     return [
         [
@@ -358,7 +357,7 @@ def draw_calls(rng, world, size, kinds, name=None):
             }
             for (op, reduce_op, dtype), length in zip(kinds, lengths)
         ]
-        for _ in range(world)
+        for generator in draw_generators(rng, world)
     ]
 
 
@@ -635,11 +634,10 @@ def expect_fp32_gradients(submission):
 
 def expect_fp32_steps(submission, world, gather_grads):
     """Expect fp32 gradients in two steps, gathered or not."""
-    generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     sizes = submission.rng.sample(range(3, 200), 4)
     batches = [  # for each rank, two steps of three micro-batches
         [[[torch.rand(size, generator=generator).to(BF16) for size in sizes] for _ in range(3)] for _ in range(2)]
-        for _ in range(world)
+        for generator in draw_generators(submission.rng, world)
     ]
     common = make_job(2, grad_dtype=F32) | {"sizes": sizes, "set_to_none": True, "gather_grads": gather_grads}
     jobs = PerRank(common | {"batches": own} for own in batches)

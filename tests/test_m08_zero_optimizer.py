@@ -16,6 +16,7 @@ from brigade.checks.expectations import (
     format_ranks,
     join_names,
 )
+from brigade.checks.reference import draw_generators
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
 from helpers.buffers import compute_padded_numel
@@ -565,7 +566,7 @@ def test_zero_masters(submission):
     # Each step moves a weight by about 0.15 of the gap, and rounding would undo the step immediately.
     [world] = submission.worlds(2)
     recipe = {"optimizer": "SGD", "options": {"lr": 0.15 * GAP}}
-    inputs = [[draw_descent(start, generator) for _ in range(20)] for _ in range(world)]
+    inputs = [[draw_descent(start, own) for _ in range(20)] for own in draw_generators(submission.rng, world)]
     results = submission.run(m08_zero.train_dots, make_dots_jobs(recipe, start, inputs), world_size=world)
     masters, _ = train_dots_alone(recipe, widen(start), inputs)
     expect_trained(

@@ -234,7 +234,7 @@ def draw_batch(rng, case, branch, num_tokens):
     x = torch.randn(2, length, case.sizes[0], dtype=torch.float64, generator=generator)
     y = torch.randint(0, min(case.sizes[0], case.sizes[-1]), (2, length), generator=generator)
     y.view(-1)[torch.randperm(2 * length, generator=generator)[num_tokens:]] = IGNORED
-    seeds = torch.randint(0, 2**62, (8,), generator=generator).tolist()
+    seeds = [rng.randrange(2**62) for _ in range(8)]
     return {"x": x, "y": y, "branch": branch, "borders": seeds}
 
 

@@ -58,9 +58,11 @@ class Case:
         self.batches: list[list[list[dict[str, Any]]]] = []
         for branch in branches or [0] * world_size:  # a seed for each rank: no rank can draw another rank's numbers
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(rng.randrange(2**63))
+                seed = rng.randrange(2**63)
+                torch.default_generator.manual_seed(seed)
                 self.states.append(self._random_state())
-                self.batches.append([[self._batch(branch) for _ in range(micro_batches)] for _ in range(steps)])
+                own = random.Random(seed)  # torch's generator could be reconstructed from its numbers
+                self.batches.append([[self._batch(branch, own) for _ in range(micro_batches)] for _ in range(steps)])
 
     def make_jobs(self, **more: Any) -> PerRank:
         """Return the input of each rank: a description of its model, its batches, the optimizer, and `more`."""
@@ -142,12 +144,20 @@ class Case:
             model.to(self.dtype)
         return edge_case_models.copy_state(model)
 
-    def _batch(self, branch: int) -> dict[str, Any]:
+    def _batch(self, branch: int, rng: random.Random) -> dict[str, Any]:
         dtype = self.dtype or torch.float32
         x = torch.randn(self.batch_size, self.sizes[0], dtype=dtype)
         y = torch.randn(self.batch_size, 1, dtype=dtype)
-        seeds = torch.randint(0, 2**62, (self.num_borders,)).tolist()
+        seeds = [rng.randrange(2**62) for _ in range(self.num_borders)]
         return {"x": x, "y": y, "branch": branch, "borders": seeds}
+
+
+def draw_generators(rng: random.Random, world_size: int) -> list[torch.Generator]:
+    """Return a generator for the tensors of each rank.
+
+    If ranks shared one, a rank could compute the others' tensors: a few thousand numbers reveal a generator's state.
+    """
+    return [torch.Generator().manual_seed(rng.randrange(2**31)) for _ in range(world_size)]
 
 
 def draw_sizes(rng: random.Random, count: int) -> list[int]:

@@ -25,6 +25,21 @@ def build_model(problem: Case, rank: int) -> torch.nn.Module:
     return edge_case_models.build(problem.model, problem.sizes, problem.states[rank], problem.dtype)
 
 
+def test_no_tensor_reveals_the_seeds_of_borders():
+    """Torch's generator uses 32 bits of its seed, and can be reconstructed from the numbers that a rank has."""
+
+    class Draws(random.Random):
+        high = 0
+
+        def randrange(self, start: int, *stop: int) -> int:
+            return super().randrange(start, *stop) % 2**32 + (self.high << 32 if start == 2**63 else 0)
+
+    draws = [Draws(1), Draws(1)]
+    draws[1].high = 1
+    first, second = (Case(rng, "Plain", 2).batches[0][0][0] for rng in draws)
+    assert torch.equal(first["x"], second["x"]) and first["borders"] != second["borders"]
+
+
 def remove_borders(problem: Case) -> Case:
     """Return the problem without the borders of its batches, which differ between ranks."""
     for batch in list_batches(problem.batches):
