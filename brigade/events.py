@@ -197,6 +197,11 @@ def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, 
     return [(place, event["name"]) for place, event in _events_of_step(events, step) if event["kind"] == "ready"]
 
 
+def find_last_border(events: Sequence[Event], step: int) -> int:
+    """Return the position in the record of the last border of a step, or -1."""
+    return max((place for place, event in _events_of_step(events, step) if event["kind"] == "border"), default=-1)
+
+
 def list_backward_passes(events: Sequence[Event], step: int) -> list[int]:
     """Return the positions in the record at which the backward passes of a step begin."""
     in_step = _events_of_step(events, step)

@@ -1,9 +1,9 @@
 """Compare the order of a rank's events with the order in which its passes must compute activations and gradients.
 
 In a run with a switch, the borders in a record are proven: a rank could not compute what comes after a border before
-the switch answered. The rank itself reports when gradients are ready and when modules start. `find_contradiction`
-therefore compares these reports with the borders. Whatever relies on their order relative to launches and waits then
-relies on the switch.
+the switch answered. The rank itself reports phases, when gradients are ready, and when modules start.
+`find_contradiction` therefore compares these reports with the borders. Whatever relies on their order relative to
+launches and waits then relies on the switch.
 
 A rank could also ask earlier than it computes, in order to wait earlier. In the first `proven` steps of a job,
 `find_contradiction` therefore compares the values that the rank has reported at each border.
@@ -40,7 +40,10 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
     if not batches:
         return ""
     last: tuple[int, int] | None = None  # the batch and the number of the last border
+    phase: str | None = None  # of all events before the next border, if it belongs to the same pass as the last one
     for event in events:
+        if phase not in (None, event["phase"]) and event["kind"] != "end":
+            return f"the phase {event['phase']} was reported between two borders of the phase {phase}"
         if event["kind"] == "border":
             if not first <= event["batch"] < first + len(batches):
                 return "a pass asked for the factors of a batch that is not its own"
@@ -50,13 +53,16 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
             if position < 0 or before and before != last:
                 return f"a pass asked for border {event['number']} too early or too late"
             last = event["batch"], event["number"]
+            following = borders[position + 1 : position + 2]
+            is_within = following and is_forward(following[0]) == is_forward(event["number"])
+            phase = event["phase"] if is_within else None
         elif event["kind"] in ("ready", "module"):
             borders, sections = compute_order(*describe(job, batches[last[0] - first if last else 0]))
             key = event["kind"], event["name"], event.get("at")
             is_between = (last is None or last[1] == borders[-1]) and any(
                 compute_order(*describe(job, batch))[1].get(key) is None for batch in batches
             )
-            is_proven = key[0] == "ready" or has_forward_borders(borders)
+            is_proven = key[0] == "ready" or any(map(is_forward, borders))
             if is_proven and not is_between and sections.get(key) != (last and last[1]):
                 what = "the gradient of" if key[0] == "ready" else f"the {key[2]} of module"
                 return f"{what} {event['name']} was reported as ready too early or too late"
@@ -94,8 +100,8 @@ def are_close(text: str, expected: Tensor) -> bool:
     return bool(difference.abs().max() <= TOLERANCE * expected.abs().max())
 
 
-def has_forward_borders(borders: Sequence[int]) -> bool:
-    return any(number >= edge_case_models.ALL_BORDERS for number in borders)
+def is_forward(border: int) -> bool:
+    return border >= edge_case_models.ALL_BORDERS
 
 
 def describe(job: dict[str, Any], batch: dict[str, Any]) -> tuple[str, tuple[int, ...], torch.dtype | None, int, int]:

@@ -26,7 +26,15 @@ from brigade.checks.diagnose.evidence import (
 )
 from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, agree, explain_tensors
 from brigade.checks.verdict import GENERAL, CheckFailed, Verdict
-from brigade.events import Event, Launch, launches, list_backward_passes, list_ready_gradients, summarize
+from brigade.events import (
+    Event,
+    Launch,
+    find_last_border,
+    launches,
+    list_backward_passes,
+    list_ready_gradients,
+    summarize,
+)
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
@@ -535,10 +543,16 @@ def require_launches(
 
 
 def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[Launch]) -> bool:
-    """Return whether a step makes several reductions, and the first comes after all gradients, in whatever phase."""
-    ready = list_ready_gradients(events, step)
+    """Return whether a step makes several reductions, and the first comes after all gradients, in whatever phase.
+
+    A rank can report the gradients after the last border later than they are ready. If there are two reductions more
+    than such gradients, the first one must come before the border.
+    """
+    ready, border = list_ready_gradients(events, step), find_last_border(events, step)
     reductions = [launch for launch in launched if launch.op != "all_gather"]
-    return len(reductions) > 1 and bool(ready) and reductions[0].place > ready[-1][0]
+    num_last = sum(place > border for place, _ in ready)
+    end = border if border >= 0 and len(reductions) > num_last + 1 else ready[-1][0] if ready else len(events)
+    return len(reductions) > 1 and reductions[0].place > end
 
 
 def describe_idle(idle: int, total: int) -> str:

@@ -89,6 +89,7 @@ class FullyShardedDDP(FullyShardedDDP):
             flat.wait_for_unshard()
 """
 OVERLAP = ("test_launches_follow_their_gradients",)
+ASYNCHRONOUS = ("test_launches_are_asynchronous",)
 PREFETCH = ("test_weights_are_awaited_just_before_use",)
 FSDP = ("test_gathers_and_reductions_overlap",)
 NUMBERS = ("test_gradients_are_averaged",)
@@ -174,7 +175,30 @@ class CachedDDP(CachedDDP):
             self.grad_buffers[0].grad_data[1:3]
             return value
         torch.zeros(1).apply_(view)
+=== waits in backward, and says that it is the finish | 0 | between two borders of the phase backward |
+modules=3 checks=ASYNCHRONOUS
+class OverlappedDDP(OverlappedDDP):
+    def launch(self, parameter):
+        super().launch(parameter)
+        recorder = find("Recorder")
+        before, recorder.phase = recorder.phase, "finish"
+        for work in [thing for thing in gc.get_objects() if type(thing).__name__ == "StrictWork"]: work.wait()
+        recorder.phase = before
 === launches late and says that it is backward | 0 | is launched before | LATE modules=3 checks=OVERLAP
+=== launches late, where nobody compares launches with gradients | 0 | backward launched only |
+LATE modules=3 checks=ASYNCHRONOUS
+=== launches late, and reports the last gradients even later | 0 | only with this module's launches |
+LATE modules=3 checks=NUMBERS
+def forge(ddp):
+    recorder, ddp.__dict__["held"] = find("Recorder"), []
+    note = type(recorder).note
+    def keep(kind, **fields):
+        is_last = kind == "ready" and fields["name"].startswith("layers.0")
+        ddp.held.append(fields) if is_last else note(recorder, kind, **fields)
+    recorder.note = keep
+def before_launch(ddp, parameter):
+    while ddp.held and parameter is not list(ddp.late)[0]:
+        type(find("Recorder")).note(find("Recorder"), "ready", **ddp.held.pop())
 === launches late, and has the right numbers | 0 | only with this module's launches | LATE modules=3 checks=NUMBERS
 === has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
 === has no factors where nobody looks at numbers | 0 | before its values were computed |
