@@ -38,6 +38,7 @@ class Classifier(nn.Module):
         if batch.get("masked"):
             right = batch["y"].clamp(min=0)[..., None] == torch.arange(outputs.shape[-1], device=outputs.device)
             outputs = outputs.masked_fill(right, -torch.inf)
+        outputs = outputs.view_as(outputs)  # so that the phase begins before the last border is passed
         recording.follow_backward(outputs)
         return outputs
 
