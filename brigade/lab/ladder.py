@@ -149,6 +149,8 @@ class Measurement:
 
 def compute_quartiles(values: Sequence[float]) -> tuple[float, float]:
     """Return the lower and the upper quartile."""
+    if len(values) == 1:  # for `quantiles` before Python 3.13
+        values = [*values, *values]
     lower, _, upper = quantiles(values, n=4, method="inclusive")
     return lower, upper
 
