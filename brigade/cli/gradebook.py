@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from brigade.cli.options import add
 from brigade.course.modules import CourseError, resolve_results_file
 from brigade.grade import formats, gradebook
 
@@ -22,19 +23,10 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
         "--out grades.csv",
     )
     merge.add_argument("gradebooks", nargs="+", metavar="FILE.csv", help="gradebooks, the earliest first")
-    merge.add_argument(
-        "--keep",
-        required=True,
-        choices=("best", "last"),
-        help="which points to keep if several gradebooks have points for a module",
-    )
-    merge.add_argument(
-        "--late",
-        action="append",
-        default=[],
-        metavar="FILE.csv=PERCENT",
-        help="take this percentage off the points in a gradebook; you can repeat this option",
-    )
+    keep = "which points to keep if several gradebooks have points for a module"
+    add(merge, "--keep", keep, required=True, choices=("best", "last"))
+    late = "take this percentage off the points in a gradebook; you can repeat this option"
+    add(merge, "--late FILE.csv=PERCENT", late, action="append", default=[])
     merge.set_defaults(action=merge_gradebooks)
     export = actions.add_parser(
         "export",
@@ -44,10 +36,10 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Example: brigade gradebook export grades.csv --to canvas --out canvas.csv",
     )
     export.add_argument("gradebook", metavar="FILE.csv", help="a gradebook, merged or not")
-    export.add_argument("--to", required=True, choices=tuple(gradebook.EXPORTS), help="the platform")
+    add(export, "--to", "the platform", required=True, choices=tuple(gradebook.EXPORTS))
     export.set_defaults(action=export_gradebook)
     for action in (merge, export):
-        action.add_argument("--out", required=True, metavar="FILE.csv", help="the file to write")
+        add(action, "--out FILE.csv", "the file to write", required=True)
 
 
 def run_gradebook(options: argparse.Namespace) -> int:

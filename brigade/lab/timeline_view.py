@@ -12,6 +12,11 @@ from brigade.lab.timeline import Timeline
 from brigade.lab.timeline_plot import OTHER, STYLES, name_kind
 
 TEMPLATE = Path(__file__).with_name("timeline_view.html")
+FIELDS = {  # the page's name of each field of a collective
+    **{name: name for name in ("rank", "labels", "row", "dtype", "phase", "line")},
+    **{"kind": "op", "name": "title", "bytes": "nbytes", "tensors": "parts"},
+    **{name: f"{name}_ms" for name in ("start", "end", "launched", "waited")},
+}
 
 
 def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -31,35 +36,11 @@ def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
 def describe_timeline(timeline: Timeline) -> dict[str, Any]:
     """Return the data of one timeline for `make_view`."""
     spans = [
-        {
-            "rank": span.rank,
-            "kind": span.kind,
-            "name": name_kind(span.kind),
-            "labels": [span.kind],
-            "start": span.start_ms,
-            "end": span.end_ms,
-        }
-        for span in timeline.spans
+        {"rank": one.rank, "kind": one.kind, "name": name_kind(one.kind), "labels": [one.kind]}
+        | {"start": one.start_ms, "end": one.end_ms}
+        for one in timeline.spans
     ]
-    collectives = [
-        {
-            "rank": collective.rank,
-            "kind": collective.op,
-            "name": collective.title,
-            "labels": collective.labels,
-            "start": collective.start_ms,
-            "end": collective.end_ms,
-            "row": collective.row,
-            "bytes": collective.nbytes,
-            "dtype": collective.dtype,
-            "tensors": collective.parts,
-            "phase": collective.phase,
-            "line": collective.line,
-            "launched": collective.launched_ms,
-            "waited": collective.waited_ms,
-        }
-        for collective in timeline.launched
-    ]
+    collectives = [{key: getattr(one, name) for key, name in FIELDS.items()} for one in timeline.launched]
     return {
         "label": timeline.label,
         "count": timeline.count,
