@@ -10,7 +10,8 @@ import torch
 from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names
 from brigade.events import launches, list_backward_passes, list_ready_gradients
 from m12_lockstep import causes as diagnosis
-from m12_lockstep import scenario as m12_lockstep
+from m12_lockstep import scenario as scenarios
+from m12_lockstep.causes import SMALL
 from m12_lockstep.expected import find_reason, split_into_steps, train_alone
 from m12_lockstep.scenario import FIELDS, IGNORED, PLAIN
 
@@ -21,7 +22,6 @@ CACHED = ("m07_cached_shards", "CachedDDP", {"bucket_numel": 150}, False)
 COALESCED_ZERO, CACHED_ZERO = (*COALESCED[:3], True), (*CACHED[:3], True)
 SGD = {"optimizer": "SGD", "optimizer_options": {"lr": 0.05, "momentum": 0.9}}
 ADAM = {"optimizer": "AdamW", "optimizer_options": {"lr": 0.01, "weight_decay": 0.1}}
-SMALL = 16  # bytes of the largest collective that a step may add
 RESULT = 1e-5  # relative error of a returned loss, which may have been computed in float32
 
 
@@ -34,25 +34,20 @@ def test_assignment(submission):
     """assign_sequences gives every index to one rank, and no rank more than the mean plus the longest sequence."""
     [world] = submission.worlds(2)
     problems = draw_assignments(submission.rng)
-    results = submission.run(m12_lockstep.assign, {"problems": problems}, world_size=world)
+    results = submission.run(scenarios.assign, {"problems": problems}, world_size=world)
     for number, (lengths, num_ranks) in enumerate(problems):
         parts, *others = [result[number] for result in results]
         setting = f"for {len(lengths)} sequences of {join_names(lengths, 6) or 'no'} tokens and {num_ranks} ranks, "
         indices = sorted(index for part in parts for index in part)
-        expect(
-            len(parts) == num_ranks and indices == list(range(len(lengths))),
-            f"{setting}assign_sequences returns {num_ranks} lists, with every index in one of them",
-            f"{len(parts)} lists with {len(indices)} indices, {len(set(indices))} of them different",
-            partial(diagnosis.explain_indices, lengths, num_ranks, parts),
-        )
+        right = f"{setting}assign_sequences returns {num_ranks} lists, with every index in one of them"
+        wrong = f"{len(parts)} lists with {len(indices)} indices, {len(set(indices))} of them different"
+        why = partial(diagnosis.explain_indices, lengths, num_ranks, parts)
+        expect(len(parts) == num_ranks and indices == list(range(len(lengths))), right, wrong, why)
         heaviest = max(sum(lengths[index] for index in part) for part in parts)
         bound = sum(lengths) / num_ranks + max(lengths, default=0)
-        expect(
-            heaviest <= bound,
-            f"{setting}the heaviest rank has at most the mean plus the longest sequence: {bound:g} tokens",
-            f"the heaviest rank has {heaviest} tokens",
-            partial(diagnosis.explain_loads, lengths, num_ranks, parts),
-        )
+        right = f"{setting}the heaviest rank has at most the mean plus the longest sequence: {bound:g} tokens"
+        why = partial(diagnosis.explain_loads, lengths, num_ranks, parts)
+        expect(heaviest <= bound, right, f"the heaviest rank has {heaviest} tokens", why)
         is_equal = all(other == parts for other in others)
         expect(is_equal, f"{setting}all ranks compute the same", "the ranks differ", diagnosis.NOT_DETERMINISTIC)
 
@@ -64,30 +59,27 @@ def test_assignment(submission):
 @pytest.mark.points(3)
 def test_tokens_weigh_equally(submission):
     """The gradient is that of one process on all micro-batches: every token counts once, on whichever rank it is."""
-    settings = (
-        (BUCKETED, "Plain", [[2, 1, 3], [1, 2, 1]]),
-        (BUFFERED, "Branches", [[1, 2, 1], [3, 1, 1], [1, 1, 2]]),
-        (COALESCED, "Tied", [[1, 1], [2, 1], [1, 2], [3, 1]]),
-        (CACHED, "Plain", [[2, 1, 3]]),
+    pairs = (
+        (BUCKETED, [[2, 1, 3], [1, 2, 1]], {}),
+        (CACHED, [[1, 1, 1], [2, 1, 3]], {"groups": [[1], [0]]}),
     )
-    for world, (wrapper, model, counts) in zip(submission.worlds(2, 3, 4, 1), settings):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        branches = [0, 1, -1][:world] if model == "Branches" else None
-        case = make_case(submission, model, counts[:world], group=groups[0], branches=branches)
-        results, job = run_ranks(submission, case, wrapper, **SGD, **({"groups": groups} if world == 4 else {}))
-        expect_weights(results, case, job)
+    branches = {"model": "Branches", "branches": [0, 0, 1, -1], "groups": [[0, 2, 3], [1]]}
+    fours = (
+        (BUFFERED, [[1, 2, 1], [1, 1, 1], [3, 1, 1], [1, 1, 2]], branches),
+        (COALESCED, [[1, 1], [2, 1], [1, 2], [3, 1]], {"model": "Tied", "groups": [[1, 3], [0, 2]]}),
+    )
+    for world, settings in zip(submission.worlds(2, 4), (pairs, fours)):
+        for results, case, job in run_cases(submission, world, settings, **SGD):
+            expect_weights(results, case, job, train_alone(case, job))
 
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_tokens_weigh_equally")
 def test_results(submission):
     """step returns the mean loss of all tokens and their number, the same on every rank, and NaN without a token."""
-    [world] = submission.worlds(3)
-    groups = [[1, 2], [0]] if world == 3 else [[0]]
-    case = make_case(submission, "Plain", [[1, 2, 1, 0], [2, 1, 1, 0], [1, 1, 3, 1]][:world], group=groups[0])
-    ignore(case, 3)
-    results, job = run_ranks(submission, case, CACHED, **SGD, groups=groups)
-    expect_results(results, case, job)
+    settings = [(CACHED, [[1, 2, 1, 0], [2, 1, 1, 0], [1, 1, 3, 1]], {"groups": [[1, 2], [0]]})]
+    for results, case, job in run_cases(submission, 3, settings, prepare=partial(ignore, step=3), **SGD):
+        expect_results(results, case, job, train_alone(case, job))
 
 
 @pytest.mark.points(1)
@@ -95,26 +87,22 @@ def test_results(submission):
 def test_idle_ranks(submission):
     """Ranks without micro-batches, or without a token, take part in the step, with ZeroOptimizer too."""
     settings = (
-        (BUCKETED, [[1, 2, 0, 1], [1, 1, 2, 0]]),
-        (BUFFERED, [[1, 0, 2, 1], [1, 2, 0, 0], [1, 2, 1, 1]]),
-        (COALESCED_ZERO, [[1, 2, 0, 1], [1, 1, 2, 0]]),
+        (BUCKETED, [[1, 2, 0, 1], [1, 1, 2, 0]], {}),
+        (COALESCED_ZERO, [[1, 2, 0, 1], [1, 1, 2, 0]], {}),
+        (BUFFERED, [[1, 0, 2, 1], [1, 2, 0, 0]], {}),
     )
-    for world, (wrapper, counts) in zip(submission.worlds(2, 3, 2), settings):
-        case = make_case(submission, "Plain", counts[:world])
-        ignore(case, 1, ranks=case.group[1:2])
-        results, job = run_ranks(submission, case, wrapper, **SGD)
-        expect_weights(results, case, job)
+    for results, case, job in run_cases(submission, 2, settings, prepare=partial(ignore, step=1, ranks=[1]), **SGD):
+        expect_weights(results, case, job, train_alone(case, job))
 
 
 @pytest.mark.points(2)
 @pytest.mark.needs("test_tokens_weigh_equally")
 def test_collectives(submission):
     """A step reduces once, in the last backward, and adds at most two collectives of at most 16 bytes."""
-    for world, wrapper in zip(submission.worlds(2, 2), (BUCKETED, CACHED_ZERO)):
-        case = make_case(submission, "Plain", [[1, 3, 2], [2, 1, 0]][:world])
-        case.batches[0][2][-1]["y"].fill_(IGNORED)  # this rank's last backward may then be the one before
-        results, _ = run_ranks(submission, case, wrapper, m12_lockstep.count_collectives, **SGD)
-        for rank in case.group if world > 1 else []:
+    settings = [(wrapper, [[1, 3, 2], [2, 1, 0]], {}) for wrapper in (BUCKETED, CACHED_ZERO)]
+    without_tokens = partial(ignore, step=2, ranks=[0], part=slice(-1, None))  # this rank's last backward
+    for results, case, _ in run_cases(submission, 2, settings, scenarios.count_collectives, without_tokens, **SGD):
+        for rank in case.group if case.world_size > 1 else []:
             for step in range(3):
                 expect_collectives(results.events[rank], step, rank)
 
@@ -123,30 +111,39 @@ def test_collectives(submission):
 @pytest.mark.needs("test_tokens_weigh_equally")
 def test_clipping(submission):
     """max_norm clips the gradient of the mean over all tokens by its global norm, with ZeroOptimizer too."""
-    for world, wrapper in zip(submission.worlds(2, 3), (BUCKETED, CACHED_ZERO)):
-        case = make_case(submission, "Plain", [[1, 2, 1], [2, 1, 1], [1, 1, 2]][:world])
-        sgd = {"optimizer": "SGD", "optimizer_options": {"lr": 0.5}}
-        norms = train_alone(case, sgd)["norms"]
-        max_norm = min(norms) * submission.rng.uniform(0.3, 0.6)  # clips every step
-        results, job = run_ranks(submission, case, wrapper, **sgd, options={"max_norm": max_norm})
-        expect_weights(results, case, job, tolerance=1e-5)  # torch adds 1e-6 to the norm
+    sgd = {"optimizer": "SGD", "optimizer_options": {"lr": 0.5}}
+
+    def draw_limit(case):  # clips every step
+        max_norm = min(train_alone(case, sgd)["norms"]) * submission.rng.uniform(0.3, 0.6)
+        return {"options": {"max_norm": max_norm}}
+
+    settings = [(wrapper, [[1, 2, 1], [2, 1, 1]], {}) for wrapper in (BUCKETED, CACHED_ZERO)]
+    for results, case, job in run_cases(submission, 2, settings, prepare=draw_limit, **sgd):
+        expect_weights(results, case, job, train_alone(case, job), tolerance=1e-5)  # torch adds 1e-6 to the norm
 
 
 @pytest.mark.points(2)
 @pytest.mark.needs("test_tokens_weigh_equally")
 def test_one_decision(submission):
     """If the loss or a gradient is not finite, or no rank has a token, no rank steps. The next step is normal."""
-    settings = ((BUCKETED, math.nan, 0), (COALESCED_ZERO, math.inf, 3), (BUFFERED, -math.inf, -1))
-    for world, (wrapper, value, number) in zip(submission.worlds(2, 3, 2), settings):
-        case = make_case(submission, "Plain", [[1, 2, 1, 1, 2], [2, 1, 1, 0, 1], [1, 1, 2, 1, 1]][:world])
-        bad, name = submission.rng.choice(case.group), list(case.parameters())[number]
+
+    def prepare(case):
         case.batches[case.group[-1]][2][0]["masked"] = True
         ignore(case, 3)
-        poison = {"rank": bad, "name": name, "value": value}
-        results, job = run_ranks(submission, case, wrapper, **ADAM, poison=poison, poisoned_step=1)
-        expect_bits(results, case, job)
-        expect_results(results, case, job)
-        expect_weights(results, case, job)
+        return {"poisoned_rank": submission.rng.choice(case.group)}
+
+    settings = [
+        (wrapper, [[1, 2, 1, 1, 2], [2, 1, 1, 0, 1]], {"poison": (number, value)})
+        for wrapper, number, value in (
+            (BUCKETED, 0, math.nan),
+            (COALESCED_ZERO, 3, math.inf),
+            (BUFFERED, -1, -math.inf),
+        )
+    ]
+    for results, case, job in run_cases(submission, 2, settings, prepare=prepare, **ADAM, poisoned_step=1):
+        alone = train_alone(case, job)
+        expect_results(results, case, job, alone)
+        expect_weights(results, case, job, alone)
 
 
 # ---- the end of the data
@@ -158,16 +155,12 @@ def test_one_decision(submission):
 def test_run(submission):
     """run uses every batch once, reads at most one ahead, and ends on all ranks when no rank has data left."""
     settings = (
-        (BUCKETED, [[7, 0], [4, 3]], 2, False),
-        (CACHED, [[1, 2], [3, 0], [0, 2]], 1, False),
-        (BUFFERED, [[0, 3], [0, 1]], 2, True),
+        (BUCKETED, [[7, 0], [4, 3], [5, 1]], {"micro_batches": 2, "is_list": False}),
+        (BUFFERED, [[0, 3], [0, 1], [0, 0]], {"micro_batches": 2, "is_list": True}),
+        (CACHED, [[1, 2], [3, 0], [0, 2]], {"micro_batches": 1, "is_list": False}),
     )
-    for world, (wrapper, counts, micro_batches, is_list) in zip(submission.worlds(2, 3, 2), settings):
-        case = make_case(submission, "Plain", counts[:world])
-        for batch in [batch for steps in case.batches for batch in steps[0][2:4]]:
-            batch["y"].fill_(IGNORED)  # in the first setting, a step without tokens is not the end
-        more = {"micro_batches": micro_batches, "is_list": is_list}
-        results, job = run_ranks(submission, case, wrapper, m12_lockstep.run, **SGD, **more)
+    without_tokens = partial(ignore, step=0, part=slice(2, 4))  # in the first setting, such a step is not the end
+    for results, case, job in run_cases(submission, 3, settings, scenarios.run, without_tokens, **SGD):
         expect_epochs(results, case, job)
 
 
@@ -175,17 +168,21 @@ def test_run(submission):
 @pytest.mark.needs("test_run")
 def test_iterable_raises(submission):
     """If an iterable raises, the step happens on no rank. The exception leaves run there, RuntimeError elsewhere."""
-    settings = (([5, 5], 1, 2, "ValueError", 2), ([2, 4, 3], 2, 3, "RuntimeError", 1), ([3, 2], 0, -1, "OSError", 1))
-    for world, (counts, failing, fails_at, kind, micro_batches) in zip(submission.worlds(2, 3, 2), settings):
-        case = make_case(submission, "Plain", [[count] for count in counts[:world]])
-        failing = min(failing, world - 1)
-        more = {"micro_batches": micro_batches, "fails": {"rank": failing, "at": fails_at, "kind": kind}}
-        results, job = run_ranks(submission, case, BUCKETED, m12_lockstep.run, **SGD, **more)
+    [world] = submission.worlds(3)
+    settings = [
+        (BUCKETED, counts, {"micro_batches": micro_batches, "fails": {"rank": rank, "at": fails_at, "kind": kind}})
+        for counts, micro_batches, rank, fails_at, kind in (
+            ([[5], [5], [4]], 2, world // 2, 2, "ValueError"),
+            ([[3], [2], [3]], 1, 0, -1, "OSError"),
+            ([[2], [4], [3]], 1, world - 1, 3, "RuntimeError"),
+        )
+    ]
+    for results, case, job in run_cases(submission, world, settings, scenarios.run, **SGD):
+        micro_batches, (failing, fails_at, kind) = job["micro_batches"], job["fails"].values()
         steps = max(fails_at, 0) // micro_batches
         where = f"if the iterable of rank {failing} raises {kind} instead of its batch {fails_at}"
         for rank, [answer] in enumerate(results):
-            wanted = "the exception itself" if rank == failing else "RuntimeError"
-            got = answer["raised"]
+            wanted, got = ("the exception itself" if rank == failing else "RuntimeError"), answer["raised"]
             why = partial(diagnosis.explain_raised, got, rank == failing)
             expect(got == wanted, f"{where}, run raises {wanted}", f"it raised {got or 'nothing'}", why, rank=rank)
         case.batches = [split_into_steps(batches, micro_batches, steps) for [batches] in case.batches]
@@ -213,10 +210,27 @@ def draw_assignments(rng):
     return fixed + [(lengths, rng.randint(1, 8)) for lengths in drawn]
 
 
-def make_case(submission, model, counts, **options):
+def run_cases(submission, world, settings, scenario=scenarios.train, prepare=lambda case: {}, **common):
+    """Run the scenario for each (wrapper, counts, options), on the same ranks. Return results, case and job of each.
+
+    The options "model", "branches" and "groups" determine the case. Only the first group is compared. `prepare` changes
+    a case, and may return more options.
+    """
+    [world], cases, jobs = submission.worlds(world), [], []
+    for (package, name, arguments, is_zero), counts, options in settings:
+        options = options | {"package": package, "wrapper": name, "arguments": arguments, "is_zero": is_zero}
+        options |= {"groups": [[0]]} if world == 1 else {}
+        cases.append(make_case(submission, counts[:world], options))
+        jobs.append(cases[-1].make_jobs(**common, **options, **(prepare(cases[-1]) or {})))
+    with diagnosis.explain_failed_run():
+        return zip(submission.run_each(scenario, jobs), cases, (own[0] for own in jobs))
+
+
+def make_case(submission, counts, options):
     """Return a case in which rank r has counts[r][s] micro-batches in step s. Their numbers of tokens are unequal."""
-    case = submission.case(model, len(counts), dtype=torch.float64, **options)
-    branches = [steps[0][0]["branch"] for steps in case.batches]
+    model, [group, *_] = options.get("model", "Plain"), options.get("groups", [None])
+    branches = options.get("branches", [0] * 4)[: len(counts)]
+    case = submission.case(model, len(counts), dtype=torch.float64, group=group, branches=branches)
     case.batches = [[] for _ in counts]
     for step in range(len(counts[0])):
         tokens = [[1]] * 2
@@ -234,28 +248,19 @@ def draw_batch(rng, case, branch, num_tokens):
     x = torch.randn(2, length, case.sizes[0], dtype=torch.float64, generator=generator)
     y = torch.randint(0, min(case.sizes[0], case.sizes[-1]), (2, length), generator=generator)
     y.view(-1)[torch.randperm(2 * length, generator=generator)[num_tokens:]] = IGNORED
-    seeds = [rng.randrange(2**62) for _ in range(8)]
-    return {"x": x, "y": y, "branch": branch, "borders": seeds}
+    return {"x": x, "y": y, "branch": branch, "borders": [rng.randrange(2**62) for _ in range(8)]}
 
 
-def ignore(case, step, ranks=None):
-    """Remove all tokens of a step from these ranks (default: all)."""
-    for rank in case.group if ranks is None else ranks:
-        for batch in case.batches[rank][step]:
+def ignore(case, step, ranks=None, part=slice(None)):
+    """Remove all tokens of a part of a step's micro-batches from these ranks of the group (default: all)."""
+    for rank in case.group:
+        for batch in case.batches[rank][step][part] if ranks is None or rank in ranks else []:
             batch["y"].fill_(IGNORED)
 
 
-def run_ranks(submission, case, wrapper, scenario=m12_lockstep.train, **more):
-    """Run the scenario on a case with one of the wrappers. Return the results and the job."""
-    package, name, arguments, is_zero = wrapper
-    jobs = case.make_jobs(package=package, wrapper=name, arguments=arguments, is_zero=is_zero, **more)
-    with diagnosis.explain_failed_run(case, jobs[0]):
-        return submission.run(scenario, jobs, world_size=case.world_size), jobs[0]
-
-
-def expect_weights(results, case, job, tolerance=MANY_STEPS):
+def expect_weights(results, case, job, alone, tolerance=MANY_STEPS):
     """Expect the weights of one process after every step."""
-    for step, weights in enumerate(train_alone(case, job)["weights"]):
+    for step, weights in enumerate(alone["weights"]):
         expect_equal(
             f"after {step} step{'s' * (step != 1)}, the weights are those of one process that has all micro-batches",
             [results[rank]["weights"][step] for rank in case.group],
@@ -267,68 +272,52 @@ def expect_weights(results, case, job, tolerance=MANY_STEPS):
         )
 
 
-def expect_results(results, case, job):
-    """Expect every rank to return the results of one process."""
-    for step, expected in enumerate(train_alone(case, job)["results"]):
+def expect_results(results, case, job, alone):
+    """Expect every rank to return the results of one process. If a gradient is poisoned, see `expect_bits`, too."""
+    for step, expected in enumerate(alone["results"]):
         reason = find_reason(case, job, step)
         returned = [results[rank]["results"][step] for rank in case.group]
         for rank, got in zip(case.group, returned):
             for name in reversed(FIELDS):
                 right, value = expected[FIELDS.index(name)], got[FIELDS.index(name)]
-                is_nan = math.isnan(right) and math.isnan(value)
+                is_right = value == right or abs(value - right) <= RESULT * abs(right) < math.inf
+                is_right |= math.isnan(right) and math.isnan(value)
                 texts = [str(right), str(value)] if name == "is_skipped" else format_distinct(right, value)
-                expect(
-                    is_nan or value == right or abs(value - right) <= RESULT * abs(right) < math.inf,
-                    f"{name} is {texts[0]}{reason}",
-                    f"it is {texts[1]}",
-                    partial(diagnosis.explain_result, name, returned, expected, case.group.index(rank), reason),
-                    rank=rank,
-                    step=step,
-                )
+                why = partial(diagnosis.explain_result, name, returned, expected, case.group.index(rank), reason)
+                expect(is_right, f"{name} is {texts[0]}{reason}", f"it is {texts[1]}", why, rank=rank, step=step)
+            if expected[2] and "poison" in job:
+                expect_bits(results[rank], reason, rank, step)
 
 
-def expect_bits(results, case, job):
-    """Expect skipped steps to keep the bits of weights and optimizer state, and to clear the gradients."""
-    for step, (_, _, is_skipped) in enumerate(train_alone(case, job)["results"]):
-        reason = find_reason(case, job, step)
-        for rank in case.group if is_skipped else []:
-            if not results[rank]["results"][step][2]:
-                return  # the decision is wrong: see expect_results
-            result, at = results[rank], {"rank": rank, "step": step}
-            for what in ("weights", "state"):
-                before, after = result[what][step : step + 2]
-                changed = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
-                right, wrong = f"a skipped step keeps the {what}{reason}", f"{join_names(changed)} changed"
-                expect(not changed, right, wrong, diagnosis.STEPPED, **at)
-            left = join_names(result["left"][step])
-            right, wrong = "after a skipped step, gradients are None or zero", f"those of {left} are not"
-            expect(not left, right, wrong, diagnosis.GRADIENTS_LEFT, **at)
+def expect_bits(result, reason, rank, step):
+    """Expect a skipped step to keep the bits of weights and optimizer state, and to clear the gradients."""
+    for what in ("weights", "state"):
+        before, after = result[what][step : step + 2]
+        changed = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
+        right, wrong = f"a skipped step keeps the {what}{reason}", f"{join_names(changed)} changed"
+        expect(not changed, right, wrong, diagnosis.STEPPED, rank=rank, step=step)
+    left, right = result["left"][step], "after a skipped step, gradients are None or zero"
+    expect(not left, right, f"those of {join_names(left)} are not", diagnosis.GRADIENTS_LEFT, rank=rank, step=step)
 
 
 def expect_collectives(events, step, rank):
     """Expect a step to make the collectives of the plain step, and at most two small ones."""
     plain, made = count_launches(events, PLAIN), count_launches(events, step)
     clips = Counter((x.op, x.numel, x.nbytes) for x in launches(events, PLAIN, phase="clip"))
-    missing, added = plain - clips - made, made - plain
-    at = {"rank": rank, "step": step}
+    missing, added, at = plain - clips - made, made - plain, {"rank": rank, "step": step}
     right = f"the step makes the {(plain - clips).total()} collectives of a plain step"
     expect(not missing, right, f"it does not make {describe_launches(missing)}", **at)
-    expect(
-        added.total() <= 2 and all(nbytes <= SMALL for _, _, nbytes in added),
-        f"beside the collectives of a plain step, the step makes at most two, of at most {SMALL} bytes each",
-        f"it adds {describe_launches(added)}",
-        partial(diagnosis.explain_added, added, plain - clips),
-        **at,
-    )
-    passes, ready = list_backward_passes(events, step), list_ready_gradients(events, step)
-    first = next(x for x in launches(events, step) if x.nbytes > SMALL)
-    expect(
-        not passes or passes[-1] < first.place < ready[-1][0],
-        "the wrapper begins to reduce in this rank's last backward",
-        f"it begins {'in an earlier' if passes and first.place < passes[-1] else 'after the last'} backward",
-        diagnosis.NOT_LAST if passes and first.place < passes[-1] else diagnosis.ALL_QUIET,
-        **at,
-    )
+    is_small = added.total() <= 2 and all(nbytes <= SMALL for _, _, nbytes in added)
+    right = f"beside the collectives of a plain step, the step makes at most two, of at most {SMALL} bytes each"
+    why = partial(diagnosis.explain_added, added, plain - clips)
+    expect(is_small, right, f"it adds {describe_launches(added)}", why, **at)
+    if passes := list_backward_passes(events, step):
+        first = next(x for x in launches(events, step) if x.nbytes > SMALL).place
+        is_early = first < passes[-1]
+        wrong, why = ("in an earlier", diagnosis.NOT_LAST) if is_early else ("after the last", diagnosis.ALL_QUIET)
+        is_right = passes[-1] < first < list_ready_gradients(events, step)[-1][0]
+        right = "the wrapper begins to reduce in this rank's last backward"
+        expect(is_right, right, f"it begins {wrong} backward", why, **at)
 
 
 def count_launches(events, step):
@@ -358,35 +347,24 @@ def expect_epochs(results, case, job):
     ]
     expected = train_alone(case, job)
     for epoch, (own, count) in enumerate(zip(lengths, counts)):
-        setting = f" with {join_names(own)} batches on the ranks and micro_batches={micro_batches}"
-        first = sum(counts[:epoch])
+        setting, first = f" with {join_names(own)} batches on the ranks and {micro_batches=}", sum(counts[:epoch])
         totals = [total for _, total, _ in expected["results"][first : first + count]]
         taken_at = [(step + 1) * micro_batches + 1 for step, total in enumerate(totals) if total]
         for rank in case.group:
             answer, at = results[rank][epoch], {"rank": rank}
             got, reads = [total for _, total, _ in answer["results"]], answer["reads"]
-            expect(
-                got == totals and not answer["raised"],
-                f"run returns the results of {count} steps with {join_names(totals)} tokens{setting}",
-                f"it returned {len(got)} results with {join_names(got) or 'no'} tokens",
-                partial(diagnosis.explain_num_steps, len(got), totals, own, micro_batches),
-                **at,
-            )
-            expect(
-                job["is_list"] or all(taken <= most for taken, most in zip(reads, taken_at)),
-                f"before step k, run has taken at most k · {micro_batches} + 1 batches{setting}",
-                f"it had taken {join_names(reads)} batches before its steps",
-                diagnosis.READ_AHEAD,
-                **at,
-            )
+            right = f"run returns the results of {count} steps with {join_names(totals)} tokens{setting}"
+            wrong = f"it returned {len(got)} results with {join_names(got) or 'no'} tokens"
+            why = partial(diagnosis.explain_num_steps, len(got), totals, own, micro_batches)
+            expect(got == totals and not answer["raised"], right, wrong, why, **at)
+            is_right = job["is_list"] or all(taken <= most for taken, most in zip(reads, taken_at))
+            right = f"before step k, run has taken at most k · {micro_batches} + 1 batches{setting}"
+            wrong = f"it had taken {join_names(reads)} batches before its steps"
+            expect(is_right, right, wrong, diagnosis.READ_AHEAD, **at)
             small = [x for x in count_launches(results.events[rank], epoch).elements() if x[2] <= SMALL]
-            expect(
-                len(small) <= 2 * count + 2 or case.world_size == 1,
-                f"run adds at most 2 small collectives per step, and 2 at the end: {2 * count + 2}{setting}",
-                f"it adds {len(small)}",
-                diagnosis.TOO_MANY,
-                **at,
-            )
+            is_right = len(small) <= 2 * count + 2 or case.world_size == 1
+            right = f"run adds at most 2 small collectives per step, and 2 at the end: {2 * count + 2}{setting}"
+            expect(is_right, right, f"it adds {len(small)}", diagnosis.TOO_MANY, **at)
         expect_equal(
             f"after call {epoch + 1} of run, the weights are those of one process that gets the same batches{setting}",
             [results[rank][epoch]["weights"] for rank in case.group],

@@ -8,17 +8,13 @@ from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_backward_passes
 from m12_lockstep import expected, scenario
 
-SMALL = 16  # bytes: larger collectives are the wrapper's
+SMALL = 16  # bytes of the largest collective that a step may add. Larger ones are the wrapper's.
 NOT_DETERMINISTIC = "the assignment depends on random numbers or addresses, and both differ between ranks."
 STEPPED = "the optimizer steps although is_skipped is True. With zero gradients, momentum and weight decay still act."
 GRADIENTS_LEFT = "a skipped step does not clear the gradients."
 READ_AHEAD = "run turns the iterable into a list, or reads several steps ahead."
-TOO_MANY = (
-    "every step asks whether the data have ended with a collective of its own. Let the number of tokens carry it."
-)
-NO_FINISH = (
-    "a rank without micro-batches does not call finish_grad_sync, so it does not join the wrapper's collectives."
-)
+TOO_MANY = "a collective of its own asks whether the data have ended. Let the number of tokens carry it."
+NO_FINISH = "a rank without micro-batches does not call finish_grad_sync, and misses the wrapper's collectives."
 LOSS_FIRST = (
     "the losses are summed before finish_grad_sync. A rank without micro-batches launches the wrapper's collectives in "
     "the finish, so its order differs from the other ranks'."
@@ -44,31 +40,30 @@ WEIGHINGS = {
 
 
 @contextlib.contextmanager
-def explain_failed_run(case, job):
+def explain_failed_run():
     """Explain a run that hangs or whose collectives do not match."""
     try:
         yield
     except CheckFailed as failed:
-        cause = find_mistake(failed.events, case, job.get("fails")) if failed.events else ""
+        cause = find_mistake(failed.events)
         raise (failed.with_cause(cause) if cause else failed) from None
 
 
-def find_mistake(events, case, fails):
-    """Return the mistake that the records of a failed run show, or "". `fails` says whose iterable raises."""
-    if fails:
-        counts = [len(launches(own)) for own in events]
-        others = counts[: fails["rank"]] + counts[fails["rank"] + 1 :]
-        return NOT_TOLD if others and counts[fails["rank"]] < min(others) else ""
-    for rank in case.group:
-        steps = [e["step"] for e in events[rank] if e["kind"] == "step" and e["step"] in range(len(case.batches[rank]))]
-        if not steps:
+def find_mistake(events):
+    """Return the mistake that the records of a failed run show, or ""."""
+    counts = [len(launches(own)) for own in events]
+    for own in events:
+        noted = [event for event in own if event["kind"] == "step" and "num_batches" in event]
+        if not noted:
             continue
-        launched, num_batches = launches(events[rank], steps[-1]), len(case.batches[rank][steps[-1]])
-        passes, large = list_backward_passes(events[rank], steps[-1]), [x for x in launched if x.nbytes > SMALL]
+        if (failing := noted[-1]["fails"]) is not None:
+            return NOT_TOLD if [i for i, count in enumerate(counts) if count == min(counts)] == [failing] else ""
+        launched, num_batches = launches(own, noted[-1]["step"]), noted[-1]["num_batches"]
+        passes, large = list_backward_passes(own, noted[-1]["step"]), [x for x in launched if x.nbytes > SMALL]
         if large and passes and large[0].place > passes[0] and len(passes) < num_batches:
             return NOT_LAST
         if not num_batches and not large and len(launched) > 1:
-            return LOSS_FIRST if is_loss_first(events[case.group[0]]) else NO_FINISH
+            return LOSS_FIRST if any(map(is_loss_first, events)) else NO_FINISH
     return ""
 
 
@@ -105,11 +100,12 @@ def suspect_weights(case, job, step):
 
     hypotheses = {}
     if size < case.world_size:
-        factor = case.world_size / size
         totals = iter([sum(sum(expected.count_tokens(own[k])) for own in case.batches) for k in range(step)])
         hypotheses = {
             "the factor is the size of the world instead of the size of the group.": train(
-                weigh=lambda tokens: [[factor * f for f in own] for own in expected.weigh_tokens(tokens)]
+                weigh=lambda tokens: [
+                    [case.world_size / size * f for f in own] for own in expected.weigh_tokens(tokens)
+                ]
             ),
             "the tokens are summed over all ranks of the world instead of the group.": train(
                 weigh=lambda tokens: [[1 / total] * len(own) for total in [next(totals)] for own in tokens]
@@ -154,11 +150,9 @@ def explain_result(name, returned, right, index, reason):
 
 def explain_added(added, plain):
     """Return why a step makes too many collectives."""
-    if any(key in plain for key in added):
-        return NOT_LAST
-    if any(op == "barrier" for op, _, _ in added):
-        return "a barrier counts as a collective, and the all-reduces already make the ranks wait for each other."
-    return ""
+    has_barrier = any(op == "barrier" for op, _, _ in added)
+    barrier = "a barrier counts as a collective, and the all-reduces already make the ranks wait for each other."
+    return NOT_LAST if any(key in plain for key in added) else barrier if has_barrier else ""
 
 
 def explain_num_steps(got, totals, lengths, micro_batches):

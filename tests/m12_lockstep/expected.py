@@ -65,7 +65,7 @@ def find_reason(case, job, step):
     """Return why a step must be skipped, or "", as the end of a sentence."""
     batches = [batch for rank in case.group for batch in case.batches[rank][step]]
     if step == job.get("poisoned_step"):
-        return f", because a gradient of rank {job['poison']['rank']} contains {job['poison']['value']}"
+        return f", because a gradient of rank {job['poisoned_rank']} contains {job['poison'][1]}"
     if any(batch.get("masked") for batch in batches):
         return ", because the loss is infinite, although all gradients are finite"
     return "" if sum(count_tokens(batches)) else ", because no rank has a token"

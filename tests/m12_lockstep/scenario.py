@@ -56,10 +56,7 @@ class OnePass(list):
 
 
 class Feed:
-    """An iterable for one pass over batches, which counts how many were taken.
-
-    It raises `error` when it is asked for batch `fails_at`, or for an iterator if that is -1.
-    """
+    """One pass over batches, which counts them. Batch `fails_at` raises `error`; so does the iterator if that is -1."""
 
     def __init__(self, batches: list[dict[str, Any]], error: Exception | None = None, fails_at: int | None = None):
         self.batches, self.error, self.fails_at = batches, error, fails_at
@@ -87,14 +84,15 @@ def assign(job: dict) -> list[list[list[int]]]:
     return [[[int(i) for i in part] for part in function(list(lengths), n)] for lengths, n in job["problems"]]
 
 
-def make_loop(job: dict) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, Any]:
-    """Return the model, its wrapper, the optimizer, and the submission's loop."""
+def make_loop(job: dict) -> tuple[list[list[dict]], nn.Module, torch.optim.Optimizer, Any]:
+    """Return the batches on this rank's device, the model, the optimizer, and the submission's loop."""
     model = build(job)
-    ddp = wrap(job, Classifier(model, [batch for step in job["batches"] for batch in step]))
+    batches = [[move_to_device(batch) for batch in step] for step in job["batches"]]
+    ddp = wrap(job, Classifier(model, sum(batches, [])))
     optimizer = make_optimizer(job, ddp)
     with phase("construct"):
         loop = student(PACKAGE, "LockstepLoop")(ddp, optimizer, **job.get("options", {}))
-    return model, ddp, optimizer, loop
+    return batches, model, optimizer, loop
 
 
 def make_optimizer(job: dict, ddp: nn.Module) -> torch.optim.Optimizer:
@@ -108,11 +106,6 @@ def make_optimizer(job: dict, ddp: nn.Module) -> torch.optim.Optimizer:
     return optimizer_cls([p for p in ddp.parameters() if p.requires_grad], **options)
 
 
-def move_batches(job: dict) -> dict:
-    """Return the job with all batches on this rank's device."""
-    return job | {"batches": [[move_to_device(batch) for batch in step] for step in job["batches"]]}
-
-
 def describe(result: Any) -> tuple[float, float, bool]:
     """Return the loss, the number of tokens and whether the step was skipped, as Python numbers."""
     return float(result.loss), float(result.num_tokens), bool(result.is_skipped)  # the order of FIELDS
@@ -121,18 +114,19 @@ def describe(result: Any) -> tuple[float, float, bool]:
 def train(job: dict) -> dict:
     """Take a step with each of job["batches"]. Return the results, and what the rank has before and after each step.
 
-    In step job["poisoned_step"], the last entry of a gradient of one rank becomes job["poison"]["value"].
+    In step job["poisoned_step"], the last entry of a gradient of one rank changes: job["poison"] is the number of the
+    parameter and the value.
     """
-    job = move_batches(job)
-    model, _, optimizer, loop = make_loop(job)
-    poison, current = job.get("poison"), {"step": -1}
-    if poison and poison["rank"] == dist.get_rank():
-        parameter = dict(model.named_parameters())[poison["name"]]
-        value, at = poison["value"], job["poisoned_step"]
+    steps, model, optimizer, loop = make_loop(job)
+    current = {"step": -1}
+    if job.get("poisoned_rank") == dist.get_rank():
+        number, value = job["poison"]
+        parameter, at = list(model.parameters())[number], job["poisoned_step"]
         parameter.register_hook(lambda grad: replace_last_entry(grad, value) if current["step"] == at else grad)
     results, weights, state, left = [], [copy_weights(model)], [copy_state(optimizer)], []
-    for step, batches in enumerate(job["batches"]):
-        recording.note("step", step=step, unsynced=True)  # the steps' work differs: their launches cannot be compared
+    for step, batches in enumerate(steps):
+        # The steps' work differs: their launches cannot be compared.
+        recording.note("step", step=step, unsynced=True, num_batches=len(batches), fails=None)
         current["step"] = step
         results.append(describe(loop.step([(batch["x"], batch["y"]) for batch in batches])))
         weights.append(copy_weights(model))
@@ -155,11 +149,10 @@ def copy_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def count_collectives(job: dict) -> dict:
     """Take a step without a loop on another copy of the model, numbered PLAIN. Then do the same as `train`."""
-    job = move_batches(job)
     ddp = wrap(job, build(job))
     optimizer = make_optimizer(job, ddp)
     recording.note("step", step=PLAIN, unsynced=True)
-    ddp(job["batches"][0][0]["x"]).logsumexp(-1).sum().backward()
+    ddp(move_to_device(job["batches"][0][0])["x"]).logsumexp(-1).sum().backward()
     ddp.finish_grad_sync()
     if job["is_zero"]:
         with phase("clip"):
@@ -175,11 +168,10 @@ def run(job: dict) -> list[dict]:
     "reads" contains how many batches were taken before each step of the optimizer. job["fails"] has the rank whose
     iterable raises, the number of the batch, and the type of the exception.
     """
-    job = move_batches(job)
-    model, _, optimizer, loop = make_loop(job)
+    calls, model, optimizer, loop = make_loop(job)
     fails, answers = job.get("fails", {"rank": None}), []
-    for call, batches in enumerate(job["batches"]):
-        recording.note("step", step=call, unsynced=True)
+    for call, batches in enumerate(calls):
+        recording.note("step", step=call, unsynced=True, num_batches=len(batches), fails=fails["rank"])
         error = getattr(builtins, fails.get("kind", "ValueError"))("gone")
         feed = Feed(batches, error, fails["at"] if fails["rank"] == dist.get_rank() else None)
         reads: list[int] = []
@@ -187,8 +179,8 @@ def run(job: dict) -> list[dict]:
         raised, results = "", []
         try:
             source = OnePass((batch["x"], batch["y"]) for batch in batches) if job.get("is_list") else feed
-            arguments = {} if job["micro_batches"] == 1 else {"micro_batches": job["micro_batches"]}
-            results = [describe(result) for result in loop.run(source, **arguments)]
+            arguments = [job["micro_batches"]] if job["micro_batches"] > 1 else []
+            results = [describe(result) for result in loop.run(source, *arguments)]
         except NotImplementedError:
             raise  # the skeleton's
         except Exception as exception:
