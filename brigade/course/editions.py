@@ -17,7 +17,7 @@ CHECKS = (
     "tests/test_m*.py",
     *(f"tests/helpers/{name}.py" for name in ("buffers", "training", "easier", "odd_steps", "zero")),
 )
-CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.json"))
+CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.txt"))
 
 
 def select_requirements(packages: Iterable[str]) -> str:

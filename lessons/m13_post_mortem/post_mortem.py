@@ -219,8 +219,8 @@ def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
 def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequence[int], others: Sequence[int]) -> str:
     """Return "missing" if the culprits skipped the call at `place`, "extra" if they made one more; otherwise "".
 
-    After a skipped call, a culprit's calls from this number on agree with the others' calls from the next number on, as
-    far as both go and at least once. After an additional call, the roles are exchanged.
+    After a skipped call, each culprit's calls from this number on agree with the others' calls from the next number on,
+    as far as both go, and there is at least one such pair. After an additional call, the roles are exchanged.
     """
     # Without a majority (`others` is empty), a skipped call and an additional one look the same.
     # TODO: part (e)
@@ -238,11 +238,10 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
 
     The first kind that applies:
 
-    - The calls at this place do not agree. The culprits are the ranks outside the largest set of agreeing calls; if two
-      sets are largest, all ranks with a call. With one largest set, the kind is "missing" if each culprit's calls from
-      this number on agree with the others' calls from the next number on, as far as both go and at least once: the
-      culprits skipped a call. It is "extra" if the roles are exchanged. Otherwise it is "different_op",
-      "different_size" or "different_dtype", the first that differs.
+    - The calls at this place do not agree. The culprits are the ranks with a call outside the largest set of agreeing
+      calls; if two sets are largest, all ranks with a call. With one largest set, the kind is "missing" or "extra" if
+      `compare_tails` says so. Otherwise it is "different_op", "different_size" or "different_dtype", the first that
+      differs.
     - "dead": some ranks of the world have no trace. They are the culprits.
     - "healthy": nothing diverges.
     - "circular": every divergence waits for another. The culprits are the members through which they wait.
@@ -252,7 +251,7 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     The text is one sentence. It contains the culprits, the number, and op and line of each different call (for
     "circular", those of both places); for "ended" and "behind" also the line of a culprit's last call.
     """
-    # `traces` may come in any order. A rank that waits in a circle is a culprit only if the circle goes through it.
+    # `traces` may come in any order. In a circle, name the ranks that are absent from one call because of another one.
     # TODO: part (g)
     raise NotImplementedError("module 13, part (g)")
 
@@ -261,7 +260,7 @@ def main(paths: Sequence[str]) -> int:
     """Print the finding for these dumps and, for each trace, the rank with op and line of its last call.
 
     Return 0 if nothing diverges, 1 for any other finding, and 2 after one sentence with the file's name if a dump
-    cannot be read, or if it is from another job than the dumps before it.
+    cannot be read, or if it is from another job: a dump before it has the same rank, or another world size.
     """
     # `load_trace` raises OSError or ValueError.
     # TODO: part (h)

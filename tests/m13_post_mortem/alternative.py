@@ -160,7 +160,9 @@ def main(paths):
         except (OSError, ValueError):
             print("cannot read", path)
             return 2
-        traces[trace.rank] = trace
+        if traces.setdefault(trace.rank, trace) is not trace or len({one.world_size for one in traces.values()}) > 1:
+            print("another job:", path)
+            return 2
     finding = diagnose(list(traces.values()))
     print(finding.text)
     for rank, trace in sorted(traces.items()):

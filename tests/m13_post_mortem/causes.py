@@ -3,6 +3,7 @@
 from m13_post_mortem import expected as jobs
 
 UNREADABLE = "main does not catch both OSError and ValueError, or it returns another number."
+OTHER_JOB = "a rank has two dumps, so they are of different jobs, but main compares them."
 
 
 def explain_alignment(traces, got, expected):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,14 +45,18 @@ PLAIN = {
 
 
 def run_main(job: dict[str, Any]) -> list[list]:
-    """Call main with the paths of these files, and return [result, printed text] for each list of files."""
+    """Call main for each list of texts, with paths of such files. Return [result, printed text] for each list.
+
+    The names are dump_0.json and so on. A file whose text is None does not exist.
+    """
     main = student(PACKAGE, "main")
     answers = []
     for files in job["runs"]:
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()) as printed:
-            for name, text in files.items():
+            paths = [Path(directory, f"dump_{number}.json") for number in range(len(files))]
+            for path, text in zip(paths, files):
                 if text is not None:
-                    Path(directory, name).write_bytes(text.encode("latin-1"))
-            result = main([os.path.join(directory, name) for name in files])
+                    path.write_bytes(text.encode("latin-1"))
+            result = main([str(path) for path in paths])
         answers.append([result, printed.getvalue()])
     return answers

@@ -208,8 +208,11 @@ def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
     subprocess.run(
         [*command, str(POST_MORTEM / "hang.py"), fault], cwd=tmp_path, env=environment, capture_output=True, timeout=120
     )
-    stored = [str(ROOT / f"tests/m13_post_mortem/dumps/{fault}_{rank}.json") for rank in range(3)]
-    new = [str(tmp_path / f"dump_{rank}.json") for rank in range(3)]
+    lines = (ROOT / "tests/m13_post_mortem/dumps/2.13.txt").read_text().splitlines()
+    dumps = [line.removeprefix(f"{fault} ") for line in lines if line.startswith(f"{fault} ")]
+    for rank, text in enumerate(dumps):
+        (tmp_path / f"stored_{rank}.json").write_text(text)
+    stored, new = ([str(tmp_path / f"{name}_{rank}.json") for rank in range(3)] for name in ("stored", "dump"))
     program = "import sys, post_mortem, draw, pathlib; post_mortem.main(sys.argv[1:]); "
     program += "draw.draw(sys.argv[1:], pathlib.Path('calls.png'))"
     environment["PYTHONPATH"] += f"{os.pathsep}{POST_MORTEM}"
