@@ -142,7 +142,8 @@ def check_module(
         is_debugged=options.debug,
     )
     report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
-    checks.sort(key=lambda check: was_fine(check, checks, report.before))
+    # list.sort would make `checks` empty while it computes the keys.
+    checks = sorted(checks, key=lambda check: was_fine(check, checks, report.before))
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
     for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time):
         report.add(outcome)

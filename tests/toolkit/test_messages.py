@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from brigade.checks import render
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import CheckFailed, Location, Outcome, Verdict
+from brigade.cli import check as check_command
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.parts import Part
@@ -93,6 +95,21 @@ def test_a_check_whose_need_failed_does_not_run(at_a_time):
     assert [str(outcome.verdict) for outcome in outcomes[1:]] == ["Not run: first 1.1.", "Not run: first 1.2."]
     assert ran == ["one"]
     assert list(run_checks([three], "solutions", Conditions()))[0].passed and ran == ["one", "three"]
+
+
+def test_the_checks_that_failed_come_first_after_those_that_they_need(monkeypatch):
+    """Otherwise --watch could hang: all threads would wait for checks that have not started."""
+    entry, orders = get_module(8), []
+    monkeypatch.setattr(check_command, "run_checks", lambda checks, *_: orders.append([c.name for c in checks]) or [])
+    options = SimpleNamespace(only="", until="", seed=1, backend="gloo", share_gpu=False, debug=False)
+    options.target, options.prior = "solutions", "own"
+    failed = [check for check in collect([entry]) if check.needs]
+    before = {check: Outcome(check, "failed" if check in failed else "passed") for check in collect([entry])}
+    check_command.check_module(entry, options, before)
+    [order] = orders
+    assert failed and all(order.index(check.needs) < order.index(check.name) for check in failed)
+    needed = {check.needs for check in failed} | {check.name for check in failed}
+    assert set(order[: len(needed)]) == needed
 
 
 def test_a_check_needs_an_earlier_one():
