@@ -11,11 +11,15 @@ from brigade.course.modules import get_module
 from brigade.grade.web_page import format_page
 
 STYLE = """
-h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+.score { margin: .5rem 0 1rem; }
+.score b { font-size: 3.5rem; line-height: 1; }
+h2 { display: flex; flex-wrap: wrap; gap: 0 1rem; align-items: center; margin: 2rem 0 .5rem; }
+progress { accent-color: var(--good); height: .8rem; }
 ul { padding: 0; }
-li { display: grid; grid-template-columns: 4rem minmax(0, 1fr); margin: .35rem 0; }
+li { display: grid; grid-template-columns: 4.5rem minmax(0, 1fr); margin: .35rem 0; }
+.passed b { color: var(--good); }
 .failed b { color: var(--strong); }
-pre { grid-column: 2; background: var(--soft); margin: .3rem 0 .8rem; padding: .5rem; }
+pre { grid-column: 2; margin: .3rem 0 .8rem; }
 """
 
 
@@ -64,14 +68,25 @@ def format_text(result: Mapping[str, Any], shows_seed: bool = False) -> str:
 
 def format_html(student: str, result: Mapping[str, Any]) -> str:
     """Return the same content as one web page that needs no other file."""
-    lines = [f"<p>{escape(line)}</p>" for line in (*list_heading(result), format_instant(result["started"]))]
+    score = f"<b>{result['score']}</b> of {result['max_score']} points"
+    lines = [f'<p class="score">{score}<br>{format_bar(result["score"], result["max_score"])}</p>']
+    lines += [f"<p>{escape(line)}</p>" for line in (*list_heading(result)[1:], format_instant(result["started"]))]
     for heading, checks in list_modules(result):
-        lines += [f"<h2>{escape(heading)}</h2>", "<ul>"]
+        earned, possible = sum(check["score"] for check in checks), sum(check["points"] for check in checks)
+        lines += [f"<h2>{escape(heading)} {format_bar(earned, possible)}</h2>"]
+        if earned < possible:
+            repeat = f"brigade check {checks[0]['module']}"
+            lines.append(f"<p>To repeat these checks with other random cases, type <code>{repeat}</code>.</p>")
+        lines.append("<ul>")
         for check in checks:
-            kind, mark = ("passed", "+") if check["status"] == "passed" else ("failed", "&minus;")
+            kind, mark = ("passed", "✓") if check["status"] == "passed" else ("failed", "✗")
             title, text = split_feedback(check)
             more = f"<pre>{escape(text)}</pre>" if text else ""
             points = f"{mark} {check['score']}/{check['points']}"
             lines.append(f'<li class="{kind}"><b>{points}</b><span>{escape(title)}</span>{more}</li>')
         lines.append("</ul>")
     return format_page(f"Feedback for {student}", STYLE, "\n".join(lines))
+
+
+def format_bar(earned: float, possible: float) -> str:
+    return f'<progress value="{earned}" max="{possible}" aria-label="{earned} of {possible}"></progress>'

@@ -13,8 +13,6 @@ from brigade.grade.web_page import format_page
 MOST = 50  # pairs in the report
 
 STYLE = """
-table { border-collapse: collapse; }
-th, td { padding: .2rem .8rem .2rem 0; text-align: left; }
 summary { font-weight: bold; margin: 1rem 0 .5rem; cursor: pointer; }
 .texts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem; }
 .texts pre { font-size: .75rem; white-space: pre; margin: 0; }
@@ -74,4 +72,4 @@ def format_column(name: str, text: str, matches: Mapping[int, int]) -> str:
     for number, line in enumerate(text.splitlines(), 1):
         same, arrow = (' class="same"', f"{matches[number]:>5}") if number in matches else ("", " " * 5)
         lines.append(f"<span{same}><i>{number:>4} {arrow}</i>  {escape(make_printable(line))}</span>")
-    return f"<div><h3>{escape(name)}</h3><pre>{''.join(lines)}</pre></div>"
+    return f'<div><h3>{escape(name)}</h3><pre tabindex="0">{"".join(lines)}</pre></div>'

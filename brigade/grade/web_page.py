@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-# Okabe and Ito's vermilion, lighter in dark mode, where it must stand out against black.
+# Okabe and Ito's vermilion and green, lighter in dark mode, where they must stand out against black.
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -13,13 +13,19 @@ PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --strong: #b84a00; --soft: #f3f3f3; --mark: #ffe3c2; --quiet: #666; }}
+:root {{ color-scheme: light dark; --strong: #b84a00; --good: #00734f; }}
+:root {{ --soft: #f3f3f3; --mark: #ffe3c2; --quiet: #666; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --strong: #ff9d5c; --soft: #262626; --mark: #5a3200; --quiet: #aaa; }}
+  :root {{ --strong: #ff9d5c; --good: #4cc79f; --soft: #262626; --mark: #5a3200; --quiet: #aaa; }}
 }}
 body {{ font: 1rem/1.5 system-ui, sans-serif; margin: 0 auto; max-width: {width}; padding: 1rem; }}
 pre, code {{ font: .85rem/1.4 ui-monospace, monospace; }}
-pre {{ overflow-x: auto; white-space: pre-wrap; }}
+pre {{ overflow-x: auto; white-space: pre-wrap; background: var(--soft); border-radius: 4px; padding: .5rem; }}
+h1 {{ font-size: 1.5rem; }}
+h2 {{ font-size: 1.1rem; border-bottom: 1px solid var(--soft); padding-bottom: .3rem; }}
+table {{ border-collapse: collapse; }}
+th, td {{ border-bottom: 1px solid var(--soft); padding: .3rem 1.2rem .3rem 0; text-align: left; }}
+a {{ color: var(--strong); }}
 {style}</style>
 </head>
 <body>
