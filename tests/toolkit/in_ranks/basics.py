@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade.rank import recording
-from brigade.rank.api import device
 
 
 def whoami(*args: Any) -> dict[str, Any]:
@@ -152,12 +151,6 @@ def hang_in_a_new_group() -> None:
 
 def read_visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
-def mix_devices(place: str, given: torch.Tensor) -> float:
-    """Add a tensor on the device to one that, depending on `place`, is not on it: "job", "new", or no such tensor."""
-    other = given if place == "job" else torch.ones(2) if place == "new" else given.to(device())
-    return (torch.ones(2, device=device()) + other).sum().item()
 
 
 def send_first() -> None:
