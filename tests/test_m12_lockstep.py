@@ -201,7 +201,7 @@ def test_iterable_raises(submission):
 def draw_assignments(rng):
     """Return pairs (lengths, number of ranks). In the first ones, usual mistakes always exceed the bound."""
     fixed = [
-        ([100, 1] * 20, 2),  # dealt in the given order, one rank gets all long sequences
+        ([100, 1] * 19 + [1, 100], 2),  # dealt in the given order, one rank gets all long sequences except one
         ([100] * 10 + [1] * 30, 4),  # so does the first of four equal pieces
         ([1] * 30 + [100] * 10, 4),
         *(([0] * 7, 3), ([], 2), ([5], 3), ([0, 9, 0, 4], 2)),

@@ -26,7 +26,8 @@ def explain_alignment(traces, got, expected):
 def explain_place(traces, got, expected):
     """Explain why find_divergence returned another place."""
     found = jobs.find_divergences(traces)
-    if got and not expected:
+    absent = {rank for rank, call in got[2] if call is None} if got and not expected else set()
+    if absent and absent.isdisjoint(trace["rank"] for trace in traces):
         return "the ranks that have no trace count as members without a call. Compare living members only."
     if got and expected and found.get(got[0], (None,))[0] == got[1]:
         smallest = min(found, key=lambda group: (found[group][0], group))
