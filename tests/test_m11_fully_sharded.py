@@ -127,13 +127,8 @@ def test_each_rank_has_its_part(submission):
                 diagnosis.KEPT_WHOLE,
                 rank=rank,
             )
-            expect(
-                not result["alive"],
-                "after construction full weights have no memory",
-                f"{join_names(result['alive'], 4)} have memory",
-                partial(diagnosis.explain_memory, result["alive"], result["storages"]),
-                rank=rank,
-            )
+            cause = partial(diagnosis.explain_memory, result["alive"], result["storages"])
+            expect_none(result["alive"], "after construction full weights have no memory", cause, rank=rank)
         start = {name: value for name, value in case.start().items() if case.parameters()[name].requires_grad}
         values = join_shards([result["shards"] for result in results], units, case)
         expect_equal(
@@ -180,13 +175,8 @@ def test_parameters_stay_views(submission):
     case = submission.case("Blocks", world, hidden_layers=3)
     [results] = run_each(submission, scenarios.describe_views, [case.make_jobs(**JOB)])
     for rank, result in enumerate(results):
-        expect(
-            not result["moved"],
-            "when all units are gathered and freed again, every parameter keeps its storage",
-            f"{join_names(result['moved'], 4)} got another storage",
-            diagnosis.REPLACED,
-            rank=rank,
-        )
+        expected = "when all units are gathered and freed again, every parameter keeps its storage"
+        expect_none(result["moved"], expected, diagnosis.REPLACED, "got another storage", rank=rank)
         for number, unit in enumerate(lay_out(case)):
             for layout, names in unit.values():
                 views = [result["views"][name] for name in names]  # (number of the storage, first element)
@@ -199,13 +189,8 @@ def test_parameters_stay_views(submission):
                     diagnosis.COPIED if len({s for s, _ in views}) == len(views) > 1 else diagnosis.OTHER_LAYOUT,
                     rank=rank,
                 )
-        expect(
-            not result["alive"],
-            "after full_state_dict full weights have no memory",
-            f"{join_names(result['alive'], 4)} have memory",
-            diagnosis.NEVER_FREED,
-            rank=rank,
-        )
+        expected = "after full_state_dict full weights have no memory"
+        expect_none(result["alive"], expected, diagnosis.NEVER_FREED, rank=rank)
     gathered = [result["gathered"] for result in results]
     expect_equal("gathered weights are those of rank 0", gathered, case.start(), tolerance=0.0)
 
@@ -253,13 +238,7 @@ def test_weights_are_freed(submission):
             expect_nothing_held(result, case, rank)
             for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
                 expect_bounded(entry, alone, unit_of, whole, prefetch, result["whole"], rank)
-            expect(
-                not result["after"],
-                "after finish_grad_sync, the full weights of every unit are freed",
-                f"{join_names(result['after'], 4)} have memory",
-                diagnosis.ROOT_STAYS,
-                rank=rank,
-            )
+            expect_none(result["after"], ALL_FREED, diagnosis.ROOT_STAYS, rank=rank)
             unsynced = sorted({unit_of[name] for name in result["unsynced"]} - {0})
             expect(
                 len(unsynced) <= prefetch + 1,
@@ -563,6 +542,13 @@ def test_mixed_precision_memory(submission):
 
 # ---- helpers
 
+ALL_FREED = "after finish_grad_sync, the full weights of every unit are freed"
+
+
+def expect_none(names, expected, cause, what="have memory", **place):
+    """Expect a list of names to be empty. They are of what is not as expected."""
+    expect(not names, expected, f"{join_names(list(dict.fromkeys(names)), 4)} {what}", cause, **place)
+
 
 def expect_orders(submission, world, orders, options, dtype=torch.float64, tolerance=MANY_STEPS):
     """Expect training with each of these orders, a part of ORDERS, to be right, or to be refused if this is allowed.
@@ -595,20 +581,10 @@ def expect_orders(submission, world, orders, options, dtype=torch.float64, toler
             )
             continue
         for rank, result in enumerate(results):
-            expect(
-                not result["evaluated"],
-                "after an evaluation, all full weights are freed if no backward is due",
-                f"{join_names(sorted({*result['evaluated']}), 4)} have memory",
-                diagnosis.KEPT_AFTER_EVALUATION,
-                rank=rank,
-            )
-            expect(
-                not result["alive"],
-                f"after the finish of a step {what}, all full weights are freed",
-                f"{join_names(sorted({*result['alive']}), 4)} have memory",
-                diagnosis.ROOT_STAYS,
-                rank=rank,
-            )
+            expected = "after an evaluation, all full weights are freed if no backward is due"
+            expect_none(result["evaluated"], expected, diagnosis.KEPT_AFTER_EVALUATION, rank=rank)
+            expected = f"after the finish of a step {what}, all full weights are freed"
+            expect_none(result["alive"], expected, diagnosis.ROOT_STAYS, rank=rank)
         otherwise = partial(diagnosis.explain_order_of_calls, order, results.events, len(lay_out(case)))
         expect_trained(results, case, train_plain(case)[0], f"weights after 2 steps {what}", tolerance, otherwise)
 
@@ -726,22 +702,10 @@ def expect_nothing_whole(results, case, unit_type="Block"):
     """Expect no full weights or gradients after each finish_grad_sync."""
     for rank, result in enumerate(results):
         for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
-            expect(
-                not alive,
-                "after finish_grad_sync, the full weights of every unit are freed",
-                f"{join_names(alive, 4)} have memory",
-                diagnosis.ROOT_STAYS,
-                rank=rank,
-                step=step,
-            )
-            expect(
-                not whole,
-                "after finish_grad_sync p.grad is None for every parameter of the model",
-                f"{join_names(whole, 4)} have a gradient",
-                partial(diagnosis.explain_whole, whole, case, unit_type),
-                rank=rank,
-                step=step,
-            )
+            expect_none(alive, ALL_FREED, diagnosis.ROOT_STAYS, rank=rank, step=step)
+            expected = "after finish_grad_sync p.grad is None for every parameter of the model"
+            cause = partial(diagnosis.explain_whole, whole, case, unit_type)
+            expect_none(whole, expected, cause, "have a gradient", rank=rank, step=step)
 
 
 def expect_all_shards(results, events, case, unit_type="Block", finishes=1):
@@ -887,39 +851,27 @@ def expect_overlap(events, step, units, prefetch, rank):
     )
     for launch in launched:
         expect(not launch.sync, "every launch is asynchronous", f"{launch.op} is not", diagnosis.SYNC, **at)
-    for unit in range(1, count):
-        gather = forward[unit]
-        ahead = max(unit - prefetch, 1)
-        expect(
-            gather.place < computes[ahead],
-            f"unit {unit} is gathered before unit {ahead} computes in forward (prefetch={prefetch})",
-            "the gather was launched later",
-            diagnosis.LATE_GATHER,
-            **at,
-        )
-        expect(
-            gather.waits and gather.waits[0] > leaves[unit - 1],
-            f"during forward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
-            "the rank waited earlier" if gather.waits else "the rank never waited",
-            diagnosis.EARLY_WAIT,
-            **at,
-        )
-    for unit, gather in zip(range(count - 1, 0, -1), backward):
-        ahead = min(unit + prefetch, count - 1)
-        expect(
-            gather.place < enters[ahead],
-            f"during backward, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})",
-            "the gather was launched later",
-            diagnosis.OTHER_PREFETCH["backward"],
-            **at,
-        )
-        expect(
-            gather.waits and (unit == count - 1 or gather.waits[0] > max(ready[unit + 1])),
-            f"during backward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
-            "the rank waited earlier" if gather.waits else "the rank never waited",
-            diagnosis.EARLY_WAIT,
-            **at,
-        )
+    directions = (  # with the unit that must not compute before a gather, and after what a rank may wait for it
+        ("forward", zip(range(1, count), forward[1:]), lambda unit: max(unit - prefetch, 1), computes, leaves),
+        ("backward", zip(range(count - 1, 0, -1), backward), lambda unit: min(unit + prefetch, count - 1), enters, {}),
+    )
+    for direction, gathers, find_ahead, begins, ends in directions:
+        for unit, gather in gathers:
+            ahead, earlier = find_ahead(unit), ends.get(unit - 1, max(ready.get(unit + 1, [-1])))
+            expect(
+                gather.place < begins[ahead],
+                f"during {direction}, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})",
+                "the gather was launched later",
+                diagnosis.LATE_GATHER if direction == "forward" else diagnosis.OTHER_PREFETCH["backward"],
+                **at,
+            )
+            expect(
+                gather.waits and gather.waits[0] > earlier,
+                f"during {direction}, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
+                "the rank waited earlier" if gather.waits else "the rank never waited",
+                diagnosis.EARLY_WAIT,
+                **at,
+            )
     for unit, launch in zip(range(count - 1, -1, -1), reduced):
         expect(
             launch.place > max(ready[unit]) and (unit < 2 or launch.place < min(ready[unit - 1])),

@@ -1,7 +1,7 @@
 """The units, layouts and weights that module 11's checks expect."""
 
+import contextlib
 import copy
-import functools
 from collections import Counter
 
 import torch
@@ -97,22 +97,18 @@ def train_plain(
     return {name: p.detach() for name, p in model.named_parameters()}, norms, optimizer.state_dict()
 
 
-def use_one_thread(function):
-    """Call a function with one thread, as ranks do: in bfloat16, sums depend on the number of threads."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.set_num_threads(before)
-
-    return call
+@contextlib.contextmanager
+def use_one_thread():
+    """Compute with one thread, as ranks do: in bfloat16, sums depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-@use_one_thread
+@use_one_thread()
 def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32):
     """Return the weights of training with the same casts in one process, and the first gradients.
 

@@ -59,32 +59,25 @@ def make_tree(tree: str | int) -> nn.Module:
     """Return the tree of modules with this name, or a random tree for a number."""
     if isinstance(tree, int):
         return make_random_tree(random.Random(tree))
-    first, second = Layer({"a": Leaf(2)}), Layer({"b": Leaf()})
+    first, second, leave = Layer({"a": Leaf(2)}), Layer({"b": Leaf()}), Leaf(2)
     layers = nn.ModuleDict({"first": first, "second": second})
-    if tree == "layers":
-        return layers
-    if tree == "layers and more":
-        return nn.ModuleDict({"enter": Leaf(), "layers": layers, "leave": Leaf()})
-    if tree == "a layer in a layer":
-        return nn.ModuleDict({"outer": Layer({"inner": second, "more": Leaf(2)}), "leave": Leaf()})
-    if tree == "a subclass":
-        return nn.ModuleDict({"enter": Leaf(), "layer": Layer({"a": Leaf()}), "wide": WideLayer({"b": Leaf()})})
-    if tree == "names that begin alike":
-        return nn.ModuleDict({"layer": first, "layer1": Leaf(), "layer10": second})
-    if tree == "tied across layers":
+    if tree in ("tied across layers", "nothing but a tied weight"):
         second["b"].weight0 = first["a"].weight0
     elif tree == "tied inside a layer":
         first["a"].weight1 = first["a"].weight0
-    elif tree == "nothing but a tied weight":
-        second["b"].weight0 = first["a"].weight0
-        return nn.ModuleDict({"layers": layers, "third": Layer({"c": Leaf()})})
     elif tree == "tied to the root":
-        leave = Leaf(2)
         leave.weight1 = first["a"].weight1
-        return nn.ModuleDict({"layers": layers, "leave": leave})
     elif tree == "one layer twice":
         layers["third"] = first
-    return layers
+    parts = {
+        "layers and more": {"enter": Leaf(), "layers": layers, "leave": leave},
+        "a layer in a layer": {"outer": Layer({"inner": second, "more": Leaf(2)}), "leave": leave},
+        "a subclass": {"enter": Leaf(), "layer": Layer({"a": Leaf()}), "wide": WideLayer({"b": Leaf()})},
+        "names that begin alike": {"layer": first, "layer1": Leaf(), "layer10": second},
+        "nothing but a tied weight": {"layers": layers, "third": Layer({"c": Leaf()})},
+        "tied to the root": {"layers": layers, "leave": leave},
+    }
+    return nn.ModuleDict(parts[tree]) if tree in parts else layers
 
 
 def make_random_tree(rng: random.Random) -> nn.Module:
@@ -146,22 +139,19 @@ def change_forward(model: nn.Module, kind: str = "") -> None:
         weight = model.first.weight
         model.register_buffer("scale", torch.linspace(0.5, 1.5, weight.shape[0], device=weight.device))
     if kind:
-        model.forward = partial(run_checkpointed if kind == "checkpointed" else run_scaled, model)
+        model.forward = partial(run_changed, model, kind)
 
 
-def run_scaled(model: nn.Module, x: Tensor, branch: int) -> Tensor:
-    x = border(model.first(x), 0)
-    for number, block in enumerate(model.blocks, 1):
-        x = border(block(x * model.scale), number)
-    return model.last(x.to(model.last.weight.dtype))
-
-
-def run_checkpointed(model: nn.Module, x: Tensor, branch: int) -> Tensor:
+def run_changed(model: nn.Module, kind: str, x: Tensor, branch: int) -> Tensor:
     x = border(model.first(x), 0)
     for number, block in enumerate(model.blocks, 1):
         with set_checkpoint_early_stop(False):  # so that the forward hooks of the second forward run, too
-            x = border(checkpoint(block, x, use_reentrant=False, preserve_rng_state=False), number)
-    return model.last(x)
+            if kind == "checkpointed":
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x * model.scale)
+        x = border(x, number)
+    return model.last(x.to(model.last.weight.dtype))
 
 
 def list_alive(model: nn.Module) -> list[str]:
@@ -274,19 +264,13 @@ def drop(parameter: Tensor) -> None:
 def describe_views(job: dict) -> dict:
     """Gather and free all units. Return where each parameter's view is, and which parameters got other storages.
 
-    A view is the number of its storage, in the order of the parameters, and its first element.
+    A view is the number of its storage and its first element.
     """
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     ddp = wrap(job, model)
     storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
-    different: list[Any] = []
-    for storage in storages.values():
-        if not any(storage is other for other in different):
-            different.append(storage)
-    numbers = {
-        name: next(number for number, other in enumerate(different) if other is storage)
-        for name, storage in storages.items()
-    }
+    kept = list(storages.values())  # a storage's number is the place of the first parameter that uses it
+    numbers = {name: next(n for n, other in enumerate(kept) if other is own) for name, own in storages.items()}
     gathered = ddp.full_state_dict()
     evaluate(ddp, cut(job["batches"][0][0]))
     views = {name: (numbers[name], p.storage_offset()) for name, p in model.named_parameters()}
