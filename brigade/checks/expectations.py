@@ -250,13 +250,14 @@ def expect_interface(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     """Expect every wrapper to have its model as .module and its group as .process_group."""
     for rank in case.group:
         interface = results[rank]["interface"]
-        expect(interface["module"], "the wrapper's .module is the wrapped model", "it is not", rank=rank)
+        kept = "the constructor does not keep its argument in self.{}, which other modules read."
+        expect(interface["module"], "the wrapper's .module is the model", "it is not", kept.format("module"), rank=rank)
         ranks = interface["process_group"]
         expect(
             ranks == case.group,
             f"the wrapper's .process_group contains the ranks {case.group}",
             "the wrapper has no .process_group" if ranks is None else f"it contains the ranks {ranks}",
-            "the constructor does not keep its argument in self.process_group, which later modules read.",
+            kept.format("process_group"),
             rank=rank,
         )
 
