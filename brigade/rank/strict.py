@@ -241,4 +241,6 @@ def read_version(tensor: torch.Tensor) -> int:
 def has_changed(now: torch.Tensor, then: torch.Tensor, then_version: int) -> bool:
     """Return whether the tensor has been written to. NaN counts as equal to NaN; only the version reveals NaN / 2."""
     value = now.detach()
-    return read_version(now) != then_version or not bool(((value == then) | ((value != value) & (then != then))).all())
+    if read_version(now) != then_version:
+        return True
+    return not (torch.equal(value, then) or bool(((value == then) | ((value != value) & (then != then))).all()))

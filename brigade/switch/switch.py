@@ -31,7 +31,7 @@ from brigade.switch import Refused
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
 MOST_LAUNCHES = 100_000  # of one rank
-MOST_PARTS = 10_000  # tensors of a coalesced launch
+MOST_PARTS = 1_000  # tensors of a coalesced launch
 MOST_ENTRIES = 1 << 20  # of a border's gradient
 HEADER_LIMIT = 1 << 18  # bytes of a launch's header
 
