@@ -131,7 +131,7 @@ class CheckContext:
         world_size: int,
         mode: str = "strict",
     ) -> list[ranks.RankResults]:
-        usual_s = self.deadline_s or ranks.DEADLINE_S[self.backend]
+        usual_s = (self.deadline_s or ranks.DEADLINE_S[self.backend]) * max(1, len(args_per_call) / 10)
         left_s = self.ends_at - time.monotonic()
         if left_s <= 0:
             raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
