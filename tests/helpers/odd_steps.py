@@ -1,6 +1,6 @@
 """Expectations about unusual orders of backward passes, which the checks of several modules share."""
 
-from brigade.checks.diagnose.evidence import Evidence
+from brigade.checks.diagnose.evidence import READ_IN_FORWARD, Evidence
 from brigade.checks.expectations import expect, expect_equal, expect_weights
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, summarize
@@ -15,8 +15,9 @@ def expect_unsynced(results, case, step):
         early = [launch for launch in launches(events, step) if launch.phase == "backward"]
         expect(
             not early,
-            "backward passes inside no_sync launch nothing",
+            "backward passes inside no_sync launch nothing, even if their forwards are outside",
             f"they made {summarize(early)}",
+            READ_IN_FORWARD,
             rank=rank,
             step=step,
         )

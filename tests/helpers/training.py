@@ -4,7 +4,7 @@ Its input is a job: a model, weights and batches. It returns tensors by name, un
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,14 +88,17 @@ def visit(ddp: torch.nn.Module, batch: dict, place: str, visits: Sequence[tuple[
             ddp.train(was_training)
 
 
-def forward_backward(ddp: torch.nn.Module, batch: dict, visits: Sequence[tuple[str, str]] = ()) -> None:
-    """Run forward and backward on one batch, and the forwards of `visits` between and after them."""
+def forward_backward(
+    ddp: torch.nn.Module, batch: dict, visits: Sequence[tuple[str, str]] = (), block: Callable = contextlib.nullcontext
+) -> None:
+    """Run forward and, in a `block`, backward on one batch, and the forwards of `visits` between and after them."""
     with phase("forward"):
         loss = compute_loss(ddp, move_to_device(batch))
     visit(ddp, batch, PLACES[1], visits)
-    with phase("backward"):
-        loss.backward()
-    visit(ddp, batch, PLACES[2], visits)
+    with block():
+        with phase("backward"):
+            loss.backward()
+        visit(ddp, batch, PLACES[2], visits)
 
 
 def accumulate(
@@ -122,8 +125,8 @@ def accumulate(
 def train(job: dict) -> dict:
     """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
-    In step job["interrupted"], exceptions end the no_sync blocks. In step job["unsynced"], the last micro-batch runs
-    inside no_sync too. Before step job["reallocate"], the buffers move. job["visits"] has forwards that do not belong
+    In step job["interrupted"], exceptions end the no_sync blocks. In step job["unsynced"], all backward passes run inside
+    no_sync, but no forward does. Before step job["reallocate"], the buffers move. job["visits"] has forwards that do not belong
     to a step. All four are optional.
     """
     visits = job.get("visits", ())
@@ -139,10 +142,11 @@ def train(job: dict) -> dict:
             reallocate_buffers(ddp)
         optimizer.zero_grad()
         visit(ddp, batches[0], PLACES[0], visits)
-        synced = [] if step == job.get("unsynced") else batches[-1:]
-        accumulate(ddp, batches[: len(batches) - len(synced)], step == job.get("interrupted"), visits)
-        for batch in synced:
-            forward_backward(ddp, batch, visits)
+        is_unsynced = step == job.get("unsynced")
+        if not is_unsynced:
+            accumulate(ddp, batches[:-1], step == job.get("interrupted"), visits)
+        for batch in batches if is_unsynced else batches[-1:]:
+            forward_backward(ddp, batch, visits, ddp.no_sync if is_unsynced else contextlib.nullcontext)
         with phase("finish"):
             ddp.finish_grad_sync()
         visit(ddp, batches[0], PLACES[3], visits)

@@ -21,6 +21,7 @@ FLAG_IGNORED = (
     "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must be "
     "False, and the hook must test it before it counts or launches anything."
 )
+READ_IN_FORWARD = "the flag of no_sync is read in forward. The hooks must read it, during backward."
 INNER_NO_SYNC = "an inner no_sync switches synchronisation on when it ends. It must restore the previous state."
 COLLECTIVE_METHODS = ("state_dict", "full_state_dict")  # methods that look local, but gather shards from every rank
 

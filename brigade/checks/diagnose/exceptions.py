@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, find_leftover, join_names
+from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, READ_IN_FORWARD, find_leftover, join_names
 from brigade.checks.diagnose.parts import parse
 from brigade.events import Event, launches, list_backward_passes, list_ready_gradients
 
@@ -150,6 +150,9 @@ def explain_refusal(failure: RankFailure, sources: Sources) -> str:
     if not launched:
         return "the hook refuses the first gradient of all."
     if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
+        last = next(event for event in reversed(events) if event["kind"] == "step")
+        if last["unsynced"] and any(len(list_backward_passes(events, step)) > 1 for step in steps[1:-1]):
+            return READ_IN_FORWARD  # earlier steps were not refused: their forwards were inside no_sync, too
         return FLAG_IGNORED if launched[0].place < passes[1] else INNER_NO_SYNC
     is_same = launched[-1].name == ready[-1]
     return "the hook runs twice for one gradient: it is registered twice." if is_same else ""
@@ -191,8 +194,8 @@ def get_events(failure: RankFailure) -> list[Event]:
 OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximize|foreach|capturable|fused"
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
 FREED = (
-    "a freed weight is used. Its unit is freed too early or not gathered, or its storage was replaced although "
-    "autograd still uses the old storage."
+    "a freed weight is used. Its unit is freed too early or not gathered, or the weight is not a view of the memory "
+    "that is gathered, for example because its storage was replaced."
 )
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
