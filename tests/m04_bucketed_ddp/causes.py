@@ -15,6 +15,7 @@ SEE_RULE = (
     "the wrapper uses the buckets of plan_buckets, and plan_buckets does not follow the rule. See test_bucket_rule."
 )
 CAST = "gradients are cast to another dtype. Each bucket must be all-reduced in the dtype of its gradients."
+FROM_MIB = "Launch the buckets of plan_buckets, and convert bucket_cap_mb from MiB to bytes for their cap."
 MIXED_DTYPES = "a change of dtype does not close the bucket."
 CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if they close only above the cap
 
@@ -99,20 +100,14 @@ def explain_launches(submission, case, buckets, cap, events, step):
     if cause := find_leftover(events):
         return cause
     if sorted(launched) == sorted(parameters.values()):
-        return (
-            "every parameter has its own launch: the cap that plan_buckets receives is too small. Convert "
-            "bucket_cap_mb from MiB to bytes."
-        )
+        return f"every parameter has its own launch. {FROM_MIB}"
     in_megabytes = run_plan(submission, case, int(cap / 2**20 * 10**6))
     if in_megabytes and launched == [sum(parameters[name] for name in bucket) for bucket in in_megabytes]:
         return (
             "bucket_cap_mb is multiplied by a million. Convert bucket_cap_mb from MiB to bytes: 1 MiB has 2**20 bytes."
         )
     if launched == [sum(expected)]:
-        return (
-            "all parameters are in one launch: the cap that plan_buckets receives is too large. Convert bucket_cap_mb "
-            "from MiB to bytes."
-        )
+        return f"all parameters are in one launch. {FROM_MIB}"
     if sorted(launched) == sorted(expected):
         return READY_ORDER
     if not Counter(launched) - Counter(expected):
@@ -131,22 +126,27 @@ def blame_ready_order(buckets, numels):
     try:
         yield
     except CheckFailed as failed:
-        launched = [launch.numel for own in failed.events for step in (0, 1) for launch in launches(own, step)]
-        is_planned = failed.verdict.ending == "mismatch" and set(launched) <= set(numels)
-        if is_planned and any(launches_ahead(own, buckets) for own in failed.events):
+        turns = [turn for own in failed.events for turn in list_turns(own, buckets, numels)]
+        if failed.verdict.ending == "mismatch" and None not in turns and any(turns):
             raise failed.with_cause(READY_ORDER) from None
         raise
 
 
-def launches_ahead(events, buckets):
-    """Return whether a rank launched more buckets in a step than the complete ones at the front of the order."""
+def list_turns(events, buckets, numels):
+    """Return, for each launch in backward, how many buckets it is ahead of its turn, or None if it is not of a bucket.
+
+    A launch is of the first bucket with its number of elements that is complete and not launched yet.
+    """
+    turns = []
     for step in (0, 1):
-        order = list_ready_gradients(events, step)
-        for count, launch in enumerate(launches(events, step, phase="backward"), 1):
+        order, pending = list_ready_gradients(events, step), list(range(len(buckets)))
+        for launch in launches(events, step, phase="backward"):
             is_ready = {name for at, name in order if at < launch.place}
-            if not all(is_ready.issuperset(bucket) for bucket in buckets[:count]):
-                return True
-    return False
+            fits = [numels[i] == launch.numel and is_ready.issuperset(buckets[i]) for i in pending]
+            turns.append(fits.index(True) if any(fits) else None)
+            if any(fits):
+                del pending[turns[-1]]
+    return turns
 
 
 def explain_delay(submission, jobs, events, step):

@@ -66,6 +66,8 @@ NOT_CLONED = "a shard is a view of the full tensor, so `reshard` frees the shard
 KEPT_WHOLE = (
     "a shard is a view of a larger tensor, which stays in memory as long as the shard. Copy this rank's part only."
 )
+FREED_FIRST = "the constructor reads a flat tensor that it has freed. Copy this rank's part before `reshard`."
+SHARDED_FIRST = "weights are freed before they are broadcast. Broadcast first: the shards are parts of rank 0's weights."
 BYTES = "`resize_` of a storage counts bytes, not elements. Resize it to the tensor's nbytes."
 NOT_RESIZED = "the full tensor has no memory when its all-gather is launched. `unshard` must resize its storage first."
 UNWRITTEN = (
@@ -333,7 +335,7 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
     if sizes := re.search(r"all_gather needs (\d+) bytes.* has (\d+) bytes", failed.verdict.message):
         return explain_too_small(failed, int(sizes[1]), int(sizes[2]))
     if failed.verdict.error == "FreedTensorError":
-        return explain_in_flight(failed)
+        return SHARDED_FIRST if failed.verdict.message.startswith("broadcast") else explain_in_flight(failed)
     if "shape '[0]' is invalid" in failed.verdict.message:
         return EMPTIED
     has_crashed = failed.verdict.ending == "died"
@@ -372,8 +374,10 @@ def find_wrong_group(records, jobs_per_call):
 
 
 def explain_freed(failed, jobs_per_call):
-    """Return why a rank used a freed weight, if it is the root's."""
+    """Return why a rank used a freed weight, if the constructor did so or if the weight is the root's."""
     rank, shape = failed.verdict.rank, re.search(r"sizes \[([\d, ]+)\]", failed.verdict.message)
+    if failed.events[rank][-1]["phase"] == "construct":
+        return FREED_FIRST
     is_forward = failed.events[rank][-1]["phase"] == "forward"
     return ROOT_FREED if is_forward and shape and is_late_root(shape[1], [jobs[rank] for jobs in jobs_per_call]) else ""
 

@@ -218,7 +218,7 @@ def ranks_disagree(compared: Comparison) -> str:
     one, *others = (tensors.get(first) for tensors in compared.actual)
     if all(agree(one, other) for other in others):
         return ""
-    return f"the ranks have different values of {first}: the code communicates only a part of it, or nothing."
+    return f"the ranks have different values of {first}, but a collective would give all of them the same."
 
 
 HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
