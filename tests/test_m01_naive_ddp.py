@@ -9,6 +9,7 @@ from brigade.checks.expectations import expect, expect_gradients, expect_interfa
 from brigade.events import launches, summarize
 from helpers import training
 from helpers.easier import blame_visits
+from helpers.odd_steps import expect_idle_rank
 from m01_naive_ddp import causes as diagnosis
 from m01_naive_ddp import scenario as m01_naive_ddp
 
@@ -65,6 +66,7 @@ def test_branches_and_unused_parameters(submission):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
+    expect_idle_rank(submission, JOB)
 
 
 @pytest.mark.points(1)

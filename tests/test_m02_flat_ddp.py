@@ -9,6 +9,7 @@ from brigade.checks.expectations import expect, expect_gradients, expect_start, 
 from brigade.events import launches, summarize
 from helpers import training
 from helpers.easier import blame_visits
+from helpers.odd_steps import expect_idle_rank
 from m02_flat_ddp import causes as diagnosis
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
@@ -127,6 +128,7 @@ def test_branches_and_unused_parameters(submission):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         require_flat(results, case)
+    expect_idle_rank(submission, JOB)
 
 
 @pytest.mark.points(1)

@@ -22,7 +22,7 @@ from brigade.checks.expectations import (
 from brigade.events import launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_idle_rank, expect_second_backward, expect_unsynced
 from m04_bucketed_ddp import causes as diagnosis
 from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
@@ -175,6 +175,7 @@ def test_unused_parameters(submission):
                     partial(diagnosis.explain_launches, submission, case, buckets, cap, events, step),
                 )
         expect_weights(results, case)
+    expect_idle_rank(submission, JOB)
 
 
 @pytest.mark.points(1)

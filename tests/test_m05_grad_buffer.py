@@ -29,7 +29,7 @@ from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, format_zero_grad
 from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_no_old_gradients, expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_idle_rank, expect_no_old_gradients, expect_second_backward, expect_unsynced
 from m05_grad_buffer import causes as diagnosis
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.expected import compute_layout
@@ -291,6 +291,7 @@ def test_steps_and_subgroups(submission):
         require_padded(results, case, steps=3)
     expect_second_backward(submission, submission.worlds(2)[0], JOB)
     expect_no_old_gradients(submission, submission.worlds(2)[0], JOB)
+    expect_idle_rank(submission, JOB)
 
 
 @pytest.mark.parts("Parts (h) and (i): accumulate in fp32")

@@ -30,7 +30,7 @@ from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, format_zero_grad, list_groups, require_halves
 from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_no_old_gradients, expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_idle_rank, expect_no_old_gradients, expect_second_backward, expect_unsynced
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.causes import explain_lost_view
 from m05_grad_buffer.expected import compute_layout
@@ -330,6 +330,7 @@ def test_steps_and_subgroups(submission):
                 case,
             )
     expect_no_old_gradients(submission, submission.worlds(2)[0], make_job(2))
+    expect_idle_rank(submission, make_job(2))
     expect_fp32_gradients(submission)
 
 

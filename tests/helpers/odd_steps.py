@@ -4,6 +4,7 @@ from brigade.checks.diagnose.evidence import READ_IN_FORWARD, Evidence
 from brigade.checks.expectations import expect, expect_equal, expect_weights
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, summarize
+from brigade.runner.ranks import PerRank
 from helpers import training
 from m03_overlapped_ddp import causes
 from m05_grad_buffer.causes import OLD_GRADIENTS
@@ -30,6 +31,10 @@ def expect_unsynced(results, case, step):
         raise
 
 
+IDLE = (
+    "a rank whose gradients are all None launches nothing in finish_grad_sync. It must launch the same collectives as "
+    "the others, with zeros."
+)
 TWO_BACKWARDS = {
     "a second backward": ("forward", "backward", "forward", "backward", "finish"),
     "a second backward inside no_sync": ("forward", "backward", "forward", "backward in no_sync", "finish"),
@@ -42,6 +47,23 @@ def expect_second_backward(submission, world, job):
     jobs = [case.make_jobs(order=order, **job) for order in TWO_BACKWARDS.values()]
     for what, results in zip(TWO_BACKWARDS, submission.run_each(training.take_odd_step, jobs)):
         expect_right_or_refused(f"{what} is averaged", results, case.gradients(), Evidence(causes.SECOND_BACKWARD))
+
+
+def expect_idle_rank(submission, job):
+    """Expect zeros from a rank that calls nothing but finish_grad_sync."""
+    [world] = submission.worlds(2)
+    case = submission.case("Plain", world)
+    orders = [["forward", "backward", "finish"]] + [["finish"]] * (world - 1)
+    jobs = PerRank(own | {"order": order} for own, order in zip(case.make_jobs(**job), orders))
+    try:
+        results = submission.run(training.take_odd_step, jobs, world_size=world)
+    except CheckFailed as failed:
+        if failed.events and not launches(failed.events[-1], phase="finish"):
+            raise failed.with_cause(IDLE) from None
+        raise
+    expected = {name: gradient / world for name, gradient in case.gradients([0]).items()}
+    actual = [result or dict.fromkeys(expected) for result in results]
+    expect_equal("every gradient is the average, even if a rank runs no backward", actual, expected)
 
 
 def expect_right_or_refused(what, results, expected, evidence):

@@ -78,13 +78,17 @@ def reallocate_buffers(ddp: torch.nn.Module) -> None:
 
 
 def visit(ddp: torch.nn.Module, batch: dict, place: str, visits: Sequence[tuple[str, str]]) -> None:
-    """Run the forwards that `visits`, a part of VISITS, has at this place. They must not change the training."""
+    """Run the forwards that `visits`, a part of VISITS, has at this place, in training mode and in eval mode.
+
+    They must not change the training.
+    """
     for where, kind in visits:
         if where == place:
-            is_evaluation, was_training = kind == KINDS[0], ddp.training
-            ddp.train(not is_evaluation)
-            with phase("forward"), torch.set_grad_enabled(not is_evaluation):
-                compute_loss(ddp, move_to_device(batch))
+            was_training = ddp.training
+            for is_training in (True, False):
+                ddp.train(is_training)
+                with phase("forward"), torch.set_grad_enabled(kind == KINDS[1]):
+                    compute_loss(ddp, move_to_device(batch))
             ddp.train(was_training)
 
 
@@ -125,9 +129,9 @@ def accumulate(
 def train(job: dict) -> dict:
     """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
-    In step job["interrupted"], exceptions end the no_sync blocks. In step job["unsynced"], all backward passes run inside
-    no_sync, but no forward does. Before step job["reallocate"], the buffers move. job["visits"] has forwards that do not belong
-    to a step. All four are optional.
+    In step job["interrupted"], exceptions end the no_sync blocks. In step job["unsynced"], all backward passes run
+    inside no_sync, but no forward does. Before step job["reallocate"], the buffers move. job["visits"] has forwards
+    that do not belong to a step. All four are optional.
     """
     visits = job.get("visits", ())
     model = build(job)

@@ -207,6 +207,9 @@ def suspect_main_grads(batches, step, results):
         ),
         "p.grad keeps growing, and the whole sum is added to main_grad each time. Set p.grad to None after you add "
         "it.": (average(lambda micro, i: sum(add_up(micro, i)))),
+        "an evaluation starts main_grad from zero again. Only the first backward after a finish may do so.": average(
+            lambda micro, i: sum(x[i].float() for x in micro[1:])
+        ),
         "main_grad contains only the last micro-batch. Gradients are copied into main_grad instead of added.": average(
             lambda micro, i: micro[-1][i].float()
         ),

@@ -212,6 +212,9 @@ def accumulate(job: dict) -> dict:
         for inputs in micro_batches[:-1]:
             with ddp.no_sync():
                 ddp([x.to(device()) for x in inputs]).backward()
+            if inputs is micro_batches[0]:
+                with torch.no_grad():  # an evaluation
+                    ddp([x.to(device()) for x in inputs])
         with phase("backward"):
             ddp([x.to(device()) for x in micro_batches[-1]]).backward()
         with phase("finish"):

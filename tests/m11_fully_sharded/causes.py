@@ -67,7 +67,7 @@ KEPT_WHOLE = (
     "a shard is a view of a larger tensor, which stays in memory as long as the shard. Copy this rank's part only."
 )
 FREED_FIRST = "the constructor reads a flat tensor that it has freed. Copy this rank's part before `reshard`."
-SHARDED_FIRST = "weights are freed before they are broadcast. Broadcast first: the shards are parts of rank 0's weights."
+SHARDED_FIRST = "weights are freed before they are broadcast. Broadcast first: shards are parts of rank 0's weights."
 BYTES = "`resize_` of a storage counts bytes, not elements. Resize it to the tensor's nbytes."
 NOT_RESIZED = "the full tensor has no memory when its all-gather is launched. `unshard` must resize its storage first."
 UNWRITTEN = (
