@@ -126,27 +126,27 @@ def blame_ready_order(buckets, numels):
     try:
         yield
     except CheckFailed as failed:
-        turns = [turn for own in failed.events for turn in list_turns(own, buckets, numels)]
-        if failed.verdict.ending == "mismatch" and None not in turns and any(turns):
+        early = [count for own in failed.events for count in count_early(own, buckets, numels)]
+        if failed.verdict.ending == "mismatch" and None not in early and any(early):
             raise failed.with_cause(READY_ORDER) from None
         raise
 
 
-def list_turns(events, buckets, numels):
+def count_early(events, buckets, numels):
     """Return, for each launch in backward, how many buckets it is ahead of its turn, or None if it is not of a bucket.
 
     A launch is of the first bucket with its number of elements that is complete and not launched yet.
     """
-    turns = []
+    counts = []
     for step in (0, 1):
         order, pending = list_ready_gradients(events, step), list(range(len(buckets)))
         for launch in launches(events, step, phase="backward"):
             is_ready = {name for at, name in order if at < launch.place}
             fits = [numels[i] == launch.numel and is_ready.issuperset(buckets[i]) for i in pending]
-            turns.append(fits.index(True) if any(fits) else None)
+            counts.append(fits.index(True) if any(fits) else None)
             if any(fits):
-                del pending[turns[-1]]
-    return turns
+                del pending[counts[-1]]
+    return counts
 
 
 def explain_delay(submission, jobs, events, step):
