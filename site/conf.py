@@ -1,5 +1,6 @@
 """Configuration of the course's site, which `make site` builds from the course's files as they are."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -88,6 +89,18 @@ def write_formula(translator: nodes.NodeVisitor, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
+def describe_plots(app: Sphinx, doctree: nodes.document) -> None:
+    """Give each stored plot of a notebook the alternative text that its output contains."""
+    path = Path(app.env.doc2path(app.env.docname))
+    if path.suffix != ".ipynb":
+        return
+    outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", ())]
+    texts = [output["metadata"]["image/png"]["alt"] for output in outputs if "image/png" in output.get("data", {})]
+    plots = [image for image in doctree.findall(nodes.image) if "jupyter_execute" in image["uri"]]
+    for plot, text in zip(plots, texts, strict=True):
+        plot["alt"] = text
+
+
 def check_links(app: Sphinx, error: Exception | None) -> None:
     for problem in links.find_problems(Path(app.outdir)) if error is None else ():
         logging.getLogger("links").warning(problem)
@@ -99,5 +112,6 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.add_transform(LinkToFile)
     app.connect("source-read", list_modules)
+    app.connect("doctree-read", describe_plots)
     app.connect("autodoc-process-docstring", keep_layout)
     app.connect("build-finished", check_links)

@@ -151,7 +151,7 @@
     const values = BUCKETS_MIB.map((mib) => 1e3 * costModel.simulateBuckets(link, ranks, mib * MIB).exposed);
     const lowest = Math.floor(Math.log10(Math.min(...values)));
     const highest = Math.ceil(Math.log10(Math.max(...values)));
-    const left = 44;
+    const left = 58;
     const findX = (mib) => left + 8 + (width - left - 24) * Math.log(mib) / Math.log(BUCKETS_MIB.at(-1));
     const findY = (ms) => 26 + (height - 62) * (highest - Math.log10(ms)) / (highest - lowest);
     const write = (x, y, text, anchor) => svg.append(make("svg:text", {x, y, "text-anchor": anchor}, text));
