@@ -74,6 +74,7 @@ def test_missing_and_extra_calls(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_first_difference")
 def test_ranks_that_stop(submission):
     """diagnose tells dead ranks, ranks that have ended, and ranks that are behind from ranks that wait."""
     ends = [partial(jobs.stop_early, kind=kind) for kind in ("ended", "behind")]
