@@ -60,7 +60,7 @@ def test_assignment(submission):
 def test_tokens_weigh_equally(submission):
     """The gradient is that of one process on all micro-batches: every token counts once, on whichever rank it is."""
     pairs = (
-        (BUCKETED, [[2, 1, 3], [1, 2, 1]], {}),
+        (BUCKETED, [[2, 1, 3], [1, 2, 1]], {"scale": 10}),  # large gradients, which must not be clipped
         (CACHED, [[1, 1, 1], [2, 1, 3]], {"groups": [[1], [0]]}),
     )
     branches = {"model": "Branches", "branches": [0, 0, 1, -1], "groups": [[0, 2, 3], [1]]}
@@ -213,8 +213,8 @@ def draw_assignments(rng):
 def run_cases(submission, world, settings, scenario=scenarios.train, prepare=lambda case: {}, **common):
     """Run the scenario for each (wrapper, counts, options), on the same ranks. Return results, case and job of each.
 
-    The options "model", "branches" and "groups" determine the case. Only the first group is compared. `prepare` changes
-    a case, and may return more options.
+    The options "model", "scale", "branches" and "groups" make the case. Only the first group is compared. `prepare`
+    changes a case, and may return more options.
     """
     [world], cases, jobs = submission.worlds(world), [], []
     for (package, name, arguments, is_zero), counts, options in settings:
@@ -228,7 +228,7 @@ def run_cases(submission, world, settings, scenario=scenarios.train, prepare=lam
 
 def make_case(submission, counts, options):
     """Return a case in which rank r has counts[r][s] micro-batches in step s. Their numbers of tokens are unequal."""
-    model, [group, *_] = options.get("model", "Plain"), options.get("groups", [None])
+    model, scale, [group, *_] = options.get("model", "Plain"), options.get("scale", 1), options.get("groups", [None])
     branches = options.get("branches", [0] * 4)[: len(counts)]
     case = submission.case(model, len(counts), dtype=torch.float64, group=group, branches=branches)
     case.batches = [[] for _ in counts]
@@ -237,18 +237,18 @@ def make_case(submission, counts, options):
         while len({sum(own) for own in tokens if own}) < sum(map(bool, tokens)):
             tokens = [submission.rng.sample(range(1, 13), own[step]) for own in counts]
         for batches, branch, own in zip(case.batches, branches, tokens):
-            batches.append([draw_batch(submission.rng, case, branch, count) for count in own])
+            batches.append([draw_batch(submission.rng, case, branch, count, scale) for count in own])
     return case
 
 
-def draw_batch(rng, case, branch, num_tokens):
+def draw_batch(rng, case, branch, num_tokens, scale):
     """Return a micro-batch of two sequences: inputs (2, length, features), and targets with `num_tokens` tokens."""
     generator = torch.Generator().manual_seed(rng.randrange(2**63))
     length = (num_tokens + 1) // 2 + rng.randint(0, 2)
     x = torch.randn(2, length, case.sizes[0], dtype=torch.float64, generator=generator)
     y = torch.randint(0, min(case.sizes[0], case.sizes[-1]), (2, length), generator=generator)
     y.view(-1)[torch.randperm(2 * length, generator=generator)[num_tokens:]] = IGNORED
-    return {"x": x, "y": y, "branch": branch, "borders": [rng.randrange(2**62) for _ in range(8)]}
+    return {"x": x, "y": y, "branch": branch, "scale": scale, "borders": [rng.randrange(2**62) for _ in range(8)]}
 
 
 def ignore(case, step, ranks=None, part=slice(None)):
@@ -313,8 +313,8 @@ def expect_collectives(events, step, rank):
     expect(is_small, right, f"it adds {describe_launches(added)}", why, **at)
     if passes := list_backward_passes(events, step):
         first = next(x for x in launches(events, step) if x.nbytes > SMALL).place
-        is_early = first < passes[-1]
-        wrong, why = ("in an earlier", diagnosis.NOT_LAST) if is_early else ("after the last", diagnosis.ALL_QUIET)
+        late, early = ("after the last", diagnosis.ALL_QUIET), ("in an earlier", diagnosis.NOT_LAST)
+        wrong, why = early if first < passes[-1] else late
         is_right = passes[-1] < first < list_ready_gradients(events, step)[-1][0]
         right = "the wrapper begins to reduce in this rank's last backward"
         expect(is_right, right, f"it begins {wrong} backward", why, **at)

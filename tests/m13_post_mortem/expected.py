@@ -274,11 +274,11 @@ def shuffle(rng, job):
 
 
 def skip_then_differ(rng):
-    """Return a job that looks like a skipped call at first, but whose next call differs from the others'."""
-    _, culprits, traces = skip_or_add(rng, "missing")
-    place = choose_divergence(traces)
+    """Return a job that looks like a skipped call at first, but a culprit's next call differs from the others'."""
+    _, culprits, traces = skip_or_add(rng, "missing", world_size=rng.randint(5, 6))
+    place, odd = choose_divergence(traces), culprits[: rng.randint(1, len(culprits))]
     for trace in traces:
-        if trace["rank"] in culprits:
+        if trace["rank"] in odd:
             for call in trace["calls"]:
                 if call["number"] == place[1] + 1:
                     call["sizes"] = ((call["sizes"][0][0] + 10_000,),)
