@@ -90,6 +90,7 @@ class FullyShardedDDP(FullyShardedDDP):
 """
 OVERLAP = ("test_launches_follow_their_gradients",)
 ASYNCHRONOUS = ("test_launches_are_asynchronous",)
+ACCUMULATION = ("test_no_sync_accumulates",)
 PREFETCH = ("test_weights_are_awaited_just_before_use",)
 FSDP = ("test_gathers_and_reductions_overlap",)
 NUMBERS = ("test_gradients_are_averaged",)
@@ -203,6 +204,19 @@ def before_launch(ddp, parameter):
 === has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
 === has no factors where nobody looks at numbers | 0 | before its values were computed |
 LATE NO_FACTORS modules=3 checks=OVERLAP
+=== launches buckets late | 0 | launches came after backward | modules=4 checks=ACCUMULATION
+class BucketedDDP(BucketedDDP):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__["late"] = []
+    def mark_ready(self, index):
+        if self.require_grad_sync: self.late.append(index)
+    def finish_grad_sync(self):
+        recorder = find("Recorder")
+        before, recorder.phase = recorder.phase, "backward"
+        while self.late: super().mark_ready(self.late.pop(0))
+        recorder.phase = before
+        super().finish_grad_sync()
 === waits early in forward | 0 | reported as ready too early or too late | EARLY modules=9 checks=PREFETCH
 === waits for gathers at once | 0 | before its turn | GREEDY modules=11 checks=FSDP
 """,
