@@ -467,12 +467,10 @@ def test_unusual_orders(submission):
 # ---- part (o): mixed precision
 
 
-MIXED = (  # compute_dtype, reduce_dtype
-    (torch.bfloat16, None),
-    (torch.bfloat16, torch.bfloat16),
-    (None, torch.float64),
-    (torch.float64, None),
-)
+MIXED = {  # the number of ranks: pairs of compute_dtype and reduce_dtype
+    2: [(torch.bfloat16, torch.bfloat16)],  # the sum of three numbers in bfloat16 depends on their order
+    3: [(torch.bfloat16, None), (None, torch.float64), (torch.float64, None)],  # with 2, a division is exact
+}
 
 
 @pytest.mark.parts("Part (o): mixed precision")
@@ -483,12 +481,14 @@ def test_mixed_precision(submission):
 
     Weights and gradients equal those of one process that rounds at the same places.
     """
-    [world] = submission.worlds(2)
     common = {"steps": 2, "micro_batches": 2, "hidden_layers": 4, "dtype": torch.float32}
-    cases = [submission.case("FrozenBlocks", world, **common) for _ in MIXED]
-    options = [{"arguments": {"compute_dtype": compute, "reduce_dtype": reduce}} for compute, reduce in MIXED]
-    jobs = [case.make_jobs(**JOB, forward="scaled", finish_each=True, **more) for case, more in zip(cases, options)]
-    for case, dtypes, results in zip(cases, MIXED, run_each(submission, scenarios.train, jobs)):
+    outcomes = []
+    for world, mixed in zip(submission.worlds(*MIXED), MIXED.values()):
+        cases = [submission.case("FrozenBlocks", world, **common) for _ in mixed]
+        options = [{"arguments": {"compute_dtype": compute, "reduce_dtype": reduce}} for compute, reduce in mixed]
+        jobs = [case.make_jobs(**JOB, forward="scaled", finish_each=True, **more) for case, more in zip(cases, options)]
+        outcomes += zip(cases, mixed, run_each(submission, scenarios.train, jobs))
+    for case, dtypes, results in outcomes:
         compute, reduce = (dtype or torch.float32 for dtype in dtypes)
         what = "(compute_dtype={}, reduce_dtype={})".format(*dtypes)
         expect_dtypes(results, compute, reduce, what)

@@ -78,6 +78,7 @@ NARROW_SHARDS = (
     "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype: only full weights and "
     "full gradients are cast."
 )
+DIVIDED_EARLY = "gradients are divided in `compute_dtype`. Cast them to `reduce_dtype` first."
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
 # Wrapper
@@ -297,6 +298,7 @@ def suspect_casts(case, compute_dtype, reduce_dtype, which):
     hypotheses = {}
     if compute_dtype == torch.bfloat16:
         hypotheses[NARROW_SHARDS] = train_mixed(case, compute_dtype, reduce_dtype, kept=torch.bfloat16)
+        hypotheses[DIVIDED_EARLY] = train_mixed(case, compute_dtype, reduce_dtype, is_divided_early=True)
         hypotheses["weights are not rounded: nothing computes in compute_dtype."] = train_mixed(
             case, torch.float32, reduce_dtype
         )

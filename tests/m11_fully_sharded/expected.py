@@ -109,10 +109,11 @@ def use_one_thread():
 
 
 @use_one_thread()
-def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32):
+def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divided_early=False):
     """Return the weights of training with the same casts in one process, and the first gradients.
 
-    Each rank finishes after each micro-batch. Weights and sums of gradients have the dtype `kept`.
+    Each rank finishes after each micro-batch. Weights and sums of gradients have the dtype `kept`. If
+    `is_divided_early`, gradients are divided in `compute_dtype`, which is a mistake.
     """
     keeper = build(case).to(kept)
     trainable = [p for p in keeper.parameters() if p.requires_grad]
@@ -126,7 +127,9 @@ def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32):
             model.load_state_dict(keeper.state_dict() | {"scale": model.scale})
             local = [take_gradients(model, case.batches[rank][step][micro]) for rank in case.group]
             for parameter, gradients in zip(trainable, zip(*local)):
-                average = (sum(g.to(reduce_dtype) for g in gradients) / len(local)).to(kept)
+                first_divisor = len(local) if is_divided_early else 1
+                total = sum((g / first_divisor).to(reduce_dtype) for g in gradients)
+                average = (total / (len(local) // first_divisor)).to(kept)
                 parameter.grad = average if parameter.grad is None else parameter.grad + average
         if first is None:
             first = {name: p.grad.clone() for name, p in keeper.named_parameters() if p.requires_grad}
