@@ -160,8 +160,9 @@ class Buffers(Plain):
         self.register_buffer("scratch", torch.randn(3), persistent=False)
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = self.norm(torch.tanh(self.layers[0](x))) * self.mask  # without tanh, the bias would have a zero gradient
-        for number, layer in enumerate(self.layers[1:]):
+        x = border(torch.tanh(self.layers[0](x)), 0)  # without tanh, the bias would have a zero gradient
+        x = self.norm(x) * self.mask
+        for number, layer in enumerate(self.layers[1:], 1):
             x = layer(border(torch.tanh(x), number))
         return x + self.scratch.sum()
 
