@@ -20,6 +20,7 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -43,13 +44,13 @@ def import_torch() -> None:
         if collects:
             gc.enable()
     if COMPILER not in sys.modules:
-        sys.modules[COMPILER] = DynamoStub(COMPILER)
+        sys.modules[COMPILER] = make_compiler_stub()
         sys.meta_path.insert(0, Submodules())
 
 
 def import_compiler() -> types.ModuleType:
     """Return the real torch._dynamo. Remove the directory for compiled kernels that its import creates."""
-    if isinstance(sys.modules.get(COMPILER), DynamoStub):
+    if isinstance(sys.modules.get(COMPILER), StubModule):
         del sys.modules[COMPILER]
     if COMPILER in sys.modules:
         return sys.modules[COMPILER]
@@ -63,60 +64,41 @@ def import_compiler() -> types.ModuleType:
     return real
 
 
-class UtilitiesStub(types.ModuleType):
-    """The functions of torch._dynamo.utils that torch calls."""
+class StubModule(types.ModuleType):
+    """A module with some attributes. The others come from the real module, which `load` imports."""
 
-    @staticmethod
-    def get_optimize_ddp_mode() -> str:
-        """Return the default mode. Called by the constructor of torch DDP."""
-        return "ddp_optimizer"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(import_compiler().utils, name)
-
-
-class ConfigStub(types.ModuleType):
-    """The setting of torch._dynamo.config that activation checkpointing reads."""
-
-    error_on_nested_fx_trace = True  # the default
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(import_compiler().config, name)
-
-
-class DynamoStub(types.ModuleType):
-    """The functions of torch._dynamo that torch calls without compiling (a private API, as in torch 2.11 to 2.15)."""
-
-    __path__: list[str] = []  # makes Python search for submodules, which `Submodules` finds
-
-    utils = UtilitiesStub(f"{COMPILER}.utils")
-    config = ConfigStub(f"{COMPILER}.config")
-
-    @staticmethod
-    def graph_break(*args: Any, **kwargs: Any) -> None:
-        """Do nothing, because there is no graph. Called by every `Optimizer.step`."""
-
-    @staticmethod
-    def disable(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the function unchanged. Called for `Optimizer.zero_grad` and other functions."""
-        return function
-
-    class trace_rules:
-        @staticmethod
-        def clear_lru_cache() -> None:
-            """Do nothing, because there is no cache. Called by `init_process_group`."""
+    def __init__(self, name: str, load: Callable[[], types.ModuleType], **attributes: Any):
+        super().__init__(name)
+        self.__dict__.update(attributes, _load=load)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # code that inspects all modules, for example to list their files, does not compile
             raise AttributeError(name)
-        return getattr(import_compiler(), name)
+        return getattr(self._load(), name)
+
+
+def make_compiler_stub() -> StubModule:
+    """Return what torch uses of torch._dynamo without compiling (a private API, as in torch 2.11 to 2.15)."""
+    return StubModule(
+        COMPILER,
+        import_compiler,
+        __path__=[],  # makes Python search for submodules, which `Submodules` finds
+        # The constructor of torch DDP asks for the mode, and activation checkpointing for the setting: the defaults.
+        utils=StubModule(
+            f"{COMPILER}.utils", lambda: import_compiler().utils, get_optimize_ddp_mode=lambda: "ddp_optimizer"
+        ),
+        config=StubModule(f"{COMPILER}.config", lambda: import_compiler().config, error_on_nested_fx_trace=True),
+        graph_break=lambda *args, **kwargs: None,  # there is no graph; called by every `Optimizer.step`
+        disable=lambda function=None, *args, **kwargs: function,  # called for `Optimizer.zero_grad` and others
+        trace_rules=types.SimpleNamespace(clear_lru_cache=lambda: None),  # no cache; called by `init_process_group`
+    )
 
 
 class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Find submodules such as torch._dynamo.config by importing the real torch._dynamo."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not fullname.startswith(COMPILER + ".") or not isinstance(sys.modules[COMPILER], DynamoStub):
+        if not fullname.startswith(COMPILER + ".") or not isinstance(sys.modules[COMPILER], StubModule):
             return None
         import_compiler()
         return importlib.util.find_spec(fullname) if fullname not in sys.modules else ModuleSpec(fullname, self)
@@ -135,19 +117,10 @@ def postpone_meta_kernels() -> None:
 
 def import_meta_kernels() -> types.ModuleType:
     """Return the real torch._meta_registrations."""
-    if isinstance(sys.modules.get(META_KERNELS), MetaKernelsStub):
+    if isinstance(sys.modules.get(META_KERNELS), StubModule):
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, MetaKernels)]
         del sys.modules[META_KERNELS]
     return importlib.import_module(META_KERNELS)
-
-
-class MetaKernelsStub(types.ModuleType):
-    """torch._meta_registrations without its kernels."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(import_meta_kernels(), name)
 
 
 class MetaKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -156,14 +129,14 @@ class MetaKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname == META_KERNELS and sys.modules["torch"].__version__.startswith(KERNELS_STUB_VERSION):
             return ModuleSpec(fullname, self)
-        if fullname not in KERNEL_MODULES or not isinstance(sys.modules.get(META_KERNELS), MetaKernelsStub):
+        if fullname not in KERNEL_MODULES or not isinstance(sys.modules.get(META_KERNELS), StubModule):
             return None
         import_meta_kernels()
         sys.modules[fullname].__spec__ = None  # otherwise, Python would use this spec and execute the module again
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return MetaKernelsStub(META_KERNELS) if spec.name == META_KERNELS else sys.modules[spec.name]
+        return StubModule(META_KERNELS, import_meta_kernels) if spec.name == META_KERNELS else sys.modules[spec.name]
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Do the only work of these modules that torch needs immediately. `KERNEL_MODULES` were executed earlier."""

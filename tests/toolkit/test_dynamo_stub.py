@@ -10,7 +10,7 @@ from brigade.runner.ranks import RankFailure, run_ranks
 
 
 def test_optimizers_do_not_import_the_compiler():
-    """If this fails, torch uses another function of torch._dynamo, which `DynamoStub` must contain too.
+    """If this fails, torch uses another function of torch._dynamo, which `make_compiler_stub` must contain too.
 
     Until then, nothing breaks, but every check takes a second longer.
     """

@@ -49,7 +49,7 @@ def compile_something() -> dict:
     names = ("torch._dynamo.config", "torch._dynamo.utils")
     return {
         "doubled": doubled,
-        "real": "DynamoStub" not in type(torch._dynamo).__name__,
+        "real": "StubModule" not in type(torch._dynamo).__name__,
         "submodules": [name for name in names if name in sys.modules],
     }
 
