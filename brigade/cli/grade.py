@@ -250,6 +250,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     now = classroom.read_scores(everyone)
     if failed := [student.name for student in everyone if student not in now]:
         report.print(f"  not graded (the gradebook says why): {', '.join(failed)}")
+    if empty := [str(row["student"]) for row in identified.table if classroom.is_without_files(row)]:
+        report.print(f"  score 0, because no module file was found (see the gradebook's note): {', '.join(empty)}")
     for student, score in before.items():
         if score != now.get(student):
             report.print(f"  {student.name}: {score} points before, {now.get(student, 'none')} now")

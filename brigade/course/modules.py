@@ -168,7 +168,7 @@ def resolve_results_file(path: str | None, submission: str | None = None) -> Pat
             raise CourseError(f"{path} is a link; results cannot be written to or through a link")
     out = given.parent.resolve() / given.name
     if not out.parent.is_dir():
-        raise CourseError(f"there is no directory {out.parent} for the results")
+        raise CourseError(f"there is no directory {out.parent} for the results; create it first")
     if out.exists() and not out.is_file():
         raise CourseError(f"{out} is not an ordinary file, so the results cannot replace it")
     return out

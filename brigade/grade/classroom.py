@@ -344,10 +344,19 @@ def write_findings(gradebook: Path, everyone: Sequence[Student]) -> list[str]:
     return list(watched)
 
 
+def is_without_files(row: Row) -> bool:
+    """Return whether the note says that the submission has no module file."""
+    return incoming.NO_MODULE_FILE in str(row["note"])
+
+
 def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
-    """Return each failed check with the number of students who fail it, the largest number first."""
+    """Return each failed check with the number of submissions that fail it, the largest number first.
+
+    Submissions without module files do not count.
+    """
+    rows = [row for row in table if not is_without_files(row)]
     return Counter(
-        column for row in table for column, value in row.items() if "." in column and value == 0
+        column for row in rows for column, value in row.items() if "." in column and value == 0
     ).most_common()
 
 
