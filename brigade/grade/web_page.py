@@ -26,7 +26,7 @@ h2 {{ font-size: 1.1rem; border-bottom: 1px solid var(--soft); padding-bottom: .
 table {{ border-collapse: collapse; }}
 th, td {{ border-bottom: 1px solid var(--soft); padding: .3rem 1.2rem .3rem 0; text-align: left; }}
 a {{ color: var(--strong); }}
-@media (max-width: 40rem) {{ th, td {{ padding-right: .5rem; font-size: .85rem; overflow-wrap: anywhere; }} }}
+@media (max-width: 40rem) {{ th, td {{ padding-right: .5rem; font-size: .8rem; }} td {{ overflow-wrap: anywhere; }} }}
 {style}</style>
 </head>
 <body>
