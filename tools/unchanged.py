@@ -5,6 +5,7 @@ Its numbers are those of `brigade plan --model xl --dp 8`, which records a step 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -36,4 +37,5 @@ def make_table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m tools.unchanged", description=__doc__).parse_args()
     print(make_table(), end="")
