@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -29,14 +30,31 @@ def list_heading(result: Mapping[str, Any], shows_seed: bool = False) -> list[st
     return [score, *filter(None, [result["not_included"]]), *result["notes"]]
 
 
-def list_modules(result: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Return a heading for each module, with the title and the points, and the module's checks."""
-    modules = []
-    for number, group in itertools.groupby(result["checks"], key=lambda check: check["module"]):
-        checks = list(group)
-        earned, possible = sum(check["score"] for check in checks), sum(check["points"] for check in checks)
-        modules.append((f"Module {number}: {get_module(number).title}, {earned} of {possible} points", checks))
-    return modules
+@dataclass(frozen=True)
+class ModuleResult:
+    """The checks of one module in a result, with the points that they earned and the points that are possible."""
+
+    number: int
+    checks: Sequence[Mapping[str, Any]]
+
+    @property
+    def earned(self) -> float:
+        return sum(check["score"] for check in self.checks)
+
+    @property
+    def possible(self) -> float:
+        return sum(check["points"] for check in self.checks)
+
+    @property
+    def heading(self) -> str:
+        title = get_module(self.number).title
+        return f"Module {self.number}: {title}, {self.earned} of {self.possible} points"
+
+
+def list_modules(result: Mapping[str, Any]) -> list[ModuleResult]:
+    """Return the checks of a result by module."""
+    grouped = itertools.groupby(result["checks"], key=lambda check: check["module"])
+    return [ModuleResult(number, list(checks)) for number, checks in grouped]
 
 
 def split_feedback(check: Mapping[str, Any]) -> tuple[str, str]:
@@ -55,9 +73,9 @@ def format_instant(instant: str) -> str:
 def format_text(result: Mapping[str, Any], shows_seed: bool = False) -> str:
     """Return the score, then every module, with the feedback on failed checks."""
     lines = [*list_heading(result, shows_seed), format_instant(result["started"]), ""]
-    for heading, checks in list_modules(result):
-        lines.append(heading)
-        for check in checks:
+    for module in list_modules(result):
+        lines.append(module.heading)
+        for check in module.checks:
             mark = "+" if check["status"] == "passed" else "-"
             title, text = split_feedback(check)
             lines.append(f"  {mark} {check['score']}/{check['points']}  {title}")
@@ -71,14 +89,13 @@ def format_html(student: str, result: Mapping[str, Any]) -> str:
     score = f"<b>{result['score']}</b> of {result['max_score']} points"
     lines = [f'<p class="score">{score}<br>{format_bar(result["score"], result["max_score"])}</p>']
     lines += [f"<p>{escape(line)}</p>" for line in (*list_heading(result)[1:], format_instant(result["started"]))]
-    for heading, checks in list_modules(result):
-        earned, possible = sum(check["score"] for check in checks), sum(check["points"] for check in checks)
-        lines += [f"<h2>{escape(heading)} {format_bar(earned, possible)}</h2>"]
-        if earned < possible:
-            repeat = f"brigade check {checks[0]['module']}"
+    for module in list_modules(result):
+        lines.append(f"<h2>{escape(module.heading)} {format_bar(module.earned, module.possible)}</h2>")
+        if module.earned < module.possible:
+            repeat = f"brigade check {module.number}"
             lines.append(f"<p>To repeat these checks with other random cases, type <code>{repeat}</code>.</p>")
         lines.append("<ul>")
-        for check in checks:
+        for check in module.checks:
             kind, mark = ("passed", "✓") if check["status"] == "passed" else ("failed", "✗")
             title, text = split_feedback(check)
             more = f"<pre>{escape(text)}</pre>" if text else ""

@@ -5,7 +5,6 @@ A file is replaced atomically, so that it is complete whenever it is read. Only 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -249,20 +248,19 @@ def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
     result = encode_grading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{result['seconds']:.3f}")
-    for number, checks in itertools.groupby(result["checks"], key=lambda check: check["module"]):
-        package, suite = get_module(number).package, ElementTree.SubElement(top, "testsuite")
-        count, failed, seconds = 0, 0, 0.0
-        for check in checks:
-            count, seconds = count + 1, seconds + check["seconds"]
+    heading = "\n".join(feedback.list_heading(result, shows_seed=True))
+    for module in feedback.list_modules(result):
+        package, suite = get_module(module.number).package, ElementTree.SubElement(top, "testsuite")
+        failed = [check for check in module.checks if check["status"] != "passed"]
+        counts = {"tests": str(len(module.checks)), "failures": str(len(failed)), "errors": "0", "skipped": "0"}
+        seconds = sum(check["seconds"] for check in module.checks)
+        suite.attrib |= {"name": package, **counts, "time": f"{seconds:.3f}", "timestamp": result["started"]}
+        for check in module.checks:
             time = f"{check['seconds']:.3f}"
             case = ElementTree.SubElement(suite, "testcase", classname=package, name=check["name"], time=time)
-            if check["status"] != "passed":
-                failed += 1
+            if check in failed:
                 message = f"{check['number']}: 0 of {check['points']} points"
                 ElementTree.SubElement(case, "failure", message=message).text = check["feedback"]
-        suite.attrib |= {"name": package, "tests": str(count), "failures": str(failed), "errors": "0", "skipped": "0"}
-        suite.attrib |= {"time": f"{seconds:.3f}", "timestamp": result["started"]}
-        heading = "\n".join(feedback.list_heading(result, shows_seed=True))
         ElementTree.SubElement(suite, "system-out").text = heading
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"
