@@ -65,9 +65,10 @@ def make_deck(path: Path) -> str:
         notebook.cells.append(cell)
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\$([^$\n]+)\$", lambda formula: draw_formula(formula[1]), cell.source)
-            notes = cell.source if cell is not cells[0] else f"{cell.source}\n\n{cells[-1].source}"  # and the run sheet
-            hidden = {"slideshow": {"slide_type": "notes" if cell is not cells[-1] else "skip"}}
-            notebook.cells.append(nbformat.v4.new_markdown_cell(notes, metadata=hidden))
+            if cell is not cells[-1]:
+                notes = f"{cell.source}\n\n{cells[-1].source}" if cell is cells[0] else cell.source  # and the run sheet
+                hidden = {"slideshow": {"slide_type": "notes"}}
+                notebook.cells.append(nbformat.v4.new_markdown_cell(notes, metadata=hidden))
             cell.source = shorten(cell.source)
             continue
         shows_more = any(SHOWN & output.get("data", {}).keys() for output in cell.outputs)

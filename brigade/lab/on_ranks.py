@@ -151,9 +151,8 @@ def train(workload: dict, variants: list[dict]) -> dict:
             if setup.overlaps:
                 setup.wrapper.finish_param_sync()
     recording.note("step", step=None)  # the evaluation may communicate
-    kept = {
-        c.label: count_kept_bytes(c.model, c.wrapper, c.optimizer) for c in setups
-    }  # before a forward gathers weights again
+    # Count before a forward gathers weights again.
+    kept = {c.label: count_kept_bytes(c.model, c.wrapper, c.optimizer) for c in setups}
     tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, HELD_OUT, workload["time"], generator))
     with torch.no_grad():
         losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
