@@ -2,6 +2,7 @@
 "use strict";
 
 (() => {
+  const {make, showNumbers, addSlider} = widgets;
   const COLOURS = {forward: "#8fcdf0", backward: "#0072b2", all_reduce: "#e69f00", all_gather: "#e69f00",
     reduce_scatter: "#f7cf7c", latency: "#6b4a00", exposed: "#d55e00", memory: "#009e73"};
   const MIB = 2 ** 20;
@@ -18,16 +19,6 @@
 
   const formatMs = (seconds) => `${(1e3 * seconds).toFixed(1)} ms`;
   const formatMB = (nbytes) => `${(nbytes / 1e6).toFixed(nbytes < 1e8 ? 1 : 0)} MB`;
-
-  /** Return a new element with attributes and text. Names that begin with "svg:" are SVG elements. */
-  function make(name, attributes = {}, text = null) {
-    const element = name.startsWith("svg:")
-      ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
-      : document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    if (text !== null) element.textContent = text;
-    return element;
-  }
 
   /** Return the smallest round number that is at least `value`. */
   function roundUp(value) {
@@ -243,29 +234,15 @@
       if (!figures.clientWidth) return; // the page has no layout yet
       const link = {latencyS: 1e-6 * settings.alpha, bytesPerS: 1.25e8 * settings.beta};
       const drawn = draw({...settings, link}, figures.clientWidth);
-      numbers.replaceChildren(...drawn.numbers.map(([name, label, value]) => {
-        const pair = make("div");
-        pair.append(make("span", {}, label), make("strong", {"data-name": name}, value));
-        return pair;
-      }));
+      showNumbers(numbers, drawn.numbers);
       figures.replaceChildren(...drawn.figures);
     }
 
-    for (const {name, label, unit, values, first} of controls) {
-      const row = sliders.appendChild(make("label", {}, label));
-      const output = make("output");
-      const slider = make("input", {type: "range", name, min: 0, max: values.length - 1, value: values.indexOf(first)});
-      const show = () => {
-        settings[name] = values[slider.value];
-        output.textContent = `${settings[name]} ${unit}`.trim();
-        slider.setAttribute("aria-valuetext", output.textContent);
-      };
-      slider.addEventListener("input", () => {
-        show();
+    for (const control of controls) {
+      addSlider(sliders, control, (value) => {
+        settings[control.name] = value;
         update();
       });
-      show();
-      row.append(slider, output);
     }
     new ResizeObserver(update).observe(figures); // also calls update() once
   }

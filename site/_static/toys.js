@@ -2,20 +2,11 @@
 "use strict";
 
 (() => {
+  const {make, showNumbers, addSlider} = widgets;
   const PLAY_MS = 700;
   const SIZES = [4, 1, 8, 1, 8, 1, 8, 1, 4, 1]; // MB of the parameters 0 to 9, in the order of registration
   const SAME_ORDER = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0];
   const OTHER_ORDER = [9, 8, 7, 4, 3, 6, 5, 2, 1, 0]; // a model with two branches, whose gradients come in the other order
-
-  /** Return a new element with attributes and text. Names that begin with "svg:" are SVG elements. */
-  function make(name, attributes = {}, text = null) {
-    const element = name.startsWith("svg:")
-      ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
-      : document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    if (text !== null) element.textContent = text;
-    return element;
-  }
 
   const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
@@ -194,11 +185,7 @@
     function show() {
       const {text, numbers: pairs} = toy.describe(state, settings);
       status.textContent = text;
-      numbers.replaceChildren(...pairs.map(([name, label, value]) => {
-        const pair = make("div");
-        pair.append(make("span", {}, label), make("strong", {"data-name": name}, value));
-        return pair;
-      }));
+      showNumbers(numbers, pairs);
       if (figures.clientWidth) figures.replaceChildren(toy.draw(state, settings, figures.clientWidth));
       step.disabled = play.disabled = toy.isOver(state);
     }
@@ -234,27 +221,21 @@
     });
     addButton("Start again", reset);
 
-    for (const {name, label, values, first, options} of toy.controls) {
-      const row = controls.appendChild(make("label", {}, label));
+    for (const control of toy.controls) {
+      const {name, label, first, options} = control;
+      const choose = (value) => {
+        settings[name] = value;
+        reset();
+      };
       if (options) {
         const select = make("select", {name});
         select.append(...Object.entries(options).map(([value, text]) => make("option", {value}, text)));
-        select.addEventListener("change", () => { settings[name] = select.value; reset(); });
-        settings[name] = select.value;
-        row.append(select);
+        select.addEventListener("change", () => choose(select.value));
+        controls.appendChild(make("label", {}, label)).append(select);
       } else {
-        const output = make("output", {}, String(first));
-        const slider = make("input", {type: "range", name, min: 0, max: values.length - 1, value: values.indexOf(first)});
-        slider.addEventListener("input", () => {
-          settings[name] = values[slider.value];
-          output.textContent = String(settings[name]);
-          slider.setAttribute("aria-valuetext", output.textContent);
-          reset();
-        });
-        slider.setAttribute("aria-valuetext", String(first));
-        settings[name] = first;
-        row.append(slider, output);
+        addSlider(controls, control, choose);
       }
+      settings[name] = options ? Object.keys(options)[0] : first;
     }
     reset();
     new ResizeObserver(show).observe(figures);
