@@ -56,12 +56,11 @@ class Case:
         self.num_borders = 2 * edge_case_models.ALL_BORDERS if forward_borders else edge_case_models.BORDERS
         self.states: list[dict[str, Tensor]] = []
         self.batches: list[list[list[dict[str, Any]]]] = []
-        for branch in branches or [0] * world_size:  # a seed for each rank: no rank can draw another rank's numbers
+        for branch in branches or [0] * world_size:  # seeds for each rank: no rank can draw another rank's numbers
             with torch.random.fork_rng(devices=[]):
-                seed = rng.randrange(2**63)
-                torch.default_generator.manual_seed(seed)
+                torch.default_generator.manual_seed(rng.randrange(2**63))
                 self.states.append(self._random_state())
-                own = random.Random(seed)  # torch's generator could be reconstructed from its numbers
+                own = random.Random(rng.randrange(2**63))  # torch's generator can be reconstructed from its numbers
                 self.batches.append([[self._batch(branch, own) for _ in range(micro_batches)] for _ in range(steps)])
 
     def make_jobs(self, **more: Any) -> PerRank:

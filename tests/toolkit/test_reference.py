@@ -25,19 +25,27 @@ def build_model(problem: Case, rank: int) -> torch.nn.Module:
     return edge_case_models.build(problem.model, problem.sizes, problem.states[rank], problem.dtype)
 
 
-def test_no_tensor_reveals_the_seeds_of_borders():
-    """Torch's generator uses 32 bits of its seed, and can be reconstructed from the numbers that a rank has."""
+def test_no_number_of_a_rank_reveals_another():
+    """The weights and batches of each rank, and the factors of its borders, depend on a secret number of their own."""
 
     class Draws(random.Random):
-        high = 0
+        def __init__(self, changed: int):
+            super().__init__(1)
+            self.secrets, self.changed = 0, changed
 
         def randrange(self, start: int, *stop: int) -> int:
-            return super().randrange(start, *stop) % 2**32 + (self.high << 32 if start == 2**63 else 0)
+            self.secrets += start == 2**63
+            return super().randrange(start, *stop) ^ (start == 2**63 and self.secrets == self.changed)
 
-    draws = [Draws(1), Draws(1)]
-    draws[1].high = 1
-    first, second = (Case(rng, "Plain", 2).batches[0][0][0] for rng in draws)
-    assert torch.equal(first["x"], second["x"]) and first["borders"] != second["borders"]
+    def encode_parts(changed: int) -> list[bytes]:
+        problem = Case(Draws(changed), "Plain", 3)
+        borders = [batch.pop("borders") for batch in list_batches(problem.batches)]
+        return [encode(part) for own in zip(zip(problem.states, problem.batches), borders) for part in own]
+
+    usual = encode_parts(0)
+    for changed in range(1, len(usual) + 1):
+        differ = [one != other for one, other in zip(encode_parts(changed), usual)]
+        assert differ == [number == changed for number in range(1, len(usual) + 1)]
 
 
 def remove_borders(problem: Case) -> Case:
