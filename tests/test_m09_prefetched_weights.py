@@ -181,16 +181,19 @@ def test_groups_that_no_forward_used(submission):
 def test_complete_weights_elsewhere(submission):
     """state_dict, an evaluation, a second step, load_state_dict and add_param_group all use complete weights."""
     [world] = submission.worlds(2)
-    num_steps_by_reader = {  # how the weights are read -> how many steps the optimizer takes in total
-        "ddp.state_dict()": 1,
-        "an evaluation": 1,
-        "a second step": 2,
-        "load_state_dict and add_param_group": 3,
+    readers = {  # how the weights are read -> the model, and how many steps the optimizer takes in total
+        "ddp.state_dict()": ("Plain", 1),
+        "an evaluation": ("Plain", 1),
+        "an evaluation with a ParameterList": ("Listed", 1),
+        "an evaluation with a layer that training never calls": ("Branches", 1),
+        "a second step": ("Plain", 2),
+        "load_state_dict and add_param_group": ("Plain", 3),
     }
     cases, recipes, jobs_per_call = [], [], []
-    for reader, steps in num_steps_by_reader.items():
+    for reader, (model, steps) in readers.items():
         # 16-bit weights have main parameters, which start from the weights if a checkpoint lacks them.
-        case = submission.case("Plain", world, dtype=torch.bfloat16 if steps == 3 else torch.float64)
+        dtype = torch.bfloat16 if steps == 3 else torch.float64
+        case = submission.case(model, world, dtype=dtype, branches=[1] * world)  # evaluations take branch 0
         recipe = {"optimizer": "SGD", "options": {"lr": 0.05}}
         if steps == 3:  # add a group before the last step
             *first, weight, bias = case.parameters()
@@ -201,10 +204,10 @@ def test_complete_weights_elsewhere(submission):
         probe = torch.linspace(-1, 1, 2 * case.sizes[0], dtype=case.dtype).view(2, -1)
         jobs_per_call.append(make_jobs(case, recipe, 1, read=reader, probe=probe))
     all_results = submission.run_each(m09_prefetched_weights.read_weights, jobs_per_call)
-    settings = zip(num_steps_by_reader.items(), cases, recipes, jobs_per_call)
-    for ((reader, steps), case, recipe, jobs), results in zip(settings, all_results):
+    settings = zip(readers.items(), cases, recipes, jobs_per_call)
+    for ((reader, (_, steps)), case, recipe, jobs), results in zip(settings, all_results):
         expected = step_alone(case, recipe, steps)
-        if reader == "an evaluation":
+        if "evaluation" in reader:
             model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
             expected = {"output": model(jobs[0]["probe"]).detach()}
         with diagnosis.explain_reading(reader, submission, jobs, results, list(case.parameters())):

@@ -64,19 +64,21 @@ def explain_reading(read, submission, jobs, results, trainable):
         yield
     except CheckFailed as failed:
         cause = find_unfinished(results.events)
-        if not cause and read == "an evaluation":
-            cause = find_early_forward(submission, jobs, trainable) or find_evaluation(results.events[0], trainable)
+        if not cause and "evaluation" in read:
+            cause = find_evaluation(submission, jobs, results.events[0], trainable)
         elif not cause:
             causes = (find_reader(own, read, has_nan(results)) for own in results.events)
             cause = next(filter(None, causes), "")
         raise (failed.with_cause(cause) if cause else failed) from None
 
 
-def find_evaluation(events, trainable):
-    """Return why an evaluation after step 0 used incomplete weights, although training does not; "" if unknown."""
+def find_evaluation(submission, jobs, events, trainable):
+    """Return why an evaluation after step 0 used incomplete weights, as training does or not; "" if unknown."""
     gathers = [launch for launch in launches(events, 0, phase="step") if launch.op == "all_gather"]
     is_awaited = any("forward" in launch.wait_phases for launch in gathers)
-    return explain_forward(events, trainable) if is_awaited else NOT_IN_EVALUATION
+    if is_awaited:
+        return explain_forward(events, trainable)
+    return find_early_forward(submission, jobs, trainable) or NOT_IN_EVALUATION
 
 
 def find_reader(events, read, has_nan):

@@ -91,7 +91,7 @@ def read_weights(job: dict) -> dict:
         with phase("ddp.state_dict()"):
             weights = ddp.state_dict()
         values = {name: find_entry(weights, name).clone() for name, _ in model.named_parameters()}
-    elif job["read"] == "an evaluation":
+    elif "evaluation" in job["read"]:
         ddp.eval()
         with phase("forward"), torch.no_grad():
             values = {"output": ddp(job["probe"].to(device()))}
