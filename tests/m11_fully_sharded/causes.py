@@ -78,6 +78,9 @@ NARROW_SHARDS = (
     "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype: only full weights and "
     "full gradients are cast."
 )
+KEYWORDS = (
+    "the keyword arguments of a unit are not cast to `compute_dtype`. If all arguments are positional, training works."
+)
 DIVIDED_EARLY = "gradients are divided in `compute_dtype`. Cast them to `reduce_dtype` first."
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
@@ -340,6 +343,8 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
         return SHARDED_FIRST if failed.verdict.message.startswith("broadcast") else explain_in_flight(failed)
     if "shape '[0]' is invalid" in failed.verdict.message:
         return EMPTIED
+    if "dtype" in failed.verdict.message and jobs_per_call[0][0].get("forward") == "scaled":
+        return KEYWORDS * succeeds(submission, scenario, jobs_per_call, lambda *_: {"forward": "scaled, by position"})
     has_crashed = failed.verdict.ending == "died"
     if has_crashed or failed.verdict.hypothesis == "freed":
         if "order" in jobs_per_call[0][0]:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections import Counter
+from functools import partial
 
 import torch
 
@@ -120,7 +121,7 @@ def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divide
     optimizer, model, first = OPTIMIZERS[case.optimizer](trainable), build(case).to(compute_dtype), None
     change_forward(model, "scaled")
     for module in (model, *model.blocks):
-        module.register_forward_pre_hook(lambda _, args: (args[0].to(compute_dtype), *args[1:]))
+        module.register_forward_pre_hook(partial(cast_inputs, compute_dtype), with_kwargs=True)
     for step in range(len(case.batches[0])):
         optimizer.zero_grad()
         for micro in range(len(case.batches[0][0])):
@@ -135,6 +136,13 @@ def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divide
             first = {name: p.grad.clone() for name, p in keeper.named_parameters() if p.requires_grad}
         optimizer.step()
     return {name: p.detach().float() for name, p in keeper.named_parameters()}, first
+
+
+def cast_inputs(dtype, _, args, kwargs):
+    """Return the arguments of a forward, with x in this dtype."""
+    return tuple(x.to(dtype) for x in args[:1]) + args[1:], {
+        k: x.to(dtype) if k == "x" else x for k, x in kwargs.items()
+    }
 
 
 def take_gradients(model, batch):

@@ -133,9 +133,10 @@ def wrap(job: dict, model: nn.Module) -> nn.Module:
 def change_forward(model: nn.Module, kind: str = "") -> None:
     """Let a model of type Blocks compute the activations of its blocks again in backward ("checkpointed").
 
-    If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32.
+    If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32. All blocks except the
+    first get them as keyword arguments, unless it is "scaled, by position".
     """
-    if kind == "scaled":
+    if kind.startswith("scaled"):
         weight = model.first.weight
         model.register_buffer("scale", torch.linspace(0.5, 1.5, weight.shape[0], device=weight.device))
     if kind:
@@ -149,7 +150,7 @@ def run_changed(model: nn.Module, kind: str, x: Tensor, branch: int) -> Tensor:
             if kind == "checkpointed":
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x * model.scale)
+                x = block(x=x * model.scale) if kind == "scaled" and number > 1 else block(x * model.scale)
         x = border(x, number)
     return model.last(x.to(model.last.weight.dtype))
 
@@ -191,7 +192,7 @@ class Boundaries:
     def __init__(self, model: nn.Module, memory: LiveMemory, shards: Sequence[Tensor] = ()):
         self.memory, self.entries, self.shards = memory, [], shards
         self.parameters = dict(model.named_parameters())
-        self.is_kept = self.is_backward = False
+        self.kind, self.is_backward = "", False  # of the pass: "", "in an evaluation" or "with no_sync"
         for name, submodule in model.named_modules():
             if next(submodule.parameters(recurse=False), None) is not None:
                 submodule.register_forward_pre_hook(lambda *_, name=name: self.note("forward", name))
@@ -202,6 +203,8 @@ class Boundaries:
     def run(self, model: nn.Module, batch: dict) -> None:
         self.is_backward = False
         loss = compute_loss(model, batch)
+        if self.kind == "in an evaluation":
+            return
         self.is_backward = True
         loss.backward()
 
@@ -211,15 +214,14 @@ class Boundaries:
         known = [*self.shards, *(shard.grad for shard in self.shards)]
         nbytes = self.memory.count(weights=self.parameters.values(), known=known)
         alive = [parameter for parameter, value in self.parameters.items() if value.untyped_storage().nbytes()]
-        kept = self.is_kept
-        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes, "kept": kept})
+        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes, "kind": self.kind})
 
 
 def measure(job: dict) -> dict:
     """Take two steps. Return what is alive at every boundary of the second, for the wrapper and for the bare model.
 
-    The bare model drops every gradient as soon as it is complete. A third step is in no_sync: "unsynced" is what is
-    alive after its backward, and its boundaries are "kept", because it keeps full gradients.
+    The bare model drops every gradient as soon as it is complete. An evaluation follows. A third step is in no_sync, so
+    it keeps full gradients: "unsynced" is what is alive after its backward.
     """
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     change_forward(model, job.get("forward", ""))
@@ -234,8 +236,11 @@ def measure(job: dict) -> dict:
         boundaries.run(ddp, cut(last))
         ddp.finish_grad_sync()
         after, whole = list_alive(model), list_gradients(model)
-        boundaries.is_kept = True
-        with ddp.no_sync():
+        boundaries.kind = "in an evaluation"
+        with torch.no_grad():
+            boundaries.run(ddp.eval(), cut(last))
+        boundaries.kind = "with no_sync"
+        with ddp.train().no_sync():
             boundaries.run(ddp, cut(last))
         unsynced = list_alive(model)
     bare = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
