@@ -212,6 +212,13 @@ def test_no_sync_restores_its_state(submission):
             partial(diagnosis.explain_noise, nested),
             rank=rank,
         )
+        expect(
+            any(event.get("part") == "exception" for event in events),
+            "an exception inside no_sync leaves the block",
+            "no exception left it",
+            diagnosis.SWALLOWED,
+            rank=rank,
+        )
         other = next(place for place, event in enumerate(events) if event.get("part") == "other")
         outside = [launch for launch in launches(events, phase="backward") if after < launch.place < other]
         expect(
@@ -229,12 +236,22 @@ def test_no_sync_restores_its_state(submission):
             diagnosis.SHARED_FLAG,
             rank=rank,
         )
-    expect_equal(
-        "every gradient is the average over the ranks of the sum over all three micro-batches",
-        [result[0] for result in results],
-        case.gradients(),
-        evidence=collect_evidence(results.events, case, step=None),
-    )
+        again = launches(events, phase="finish")
+        expect(
+            not again,
+            "finish_grad_sync launches nothing that backward has launched, even if another wrapper finishes before",
+            f"it made {summarize(again)}",
+            diagnosis.SHARED_HANDLES if len(again) == len(case.parameters()) else "",  # of one of the two finishes
+            rank=rank,
+        )
+    texts = ("the sum over all three micro-batches", "the gradient of another wrapper, which finishes later")
+    for number, (text, micro) in enumerate(zip(texts, (slice(0, 3), slice(0, 1)))):
+        expect_equal(
+            f"every gradient is the average over the ranks of {text}",
+            [result[number] for result in results],
+            case.gradients(micro=micro),
+            evidence=collect_evidence(results.events, case, step=None),
+        )
     expect_second_backward(submission, world, JOB)
 
 

@@ -20,6 +20,11 @@ SECOND_BACKWARD = (
     "RuntimeError in the hook if the gradient's collective is already launched."
 )
 SHARED_FLAG = "no_sync switches a flag that all wrappers share, in the class or in a global variable. Set it on self."
+SHARED_HANDLES = (
+    "the handles are kept where all wrappers share them, in the class or in a global variable, so the finish of one "
+    "wrapper removes the handles of another. Keep them in self."
+)
+SWALLOWED = "no_sync ends the exception, with an `except` or with a `return` in `finally`. Use only try ... finally."
 NEVER_CLEARED = "the list of handles is never cleared."
 
 

@@ -9,8 +9,8 @@ from helpers.training import Interruption, build, forward_backward, wrap
 def interrupted_no_sync(job: dict) -> list:
     """Run one micro-batch in a nested no_sync, one in the outer no_sync afterwards, and one after an exception.
 
-    Then run one on a second wrapper, inside the first wrapper's no_sync. Return the first model's gradients after
-    finish_grad_sync. Events of kind "part" mark the four parts.
+    Then run one on a second wrapper, inside the first wrapper's no_sync, and finish the steps of both. Return the
+    gradients of both models. Events of kind "part" mark the four parts, and the exception that leaves no_sync.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -24,15 +24,15 @@ def interrupted_no_sync(job: dict) -> list:
             forward_backward(ddp, second)
             raise Interruption
     except Interruption:
-        pass
+        recording.note("part", part="exception")
     recording.note("part", part="after")
     forward_backward(ddp, third)
-    with phase("finish"):
-        ddp.finish_grad_sync()
-    other = wrap(job, build(job))
+    other_model = build(job)
+    other = wrap(job, other_model)
     recording.note("part", part="other")
     with ddp.no_sync():
         forward_backward(other, first)
     with phase("finish"):
+        ddp.finish_grad_sync()
         other.finish_grad_sync()
-    return [copy_gradients(model)]
+    return [copy_gradients(model), copy_gradients(other_model)]
