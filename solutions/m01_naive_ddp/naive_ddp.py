@@ -45,7 +45,8 @@ class NaiveDDP(nn.Module):
       None or zeros afterwards.
     - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
       Gradients are averaged in eval mode, too.
-    - Sparse gradients, `.to()` after wrapping, and wrapping twice are not supported.
+    - Sparse gradients, `.to()` after wrapping, and wrapping twice are not supported. Neither are gradients that are not
+      contiguous, which transposed weights have, in modules 1 and 3.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
