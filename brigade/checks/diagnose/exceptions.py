@@ -150,7 +150,7 @@ def explain_refusal(failure: RankFailure, sources: Sources) -> str:
     if not launched:
         return "the hook refuses the first gradient of all."
     if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
-        last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # some scenarios have no steps
+        last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # scenarios may lack steps
         if last.get("unsynced") and any(len(list_backward_passes(events, step)) > 1 for step in steps[1:-1]):
             return READ_IN_FORWARD  # earlier steps were not refused: their forwards were inside no_sync, too
         return FLAG_IGNORED if launched[0].place < passes[1] else INNER_NO_SYNC
