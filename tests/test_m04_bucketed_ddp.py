@@ -121,7 +121,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
         cap, job = fit_cap(case)
         jobs = case.make_jobs(**job)
         buckets = plan_by_rule(case, cap)
-        with diagnosis.blame_ready_order(buckets, count_elements(case, buckets)):
+        with diagnosis.blame_ready_order(submission):
             results = submission.run(training.train, jobs, world_size=world)
         expected = count_elements(case, buckets)
         for rank, events in enumerate(results.events):
@@ -162,7 +162,7 @@ def test_unused_parameters(submission):
         cap, job = fit_cap(case)
         buckets = plan_by_rule(case, cap)
         with diagnosis.blame_plan(submission, case, cap):
-            with diagnosis.blame_ready_order(buckets, count_elements(case, buckets)):
+            with diagnosis.blame_ready_order(submission):
                 results = submission.run(training.train, case.make_jobs(**job), world_size=world)
             expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]

@@ -5,7 +5,8 @@ from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches, list_ready_gradients
+from brigade.events import launches
+from helpers import training
 from helpers.easier import explain_late_launches
 from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
@@ -21,6 +22,10 @@ CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap 
 
 READY_ORDER = (
     "a complete bucket is launched before an earlier bucket. It must wait until all earlier buckets are launched."
+)
+FILLED_IN_READY_ORDER = (
+    "a bucket contains gradients in the order in which they become ready, which differs between ranks. Launch the "
+    "buckets of plan_buckets, which are the same on every rank."
 )
 
 
@@ -109,7 +114,7 @@ def explain_launches(submission, case, buckets, cap, events, step):
     if launched == [sum(expected)]:
         return f"all parameters are in one launch. {FROM_MIB}"
     if sorted(launched) == sorted(expected):
-        return READY_ORDER
+        return explain_order(submission)
     if not Counter(launched) - Counter(expected):
         return "finish_grad_sync does not launch the buckets that never became complete."
     if set(launched) == set(expected):
@@ -118,35 +123,31 @@ def explain_launches(submission, case, buckets, cap, events, step):
 
 
 @contextlib.contextmanager
-def blame_ready_order(buckets, numels):
-    """Explain a mismatch of collectives in the block by a rank that launched a complete bucket ahead of its turn.
-
-    `numels` are the numbers of elements of the buckets. Other launches are not launches of these buckets.
-    """
+def blame_ready_order(submission):
+    """Explain a mismatch of collectives in the block if the launches depend on the order of ready gradients."""
     try:
         yield
     except CheckFailed as failed:
-        early = [count for own in failed.events for count in count_early(own, buckets, numels)]
-        if failed.verdict.ending == "mismatch" and None not in early and any(early):
-            raise failed.with_cause(READY_ORDER) from None
-        raise
+        cause = explain_order(submission) if failed.verdict.ending == "mismatch" else ""
+        raise (failed.with_cause(cause) if cause else failed) from None
 
 
-def count_early(events, buckets, numels):
-    """Return, for each launch in backward, how many buckets it is ahead of its turn, or None if it is not of a bucket.
-
-    A launch is of the first bucket with its number of elements that is complete and not launched yet.
-    """
-    counts = []
-    for step in (0, 1):
-        order, pending = list_ready_gradients(events, step), list(range(len(buckets)))
-        for launch in launches(events, step, phase="backward"):
-            is_ready = {name for at, name in order if at < launch.place}
-            fits = [numels[i] == launch.numel and is_ready.issuperset(buckets[i]) for i in pending]
-            counts.append(fits.index(True) if any(fits) else None)
-            if any(fits):
-                del pending[counts[-1]]
-    return counts
+def explain_order(submission):
+    """Return how launches depend on the order in which gradients become ready, or "" if they do not depend on it."""
+    case, launched = submission.case("Reordered", 2), []
+    parameters = case.parameters()
+    cap = sum(p.nbytes for name, p in parameters.items() if name.startswith("parallel.3"))
+    arguments = {"bucket_cap_mb": cap / 2**20}
+    for branch in (0, 3):  # both ranks have this order. By the rule, each parallel layer has its own bucket
+        jobs = case.make_jobs(package="m04_bucketed_ddp", wrapper="BucketedDDP", arguments=arguments)
+        for job in jobs:
+            job["batches"][0][0]["branch"] = branch
+        results = submission.try_run(training.train, jobs, world_size=2)
+        launched.append([launch.numel for launch in launches(results.events[0], 0)] if results else [])
+    first, second = launched
+    if not first or not second or len(first) >= len(parameters) or first == second:
+        return ""
+    return READY_ORDER if sorted(first) == sorted(second) else FILLED_IN_READY_ORDER
 
 
 def explain_delay(submission, jobs, events, step):
