@@ -63,6 +63,9 @@ class StrictGroup(RecordingGroup):
                     f"{op} needs a contiguous tensor, as with NCCL. This tensor has shape {tuple(tensor.shape)} and "
                     f"strides {tensor.stride()}. Pass a contiguous copy, then copy the result back."
                 )
+        received, sent = (list_tensors(given.get(position)) for position in (outputs, inputs))
+        if op == "all_to_all" and any(share_memory(one, other) for one in received for other in sent):
+            raise ValueError("all_to_all needs an output that shares no memory with its input, as with NCCL")
         copies = {position: copy_tensors(value) for position, value in given.items()}
         for position, copy in copies.items():
             args[position] = copy
@@ -210,6 +213,12 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
     """
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=channels_last)
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two contiguous tensors have a byte in common."""
+    first, last = sorted((one, other), key=lambda tensor: tensor.data_ptr())
+    return last.data_ptr() < first.data_ptr() + first.nbytes and last.nbytes > 0
 
 
 def copy_tensors(value: Any) -> Any:

@@ -120,6 +120,11 @@ def test_a_tensor_that_is_not_contiguous_is_refused_as_by_nccl(op, kind):
         run_ranks(functions.send_strided, op, kind, mode="strict")
 
 
+def test_an_all_to_all_in_place_is_refused():
+    with pytest.raises(RankFailure, match="ValueError: all_to_all needs an output that shares no memory"):
+        run_ranks(functions.exchange_in_place, mode="strict")
+
+
 def test_channels_last_tensors_are_accepted_as_by_nccl():
     for rank in run_ranks(functions.reduce_channels_last, mode="strict"):
         assert rank == [2.0, 2.0]

@@ -128,3 +128,10 @@ def reduce_channels_last() -> list[float]:
         assert not tensor.is_contiguous()
         dist.all_reduce(tensor)
     return [images.mean().item(), videos.mean().item()]
+
+
+def exchange_in_place() -> None:
+    """Pass two halves of one block of memory to an all-to-all, then two that overlap."""
+    both = torch.zeros(4)
+    dist.all_to_all_single(both[2:], both[:2])
+    dist.all_to_all_single(both[1:3], both[:2])
