@@ -94,6 +94,9 @@ PRINTED = {
     "m11/against": [*(f"{name}: 9 all_gather, 5 reduce_scatter" for name in ("torch", "ours")), "ours / torch: "],
     "m12/weights": ["4.6667", "2.0000", "4.0000", "your loop: 4.0000"],
     "m12/text": ["tokens per step", "if tokens count equally", "dealt", "assigned"],
+    "m16/wire": ["all-reduce in bfloat16 +2.4", "reduce-scatter in bfloat16 +2.4", r"float32 1.66e-03 .* 1.66e-03\n"],
+    "m16/drift": ["own part: .* by [4-6]", r"rounded parts: .* by 0.0e\+00 after 100"],
+    "m16/feedback": ["rounded: -0.976562, off by 0.001907", "with feedback: .* off by 0.000000"],
     "m08/elementwise": ["Adafactor: refused", "Adam: elementwise", "LBFGS: refused", "Muon: refused"],
 }  # fmt: skip
 
@@ -102,7 +105,17 @@ ROUNDS = {"m02/launches": 2, "m06/ends": 2, "m08/against": 7, "m11/against": 15,
 
 
 # Those that measure for seconds run with --everything, or with their module.
-LONG = {"m00/measure", "m06/ends", "m07/views", "m08/against", "m08/masters", "m08/traffic", "m11/against", "m12/text"}
+LONG = {
+    "m00/measure",
+    "m06/ends",
+    "m07/views",
+    "m08/against",
+    "m08/masters",
+    "m08/traffic",
+    "m11/against",
+    "m12/text",
+    "m16/wire",
+}
 
 
 def name(path):

@@ -1,0 +1,155 @@
+"""Likely causes of failures of module 16's checks."""
+
+import torch
+
+from m16_half_bytes.expected import compress_alone
+
+BLOCKED = "the collective is launched without async_op=True, or something waits for it at once."
+NO_ALL_TO_ALL = "a reducing collective adds in 16 bits. Only an all-to-all leaves the sum to you."
+INPUT_CHANGED = "the values are divided or rounded in place. Work on a copy."
+WRITTEN_EARLY = "the output is used as scratch memory, or the result is written before the wait."
+WRITTEN_TWICE = "every wait computes the average again, although the caller may have overwritten the output."
+SHARED = "reductions in flight share their scratch memory."
+KEPT = "the handle keeps its scratch tensors after the wait. Set them to None."
+OWN_PART = (
+    "a rank keeps its own part of the averages in float32, and the others have it in bfloat16. Replicas drift apart."
+)
+LATE = "the reductions wait for finish_grad_sync, or for a later bucket."
+ROUNDED_AGAIN = "the average is rounded to 16 bits once more before the optimizer gets it."
+VALUES_CHANGED = "the error is added to values in place."
+WIDE_WEIGHTS = "the weights are gathered in bfloat16. They travel in float32: only gradients are rounded."
+GATHERED = "the gradients are gathered although gather_grads is False."
+FLOAT16 = "gradients above 65504 are infinite in float16. The wrapper uses bfloat16."
+WIDE_GATHER = "the averages are gathered in float32."
+
+
+def explain_error(output, values, index, wire=torch.bfloat16, world=None):
+    """Return why the output of the rank at `index` of a group is not the average of the ranks' values.
+
+    `world` is the number of all ranks, if it is larger than the group.
+    """
+    size = len(values)
+    parts = [value.chunk(size)[index] for value in values]
+    sent = [part.to(wire) for part in parts]
+    average = sum(part.float() for part in sent) / size
+    total = sent[0]
+    for part in sent[1:]:
+        total = total + part
+    early = sum((part / size).to(wire).float() for part in parts)
+    scale = float(max(value.abs().max() for value in values))
+    if not torch.equal(average, early) and torch.allclose(output, early, rtol=1e-6, atol=0):
+        return "the values are divided before they are rounded, so the smallest ones become zero. Divide the sum."
+    if size > 1 and (torch.equal(output, output.to(wire).float()) or torch.equal(output, total.float() / size)):
+        return "the sum, or its average, is rounded to 16 bits. Add in float32, and round nothing after the wire."
+    for cause, wrong in (
+        (f"the sum of {size} ranks is not divided.", average * size),
+        ("the rank still has its own values.", parts[index]),
+        *(
+            (f"this is part {i} of the average, but the rank's part is {index}.", compute_average(values, i))
+            for i in range(size)
+        ),
+        ("the sum is divided by the size of the world instead of the group's.", average * size / (world or size)),
+    ):
+        if torch.allclose(output, wrong, rtol=0.02, atol=0.01 * scale) and not torch.allclose(
+            wrong, average, rtol=0.02, atol=0.01 * scale
+        ):
+            return cause
+    return ""
+
+
+def compute_average(values, index):
+    """Return part `index` of the average of the ranks' values."""
+    return sum(value.chunk(len(values))[index] for value in values) / len(values)
+
+
+def explain_flight(output, calls, results, number, index):
+    """Return why the output of one of several reductions in flight is wrong."""
+    for other in range(len(results)):
+        wrong = compute_average([values[other] for values in calls], index)
+        if other != number and wrong.shape == output.shape and torch.allclose(output, wrong, atol=0.05):
+            return SHARED
+    return explain_error(output, [values[number] for values in calls], index)
+
+
+def explain_calls(launched, numel):
+    """Return why a reduction's launches are not one all_to_all in 16 bits."""
+    ops = {launch.op for launch in launched}
+    if ops & {"reduce_scatter", "all_reduce"}:
+        return NO_ALL_TO_ALL
+    if ops == {"all_gather"}:
+        return "every rank receives all values of all ranks. An all-to-all brings each rank its part only."
+    if [launch.nbytes for launch in launched] == [4 * numel]:
+        return "the values travel in float32. Convert them to wire_dtype first."
+    return ""
+
+
+def explain_buckets(launched, numels):
+    """Return why a step does not have one 16-bit all_to_all per bucket."""
+    exchanges = [launch for launch in launched if launch.op == "all_to_all"]
+    if "float16" in {launch.dtype for launch in exchanges}:
+        return FLOAT16
+    if not exchanges:
+        return "the gradients are reduced as in module 7. Give the wrapper a group_class of its own." * (
+            {launch.op for launch in launched} == {"reduce_scatter", "all_gather"}
+        )
+    if len(exchanges) < len(numels) and sum(x.numel for x in exchanges) < sum(numels):
+        return "not all buckets of a group are reduced."
+    return ""
+
+
+def explain_gathers(launched, numels):
+    """Return why a step's all_gathers do not carry all averages in 16 bits."""
+    gathers = [launch for launch in launched if launch.op == "all_gather"]
+    if "float16" in {launch.dtype for launch in gathers}:
+        return FLOAT16
+    return WIDE_GATHER if sum(x.nbytes for x in gathers) == 4 * sum(numels) else ""
+
+
+def explain_refusals(answers):
+    """Return why the wrapper accepts or refuses the wrong dtypes."""
+    if "" in answers[:2]:
+        return "the constructor does not look at the dtypes of all trainable parameters."
+    if answers[2]:
+        return "frozen parameters are refused, too, although they are never reduced."
+    return ""
+
+
+def explain_zero(launched):
+    """Return why the training with ZeroOptimizer goes wrong, judging by the launches of a step."""
+    if any(x.op == "all_gather" and x.dtype in ("bfloat16", "float16") and x.phase == "step" for x in launched):
+        return WIDE_WEIGHTS
+    if any(x.op == "all_gather" and x.phase != "step" for x in launched):
+        return GATHERED
+    return ""
+
+
+def suspect_mistakes(case):
+    """Return the gradients that mistakes would produce on each rank."""
+    size = len(case.group)
+    summed = {name: None if grad is None else grad * size for name, grad in case.gradients().items()}
+    last = case.gradients(micro=slice(-1, None))
+    hypotheses = {f"the gradients are summed over {size} ranks but not divided.": [summed] * size}
+    if len(case.batches[0][0]) > 1:
+        hypotheses["the gradients accumulated inside no_sync are lost."] = [last] * size
+    return hypotheses if size > 1 else {}
+
+
+FEEDBACK = {
+    "the error is computed, but not added to the next values.": lambda v, e: (v, v),
+    "the error is subtracted instead of added.": lambda v, e: (v - e, v - e),
+    "the new error does not contain the old one: compare the rounded numbers with values + error, not with values.": (
+        lambda v, e: (v + e, v)
+    ),
+    "the old error is added to the new one, so it counts twice.": lambda v, e: (v + e, v + 2 * e),
+}
+
+
+def explain_feedback(steps, result):
+    """Return which mistake produces these rounded values."""
+    if all(torch.equal(error, 0 * error) for error in result["errors"]):
+        return "error stays zero."
+    for cause, compute in FEEDBACK.items():
+        wrong = compress_alone(steps, compute)
+        if all(torch.equal(rounded.float(), other) for rounded, (other, _) in zip(result["rounded"], wrong)):
+            return cause
+    return ""

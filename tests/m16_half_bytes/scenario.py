@@ -1,0 +1,119 @@
+"""Functions that the ranks run in the checks of module 16."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.memory import LiveMemory
+from brigade.rank.recording import phase
+from helpers.training import create_group, wrap
+
+PACKAGE = "m16_half_bytes"
+MARK = 7.0  # what an output contains that nothing has written to
+PATIENCE_S = 1.0  # gloo's threads hold the tensors of a collective for a moment after the wait
+
+
+def reduce(job: dict) -> list[dict]:
+    """Start a reduction for each of job["calls"], a step each, then wait for them in the order job["order"].
+
+    A call has "values", "options", and "is_view", whether the output is a part of the input. Return each call's output,
+    whether output and input kept their values until the wait, whether the input did afterwards, and whether the
+    output did in a second wait.
+    """
+    start, group = student(PACKAGE, "start_reduce_scatter"), create_group(job)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    flights, answers = [], []
+    for step, call in enumerate(job["calls"]):
+        recording.note("step", step=step)
+        values = call["values"].to(device(), copy=True)
+        own = values.chunk(size)[rank]
+        output = own if call["is_view"] else torch.full_like(own, MARK)
+        before = output.clone()
+        with phase("launch"):
+            handle = start(output, values, group, **call["options"])
+        flights.append((values, output, before, handle))
+        answers.append({})
+    for (values, output, before, _), call, answer in zip(flights, job["calls"], answers):
+        answer["kept_output"] = torch.equal(output, before)
+        answer["kept_input"] = torch.equal(values.cpu(), call["values"])
+    for step in job["order"]:
+        recording.note("step", step=step)
+        with phase("wait"):
+            flights[step][-1].wait()
+    for (values, output, before, handle), call, answer in zip(flights, job["calls"], answers):
+        answer["output"] = output.clone()
+        if call["is_view"]:
+            values.chunk(size)[rank].copy_(before)
+        answer["kept_rest"] = torch.equal(values.cpu(), call["values"])
+        output.fill_(MARK)
+        with phase("second wait"):
+            handle.wait()
+        answer["kept_twice"] = bool((output == MARK).all())
+    return answers
+
+
+def measure_scratch(job: dict) -> dict[str, int]:
+    """Return the bytes that a reduction adds while it is in flight, and after its wait, while its handle exists."""
+    start, group = student(PACKAGE, "start_reduce_scatter"), create_group(job)
+    values = job["values"].to(device(), copy=True)
+    output = torch.empty_like(values.chunk(dist.get_world_size(group))[0])
+    with LiveMemory([values, output]) as memory:
+
+        def count() -> int:
+            gc.collect()
+            return memory.count(given=[values, output])["other"]
+
+        handle = start(output, values, group)
+        during = count()
+        handle.wait()
+        deadline = time.monotonic() + PATIENCE_S
+        while (after := count()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        del handle
+    return {"during": during, "after": after}
+
+
+class Pair(nn.Module):
+    """Two linear layers, whose dtypes differ."""
+
+    def __init__(self, dtype: torch.dtype, is_trainable: bool):
+        super().__init__()
+        self.first = nn.Linear(3, 2)
+        self.second = nn.Linear(2, 1, dtype=dtype).requires_grad_(is_trainable)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).to(self.second.weight.dtype))
+
+
+def wrap_dtypes(job: dict) -> list[str]:
+    """Wrap a model for each of job["dtypes"], (dtype, is_trainable). Return the types of the exceptions, or ""."""
+    answers = []
+    for dtype, is_trainable in job["dtypes"]:
+        try:
+            wrap(job, Pair(dtype, is_trainable).to(device()))
+            answers.append("")
+        except NotImplementedError:
+            raise  # the skeleton's
+        except Exception as error:
+            answers.append(type(error).__name__)
+    return answers
+
+
+def compress(job: dict) -> dict[str, list]:
+    """Compress each of job["values"] with one of two ErrorFeedbacks, alternately. Return copies of all results."""
+    both = [student(PACKAGE, "ErrorFeedback")(len(job["values"][0])) for _ in range(2)]
+    results = {"rounded": [], "errors": [both[0].error.clone()], "kept": []}
+    for number, values in enumerate(job["values"]):
+        given = values.to(device(), copy=True)
+        one = both[number % 2]
+        results["rounded"].append(one.compress(given).clone())
+        results["errors"].append(one.error.clone())
+        results["kept"].append(torch.equal(given.cpu(), values))
+    return results

@@ -1,0 +1,449 @@
+"""Graded checks of module 16: 16 bits on the wire, 32 in the sum."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from brigade.checks.diagnose.evidence import describe_missed
+from brigade.checks.expectations import (
+    blocks_backward,
+    describe_gradients,
+    describe_phase,
+    expect,
+    expect_gradients,
+    expect_interface,
+    expect_silence,
+    expect_start,
+    format_distinct,
+    join_names,
+    require_launches,
+)
+from brigade.checks.reference import draw_generators
+from brigade.events import launches, list_ready_gradients, summarize
+from brigade.runner.ranks import PerRank
+from helpers import training
+from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
+from helpers.zero import make_recipe
+from m08_zero_optimizer import scenario as m08_zero
+from m08_zero_optimizer.expected import compute_weights
+from m16_half_bytes import causes as diagnosis
+from m16_half_bytes import scenario as m16_half_bytes
+from m16_half_bytes.expected import compress_alone, describe_first
+
+# Relative 2-norm errors of the average of normal values on 2, 3 and 4 ranks. Values that are rounded to bfloat16 once:
+# 1.66e-3. A sum in bfloat16: 2.4e-3 to 3.3e-3. An average that is rounded once more: 2.3e-3 to 2.5e-3.
+ERROR = 2e-3
+FLOAT32 = 1e-6  # relative error of a few operations in float32
+GRADIENT = 1e-2  # values and averages are rounded by at most 2**-9 each, that is 4e-3 together
+SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
+F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
+JOB = {"package": "m16_half_bytes", "wrapper": "HalfBytesDDP"}
+
+
+def make_job(buckets_per_group=1, **more):
+    """Return what each rank's job says about the wrapper."""
+    return JOB | {"arguments": {"bucket_numel": BUCKET_NUMEL, "buckets_per_group": buckets_per_group}} | more
+
+
+@pytest.mark.parts("Parts (a) and (b): one reduction")
+@pytest.mark.points(2)
+def test_error_does_not_grow(submission):
+    """The average of normal values has a relative error of at most 0.002 on 2, 3 and 4 ranks, and none on one."""
+    for world in submission.worlds(1, 2, 3, 4):
+        own = [
+            [torch.randn(world * 8192, generator=g) for _ in range(2)] for g in draw_generators(submission.rng, world)
+        ]
+        for results, calls, group in run_calls(submission, own, views=(False, True)):
+            for rank, index, number, output, exact in list_outputs(results, calls, group):
+                error = float((output.double() - exact).norm() / exact.norm())
+                rounded = f"on {world} ranks, the average of normal values has a relative error of at most {ERROR:g}"
+                expect(
+                    error <= (ERROR if world > 1 else 0.0),
+                    rounded if world > 1 else "on one rank, the output is a copy of the values, without rounding",
+                    f"the relative error is {error:.3g}",
+                    partial(diagnosis.explain_error, output, [values[number] for values in calls], index),
+                    rank=rank,
+                )
+
+
+@pytest.mark.points(1)
+def test_exact_values(submission):
+    """Averages of whole numbers up to 256 are exact in bfloat16, and those of 2**-24 and 60000 in float16."""
+    for world in submission.worlds(2, 3):
+        own = []
+        for rank, generator in enumerate(draw_generators(submission.rng, world)):
+            whole = torch.randint(-256, 257, (world * 32,), generator=generator).float()
+            whole[::8] = 256 - rank  # 255.5 and 511 are not bfloat16 numbers
+            extreme = torch.tensor([2.0**-24, -(2.0**-24), 60_000, -60_000] * world)
+            own.append([whole, extreme])
+        for results, calls, group in run_calls(submission, own, wires=(BF16, F16)):
+            for rank, index, number, output, exact in list_outputs(results, calls, group):
+                wrong = (output.double() - exact).abs() > FLOAT32 * exact.abs().clamp(min=0 if number else 1)
+                at = int(wrong.int().argmax())
+                wire = "float16" if number else "bfloat16"
+                got, wanted = format_distinct(float(output[at]), float(exact[at]))
+                expect(
+                    not wrong.any() and bool(output.isfinite().all()),
+                    f"values that {wire} can represent are averaged with the accuracy of float32: {wanted}",
+                    f"entry {at} of the output is {got}",
+                    partial(
+                        diagnosis.explain_error,
+                        output,
+                        [values[number] for values in calls],
+                        index,
+                        (BF16, F16)[number],
+                    ),
+                    rank=rank,
+                )
+
+
+@pytest.mark.points(1)
+def test_one_all_to_all(submission):
+    """A reduction launches one all-to-all in 16 bits in its group, and does not wait for it."""
+    for world in submission.worlds(2, 4):
+        groups = SUBGROUPS if world == 4 else [list(range(world))]
+        size = len(groups[0])
+        own = [[torch.randn(size * 24, generator=g) for _ in range(2)] for g in draw_generators(submission.rng, world)]
+        for results, calls, group in run_calls(submission, own, views=(True, False), wires=(BF16, F16), groups=groups):
+            for rank in group if size > 1 else []:
+                for number in range(2):
+                    launched = launches(results.events[rank], number)
+                    expect_one_launch(launched, size * 24, rank)
+                    [launch] = launched
+                    expect(
+                        not launch.sync and "launch" not in launch.wait_phases,
+                        "start_reduce_scatter returns without waiting for the all_to_all",
+                        "it waits",
+                        diagnosis.BLOCKED,
+                        rank=rank,
+                    )
+            for rank, index, number, output, exact in list_outputs(results, calls, group):
+                expect(
+                    torch.allclose(output.double(), exact, atol=0.05),
+                    f"each rank of the group {join_names(group)} gets its part of the group's average",
+                    f"the output is wrong by up to {float((output.double() - exact).abs().max()):.3g}",
+                    partial(diagnosis.explain_error, output, [values[number] for values in calls], index, world=world),
+                    rank=rank,
+                )
+
+
+@pytest.mark.points(1)
+def test_several_in_flight(submission):
+    """Several reductions may be in flight. The first wait, in any order, writes the output, and the second nothing."""
+    rng = submission.rng
+    for world in submission.worlds(1, 2, 3):
+        numels = [world * numel for numel in (40, 40, 16, 40)]
+        own = [[torch.randn(numel, generator=g) for numel in numels] for g in draw_generators(rng, world)]
+        order = rng.choice([[2, 0, 3, 1], [3, 2, 1, 0], [1, 3, 0, 2]])
+        for results, calls, group in run_calls(submission, own, views=(False, True, True, False), order=order):
+            for rank in group:
+                for number, result in enumerate(results[rank]):
+                    for key, expected, cause in (
+                        ("kept_input", "the input keeps its values", diagnosis.INPUT_CHANGED),
+                        ("kept_output", "the output keeps its values until the wait", diagnosis.WRITTEN_EARLY),
+                        ("kept_rest", "a wait writes nothing except the output", diagnosis.INPUT_CHANGED),
+                        ("kept_twice", "a second wait changes nothing", diagnosis.WRITTEN_TWICE),
+                    ):
+                        is_free = len(group) == 1 and key in ("kept_input", "kept_output")
+                        expect(is_free or result[key], expected, "its values have changed", cause, rank=rank)
+                    raced = [x for x in launches(results.events[rank], number) if x.raced or not x.waits]
+                    expect(
+                        not raced,
+                        "the tensors of a launch stay as they are until its wait",
+                        f"those of reduction {number} have changed before, or nothing waits for it",
+                        diagnosis.SHARED,
+                        rank=rank,
+                    )
+            for rank, _, number, output, exact in list_outputs(results, calls, group):
+                expect(
+                    torch.allclose(output.double(), exact, atol=0.05),
+                    f"four reductions in flight, awaited in the order {join_names(order)}, all get their averages",
+                    f"the output of reduction {number} is wrong by up to {float((output - exact).abs().max()):.3g}",
+                    partial(diagnosis.explain_flight, output, calls, results[rank], number, group.index(rank)),
+                    rank=rank,
+                )
+
+
+@pytest.mark.points(1)
+def test_scratch(submission):
+    """After the wait, a reduction keeps no memory, even if its handle still exists."""
+    [world] = submission.worlds(2)
+    jobs = PerRank({"values": torch.randn(world * 4096, generator=g)} for g in draw_generators(submission.rng, world))
+    results = submission.run(m16_half_bytes.measure_scratch, jobs, world_size=world)
+    for rank, result in enumerate(results):
+        if world > 1:
+            expect_one_launch(launches(results.events[rank]), world * 4096, rank)
+        expect(
+            result["after"] <= 64,  # numbers may stay, tensors may not
+            "after the wait, the scratch memory of a reduction is gone, even if its handle still exists",
+            f"{result['after']} bytes are alive. In flight, there were {result['during']}",
+            diagnosis.KEPT,
+            rank=rank,
+        )
+
+
+@pytest.mark.parts("Parts (c) to (e): the wrapper")
+@pytest.mark.points(1)
+def test_gradients(submission):
+    """HalfBytesDDP leaves the same averages, to the bit, on all ranks, and refuses weights that are not float32."""
+    settings = (("Plain", None), ("Branches", [0, -1]), ("Tied", None), ("Frozen", None))
+    for world, (model, branches), micro_batches in zip(submission.worlds(1, 2, 3, 4), settings, (1, 1, 2, 2)):
+        groups = SUBGROUPS if world == 4 else [list(range(world))]
+        options = {"branches": branches[:world] if branches else None, "group": groups[0]}
+        case = submission.case(model, world, steps=2, micro_batches=micro_batches, **options)
+        results = submission.run(training.train, case.make_jobs(groups=groups, **make_job(2)), world_size=world)
+        expect_start([result["start"] for result in results], case, events=results.events)
+        hypotheses = partial(diagnosis.suspect_mistakes, case)
+        expect_gradients(results, case, tolerance=GRADIENT, hypotheses=hypotheses)
+        if micro_batches > 1:
+            expect_silence(results.events, case.group)
+        for step in range(2):
+            expect_same_bits([results[rank]["gradients"][step] for rank in case.group], case.group, step)
+        require_launches(results.events, case.group, "all_to_alls and all_gathers", is_half, 2, False)
+        expect_interface(results, case)
+    [world] = submission.worlds(2)
+    dtypes = [(F64, True), (BF16, True), (F64, False), (F32, True)]
+    for rank, answers in enumerate(
+        submission.run(m16_half_bytes.wrap_dtypes, JOB | {"dtypes": dtypes}, world_size=world)
+    ):
+        expect(
+            answers == ["ValueError", "ValueError", "", ""],
+            "trainable weights in float64 or bfloat16 raise ValueError. Frozen ones in float64 are accepted",
+            f"the four answers are {join_names([answer or 'accepted' for answer in answers])}",
+            partial(diagnosis.explain_refusals, answers),
+            rank=rank,
+        )
+
+
+@pytest.mark.points(1)
+def test_launches_overlap(submission):
+    """Each bucket has one all-to-all in backward, and averages are gathered once: half of module 7's bytes."""
+    for world, buckets_per_group in zip(submission.worlds(2, 3), (1, 2)):
+        case = submission.case("Plain", world, hidden_layers=6, steps=2)
+        jobs = case.make_jobs(proven=1, **make_job(buckets_per_group))
+        results = submission.run(training.train, jobs, world_size=world)
+        buckets, groups = (list_groups(case.parameters(), world, length) for length in (1, buckets_per_group))
+        for rank, events in enumerate(results.events if world > 1 else []):
+            for step in range(2):
+                expect_half(events, {"rank": rank, "step": step}, buckets)
+                expect_overlap(events, {"rank": rank, "step": step}, groups, buckets_per_group)
+
+
+@pytest.mark.points(1)
+def test_zero_optimizer(submission):
+    """Under ZeroOptimizer, averages are not rounded again, and weights travel in float32 instead of gradients."""
+    recipe = make_recipe("SGD") | {"options": {"lr": 0.01}}
+    for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
+        case = submission.case(model, world, steps=4, micro_batches=2)
+        jobs = case.make_jobs(recipe=recipe, **make_job(2))
+        results = submission.run(m08_zero.train, jobs, world_size=world)
+        expected, start = compute_weights(case, recipe), case.start()
+        moved = {name: (start[name] - value).abs().max() for name, value in expected.items()}
+        scale = 0.01 * 4 * max(case.largest_entries().values())
+        for rank in case.group:
+            for name, value in expected.items():
+                error = float((results[rank]["weights"][name] - value).abs().max())
+                expect(
+                    error <= GRADIENT * max(float(moved[name]), scale),
+                    "after 4 steps of SGD with ZeroOptimizer, the weights are those of training in one process",
+                    f"the weights differ by up to {error:.3g}",
+                    partial(diagnosis.explain_zero, launches(results.events[rank], 0)),
+                    rank=rank,
+                    parameter=name,
+                )
+        expect_same_bits([results[rank]["weights"] for rank in case.group], case.group, None, "weights")
+        numel = compute_padded_numel(case.parameters().values(), world)
+        for rank in case.group if world > 1 else []:
+            for step in range(4):
+                expect_zero_bytes(launches(results.events[rank], step), numel, {"rank": rank, "step": step})
+        # Gradients that are whole numbers: 256 on rank 0, 255 on rank 1, ...
+        inputs = [[[torch.full((200,), 256.0 - rank)]] for rank in range(world)]
+        weights = {"weights": [torch.zeros(200)], "recipe": recipe | {"options": {"lr": 1.0}}}
+        jobs = PerRank(make_job() | weights | {"batches": own} for own in inputs)
+        for rank, result in enumerate(submission.run(m08_zero.train_dots, jobs, world_size=world)):
+            mean = 256 - (world - 1) / 2
+            [weight] = result["weights"].values()
+            got, wanted = format_distinct(-float(weight.max()), mean)
+            expect(
+                bool(((weight + mean).abs() <= FLOAT32 * mean).all()),
+                f"a step of SGD with lr=1 subtracts the average of 256 to {257 - world}, which is {wanted}",
+                f"it subtracts {got}",
+                diagnosis.ROUNDED_AGAIN if abs(float(weight.max()) + mean) < 1 else "",
+                rank=rank,
+            )
+
+
+@pytest.mark.parts("Part (f): what rounding loses")
+@pytest.mark.points(1)
+def test_error_feedback(submission):
+    """compress rounds values plus error to bfloat16, and error becomes what this rounding has lost."""
+    generator = draw_generators(submission.rng, 1)[0]
+    steps = [torch.randint(-8192, 8193, (64,), generator=generator) / 4096 for _ in range(12)]
+    for values in steps:
+        values[:2] = torch.tensor([1 + 2**-10, -3 * 2**-12])  # the first is 1 in bfloat16
+    [world] = submission.worlds(1)
+    [result] = submission.run(m16_half_bytes.compress, {"values": steps}, world_size=world)
+    expect(
+        result["errors"][0].dtype == F32 and result["errors"][0].shape == (64,) and not result["errors"][0].any(),
+        "a new ErrorFeedback(64) has an error of 64 zeros in float32",
+        f"{result['errors'][0].dtype}, {tuple(result['errors'][0].shape)}",
+    )
+    expected = compress_alone(steps, lambda values, error: (values + error, values + error))
+    for number, (rounded, error) in enumerate(expected):
+        right = torch.equal(result["rounded"][number].float(), rounded) and result["rounded"][number].dtype == BF16
+        why = partial(diagnosis.explain_feedback, steps, result)
+        got = f"call {number} returned {describe_first(result['rounded'][number], rounded)}"
+        expect(right, "compress returns values + error, rounded to bfloat16", got, why)
+        right = torch.equal(result["errors"][number + 1].float(), error) and result["errors"][number + 1].dtype == F32
+        got = f"after call {number}, error has {describe_first(result['errors'][number + 1], error)}"
+        expect(right, "error becomes values + error minus the rounded numbers, in float32", got, why)
+        expect(result["kept"][number], "compress does not change values", "it does", diagnosis.VALUES_CHANGED)
+
+
+# ---- what the checks use
+
+
+def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
+    """Reduce own[rank][number]. Yield the results, the values of the group's ranks, and the group, for each group.
+
+    `views` says for which calls the output is a part of the input, and `wires` has the dtypes, if they are given. After
+    a group's results have been judged, require one all_to_all in 16 bits for each call.
+    """
+    world, count = len(own), len(own[0])
+    groups = groups or [list(range(world))]
+    options = [{"wire_dtype": wire} if wire not in (None, BF16) else {} for wire in wires or [None] * count]
+    jobs = PerRank(
+        {
+            "groups": groups,
+            "order": order or list(range(count)),
+            "calls": [
+                {"values": value, "options": option, "is_view": is_view}
+                for value, option, is_view in zip(values, options, views or [False] * count)
+            ],
+        }
+        for values in own
+    )
+    results = submission.run(m16_half_bytes.reduce, jobs, world_size=world)
+    for group in groups:
+        yield results, [own[rank] for rank in group], group
+        for rank in group if len(group) > 1 else []:
+            for number, values in enumerate(own[rank]):
+                expect_one_launch(launches(results.events[rank], number), values.numel(), rank)
+
+
+def list_outputs(results, calls, group):
+    """Yield (rank, its position in the group, number of the call, output, exact average) for all outputs."""
+    for index, rank in enumerate(group):
+        for number, result in enumerate(results[rank]):
+            average = sum(values[number].double() for values in calls) / len(group)
+            yield rank, index, number, result["output"].cpu(), average.chunk(len(group))[index]
+
+
+def expect_one_launch(launched, numel, rank):
+    """Expect that a reduction of `numel` elements launches one all_to_all, in 16 bits."""
+    expect(
+        [(launch.op, launch.nbytes) for launch in launched] == [("all_to_all", 2 * numel)],
+        f"a reduction of {numel} elements launches one all_to_all, of {2 * numel} bytes, and nothing else",
+        summarize(launched),
+        partial(diagnosis.explain_calls, launched, numel),
+        rank=rank,
+    )
+
+
+def expect_same_bits(tensors_by_rank, group, step, kind="gradients"):
+    """Expect all ranks of a group to have the same bits."""
+    first = tensors_by_rank[0]
+    for rank, tensors in zip(group, tensors_by_rank):
+        for name, tensor in tensors.items():
+            expect(
+                (tensor is None and first[name] is None) or torch.equal(tensor, first[name]),
+                f"all ranks have the same bits in their {kind}",
+                f"they differ from those of rank {group[0]}",
+                diagnosis.OWN_PART if kind == "gradients" else "",
+                rank=rank,
+                step=step,
+                parameter=name,
+            )
+
+
+def is_half(launched):
+    """Return whether a step launches nothing but all_to_alls and all_gathers."""
+    return {launch.op for launch in launched} == {"all_to_all", "all_gather"}
+
+
+def expect_half(events, at, buckets):
+    """Expect one all_to_all for each bucket, and all_gathers of as many bytes."""
+    launched = launches(events, at["step"])
+    numels = [numel for _, numel, _ in buckets]
+    exchanges, gathers = ([x for x in launched if x.op == op] for op in ("all_to_all", "all_gather"))
+    expect(
+        [x.nbytes for x in exchanges] == [2 * n for n in numels] and "float16" not in {x.dtype for x in exchanges},
+        f"one all_to_all in bfloat16 for each of {len(numels)} buckets, of {join_names([2 * n for n in numels])} bytes",
+        summarize(launched),
+        partial(diagnosis.explain_buckets, launched, numels),
+        **at,
+    )
+    expect(
+        sum(x.nbytes for x in gathers) == 2 * sum(numels)
+        and len(exchanges) + len(gathers) == len(launched)
+        and "float16" not in {x.dtype for x in gathers},
+        f"all_gathers of {2 * sum(numels)} bytes together, in bfloat16, and nothing else, complete the gradients",
+        summarize([x for x in launched if x.op != "all_to_all"]),
+        partial(diagnosis.explain_gathers, launched, numels),
+        **at,
+    )
+    wrong = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
+    expect(
+        not wrong,
+        "the step waits on every handle before it reads or writes the tensors",
+        f"the step did not wait for {describe_missed(len(wrong), len(launched), 'launch')}, or their tensors changed "
+        "before the wait",
+        **at,
+    )
+
+
+def expect_overlap(events, at, groups, buckets_per_group):
+    """Expect the all_to_alls of each group during backward, before the next group is complete, and no early wait."""
+    exchanges = [x for x in launches(events, at["step"]) if x.op == "all_to_all"]
+    ready_at = {name: place for place, name in list_ready_gradients(events, at["step"])}
+    for number, (*_, names) in enumerate(groups):
+        own = exchanges[number * buckets_per_group : (number + 1) * buckets_per_group]
+        after = groups[number + 1][-1] if number + 1 < len(groups) else []
+        late = [x for x in own if x.phase != "backward" or after and x.place > max(ready_at[name] for name in after)]
+        expect(
+            not late,
+            f"during backward, group {number} is launched before the next group is complete",
+            late
+            and f"it was launched {describe_phase(late[0])}. At that time, {describe_gradients(after or names)} ready",
+            diagnosis.LATE,
+            **at,
+        )
+        blocking = [x for x in own if blocks_backward(x, after, ready_at)] if after else [x for x in own if x.sync]
+        expect(
+            not blocking,
+            f"backward does not wait for group {number} before gradients of the next group are ready",
+            "it waits earlier",
+            diagnosis.BLOCKED,
+            **at,
+        )
+
+
+def expect_zero_bytes(launched, numel, at):
+    """Expect 16-bit all_to_alls of all gradients, and float32 all_gathers of all weights in the optimizer's step."""
+    own = [x for x in launched if x.phase in ("backward", "finish")]
+    expect(
+        {x.op for x in own} == {"all_to_all"} and sum(x.nbytes for x in own) == 2 * numel,
+        f"backward and finish launch all_to_alls of {2 * numel} bytes together, and nothing else",
+        summarize(own),
+        partial(diagnosis.explain_zero, launched),
+        **at,
+    )
+    own = [x for x in launched if x.phase == "step"]
+    expect(
+        {x.op for x in own} == {"all_gather"} and sum(x.nbytes for x in own) == 4 * numel,
+        f"the optimizer's step gathers the weights in float32, {4 * numel} bytes",
+        summarize(own),
+        partial(diagnosis.explain_zero, launched),
+        **at,
+    )
