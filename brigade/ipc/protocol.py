@@ -23,8 +23,9 @@ def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
     """Return the next message and its descriptors, or (None, []) when the other end has closed."""
     line, descriptors = b"", []
     while not line.endswith(b"\n"):
-        # Reading one byte at a time leaves the next message in the socket.
-        data, fds, _, _ = socket.recv_fds(channel, 1, 250)
+        seen = channel.recv(1 << 16, socket.MSG_PEEK)
+        size = seen.find(b"\n") + 1 or len(seen)  # the next message stays in the socket
+        data, fds, _, _ = socket.recv_fds(channel, max(1, size), 250)
         descriptors += fds
         if not data:
             return None, descriptors

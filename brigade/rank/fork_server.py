@@ -109,8 +109,11 @@ class ForkServer:
 
     def fork(self, descriptors: list[int], sandbox_settings: dict | None, directory: str) -> list[int]:
         """Fork one rank for every three descriptors. Return their process ids."""
-        if sandbox_settings and not self.sandbox_settings:
+        if sandbox_settings and sandbox_settings != self.sandbox_settings:
             enter.leave_network()
+            enter.join_groups(sandbox_settings)  # ranks inherit the groups: to join one takes several milliseconds
+            with contextlib.suppress(OSError):  # this process must be able to end hundreds of others in the group
+                os.setpriority(os.PRIO_PROCESS, 0, -20)
         self.sandbox_settings = sandbox_settings or self.sandbox_settings
         inherited = [self._channel.fileno(), self._wake_read, self._wake_write, *self._locks, *descriptors]
         pids = []

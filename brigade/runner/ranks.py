@@ -32,6 +32,7 @@ from brigade.runner.machine import count_cores, make_gloo_environment, make_nccl
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
+from brigade.sandbox.enter import has_private_mounts
 
 __all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "find_sources", "run_calls", "run_ranks"]
 
@@ -114,7 +115,9 @@ def run_calls(
 
     seeds = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
 
-    directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
+    is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
+    is_empty = is_offline and has_private_mounts()  # each rank mounts a file system on its directory
+    directory = SERVER.scratch if is_empty else Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
         for path in (SERVER.scratch, directory):
             path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
@@ -129,12 +132,13 @@ def run_calls(
     try:
         monitor.fork(directory)
         for rank, request in zip(monitor.ranks, requests):
-            own = directory / str(request["rank"]) if SERVER.sandbox and SERVER.sandbox.offline else directory
+            own = directory / str(request["rank"]) if is_offline else directory
             rank.send(wire.encode(request | {"directory": str(own)}))
         failure = monitor.watch()
     finally:
         monitor.end()
-        remove(directory)
+        if not is_empty:
+            remove(directory)
     num_calls = len(args_per_call)
     events = [split_calls(state.record.events, num_calls) for state in monitor.states]  # by rank and call
     if failure:

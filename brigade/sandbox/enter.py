@@ -6,8 +6,8 @@ files (tests, solutions, history), and the directories that the grader names.
 
 The kernel refuses some system calls (`filter_system_calls`): those that leave data in the kernel for a later process of
 the user (key rings, shared memory, semaphores, message queues), and those that create namespaces. If control groups are
-writable, all processes of the user share one group. The group limits their memory, and gives every grading run an equal
-share of the processors, regardless of how many processes it starts.
+writable, the fork server and all processes of the user share one group. The group limits their memory, and gives every
+grading run an equal share of the processors, regardless of how many processes it starts.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. The kernel also refuses sockets,
@@ -100,14 +100,13 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> None:
     `settings` are the fields of a `Sandbox`, and `server` is the process id of the fork server. An offline rank gets a
     directory and a user of its own.
     """
-    join_groups(settings)
-    os.nice(NICENESS)
+    os.nice(max(0, NICENESS - os.nice(0)))
     mounted = unshare_mounts(settings["shares_memory"])
     uid, shared = settings["uid"], None
     if settings["offline"]:
         uid = users.list_users(uid)[rank % users.RANKS]
         directory = os.path.join(directory, str(rank))
-        os.mkdir(directory, 0o700)
+        os.makedirs(directory, 0o700, exist_ok=True)
         os.chown(directory, uid, uid)
     else:
         shared = os.path.join(directory, RENDEZVOUS)

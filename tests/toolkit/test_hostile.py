@@ -81,6 +81,7 @@ def user() -> Iterator[int]:
             [found] = ranks.run_ranks(enter.probe, world_size=1)
             assert found["uid"] == uid and found["secrets"] == [] and found["is_filtered"]
             yield uid
+            ranks.SERVER.close()  # it is in the user's control groups
     finally:
         del os.environ["COURSE_SECRET"]
         ranks.SERVER.sandbox = None
