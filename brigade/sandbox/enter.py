@@ -11,7 +11,7 @@ grading run an equal share of the processors, regardless of how many processes i
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. The kernel also refuses sockets,
-futexes between processes, file locks and notifications about files.
+terminals, futexes between processes, file locks and notifications about files.
 
 If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
 other users' processes are invisible, and the network has only a loopback interface. If namespaces are not allowed (in
@@ -47,6 +47,7 @@ MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
+TERMINALS = "/dev/pts"  # their numbers are messages between ranks
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
 ORDINARY_SHARES = 4  # a grading run gets the processor time of this many ordinary processes
 
@@ -269,7 +270,7 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
     privates = {os.path.realpath(path) for path in users.PRIVATE_DIRECTORIES}
     if settings["shares_memory"]:
         privates.discard(os.path.realpath("/dev/shm"))
-    covers = {str(ROOT), *map(os.path.realpath, settings["hidden"]), *privates}
+    covers = {str(ROOT), TERMINALS, *map(os.path.realpath, settings["hidden"]), *privates}
     covers |= {ancestor for path in needed for ancestor in list_closed_ancestors(path)}
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]

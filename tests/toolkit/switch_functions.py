@@ -82,7 +82,7 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("flock", lambda: fcntl.flock(file, fcntl.LOCK_SH))
     attempt("lock", lambda: fcntl.lockf(file, fcntl.LOCK_SH))
     attempt("notify", lambda: fcntl.fcntl(os.open("/usr", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS))
-    attempt("terminal", lambda: os.chmod(os.ttyname(os.openpty()[1]), 0o666))
+    attempt("terminal", os.openpty)
     found["pid"] = os.getpid(), os.getppid()
     attempt("gloo", lambda: make_gloo())
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):

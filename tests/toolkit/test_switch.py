@@ -95,7 +95,7 @@ def test_offline_ranks_reach_nobody(tmp_path):
     for result in found:
         refused = ("internet", "unix", "socketpair", "flock", "lock", "notify")
         assert [result[name] for name in refused] == ["EPERM"] * len(refused)
-        assert result["terminal"] == "EROFS", "the other rank could open it"
+        assert result["terminal"] in ("ENODEV", "ENOENT"), "its number tells how many the other rank has opened"
         assert result["pid"] == (1, 0), "priorities and other properties of processes are messages"
         assert result["gloo"] != "made"
         assert result["files"] == [], "a rank sees a file of the other rank"
