@@ -187,7 +187,7 @@ def test_scratch(submission):
 @pytest.mark.points(1)
 def test_gradients(submission):
     """HalfBytesDDP leaves the same averages, to the bit, on all ranks, and refuses weights that are not float32."""
-    settings = (("Plain", None), ("Branches", [0, -1]), ("Tied", None), ("Frozen", None))
+    settings = (("Buffers", None), ("Branches", [0, -1]), ("Tied", None), ("Frozen", None))
     for world, (model, branches), micro_batches in zip(submission.worlds(1, 2, 3, 4), settings, (1, 1, 2, 2)):
         groups = SUBGROUPS if world == 4 else [list(range(world))]
         options = {"branches": branches[:world] if branches else None, "group": groups[0]}

@@ -7,7 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from brigade.rank import recording
 from brigade.rank.api import device, student
@@ -80,16 +80,14 @@ def measure_scratch(job: dict) -> dict[str, int]:
     return {"during": during, "after": after}
 
 
-class Pair(nn.Module):
-    """Two linear layers, whose dtypes differ."""
+class Mixed(nn.Module):
+    """Three linear layers. The dtype of the second one differs from the others'."""
 
     def __init__(self, dtype: torch.dtype, is_trainable: bool):
         super().__init__()
         self.first = nn.Linear(3, 2)
         self.second = nn.Linear(2, 1, dtype=dtype).requires_grad_(is_trainable)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).to(self.second.weight.dtype))
+        self.third = nn.Linear(1, 2)
 
 
 def wrap_dtypes(job: dict) -> list[str]:
@@ -97,7 +95,7 @@ def wrap_dtypes(job: dict) -> list[str]:
     answers = []
     for dtype, is_trainable in job["dtypes"]:
         try:
-            wrap(job, Pair(dtype, is_trainable).to(device()))
+            wrap(job, Mixed(dtype, is_trainable).to(device()))
             answers.append("")
         except NotImplementedError:
             raise  # the skeleton's
