@@ -97,6 +97,7 @@ PRINTED = {
     "m16/wire": ["all-reduce in bfloat16 +2.4", "reduce-scatter in bfloat16 +2.4", r"float32 1.66e-03 .* 1.66e-03\n"],
     "m16/drift": ["own part: .* by [4-6]", r"rounded parts: .* by 0.0e\+00 after 100"],
     "m16/feedback": ["rounded: -0.976562, off by 0.001907", "with feedback: .* off by 0.000000"],
+    "cap/engine": ["modules 4, 5: 1 all_reduce; 1.50 times", "modules 11: 2 all_gather, 2 reduce_scatter; 3.00 times"],
     "m08/elementwise": ["Adafactor: refused", "Adam: elementwise", "LBFGS: refused", "Muon: refused"],
 }  # fmt: skip
 
