@@ -439,7 +439,7 @@ def draw_idea(path: Path) -> None:
     link, numel, count, backward = Link(1e-3, 1e9), 1e8, 40, 0.12
     rows = {"one message per\nparameter, afterwards": (40, False), "one message,\nafterwards": (1, False)}
     rows["buckets,\nduring backward"] = (5, True)
-    figure, axes = make_axes(2.5, [*rows], 0.41)
+    figure, axes = make_axes(2.6, [*rows], 0.45, inches=5.6)  # legible on a phone, too
     styles = {"computing": {"colour": BLUE}, "waiting for messages": {"colour": ORANGE, "hatch": "//"}}
     for row, (launches, overlaps) in enumerate(rows.values()):
         work = [Compute("backward", backward / count)] * count

@@ -58,11 +58,12 @@ def is_error(message):
 
 
 def find_sideways(page):
-    """Return the classes of boxes that scroll sideways or are cut off, except code and tables."""
+    """Return the classes of boxes that scroll sideways or are cut off, except code, tables and pictures."""
     return page.evaluate(
         """() => [...document.querySelectorAll("html, body, body *")].filter((box) => box.clientWidth
              && getComputedStyle(box).overflowX !== "visible" && box.scrollWidth > box.clientWidth + 1
-             && !box.matches("pre, .table-wrapper")).map((box) => `${box.localName}.${box.className}`)"""
+             && !box.matches("pre, .table-wrapper, :has(> img:only-child)"))
+             .map((box) => `${box.localName}.${box.className}`)"""
     )
 
 
