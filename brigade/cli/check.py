@@ -121,7 +121,7 @@ class Report:
 def check_module(
     entry: Module, options: argparse.Namespace, before: Outcomes | None = None, is_quiet: bool = False
 ) -> Report:
-    """Run a module's graded checks from this process, starting with those that failed in the previous run.
+    """Run a module's graded checks from this process, first those that failed in the previous run, then the quick ones.
 
     Raise CourseError if the checks cannot be imported, or if the options select none of them.
     """
@@ -143,12 +143,15 @@ def check_module(
     )
     report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
     # list.sort would make `checks` empty while it computes the keys.
-    checks = sorted(checks, key=lambda check: was_fine(check, checks, report.before))
+    order = {check: (was_fine(check, checks, report.before), add_seconds(check, report.before)) for check in checks}
+    checks = sorted(checks, key=order.__getitem__)
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
-    for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time):
+    # After the first run, show each change at once: the first check may be the slowest.
+    for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time, in_order=not before):
         report.add(outcome)
         if options.debug and not outcome.passed:
             break
+    report.outcomes.sort(key=lambda outcome: checks.index(outcome.check))
     return report
 
 
@@ -156,6 +159,12 @@ def was_fine(check: Check, checks: Sequence[Check], before: Outcomes) -> bool:
     """Return whether a check and all checks that need it passed in the previous run."""
     dependents = [other for other in checks if other.needs == check.name]
     return check in before and before[check].passed and all(was_fine(other, checks, before) for other in dependents)
+
+
+def add_seconds(check: Check, before: Outcomes) -> float:
+    """Return how long a check and those that it needs took together in the previous run; 0 if there was none."""
+    needed = [other for other in before if (other.module, other.name) == (check.module, check.needs)]
+    return (before[check].seconds if check in before else 0) + sum(add_seconds(other, before) for other in needed)
 
 
 def select(checks: Sequence[Check], only: str) -> list[Check]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from mutants import list_mutants, read_reference
 
-from brigade.checks import render
+from brigade.checks import render, run
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import CheckFailed, Location, Outcome, Verdict
@@ -97,10 +98,24 @@ def test_a_check_whose_need_failed_does_not_run(at_a_time):
     assert list(run_checks([three], "solutions", Conditions()))[0].passed and ran == ["one", "three"]
 
 
+def test_a_quick_check_does_not_wait_for_a_slow_one(monkeypatch):
+    """`brigade check --watch` shows an outcome as soon as its check has finished."""
+    slow, quick = (Check(1, f"test_{n}", "", 1, "", n, function=lambda submission: None) for n in (1, 2))
+    is_over = threading.Event()
+    monkeypatch.setattr(run, "compile_student_files", lambda *_: None)
+    monkeypatch.setattr(run, "run_check", lambda check, *_: Outcome(check, str(check is quick or is_over.wait(60))))
+    outcomes = run_checks([slow, quick], "solutions", Conditions(), at_a_time=2, in_order=False)
+    assert next(outcomes).check is quick
+    is_over.set()
+    assert [outcome.check for outcome in outcomes] == [slow]
+
+
 def test_the_checks_that_failed_come_first_after_those_that_they_need(monkeypatch):
     """Otherwise --watch could hang: all threads would wait for checks that have not started."""
     entry, orders = get_module(8), []
-    monkeypatch.setattr(check_command, "run_checks", lambda checks, *_: orders.append([c.name for c in checks]) or [])
+    monkeypatch.setattr(
+        check_command, "run_checks", lambda checks, *_, **__: orders.append([c.name for c in checks]) or []
+    )
     options = SimpleNamespace(only="", until="", seed=1, backend="gloo", share_gpu=False, debug=False)
     options.target, options.prior = "solutions", "own"
     failed = [check for check in collect([entry]) if check.needs]
