@@ -101,6 +101,7 @@ class Launch:
     """One launch on one rank. `place` and `waits` are positions in the rank's record, and times are in seconds."""
 
     index: int
+    ranks: list[int]  # of the group
     op: str
     dtype: str
     numel: int  # elements of the full buffer, all parts together
@@ -128,7 +129,7 @@ class Launch:
 
 
 LAUNCH_FIELDS = (
-    "index", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "peer", "line",
+    "index", "ranks", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "peer", "line",
     "phase",
 )  # fmt: skip
 

@@ -105,6 +105,8 @@ MODULES = (
     Module(13, "m13_post_mortem", "Post-mortem of a hang", 15, 90, 3,
            ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
            BEYOND, trains=False),
+    Module(14, "m14_hybrid_sharded", "Two links", 20, 120, 4, ("plan_grid", "plan_traffic", "HybridShardedDDP"),
+           "weights in shards inside a node, a replica in every node", BEYOND, trains=False),
     Module(16, "m16_half_bytes", "Half the bytes", 10, 60, 3,
            ("start_reduce_scatter", "HalfBytesDDP", "ErrorFeedback"), "16 bits on the wire, 32 in the sum",
            BEYOND, trains=False),

@@ -31,8 +31,8 @@ def build(case):
     return edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
 
 
-def lay_out(case, unit_type="Block", cast=None, trainable=True):
-    """Return, for each unit, {dtype: (layout, names)} of its trainable parameters, for the case's number of ranks.
+def lay_out(case, unit_type="Block", cast=None, trainable=True, size=None):
+    """Return, for each unit, {dtype: (layout, names)} of its trainable parameters, for `size` ranks (default: all).
 
     `cast` is the dtype that `cast_layers` gives to some of them. If not `trainable`, return the frozen ones instead.
     """
@@ -45,8 +45,8 @@ def lay_out(case, unit_type="Block", cast=None, trainable=True):
         for name in names:
             if named[name].requires_grad == trainable:
                 kinds.setdefault(named[name].dtype, []).append(name)
-        size = len(case.group)
-        units.append({k: (compute_layout([named[n].numel() for n in v], None, size), v) for k, v in kinds.items()})
+        num = size or len(case.group)
+        units.append({k: (compute_layout([named[n].numel() for n in v], None, num), v) for k, v in kinds.items()})
     return units
 
 

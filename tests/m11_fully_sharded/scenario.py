@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -289,7 +289,7 @@ def evaluate(ddp: nn.Module, batch: dict) -> None:
         compute_loss(ddp, batch)
 
 
-def train(job: dict) -> dict:
+def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Load state dicts if there are some, train, and return the results with the final full state dict.
 
     The job may have: "load", a state dict and an optimizer's state dict or None; "clip", the largest norm;
@@ -387,7 +387,7 @@ UNSYNCED = ("only no_sync", "no_sync last")
 ORDERS = [*EXTRA, *TWO_BACKWARDS, TWICE, *UNSYNCED]
 
 
-def train_unusually(job: dict) -> dict:
+def train_unusually(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Train with steps of the order job["order"]. Return the weights and what was alive, or why the wrapper refused."""
     model = build(job)
     change_forward(model, job.get("forward", ""))

@@ -1,0 +1,124 @@
+"""Likely causes when a check of module 14 fails."""
+
+from brigade.checks.diagnose.evidence import Evidence
+from brigade.events import launches
+
+NO_ERROR = "a grid that does not divide, or without ranks, is not refused. Raise ValueError."
+SWAPPED = "the two kinds of groups are exchanged: a shard group consists of consecutive ranks."
+NOT_CONSECUTIVE = "a shard group must consist of consecutive ranks, because they are in one node."
+NODES = "the constructor makes only the ranks of a node equal. Each node has other weights."
+NO_BROADCAST = "a rank keeps its own weights or buffers."
+WORLD = "the broadcast starts from rank 0 of the world instead of the grid's first rank."
+LAST = "the broadcast starts from the last rank of a group."
+NOT_CROSSED = "gradients are averaged inside each node only, not across nodes."
+SUMMED = "gradients are summed over the replicas, not averaged."
+DIVIDED_BY_ALL = (
+    "the sum over the replicas is divided by the number of all ranks. Module 11 has averaged over the shard group."
+)
+UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
+OTHER_GROUP = "the wrapper passes the default group. Everything except the all-reduce belongs to the shard group."
+NO_REPLICAS = "with one replica there is nothing to average across nodes, so launch nothing."
+ON_SHARD_GROUP = "the gradient is all-reduced in the shard group. Use the replica group."
+ON_DEFAULT_GROUP = (
+    "the gradient is all-reduced in the default group. Use the replica group: other ranks have other shards."
+)
+IN_FINISH = (
+    "all all-reduces are launched in the finish. Launch each in shard_reduced, where module 11 adds the average."
+)
+SYNC = "the launch blocks. Use async_op=True."
+AWAITED_AT_ONCE = "the all-reduce is awaited where it is launched, so nothing overlaps. Wait for it in the finish."
+BLOCK_IGNORED = "a backward in no_replica_sync crosses: its flag is not tested, or an inner block sets it again."
+NOT_RESTORED = "no_replica_sync restores its state only if the block ends normally. Use try ... finally."
+NO_SYNC = "no_replica_sync accumulates whole gradients, as no_sync does. Gradients must be reduced inside the node."
+NORM = "the norm counts every replica. One replica has the whole gradient, so sum over the shard group only."
+
+
+def explain_groups(got, expected):
+    """Return why plan_grid returned other groups than expected."""
+    if got == expected[::-1]:
+        return SWAPPED
+    is_strided = all(group[1] - group[0] > 1 for group in got[0] if len(group) > 1)
+    return NOT_CONSECUTIVE if is_strided and sorted(sum(got[0], [])) == sorted(sum(expected[0], [])) else ""
+
+
+def explain_traffic(got, expected, arguments):
+    """Return why plan_traffic returned `got` instead of `expected`, or ""."""
+    numel, replicas, shards, micro_batches, itemsize = arguments
+    inner, outer = (g / e if e else 0 for g, e in zip(got, expected))
+
+    def fits(value, right):
+        return abs(value - right) < 1e-6
+
+    for is_it, cause in (
+        (fits(inner, 2 / 3), "a step also reduces gradients inside the node: weights are gathered twice and reduced."),
+        (micro_batches > 1 and fits(inner, 1 / micro_batches), "each micro-batch gathers and reduces inside the node."),
+        (micro_batches > 1 and fits(outer, micro_batches), "only the last micro-batch crosses: see no_replica_sync."),
+        (shards > 1 and fits(outer, shards), "whole gradients would cross. A rank sends its shard only."),
+        (replicas > 1 and fits(outer, 0.5), "an all-reduce sends 2 (R - 1) / R of its bytes."),
+    ):
+        if is_it:
+            return cause
+    return ""
+
+
+def suspect_start(case, shards):
+    """Return what ranks start with after some mistakes."""
+    group = case.group
+    nodes = [case.states[group[place - place % shards]] for place in range(len(group))]
+    return {
+        NODES: nodes,
+        NO_BROADCAST: [case.states[rank] for rank in group],
+        WORLD: [case.states[0]] * len(group),
+        LAST: [case.states[group[-1]]] * len(group),
+    }
+
+
+def suspect_gradients(case, shards):
+    """Return the gradients that the nodes have after some mistakes."""
+    nodes = [case.group[start : start + shards] for start in range(0, len(case.group), shards)]
+    replicas, average = len(nodes), case.gradients()
+    hypotheses = {NOT_CROSSED: [case.gradients(node) for node in nodes]} if replicas > 1 else {}
+    for cause, factor in ((SUMMED, replicas), (DIVIDED_BY_ALL, 1 / shards)):
+        if replicas > 1 and factor != 1:
+            hypotheses[cause] = [{name: None if g is None else g * factor for name, g in average.items()}] * replicas
+    return hypotheses
+
+
+def find_mistake(events, grid):
+    """Return the evidence that all-reduces are in a wrong group, or that a step does not wait for them."""
+    for rank in grid.case.group:
+        launched = [x for x in launches(events[rank]) if x.op == "all_reduce" and x.step is not None]
+        shard_ranks, replica_ranks = grid.get_groups(rank)
+        groups = [x.ranks for x in launched]
+        if len(replica_ranks) > 1 and replica_ranks not in groups:
+            mistake = ON_SHARD_GROUP if shard_ranks in groups else ON_DEFAULT_GROUP if groups else ""
+            return Evidence(mistake=mistake)
+        crossing = [x for x in launched if x.ranks == replica_ranks]
+        unawaited = [x for x in crossing if not x.sync and x.step not in x.wait_steps]
+        if unawaited:
+            return Evidence(mistake=UNAWAITED.format(len(unawaited), len(crossing)))
+    return Evidence()
+
+
+def explain_crossing(events, grid, rank, crossing):
+    """Return why a rank's launches in the replica group, `crossing`, are not one all-reduce per shard."""
+    if len(grid.get_groups(rank)[1]) == 1:
+        return NO_REPLICAS
+    return find_mistake(events, grid).mistake or ("" if crossing else NOT_CROSSED)
+
+
+def explain_late(crossing, ready):
+    """Return why an all-reduce is launched too late. `ready` has the places of a step's gradients."""
+    return IN_FINISH if crossing[0].place > max(ready) else ""
+
+
+def explain_accumulation(is_interrupted, early, reduced, expected):
+    """Return why a step of micro-batches launches wrong collectives.
+
+    `early` all-reduces came before its last backward. It made `reduced` reduce-scatters instead of `expected`.
+    """
+    if early:
+        return BLOCK_IGNORED
+    if reduced < expected:
+        return NO_SYNC
+    return NOT_RESTORED if is_interrupted else ""

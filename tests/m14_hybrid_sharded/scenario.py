@@ -1,0 +1,118 @@
+"""Functions that the ranks run in the checks of module 14."""
+
+import contextlib
+
+import torch
+from torch import nn
+
+from brigade.checks import edge_case_models
+from brigade.checks.edge_case_models import OPTIMIZERS
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.recording import phase
+from helpers.training import Interruption, build, create_group, describe_interface, forward_backward
+from m11_fully_sharded import scenario as fully_sharded
+from m11_fully_sharded.scenario import UNIT_TYPES
+
+PACKAGE = "m14_hybrid_sharded"
+IN_BLOCKS = "a block for each micro-batch"
+NESTED = "nested blocks and an exception"
+QUIET = "no_sync inside a block"
+UNSYNCED = "only no_sync"
+
+
+def plan(grids: list[tuple], traffic: list[tuple]) -> tuple[list, list[list[float]]]:
+    """Return what plan_grid and plan_traffic return for these arguments, or the name of the exception."""
+    return [find_grid(*arguments) for arguments in grids], [find_traffic(*arguments) for arguments in traffic]
+
+
+def find_grid(world_size: int, shard_size: int) -> list | str:
+    try:
+        grid = student(PACKAGE, "plan_grid")(world_size, shard_size)
+    except (ValueError, ArithmeticError) as error:
+        return type(error).__name__
+    return [[[int(rank) for rank in ranks] for ranks in groups] for groups in grid]
+
+
+def find_traffic(*arguments: int) -> list[float]:
+    traffic = student(PACKAGE, "plan_traffic")(*arguments)
+    return [float(traffic.inner), float(traffic.outer)]
+
+
+def wrap(job: dict, model: nn.Module) -> nn.Module:
+    """Wrap the model with the submission's wrapper, on the groups job["grid"]."""
+    groups = [create_group({"groups": groups}) for groups in job["grid"]]
+    with phase("construct"):
+        unit_types = UNIT_TYPES[job["unit_type"]]
+        return student(PACKAGE, "HybridShardedDDP")(model, unit_types, *groups, **job.get("arguments", {}))
+
+
+def construct(job: dict) -> dict:
+    """Construct the wrapper. Return all weights and buffers, and what the rank keeps."""
+    model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    ddp = wrap(job, model)
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = {name: value for name, value in ddp.full_state_dict().items() if isinstance(value, torch.Tensor)}
+    numels = [shard.numel() for shard in ddp.shards()]
+    return {"start": state | buffers, "numels": numels, "interface": describe_interface(ddp, model)}
+
+
+def train(job: dict) -> dict:
+    """Train as in module 11's checks."""
+    return fully_sharded.train(job, wrap)
+
+
+def train_unusually(job: dict) -> dict:
+    """Train with unusual orders of calls, as in module 11's checks."""
+    return fully_sharded.train_unusually(job, wrap)
+
+
+def accumulate(job: dict) -> dict:
+    """Take a step with each of job["orders"], on three micro-batches. Return the weights."""
+    model = build(job)
+    ddp = wrap(job, model)
+    optimizer = OPTIMIZERS[job["optimizer"]](list(ddp.shards()))
+    for step, (order, batches) in enumerate(zip(job["orders"], job["batches"])):
+        recording.note("step", step=step)
+        optimizer.zero_grad()
+        take_step(order, ddp, batches)
+        with phase("step"):
+            optimizer.step()
+    recording.note("step", step=None)
+    return {"weights": ddp.full_state_dict()}
+
+
+def take_step(order: str, ddp: nn.Module, batches: list[dict]) -> None:
+    """Accumulate the gradients of the micro-batches in this order of calls."""
+    if order == UNSYNCED:
+        for batch in batches:
+            with ddp.no_sync():
+                forward_backward(ddp, batch)
+        finish(ddp)
+        return
+    if order == IN_BLOCKS:
+        for batch in batches[:-1]:
+            with ddp.no_replica_sync():
+                take_micro_batch(ddp, batch)
+    elif order == NESTED:
+        with contextlib.suppress(Interruption), ddp.no_replica_sync():
+            with ddp.no_replica_sync():
+                take_micro_batch(ddp, batches[0])
+            take_micro_batch(ddp, batches[1])
+            raise Interruption
+    else:
+        with ddp.no_replica_sync():
+            with ddp.no_sync():
+                forward_backward(ddp, batches[0])
+            take_micro_batch(ddp, batches[1])
+    take_micro_batch(ddp, batches[-1])
+
+
+def take_micro_batch(ddp: nn.Module, batch: dict) -> None:
+    forward_backward(ddp, batch)
+    finish(ddp)
+
+
+def finish(ddp: nn.Module) -> None:
+    with phase("finish"):
+        ddp.finish_grad_sync()

@@ -1,0 +1,389 @@
+"""Graded checks of module 14: weights in shards inside a node, and a replica in every node."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from brigade.checks.expectations import (
+    MANY_STEPS,
+    ONE_STEP,
+    expect,
+    expect_equal,
+    format_distinct,
+    join_names,
+)
+from brigade.events import launches, list_backward_passes, list_ready_gradients, summarize
+from brigade.runner.ranks import PerRank
+from m11_fully_sharded import scenario as fully_sharded
+from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, train_plain
+from m11_fully_sharded.scenario import UNIT_TYPES
+from m14_hybrid_sharded import causes as diagnosis
+from m14_hybrid_sharded import scenario as scenarios
+from m14_hybrid_sharded.scenario import IN_BLOCKS, NESTED, QUIET, UNSYNCED
+
+ALL = [0, 1, 2, 3]
+DOUBLE = {"dtype": torch.float64, "hidden_layers": 4}
+CASE_OPTIONS = ("steps", "micro_batches", "dtype", "hidden_layers", "forward_borders", "optimizer")
+
+
+# ---- plans
+
+
+@pytest.mark.parts("Part (a): the grid")
+@pytest.mark.points(2)
+def test_grid(submission):
+    """plan_grid returns the shard groups, of consecutive ranks, and the replica groups. It refuses wrong sizes."""
+    grids = [(6, 2), (6, 3), (4, 2), (4, 1), (4, 4), (1, 1), (5, 5)]
+    grids += [(shards * submission.rng.randint(1, 9), shards) for shards in range(1, 9)]
+    wrong = [(4, 3), (6, 4), (2, 4), (4, 0), (4, -1), (4, -2)]
+    [(answers, _)] = submission.run(scenarios.plan, grids + wrong, [], world_size=1)
+    for arguments, answer in zip(grids + wrong, answers):
+        call = f"plan_grid{arguments}"
+        if arguments in wrong:
+            expect(answer == "ValueError", f"{call} raises ValueError", f"it returned {answer}", diagnosis.NO_ERROR)
+            continue
+        expected = [sorted(groups) for groups in make_grid(list(range(arguments[0])), arguments[1])]
+        got = answer if isinstance(answer, str) else [sorted(map(sorted, groups)) for groups in answer]
+        why = partial(diagnosis.explain_groups, got, expected) if got != answer or got and got[0] else ""
+        expect(got == expected, f"{call} returns {expected[0]} and {expected[1]}", f"it returned {answer}", why)
+
+
+@pytest.mark.parts("Part (b): the traffic")
+@pytest.mark.points(1)
+def test_traffic(submission):
+    """plan_traffic returns the bytes that a rank sends inside its node and to other nodes."""
+    rng = submission.rng
+    cases = [
+        (10**9, 2, 8, 1, 4),
+        (10**9, 2, 8, 4, 4),
+        (7 * 10**9, 16, 8, 8, 2),
+        (10**6, 1, 4, 2, 4),
+        (10**6, 4, 1, 2, 4),
+    ]
+    cases += [(rng.randint(1, 10**10), rng.randint(1, 64), rng.randint(1, 16), rng.randint(1, 9), 4) for _ in range(9)]
+    [(_, answers)] = submission.run(scenarios.plan, [], [*cases, cases[0][:4]], world_size=1)
+    for arguments, got in zip([*cases, cases[0]], answers):
+        numel, replicas, shards, micro_batches, itemsize = arguments
+        nbytes = numel * itemsize
+        inner = 3 * micro_batches * nbytes * (shards - 1) / shards
+        expected = [inner, 2 * nbytes / shards * (replicas - 1) / replicas]
+        for name, value, right in zip(("inner", "outer"), got, expected):
+            right_text, text = format_distinct(right, value)
+            expect(
+                abs(value - right) <= 1 + 1e-9 * right,
+                f"plan_traffic{arguments} has {name} = {right_text} bytes",
+                f"{text} bytes",
+                partial(diagnosis.explain_traffic, got, expected, arguments),
+            )
+
+
+# ---- the wrapper
+
+
+@pytest.mark.parts("Parts (c) to (e): the wrapper")
+@pytest.mark.points(2)
+def test_same_start(submission):
+    """All ranks of the grid start with the weights and buffers of its first rank, and keep 1/S of every unit."""
+    settings = [
+        ("Buffers", ALL, 2, {}),
+        ("FrozenBlocks", ALL, 2, {}),
+        ("Buffers", ALL, 1, {}),
+        ("Blocks", ALL, 4, {}),
+        ("Blocks", [1, 3], 1, {}),
+        ("Buffers", [2, 3], 2, {}),
+    ]
+    for case, grid, results in run_cases(submission, scenarios.construct, settings):
+        expect_equal(
+            f"every rank of the grid starts with the weights and buffers of rank {case.group[0]}",
+            [results[rank]["start"] for rank in case.group],
+            case.start(),
+            ranks=case.group,
+            hypotheses=partial(diagnosis.suspect_start, case, grid.shards),
+            tolerance=0.0,
+        )
+        sizes = [numel // grid.shards for numel in grid.list_numels()]
+        for rank in case.group:
+            shard_ranks, _ = grid.get_groups(rank)
+            ranks, numels = results[rank]["interface"]["process_group"], results[rank]["numels"]
+            right, wrong = f".process_group is the shard group, ranks {shard_ranks}", f"ranks {ranks}"
+            expect(ranks == shard_ranks, right, wrong, diagnosis.OTHER_GROUP, rank=rank)
+            right = f"with {grid.shards} ranks in a shard group, shards() have {join_names(sizes)} elements"
+            expect(numels == sizes, right, f"{join_names(numels)} elements", rank=rank)
+
+
+@pytest.mark.points(4)
+@pytest.mark.needs("test_same_start")
+def test_weights_equal_plain_training(submission):
+    """Gradients are averages over all ranks of the grid, and after 3 steps weights equal plain training's."""
+    settings = [
+        ("Blocks", ALL, 2, {"branches": [0b000, 0b010, 0b101, 0b100]}),
+        ("TiedBlocks", ALL, 2, {"arguments": {"prefetch": 0}}),
+        ("FrozenBlocks", ALL, 1, {"arguments": {"reshard_after_forward": False}}),
+        ("Plain", ALL, 4, {"arguments": {"prefetch": 2}}),
+        ("Blocks", [1, 3], 1, {}),
+        ("Blocks", [1, 2], 2, {}),
+    ]
+    for case, grid, results in run_cases(submission, scenarios.train, settings, **DOUBLE, steps=3):
+        for rank in case.group:
+            right = "after finish_grad_sync every shard has a gradient"
+            expect(not any(results[rank]["missing"]), right, "shard.grad is None for some shards", rank=rank)
+        expect_equal(
+            "after finish_grad_sync the shards of each node have the gradients averaged over all ranks of the grid",
+            [grid.join([results[rank]["gradients"][0] for rank in node]) for node in grid.nodes],
+            case.gradients(),
+            ranks=[node[0] for node in grid.nodes],
+            hypotheses=partial(diagnosis.suspect_gradients, case, grid.shards),
+            evidence=partial(diagnosis.find_mistake, results.events, grid),
+            scale=case.largest_entries(),
+            tolerance=ONE_STEP,
+        )
+        expect_trained(results, case, "weights after 3 steps")
+
+
+@pytest.mark.points(3)
+@pytest.mark.needs("test_same_start")
+def test_collectives(submission):
+    """A step makes an all-reduce per trainable shard in the replica group, and module 11's in the shard group."""
+    settings = [
+        ("Blocks", ALL, 2, {}),
+        ("FrozenBlocks", ALL, 2, {}),
+        ("Blocks", ALL, 4, {"arguments": {"reshard_after_forward": False}}),
+        ("FrozenBlocks", ALL, 1, {}),
+        ("Blocks", [0, 2], 1, {}),
+    ]
+    for case, grid, results in run_cases(submission, scenarios.train, settings, steps=2, hidden_layers=4):
+        for rank in case.group:
+            for step in range(2):
+                expect_collectives(results.events, step, grid, rank)
+
+
+@pytest.mark.points(3)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_overlap(submission):
+    """An all-reduce starts after its reduction, before the next unit but one computes, and runs until that has."""
+    options = DOUBLE | {"steps": 2, "hidden_layers": 6, "forward_borders": True, "proven": 1}
+    settings = [("Blocks", ALL, 2, {}), ("Blocks", ALL, 1, {"arguments": {"prefetch": 0}})]
+    for case, grid, results in run_cases(submission, scenarios.train, settings, **options):
+        for rank in case.group if len(grid.nodes) > 1 else []:
+            for step in range(2):
+                expect_overlap(results.events[rank], step, grid, rank)
+
+
+@pytest.mark.parts("Part (f): accumulation")
+@pytest.mark.points(3)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_no_replica_sync(submission):
+    """In no_replica_sync, gradients are reduced inside the node and added up. The next finish averages the sum."""
+    orders = [IN_BLOCKS, NESTED, QUIET, UNSYNCED, IN_BLOCKS]
+    options = DOUBLE | {"steps": len(orders), "micro_batches": 3, "orders": orders}
+    settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, {})]
+    for case, grid, results in run_cases(submission, scenarios.accumulate, settings, **options):
+        for rank in case.group:
+            for step, order in enumerate(orders):
+                expect_accumulation(results.events[rank], step, order, grid, rank)
+        expect_trained(results, case, "weights after 5 steps of three micro-batches")
+
+
+@pytest.mark.parts("Module 11's promises")
+@pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_unusual_orders(submission):
+    """An evaluation or a discarded forward changes nothing. A second backward before the finish is right or refused."""
+    orders = [*fully_sharded.EXTRA[2:6], fully_sharded.TWO_BACKWARDS[0]]
+    settings = [
+        ("Blocks", ALL, 2, {"order": order, "number": 0, "micro_batches": 2 - isinstance(order, tuple)})
+        for order in orders
+    ]
+    outcomes = run_cases(submission, scenarios.train_unusually, settings, **DOUBLE, steps=2)
+    for order, (case, _, results) in zip(orders, outcomes):
+        what = " ".join(order) if isinstance(order, tuple) else order
+        refusals = [result["refusal"] for result in results if "refusal" in result]
+        right = f"a step with {what} is right"
+        expect(not refusals or fully_sharded.EVALUATION not in order, right, f"RuntimeError: {refusals[:1]}")
+        if not refusals:
+            expect_trained(results, case, f"weights after 2 steps with {what}")
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_clipping_and_checkpoints(submission):
+    """clip_grad_norm_ returns the norm of all gradients. State dicts equal the plain module's and fit every grid."""
+    settings = [("TiedBlocks", ALL, 2, {"clip": 0.1}), ("Blocks", ALL, 2, {"steps": 4, "optimizer": "adam", "part": 0})]
+    [(case, _, clipped), (whole, _, saved)] = run_cases(submission, scenarios.train, settings, **DOUBLE, steps=2)
+    weights, norms, _ = train_plain(case, max_norm=0.1)
+    for rank, result in enumerate(clipped):
+        right, got = format_distinct(norms[0], result["norms"][0][0])
+        is_right = abs(result["norms"][0][0] - norms[0]) <= 1e-5 * norms[0]
+        right = f"clip_grad_norm_ returns the norm of all gradients, {right}"
+        expect(is_right, right, f"it returned {got}", diagnosis.NORM, rank=rank)
+    # torch adds 1e-6 to the norm. It is right to add it or not.
+    expect_trained(clipped, case, "weights after 2 steps with gradients clipped to 0.1", weights, 1e-4)
+    expect_trained(saved, whole, "weights in a state dict after 2 steps", train_plain(whole, range(2))[0])
+    jobs = Grid(whole, 1).make_jobs(part=1, load=(saved[0]["weights"], saved[0]["optimizer"]))
+    [resumed] = submission.run_each(scenarios.train, [jobs])
+    expect_trained(resumed, whole, "weights after shard groups of one rank load it and take 2 steps")
+
+
+# ---- what the checks use
+
+
+def make_grid(ranks, shards):
+    """Return the shard groups and the replica groups of a grid of these ranks."""
+    nodes = [ranks[start : start + shards] for start in range(0, len(ranks), shards)]
+    return nodes, [list(group) for group in zip(*nodes)]
+
+
+class Grid:
+    """The groups of a case's ranks. Every other rank of the run is alone in its groups."""
+
+    def __init__(self, case, shards, is_resharded=True):
+        self.case, self.shards, self.is_resharded = case, shards, is_resharded
+        self.unit_type = "Block" if "Blocks" in case.model else "Linear"
+        self.nodes, self.replica_groups = make_grid(case.group, shards)
+        self.others = [[rank] for rank in range(case.world_size) if rank not in case.group]
+
+    def make_jobs(self, part=None, **options):
+        """Return the jobs of all ranks. With a `part`, they have only the first or the second half of the steps."""
+        grid = [self.nodes + self.others, self.replica_groups + self.others]
+        jobs, half = self.case.make_jobs(unit_type=self.unit_type, grid=grid, **options), len(self.case.batches[0]) // 2
+        own = slice(None) if part is None else slice(part * half, (part + 1) * half)
+        return PerRank(job | {"batches": job["batches"][own]} for job in jobs)
+
+    def get_groups(self, rank):
+        """Return the ranks of a rank's shard group, and those of its replica group."""
+        return [next(g for g in groups if rank in g) for groups in (self.nodes, self.replica_groups)]
+
+    def list_numels(self, trainable=True):
+        """Return the lengths of the padded flat tensors, those of trainable or those of frozen parameters."""
+        return sum(self.list_units(trainable), [])
+
+    def list_units(self, trainable):
+        """Return the same for each unit."""
+        units = lay_out(self.case, self.unit_type, trainable=trainable, size=self.shards)
+        return [[layout["numel"] for layout, _ in unit.values()] for unit in units]
+
+    def join(self, shards):
+        """Return gradients by name, from those of the shards of all ranks of a node."""
+        return join_shards(shards, lay_out(self.case, self.unit_type, size=self.shards), self.case)
+
+
+def run_cases(submission, scenario, settings, **common):
+    """Run the scenario for each (model, ranks, shards, options), on the same ranks. Return case, grid and results."""
+    [world], runs, jobs = submission.worlds(4), [], []
+    for model, ranks, shards, own in settings:
+        options = common | own
+        branches = options.pop("branches", [0] * world)[:world]
+        of_case = {key: options.pop(key) for key in CASE_OPTIONS if key in options}
+        case = submission.case(model, world, group=ranks if world > 1 else [0], branches=branches, **of_case)
+        is_resharded = options.get("arguments", {}).get("reshard_after_forward", True)
+        runs.append((case, Grid(case, shards if world > 1 else 1, is_resharded)))
+        jobs.append(runs[-1][1].make_jobs(**options))
+    return [(*run, results) for run, results in zip(runs, submission.run_each(scenario, jobs))]
+
+
+def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS):
+    """Expect each state dict of the case's ranks to have these weights, by default those of all steps."""
+    expected = train_plain(case)[0] if weights is None else weights
+    state = [results[rank]["weights"] for rank in case.group]
+    expect_equal(f"{what} equal those of plain training", state, expected, ranks=case.group, tolerance=tolerance)
+
+
+def split(launched, groups):
+    """Return a rank's launches across nodes, those inside the node, and those in other groups."""
+    shard_ranks, replica_ranks = groups
+    is_alone = shard_ranks == replica_ranks  # in a grid of one rank
+    crossing = [x for x in launched if x.ranks == replica_ranks and not is_alone]
+    inner = [x for x in launched if x.ranks == shard_ranks]
+    return crossing, inner, [x for x in launched if x not in crossing and x not in inner]
+
+
+def expect_collectives(events, step, grid, rank):
+    """Expect the collectives of a step in a rank's two groups, and none in other groups."""
+    at, groups, launched = {"rank": rank, "step": step}, grid.get_groups(rank), launches(events[rank], step)
+    crossing, inner, others = split(launched, groups)
+    whole = grid.list_numels()
+    expected = sorted(numel // grid.shards for numel in whole) if len(groups[1]) > 1 else []
+    expect(
+        all(x.op == "all_reduce" for x in crossing) and sorted(x.numel for x in crossing) == expected,
+        f"a step makes {len(expected) or 'no'} all-reduces in the replica group {groups[1]}"
+        + (f", of {join_names(expected, 9)} elements" if expected else ""),
+        f"in this group it makes {summarize(crossing)}",
+        partial(diagnosis.explain_crossing, events, grid, rank, crossing),
+        **at,
+    )
+    right = f"all collectives of a step are in the shard group {groups[0]} or in the replica group {groups[1]}"
+    expect(not others, right, f"{summarize(others)} in {join_names({str(x.ranks) for x in others})}", **at)
+    units = [a + b for a, b in zip(grid.list_units(True), grid.list_units(False))]
+    times = 2 if grid.is_resharded else 1
+    wanted = {"all_gather": sorted(units[0] + sum(units[1:], []) * times), "reduce_scatter": sorted(whole)}
+    got = {
+        op: sorted(x.numel for x in inner if x.op == op and x.numel > 16) for op in {x.op for x in inner} | {*wanted}
+    }
+    got = {op: numels for op, numels in got.items() if numels}
+    expect(
+        grid.shards == 1 or got == wanted,
+        f"in the shard group, a step gathers the root once and each other unit {times} times, and reduces each once: "
+        f"{sum(map(sum, wanted.values()))} elements with padding",
+        f"{sum(map(sum, got.values()))} elements: {summarize(inner, 20)}",
+        **at,
+    )
+
+
+def expect_overlap(events, step, grid, rank):
+    """Expect each unit's all-reduce between its reduce-scatter and the gradients of the next unit but one."""
+    at = {"rank": rank, "step": step}
+    crossing, inner, _ = split(launches(events, step), grid.get_groups(rank))
+    reduced = [x for x in inner if x.op == "reduce_scatter"]
+    units = find_units(build(grid.case), UNIT_TYPES[grid.unit_type])
+    ready = {unit: [] for unit in range(len(units))}
+    for place, name in list_ready_gradients(events, step):
+        ready[next(unit for unit, names in enumerate(units) if name in names)].append(place)
+    count = len(units)
+    right = f"a step of {count} units makes {count} reduce-scatters and {count} all-reduces"
+    expect(len(reduced) in (count, 0) and len(crossing) == count, right, summarize(crossing + reduced), **at)
+    end = next(place for place, event in enumerate(events) if place > max(ready[0]) and event.get("phase") == "step")
+    for unit, launch in zip(reversed(range(count)), crossing):
+        name = f"the all-reduce of unit {unit}" if unit else "the all-reduce of the root"
+        expect(not launch.sync, f"{name} is launched without waiting", "the launch blocks", diagnosis.SYNC, **at)
+        if reduced:
+            waits = reduced[count - 1 - unit].waits
+            is_late = bool(waits) and launch.place > waits[0]
+            expect(is_late, f"{name} comes after the wait for its reduce-scatter", "it comes earlier", **at)
+        is_awaited = bool(launch.waits) and launch.waits[0] < end
+        expect(is_awaited, f"a rank waits for {name} before the optimizer's step", "it does not", **at)
+        if unit >= 3:
+            expect(
+                launch.place < min(ready[unit - 2]),
+                f"{name} is launched before the first gradient of unit {unit - 2} is ready",
+                "it is launched later",
+                partial(diagnosis.explain_late, crossing, sum(ready.values(), [])),
+                **at,
+            )
+            expect(
+                launch.waits[0] > max(ready[unit - 2]),
+                f"no rank waits for {name} before the last gradient of unit {unit - 2} is ready",
+                "the rank waited earlier",
+                diagnosis.AWAITED_AT_ONCE,
+                **at,
+            )
+    raced = [x for x in crossing if x.raced]
+    expect(not raced, "no shard's gradient changes before wait()", f"{len(raced)} of {count} changed", **at)
+
+
+def expect_accumulation(events, step, order, grid, rank):
+    """Expect all-reduces only after the last backward of a step has begun, and a reduction for each finish."""
+    at = {"rank": rank, "step": step}
+    crossing, inner, _ = split(launches(events, step), grid.get_groups(rank))
+    last, count = list_backward_passes(events, step)[-1], len(grid.list_numels())
+    early = [x for x in crossing if x.place < last]
+    reduced = sum(x.op == "reduce_scatter" for x in inner)
+    finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1}[order]
+    why = partial(diagnosis.explain_accumulation, order == NESTED, len(early), reduced, finishes * count)
+    what = f"with {order},"
+    right = f"{what} only the last of three backward passes makes all-reduces across nodes: {count}"
+    got = f"{len(crossing)} all-reduces, {len(early)} of them before the last backward"
+    expect(grid.case.world_size == 1 or len(crossing) == count and not early, right, got, why, **at)
+    if grid.shards > 1:
+        right = f"{what} each of the {finishes} finishes makes {count} reduce-scatters inside the node"
+        expect(reduced == finishes * count, right, f"the step makes {reduced}", why, **at)
