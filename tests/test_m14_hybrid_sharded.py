@@ -279,7 +279,8 @@ def run_cases(submission, scenario, settings, **common):
         is_resharded = options.get("arguments", {}).get("reshard_after_forward", True)
         runs.append((case, Grid(case, shards if world > 1 else 1, is_resharded)))
         jobs.append(runs[-1][1].make_jobs(**options))
-    return [(*run, results) for run, results in zip(runs, submission.run_each(scenario, jobs))]
+    with diagnosis.explain_run([grid for _, grid in runs]):
+        return [(*run, results) for run, results in zip(runs, submission.run_each(scenario, jobs))]
 
 
 def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS):
@@ -377,13 +378,15 @@ def expect_accumulation(events, step, order, grid, rank):
     crossing, inner, _ = split(launches(events, step), grid.get_groups(rank))
     last, count = list_backward_passes(events, step)[-1], len(grid.list_numels())
     early = [x for x in crossing if x.place < last]
-    reduced = sum(x.op == "reduce_scatter" for x in inner)
-    finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1}[order]
-    why = partial(diagnosis.explain_accumulation, order == NESTED, len(early), reduced, finishes * count)
-    what = f"with {order},"
-    right = f"{what} only the last of three backward passes makes all-reduces across nodes: {count}"
+    right = f"with {order}, only the last of three backward passes makes all-reduces across nodes: {count}"
     got = f"{len(crossing)} all-reduces, {len(early)} of them before the last backward"
+    why = diagnosis.BLOCK_IGNORED if early else diagnosis.NOT_RESTORED if order == NESTED else ""
     expect(grid.case.world_size == 1 or len(crossing) == count and not early, right, got, why, **at)
     if grid.shards > 1:
-        right = f"{what} each of the {finishes} finishes makes {count} reduce-scatters inside the node"
-        expect(reduced == finishes * count, right, f"the step makes {reduced}", why, **at)
+        finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1}[order]
+        reduced = [x for x in inner if x.op == "reduce_scatter"]
+        right = f"with {order}, each of the {finishes} finishes completes {count} reduce-scatters inside the node"
+        expect(len(reduced) == finishes * count, right, f"the step makes {len(reduced)}", **at)
+        late = sum(x.phase != "backward" for x in reduced)
+        right = f"with {order}, reduce-scatters are launched during backward"
+        expect(late <= finishes or order == UNSYNCED, right, f"{late} come after it", diagnosis.NO_SYNC, **at)

@@ -1,7 +1,10 @@
 """Likely causes when a check of module 14 fails."""
 
+import contextlib
+
 from brigade.checks.diagnose.evidence import Evidence
-from brigade.events import launches
+from brigade.checks.verdict import CheckFailed
+from brigade.events import launches, split_calls
 
 NO_ERROR = "a grid that does not divide, or without ranks, is not refused. Raise ValueError."
 SWAPPED = "the two kinds of groups are exchanged: a shard group consists of consecutive ranks."
@@ -29,8 +32,28 @@ SYNC = "the launch blocks. Use async_op=True."
 AWAITED_AT_ONCE = "the all-reduce is awaited where it is launched, so nothing overlaps. Wait for it in the finish."
 BLOCK_IGNORED = "a backward in no_replica_sync crosses: its flag is not tested, or an inner block sets it again."
 NOT_RESTORED = "no_replica_sync restores its state only if the block ends normally. Use try ... finally."
-NO_SYNC = "no_replica_sync accumulates whole gradients, as no_sync does. Gradients must be reduced inside the node."
+NO_SYNC = "gradients stay whole until the finish, as no_sync does. Inside the node, reduce them during backward."
 NORM = "the norm counts every replica. One replica has the whole gradient, so sum over the shard group only."
+
+
+@contextlib.contextmanager
+def explain_run(grids):
+    """Explain a run that hangs because the gradients of one of the grids cross in another group."""
+    try:
+        yield
+    except CheckFailed as failed:
+        wrong = any(uses_other_group(own, rank, grids) for rank, own in enumerate(failed.events))
+        raise (failed.with_cause(ON_DEFAULT_GROUP) if wrong else failed) from None
+
+
+def uses_other_group(events, rank, grids):
+    """Return whether a step of a rank makes an all-reduce in a group that does not belong to the grid of its call."""
+    for grid, own in zip(grids, split_calls(events, len(grids))):
+        groups = grid.get_groups(rank) if rank in grid.case.group else []
+        launched = [x for x in launches(own) if x.op == "all_reduce" and x.step is not None]
+        if groups and any(x.ranks not in groups for x in launched):
+            return True
+    return False
 
 
 def explain_groups(got, expected):
@@ -110,15 +133,3 @@ def explain_crossing(events, grid, rank, crossing):
 def explain_late(crossing, ready):
     """Return why an all-reduce is launched too late. `ready` has the places of a step's gradients."""
     return IN_FINISH if crossing[0].place > max(ready) else ""
-
-
-def explain_accumulation(is_interrupted, early, reduced, expected):
-    """Return why a step of micro-batches launches wrong collectives.
-
-    `early` all-reduces came before its last backward. It made `reduced` reduce-scatters instead of `expected`.
-    """
-    if early:
-        return BLOCK_IGNORED
-    if reduced < expected:
-        return NO_SYNC
-    return NOT_RESTORED if is_interrupted else ""
