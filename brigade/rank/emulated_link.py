@@ -4,7 +4,8 @@ Every rank has one link, which sends and receives at the same time. A collective
 group in both directions. It starts when the last of these ranks has launched it and their links are free, and ends
 latency + bytes / bandwidth later, on every rank at the same time. A message occupies the sender's link in one direction
 and the receiver's link in the other, once both ranks have launched it. The launches on a link run in the order in which
-the last rank of each launch called it.
+the last rank of each launch called it. If ranks are in nodes, every rank has a second link to the other nodes, which
+carries the launches of groups that span nodes. The two links do not disturb each other.
 
 The real collective runs on gloo as soon as all ranks have launched it. A rank that waits for it sleeps until the
 modelled end, so that it takes no processor time. If gloo needs longer than the model says, the collective ends when
@@ -53,10 +54,19 @@ def count_sent_bytes(op: str, nbytes: float, world_size: int) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """The connection from each rank to the next: seconds per message, and bytes per second in each direction."""
+    """The connection from each rank to the next: seconds per message, and bytes per second in each direction.
+
+    `outer` is the second link of ranks in nodes. A node has `node_size` consecutive ranks.
+    """
 
     latency_s: float
     bytes_per_s: float
+    outer: Link | None = None
+    node_size: int = 1
+
+    def between(self, ranks: Sequence[int]) -> Link:
+        """Return the link that connects these ranks: `outer` if there is one and they are in several nodes."""
+        return self.outer if self.outer and len({rank // self.node_size for rank in ranks}) > 1 else self
 
     @property
     def description(self) -> str:
@@ -114,7 +124,8 @@ class SharedLaunches:
         self._lock = threading.Lock()  # between the threads of this rank; the file's lock is between ranks
         self._lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._world_size = world_size
-        self._free_at = self.map("link-free", 2 * world_size)  # for each direction, the time at which the link is free
+        # For each direction of the ranks' links, and then of their outer links: the time at which it is free.
+        self._free_at = self.map("link-free", 4 * world_size)
 
     def map(self, name: str, count: int) -> memoryview[float]:
         """Map the file with this name as `count` numbers, initially 0, which all ranks that map it share."""
@@ -139,11 +150,12 @@ class SharedLaunches:
         """Return the numbers of the link directions that carry data from the `senders` and to the `receivers`."""
         return [*senders, *(self._world_size + rank for rank in receivers)]
 
-    def occupy(self, directions: Sequence[int], seconds: float) -> tuple[float, float]:
+    def occupy(self, directions: Sequence[int], seconds: float, is_outer: bool) -> tuple[float, float]:
         """Reserve the links for a launch that all its ranks have called. Return its start and end.
 
         The caller holds the lock.
         """
+        directions = [direction + 2 * self._world_size * is_outer for direction in directions]
         start = max(time.perf_counter(), *(self._free_at[direction] for direction in directions))
         for direction in directions:
             self._free_at[direction] = start + seconds
@@ -172,7 +184,7 @@ class LaunchSeries:
         self._numbers = shared.map(f"launches-{name}", 3 * MAX_LAUNCHES)
         self._count = 0
 
-    def add(self, seconds: float) -> int:
+    def add(self, seconds: float, is_outer: bool = False) -> int:
         """Tell the other ranks that this rank calls the next launch. Return its number."""
         with self._shared.lock():
             number = self._count
@@ -181,7 +193,7 @@ class LaunchSeries:
             self._count += 1
             self._numbers[3 * number] += 1  # number of ranks that have called it
             if self._numbers[3 * number] == self._num_ranks:
-                start, end = self._shared.occupy(self._directions, seconds)
+                start, end = self._shared.occupy(self._directions, seconds, is_outer)
                 self._numbers[3 * number + 1] = start
                 self._numbers[3 * number + 2] = end  # written last: a rank that sees the end can read the start
         return number
@@ -211,10 +223,12 @@ class EmulatedLinkGroup(RecordingGroup):
             return super().call(method, args, kwargs, index)
         nbytes = max(sum(tensor.nbytes for tensor in list_tensors(args[i])) for i in {outputs, inputs} - {None})
         if op in OPPOSITES:
-            series, seconds = self._find_messages(op, args[1]), _link.message_s(nbytes)
+            link = _link.between([self._ranks[self.rank()], self._ranks[args[1]]])
+            series, seconds = self._find_messages(op, args[1]), link.message_s(nbytes)
         else:
-            series, seconds = self._collectives, _link.seconds(op, nbytes, self.size())
-        number = series.add(seconds)
+            link = _link.between(self._ranks)
+            series, seconds = self._collectives, link.seconds(op, nbytes, self.size())
+        number = series.add(seconds, is_outer=link is not _link)
         work = getattr(self._inner, method)(*args, **kwargs)
         if work is None:
             return None

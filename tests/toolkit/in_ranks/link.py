@@ -66,7 +66,7 @@ def count_from_own_launch(name: str, *args: Any) -> Any:
     free_at = 0.0
     ends: dict[int, tuple[float, float]] = {}
 
-    def add(self: emulated_link.LaunchSeries, seconds: float) -> int:
+    def add(self: emulated_link.LaunchSeries, seconds: float, is_outer: bool = False) -> int:
         nonlocal free_at
         start = max(free_at, time.perf_counter())
         free_at = start + seconds

@@ -1,0 +1,110 @@
+"""Print step times on four ranks in two nodes: module 11 on all ranks, this module, and it without overlap.
+
+Computing is sleeping, so that four ranks do not compete for the cores. Two links are emulated: one inside a node, and one
+between nodes.
+"""
+
+import contextlib
+import random
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from brigade.lab.experiment import run_experiment
+from brigade.rank import emulated_link
+from brigade.rank.api import student
+from brigade.rank.emulated_link import Link
+
+UNITS, WIDTH = 8, 64
+BACKWARD_S = 0.4
+INNER = 0.25  # all reduce-scatters inside a node take this part of backward
+SLOWER = 8  # the outer link
+NODE = 2  # ranks
+
+
+class Sleep(torch.autograd.Function):
+    """Take the time of a unit: 1/2 in forward and 1 in backward."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds / 2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Unit(nn.Linear):
+    def forward(self, x):
+        return super().forward(Sleep.apply(x, BACKWARD_S / UNITS))
+
+
+def make_link():
+    """Return the link whose reduce-scatters of all units, inside a node, take a quarter of backward."""
+    nbytes = UNITS * 4 * (WIDTH + 1) * WIDTH
+    inner = nbytes * (NODE - 1) / NODE / (INNER * BACKWARD_S)
+    return Link(0.0, inner, Link(0.0, inner / SLOWER), NODE)
+
+
+def wait_at_once(ddp):
+    """Make a wrapper of this module wait for each all-reduce across nodes where it is launched."""
+    start = ddp.shard_reduced
+
+    def start_and_wait(shard):
+        start(shard)
+        if shard in ddp.in_flight:
+            ddp.in_flight.pop(shard).wait()
+
+    ddp.shard_reduced = start_and_wait
+    return ddp
+
+
+def measure(rounds, micro_batches):
+    """Return the step times of all variants in seconds. Their steps alternate in random order."""
+    fully_sharded = student("m11_fully_sharded", "FullyShardedDDP")
+    hybrid, make_groups = (student("m14_hybrid_sharded", name) for name in ("HybridShardedDDP", "make_groups"))
+    groups = make_groups(dist.get_world_size(), NODE)
+    models = [nn.Sequential(*[Unit(WIDTH, WIDTH) for _ in range(UNITS)]) for _ in range(3)]
+    variants = {
+        "module 11 on all ranks": fully_sharded(models[0], (Unit,)),
+        "module 14": hybrid(models[1], (Unit,), *groups),
+        "module 14, waiting at once": wait_at_once(hybrid(models[2], (Unit,), *groups)),
+    }
+    times = {name: [] for name in variants}
+    emulated_link.use(make_link())
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(sorted(variants), len(variants)):
+            ddp = variants[name]
+            ddp.zero_grad()
+            dist.barrier()
+            begin = time.perf_counter()
+            for number in range(micro_batches):
+                is_last = number == micro_batches - 1
+                skips = not is_last and hasattr(ddp, "no_replica_sync")
+                with ddp.no_replica_sync() if skips else contextlib.nullcontext():
+                    ddp(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+                    ddp.finish_grad_sync()
+            times[name].append(time.perf_counter() - begin)
+    return {name: values[1:] for name, values in times.items()}
+
+
+def main(run):
+    for rounds, micro_batches in ((9, 1), (4, 4)):
+        results = run(measure, rounds, micro_batches, world_size=4, mode="emulate", deadline=120)
+        steps = {name: [max(ranks) for ranks in zip(*(result[name] for result in results))] for name in results[0]}
+        compute_ms = 1500 * BACKWARD_S * micro_batches
+        print(f"micro-batches per step: {micro_batches}, computation alone: {compute_ms:.0f} ms")
+        base = steps["module 11 on all ranks"]
+        for name, values in steps.items():
+            ratio = statistics.median(value / other for value, other in zip(values, base))
+            print(f"  {name}: {1e3 * statistics.median(values):.0f} ms, {ratio:.2f} of module 11's")
+
+
+if __name__ == "__main__":
+    run_experiment(main, module=14)
