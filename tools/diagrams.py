@@ -27,6 +27,7 @@ from solutions.m04_bucketed_ddp.bucketed_ddp import LaunchQueue
 from solutions.m05_grad_buffer.grad_buffer import plan_layout
 from solutions.m11_fully_sharded import fully_sharded
 from solutions.m11_fully_sharded.plan import plan_schedule
+from solutions.m14_hybrid_sharded.hybrid_sharded import plan_grid
 
 BLUE, LIGHT_BLUE, ORANGE, LIGHT_ORANGE, GREEN, GREY = "#0072b2", "#8fcdf0", "#e69f00", "#f6d58d", "#009e73", "#e0e0e0"
 EDGE = "#555555"
@@ -434,6 +435,28 @@ def draw_waiting(path: Path) -> None:
     save(figure, path)
 
 
+def draw_grid(path: Path) -> None:
+    """Draw the ranks of two nodes as a grid: rows are shard groups, and columns are replica groups."""
+    nodes, columns = plan_grid(8, 4)
+    figure, axes = make_axes(3.0, [f"node {number}" for number in range(len(nodes))], len(columns))
+    colours = (LIGHT_BLUE, LIGHT_ORANGE, GREEN, GREY)
+    for row, ranks in enumerate(nodes):
+        frame = Rectangle((0.03, row - 0.4), len(ranks) - 0.06, 0.8, fill=False, edgecolor=BLUE, linewidth=2)
+        axes.add_patch(frame)
+        for shard, rank in enumerate(ranks):
+            style = {"colour": colours[shard], "height": 0.5}
+            draw_box(axes, shard + 0.14, shard + 0.86, row, f"rank {rank}: shard {shard}", **style)
+    for shard in range(len(columns)):
+        style = {"arrowstyle": "<->", "color": ORANGE, "linewidth": 2.5}
+        axes.annotate("", (shard + 0.5, 0.27), (shard + 0.5, 0.73), arrowprops=style)
+    styles = {
+        "shard group: weights and gradients, fast link": {"colour": "white", "edgecolor": BLUE, "linewidth": 2},
+        "replica group: gradients of a shard, slow link": {"colour": ORANGE},
+    }
+    draw_legend(figure, styles)
+    save(figure, path)
+
+
 def draw_idea(path: Path) -> None:
     """Draw a step of modules 1, 2 and 4 by the α–β model: each waits less for the same communication."""
     link, numel, count, backward = Link(1e-3, 1e9), 1e8, 40, 0.12
@@ -468,4 +491,5 @@ DIAGRAMS = [  # module number, name of the file, function that draws it
     (11, "flat_shard", draw_flat_shard),
     (11, "hooks", draw_backward_hooks),
     (12, "waiting", draw_waiting),
+    (14, "grid", draw_grid),
 ]

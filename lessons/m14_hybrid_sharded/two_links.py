@@ -1,7 +1,7 @@
-"""Print step times on four ranks in two nodes: module 11 on all ranks, this module, and it without overlap.
+"""Print the step times of four ranks in two nodes: module 11 on all ranks, and this module with and without overlap.
 
-Computing is sleeping, so that four ranks do not compete for the cores. Two links are emulated: one inside a node, and one
-between nodes.
+Two links are emulated: one inside a node, and one between nodes. Ranks sleep instead of computing, so that they do not
+compete for the cores.
 """
 
 import contextlib
@@ -19,9 +19,8 @@ from brigade.rank.api import student
 from brigade.rank.emulated_link import Link
 
 UNITS, WIDTH = 8, 64
-BACKWARD_S = 0.4
+BACKWARD_S = 0.2
 INNER = 0.25  # all reduce-scatters inside a node take this part of backward
-SLOWER = 8  # the outer link
 NODE = 2  # ranks
 
 
@@ -45,11 +44,14 @@ class Unit(nn.Linear):
         return super().forward(Sleep.apply(x, BACKWARD_S / UNITS))
 
 
-def make_link():
-    """Return the link whose reduce-scatters of all units, inside a node, take a quarter of backward."""
+def make_link(slower):
+    """Return the link whose reduce-scatters of all units, inside a node, take a quarter of backward.
+
+    The outer link is `slower` times slower.
+    """
     nbytes = UNITS * 4 * (WIDTH + 1) * WIDTH
     inner = nbytes * (NODE - 1) / NODE / (INNER * BACKWARD_S)
-    return Link(0.0, inner, Link(0.0, inner / SLOWER), NODE)
+    return Link(0.0, inner, Link(0.0, inner / slower), NODE)
 
 
 def wait_at_once(ddp):
@@ -65,7 +67,7 @@ def wait_at_once(ddp):
     return ddp
 
 
-def measure(rounds, micro_batches):
+def measure(micro_batches, slower, rounds=6):
     """Return the step times of all variants in seconds. Their steps alternate in random order."""
     fully_sharded = student("m11_fully_sharded", "FullyShardedDDP")
     hybrid, make_groups = (student("m14_hybrid_sharded", name) for name in ("HybridShardedDDP", "make_groups"))
@@ -77,7 +79,7 @@ def measure(rounds, micro_batches):
         "module 14, waiting at once": wait_at_once(hybrid(models[2], (Unit,), *groups)),
     }
     times = {name: [] for name in variants}
-    emulated_link.use(make_link())
+    emulated_link.use(make_link(slower))
     for turn in range(rounds):
         for name in random.Random(turn).sample(sorted(variants), len(variants)):
             ddp = variants[name]
@@ -94,16 +96,38 @@ def measure(rounds, micro_batches):
     return {name: values[1:] for name, values in times.items()}
 
 
+def start_apart():
+    """Make only the ranks of each node equal, and train. Return the first weight of this rank's model afterwards."""
+    torch.manual_seed(dist.get_rank())
+    hybrid, make_groups = (student("m14_hybrid_sharded", name) for name in ("HybridShardedDDP", "make_groups"))
+    shard_group, replica_group = make_groups(dist.get_world_size(), NODE)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    ddp = hybrid(model, (nn.Linear,), shard_group, alone)  # with one replica, it broadcasts inside the node only
+    ddp.replica_group = replica_group
+    optimizer = torch.optim.SGD(ddp.shards(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (ddp(torch.ones(4, 8)) - 1).square().mean().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+    return round(float(ddp.full_state_dict()["0.weight"][0, 0]), 4)
+
+
+def measure_steps(run, micro_batches, slower):
+    """Return the step times of the slowest rank in ms, by variant."""
+    results = run(measure, micro_batches, slower, world_size=4, mode="emulate", deadline=120)
+    return {name: [1e3 * max(ranks) for ranks in zip(*(result[name] for result in results))] for name in results[0]}
+
+
 def main(run):
-    for rounds, micro_batches in ((9, 1), (4, 4)):
-        results = run(measure, rounds, micro_batches, world_size=4, mode="emulate", deadline=120)
-        steps = {name: [max(ranks) for ranks in zip(*(result[name] for result in results))] for name in results[0]}
-        compute_ms = 1500 * BACKWARD_S * micro_batches
-        print(f"micro-batches per step: {micro_batches}, computation alone: {compute_ms:.0f} ms")
-        base = steps["module 11 on all ranks"]
-        for name, values in steps.items():
-            ratio = statistics.median(value / other for value, other in zip(values, base))
-            print(f"  {name}: {1e3 * statistics.median(values):.0f} ms, {ratio:.2f} of module 11's")
+    for micro_batches, slower in ((1, 8), (4, 8), (1, 1)):
+        print(f"micro-batches: {micro_batches}, inner rate / outer rate: {slower}")
+        print(f"  computation alone: {1500 * BACKWARD_S * micro_batches:.0f} ms")
+        steps = measure_steps(run, micro_batches, slower)
+        for name, times in steps.items():
+            ratio = statistics.median(time / base for time, base in zip(times, steps["module 11 on all ranks"]))
+            print(f"  {name}: {statistics.median(times):.0f} ms, {ratio:.2f} of module 11's")
 
 
 if __name__ == "__main__":

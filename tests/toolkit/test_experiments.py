@@ -94,6 +94,7 @@ PRINTED = {
     "m11/against": [*(f"{name}: 9 all_gather, 5 reduce_scatter" for name in ("torch", "ours")), "ours / torch: "],
     "m12/weights": ["4.6667", "2.0000", "4.0000", "your loop: 4.0000"],
     "m12/text": ["tokens per step", "if tokens count equally", "dealt", "assigned"],
+    "m14/two_links": [*2 * [r"rate: 8\n", "module 11 .* 1.00 of", r"module 14: .* 0\.[1-4]\d of"], r"rate: 1\n"],
     "m16/wire": ["all-reduce in bfloat16 +2.4", "reduce-scatter in bfloat16 +2.4", r"float32 1.66e-03 .* 1.66e-03\n"],
     "m16/drift": ["own part: .* by [4-6]", r"rounded parts: .* by 0.0e\+00 after 100"],
     "m16/feedback": ["rounded: -0.976562, off by 0.001907", "with feedback: .* off by 0.000000"],
@@ -102,7 +103,15 @@ PRINTED = {
 }  # fmt: skip
 
 # Rounds of those that measure many of them: as few as they can do with, since times are not compared here.
-ROUNDS = {"m02/launches": 2, "m06/ends": 2, "m08/against": 7, "m11/against": 15, "m08/wire": 2, "m12/text": 3}
+ROUNDS = {
+    "m02/launches": 2,
+    "m06/ends": 2,
+    "m08/against": 7,
+    "m11/against": 15,
+    "m08/wire": 2,
+    "m12/text": 3,
+    "m14/two_links": 3,
+}
 
 
 # Those that measure for seconds run with --everything, or with their module.
@@ -115,6 +124,7 @@ LONG = {
     "m08/traffic",
     "m11/against",
     "m12/text",
+    "m14/two_links",
     "m16/wire",
 }
 
