@@ -224,7 +224,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
             self.shard_reduced(flat.shard)
 
     def shard_reduced(self, shard: nn.Parameter) -> None:
-        """Do nothing. Module 14 overrides this method. Keep it, and the call above, if you write this class anew.
+        """Do nothing. Module 14 overrides this method. Keep it, and the call above, if you write this class again.
 
         It is called right after a reduction's average has been added to `shard.grad`, for unit i >= 3 before unit
         i - 2's first gradient.
