@@ -93,7 +93,9 @@ def test_views_follow_the_buffer(submission):
     for world, gather_grads, dtype in cases:
         case = submission.case("Plain", world, micro_batches=len(moves), dtype=dtype)
         # Gradients that are wider than the parameters are in views of their own, main_grad.
-        jobs = case.make_jobs(gather_grads=gather_grads, moves=moves, **make_job(2, grad_dtype=torch.float64))
+        jobs = case.make_jobs(
+            gather_grads=gather_grads, moves=moves, labels=[0, 1, 2, 3], **make_job(2, grad_dtype=torch.float64)
+        )
         results = submission.run(m07_cached_shards.move_buffers, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)

@@ -101,7 +101,8 @@ def test_collectives(submission):
     """A step reduces once, in the last backward, and adds at most two collectives of at most 16 bytes."""
     settings = [(wrapper, [[1, 3, 2], [2, 1, 0]], {}) for wrapper in (BUCKETED, CACHED_ZERO)]
     without_tokens = partial(ignore, step=2, ranks=[0], part=slice(-1, None))  # this rank's last backward
-    for results, case, _ in run_cases(submission, 2, settings, scenarios.count_collectives, without_tokens, **SGD):
+    common = {"labels": [PLAIN, None, 0, 1, 2], **SGD}
+    for results, case, _ in run_cases(submission, 2, settings, scenarios.count_collectives, without_tokens, **common):
         for rank in case.group if case.world_size > 1 else []:
             for step in range(3):
                 expect_collectives(results.events[rank], step, rank)

@@ -25,6 +25,7 @@ from brigade.rank.recording import Recorder, sample
 from brigade.runner.ranks import list_batches
 
 TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves values
+BEFORE = -1  # stands for the step of events before the first step
 Order = tuple[list[int], dict[tuple, "int | None"]]
 
 
@@ -39,14 +40,25 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
     batches = list_batches(job)
     if not batches:
         return ""
+    # Checks count launches by step, so a launch in a step of which no check knows would be hidden.
+    labels = {BEFORE, *job.get("labels", range(len(job["batches"])))}
+    step, has_steps = BEFORE, any(event["kind"] == "step" for event in events) and "labels" not in job
+    step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
     last: tuple[int, int] | None = None  # the batch and the number of the last border
     phase: str | None = None  # of all events before the next border, if it belongs to the same pass as the last one
     for event in events:
         if phase not in (None, event["phase"]) and event["kind"] != "end":
             return f"the phase {event['phase']} was reported between two borders of the phase {phase}"
-        if event["kind"] == "border":
+        is_checkpoint = "unit_type" in job and event.get("op") == "all_gather"  # of module 11, after its steps
+        if event["kind"] in ("launch", "step") and step not in labels and not is_checkpoint:
+            return f"a {event['kind']} was reported after the last step"
+        if event["kind"] == "step":
+            step = event["step"]
+        elif event["kind"] == "border":
             if not first <= event["batch"] < first + len(batches):
                 return "a pass asked for the factors of a batch that is not its own"
+            if has_steps and step != step_of[event["batch"] - first]:
+                return "a pass was reported in another step than that of its batch"
             borders, _ = compute_order(*describe(job, batches[event["batch"] - first]))
             position = borders.index(event["number"]) if event["number"] in borders else -1
             before = (event["batch"], borders[position - 1]) if position > 0 else None

@@ -201,6 +201,16 @@ def before_launch(ddp, parameter):
     while ddp.held and parameter is not list(ddp.late)[0]:
         type(find("Recorder")).note(find("Recorder"), "ready", **ddp.held.pop())
 === launches late, and has the right numbers | 0 | only with this module's launches | LATE modules=3 checks=NUMBERS
+=== launches zeros in backward, and the gradients in no step | 0 | after the last step | modules=3 checks=NUMBERS
+class OverlappedDDP(OverlappedDDP):
+    def launch(self, parameter):
+        zeros = torch.zeros_like(parameter)
+        self.in_flight[parameter] = dist.all_reduce(zeros, group=self.process_group, async_op=True)
+    def finish_grad_sync(self):
+        parameters = list(self.in_flight)
+        super().finish_grad_sync()
+        find("Recorder").note("step", step=None)
+        for parameter in parameters: dist.all_reduce(parameter.grad, group=self.process_group)
 === has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
 === has no factors where nobody looks at numbers | 0 | before its values were computed |
 LATE NO_FACTORS modules=3 checks=OVERLAP

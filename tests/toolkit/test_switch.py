@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 
 import pytest
 import switch_functions as functions
 
+from brigade.checks.borders import find_contradiction
+from brigade.checks.reference import Case
+from brigade.course.submission import read
 from brigade.runner.ranks import SERVER, RankFailure, run_ranks
 from brigade.sandbox import enter, users
 from brigade.switch import switch
+from helpers import training
 
 
 def test_sizes_may_differ_between_ranks_where_torch_allows_it():
@@ -78,6 +83,16 @@ def test_ranks_with_other_ideas_of_a_group_deadlock_at_once():
         run_ranks(functions.own_groups, [[0, 1], [1, 2], [2, 0]], switch=True, mode="record", world_size=3)
     assert caught.value.kind in ("garbled", "deadlock")
     assert time.monotonic() - started < 15
+
+
+def test_a_pass_belongs_to_the_step_of_its_batch():
+    """Otherwise, a rank could compute gradients and average them before the step in which launches are counted."""
+    jobs = Case(random.Random(1), "Plain", 2).make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP")
+    sources = {"submission": read("solutions", 1, "own").sources}
+    events = run_ranks(training.train, jobs, switch=True, mode="strict", packages=sources).events[0]
+    assert find_contradiction(events, jobs, 0, 0) == ""
+    later = sorted(events, key=lambda event: event["kind"] == "step")
+    assert "in another step" in find_contradiction(later, jobs, 0, 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
