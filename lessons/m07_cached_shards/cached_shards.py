@@ -42,7 +42,7 @@ class ShardCache:
 
 
 class CachedBucketGroup(BucketGroup):
-    """Like `BucketGroup`, but with cached views. Module 10 inherits from this class."""
+    """Like `BucketGroup`, but with cached views. Modules 10 and 16 inherit from this class."""
 
     def __init__(
         self, buffer: GradBuffer, bucket_indices: Sequence[int], process_group: dist.ProcessGroup | None = None
@@ -64,7 +64,7 @@ class CachedBucketGroup(BucketGroup):
 class CachedDDP(CoalescedDDP):
     """Like `CoalescedDDP`, with the same arguments, but its bucket groups cache their views.
 
-    Modules 9 and 10 inherit from this class.
+    Modules 9, 10 and 16 inherit from this class.
     """
 
     group_class = CachedBucketGroup

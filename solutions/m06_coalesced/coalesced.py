@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..m05_grad_buffer.grad_buffer import BufferedDDP, GradBuffer
 
-# torch 2.13 renamed these functions. Modules 10 and 11 import them from here.
+# torch 2.13 renamed these functions. Modules 10, 11 and 16 import them from here.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -67,8 +67,8 @@ class BucketGroup:
     """A group of buckets of one buffer, whose collectives are coalesced.
 
     `bucket_indices` are indices into `buffer.layout.bucket_ranges`. Each bucket is split into equal shards, and shard r
-    belongs to rank r. It works without a wrapper, too, on a `GradBuffer` made with `with_params=True`. Modules 7, 9 and
-    10 use the attributes and methods of this class.
+    belongs to rank r. It works without a wrapper, too, on a `GradBuffer` made with `with_params=True`. Modules 7, 9,
+    10 and 16 use the attributes and methods of this class.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class CoalescedDDP(BufferedDDP):
 
     `buckets_per_group=None` makes one group of each buffer. With `gather_grads`, all gradients are averages after
     `finish_grad_sync`, so any optimizer works. Without it, only this rank's shards are averages. The optimizer then
-    steps on shards and calls `start_param_sync` and `finish_param_sync`. Modules 7 to 10 use `groups`, `group_class`,
-    `gather_grads` and `queue`.
+    steps on shards and calls `start_param_sync` and `finish_param_sync`. Modules 7 to 10 and 16 use `groups`,
+    `group_class`, `gather_grads` and `queue`.
     """
 
     group_class = BucketGroup  # module 7 replaces this class

@@ -57,7 +57,8 @@ class Copy:
     """The handle of a reduction in a group of one rank: `wait` copies the float32 values, once, without rounding."""
 
     def __init__(self, output: Tensor, values: Tensor):
-        self.output, self.values = output, values
+        self.output = output
+        self.values: Tensor | None = values
 
     def wait(self) -> None:
         if self.values is not None:
