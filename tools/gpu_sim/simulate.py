@@ -71,7 +71,7 @@ def list_steps(deadline: str, minutes: str, number: list[str], styles: Path) -> 
     yield Step("torchrun: benchmark", 2, [*torchrun, "-m", *brigade[2:], "bench", "--target", "solutions"], said="nccl")
     yield Step("torchrun: launch.py", 2, [*torchrun, "lessons/m00_ring/launch.py"], said="on cuda:1")
     yield Step("ranks of a notebook", 2, ["python", "-c", NOTEBOOK])
-    for modules in (number or ("0", "1-8", "9-11", "12-13")) if is_root else ():
+    for modules in (number or ("0", "1-8", "9-11", "12-16")) if is_root else ():
         graded = ["--modules", modules, "--limit", "7200", "--out", "out/gpu_sim.json", *NCCL]
         for submission in ("solutions", str(styles)):
             grade = [*brigade, "grade", "--submission", submission, "--prior", "reference", *graded]
