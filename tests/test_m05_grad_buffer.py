@@ -85,9 +85,10 @@ def test_layout_rule(submission):
 @pytest.mark.parts("Part (b): views of the buffer")
 @pytest.mark.points(1)
 def test_buffer_memory(submission):
-    """Parameters and main_grads are views of the flat tensors at the layout's offsets, even after reallocate()."""
+    """Parameters and gradients are views of the flat tensors at the layout's offsets, even after reallocate()."""
     rng = submission.rng
-    for dtype, grad_dtype in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
+    for dtype, grad_dtype in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32), (torch.float32, None)):
+        grad = "main_grad" if grad_dtype else "grad"
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         shapes = [(rng.randint(1, 20), rng.randint(2, 30)) for _ in range(rng.randint(4, 7))]
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -96,7 +97,7 @@ def test_buffer_memory(submission):
         starts = [start for start, _ in compute_layout([v.numel() for v in values], BUCKET_NUMEL, 1)["param_ranges"]]
         for when, state in states.items():
             for i, start in enumerate(starts):
-                for name, flat in (("data", "param_data"), ("main_grad", "grad_data")):
+                for name, flat in (("data", "param_data"), (grad, "grad_data")):
                     offset, value = state[name][i]
                     expect(
                         offset == start,
@@ -107,18 +108,16 @@ def test_buffer_memory(submission):
                         partial(diagnosis.explain_place, name, when, state["starts"] == starts),
                         parameter=f"parameter {i}",
                     )
-                    # The scenario fills main_grad before it moves the buffer.
-                    main_grad = torch.full_like(
-                        values[i], i + 1 if when == "after reallocate()" else 0, dtype=grad_dtype
-                    )
-                    expected = values[i] if name == "data" else main_grad
+                    # The scenario fills p.grad before it makes the buffer, and main_grad before it moves the buffer.
+                    number = i + 1 if when == "after reallocate()" or name == "grad" else 0
+                    expected = values[i] if name == "data" else torch.full_like(values[i], number, dtype=grad_dtype)
                     expect(
                         value.shape == expected.shape and torch.equal(value, expected),
                         f"{when}, p.{name} has the parameter's shape, and its values have not changed",
                         "the values are different"
                         if value.shape == expected.shape
                         else f"the shape is {tuple(value.shape)}, expected {tuple(expected.shape)}",
-                        diagnosis.LOST_VALUES,
+                        partial(diagnosis.explain_values, name, value, expected),
                         parameter=f"parameter {i}",
                     )
 

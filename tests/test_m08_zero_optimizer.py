@@ -641,7 +641,7 @@ def expect_odd_orders(submission):
             f"{what} gives the plain optimizer's weights",
             results,
             compute_weights(case, recipe),
-            Evidence(diagnosis.AFTER_FINISH),
+            evidence=Evidence(diagnosis.AFTER_FINISH),
         )
 
 

@@ -1,5 +1,7 @@
 """Expectations about unusual orders of backward passes, which the checks of several modules share."""
 
+from functools import partial
+
 from brigade.checks.diagnose.evidence import READ_IN_FORWARD, Evidence
 from brigade.checks.expectations import expect, expect_equal, expect_weights
 from brigade.checks.verdict import CheckFailed
@@ -7,7 +9,7 @@ from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from m03_overlapped_ddp import causes
-from m05_grad_buffer.causes import OLD_GRADIENTS
+from m05_grad_buffer.causes import suspect_old_gradients
 
 
 def expect_unsynced(results, case, step):
@@ -46,7 +48,9 @@ def expect_second_backward(submission, world, job):
     case = submission.case("Plain", world, micro_batches=2)
     jobs = [case.make_jobs(order=order, **job) for order in TWO_BACKWARDS.values()]
     for what, results in zip(TWO_BACKWARDS, submission.run_each(training.take_odd_step, jobs)):
-        expect_right_or_refused(f"{what} is averaged", results, case.gradients(), Evidence(causes.SECOND_BACKWARD))
+        expect_right_or_refused(
+            f"{what} is averaged", results, case.gradients(), evidence=Evidence(causes.SECOND_BACKWARD)
+        )
 
 
 def expect_idle_rank(submission, job):
@@ -66,11 +70,11 @@ def expect_idle_rank(submission, job):
     expect_equal("every gradient is the average, even if a rank runs no backward", actual, expected)
 
 
-def expect_right_or_refused(what, results, expected, evidence):
+def expect_right_or_refused(what, results, expected, **clues):
     """Expect these tensors from every rank whose result is not None: the others refused with RuntimeError."""
     answered = [rank for rank, result in enumerate(results) if result is not None]
     actual = [results[rank] for rank in answered]
-    expect_equal(f"{what}, or raises RuntimeError", actual, expected, ranks=answered, evidence=evidence)
+    expect_equal(f"{what}, or RuntimeError is raised", actual, expected, ranks=answered, **clues)
 
 
 def expect_no_old_gradients(submission, world, job):
@@ -79,9 +83,10 @@ def expect_no_old_gradients(submission, world, job):
     twice = ["forward", "forward", "zero_grad", "backward", "backward"]
     arguments = job["arguments"] | {"bucket_numel": None}  # each backward makes half of the bucket's gradients ready
     jobs = case.make_jobs(order=["forward", "backward", "finish", *twice, "finish"], **job | {"arguments": arguments})
+    results = submission.run(training.take_odd_step, jobs, world_size=world)
     expect_right_or_refused(
         "after two forwards, zero_grad and two backwards, parameters that a rank does not use count as zero",
-        submission.run(training.take_odd_step, jobs, world_size=world),
+        results,
         case.gradients(micro=slice(1, 3)),
-        Evidence(OLD_GRADIENTS),
+        hypotheses=partial(suspect_old_gradients, case, results),
     )

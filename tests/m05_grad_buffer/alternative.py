@@ -50,12 +50,11 @@ class GradBuffer:
 
     def _attach(self):
         for p, (a, b) in zip(self.params, self.layout.param_ranges):
-            old = self.view.get(p)
             self.view[p] = self.grad_data.narrow(0, a, b - a).view_as(p)
             if self.wide:
                 p.main_grad = self.view[p]
-            elif p.grad is not None and p.grad is old:
-                p.grad = self.view[p]
+            elif p.grad is not None:
+                p.grad = self.view[p].copy_(p.grad)
             if self.param_data is not None:
                 place = self.param_data.narrow(0, a, b - a).view_as(p)
                 place.copy_(p.detach())

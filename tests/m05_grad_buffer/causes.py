@@ -22,7 +22,6 @@ NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.m
 NO_ROUNDED_GRAD = "finish_accumulation does not store the rounded main_grad in p.grad."
 WRONG_TOTAL = "numel must be the end of the last bucket, including its padding."
 
-LOST_VALUES = "attach_views does not copy a parameter into the buffer before it sets parameter.data to the view."
 
 COPIED_GRADIENTS = (
     "gradients are copied into the buffer or out of it. p.grad must already be the view when backward adds to it."
@@ -32,6 +31,9 @@ ALLOCATES = "every step allocates new memory, for example for a flat copy of the
 OLD_GRADIENTS = (
     "a bucket is launched with gradients of an earlier step for parameters that this step has not used. Before each "
     "launch, make every view of the bucket contain this step's gradient or zeros."
+)
+ADDED_TO_OLD = (
+    "a new gradient is added to its view, which still contains the gradient of an earlier step. Overwrite the view."
 )
 LEAKS = "the buffer is not allocated with zeros, or some code writes past the end of a parameter."
 IN_READY_ORDER = "a bucket is launched as soon as it is complete, although an earlier bucket has not been launched."
@@ -46,6 +48,15 @@ def explain_place(name, when, is_planned):
     if when == "after reallocate()":
         return f"attach_views does not set parameter.{name} again when reallocate calls it."
     return f"attach_views does not set parameter.{name} to the parameter's own range of the flat tensor."
+
+
+def explain_values(name, value, expected):
+    """Return why p.main_grad, p.grad or p.data has other values or another shape than before attach_views."""
+    if value.shape != expected.shape:
+        return f"attach_views does not give the view the shape of the parameter before it sets parameter.{name}."
+    if name == "main_grad":
+        return "attach_views writes to main_grad, or reallocate does not copy the buffer."
+    return f"attach_views does not copy parameter.{name} into the buffer before it sets parameter.{name} to the view."
 
 
 def explain_layout(field, answer, layout, arguments, keywords):
@@ -189,6 +200,27 @@ def explain_early_launch(events, step, launch, buckets, lengths):
     return "a bucket is launched before all its gradients are ready. Count the ready gradients of all its parameters."
 
 
+def suspect_old_gradients(case, results):
+    """Return what mistakes would leave after micro-batches 1 and 2 if the views still contain the average of batch 0.
+
+    Leave out ranks without a result. On the others, the gradient of a parameter that the rank does not use may be None.
+    """
+    size, old = len(results), case.gradients(micro=slice(1))
+    local = [case.gradients([rank], slice(1, 3)) for rank in range(size)]
+    own = {name: [g[name] for g in local if g[name] is not None] for name in old if old[name] is not None}
+    values = {
+        OLD_GRADIENTS: {name: (sum(used) + (size - len(used)) * old[name]) / size for name, used in own.items()},
+        ADDED_TO_OLD: {name: (sum(used) + len(used) * old[name]) / size for name, used in own.items()},
+    }
+    answered = [(result, gradients) for result, gradients in zip(results, local) if result]
+    return {
+        cause: [
+            {n: v for n, v in averages.items() if result[n] is not None or g[n] is not None} for result, g in answered
+        ]
+        for cause, averages in values.items()
+    }
+
+
 def suspect_main_grads(batches, step, results):
     """Return what mistakes would leave in main_grad after a step; gradients are `batches[rank][step][micro][i]`."""
     world, count = len(batches), len(batches[0][0][0])
@@ -206,7 +238,7 @@ def suspect_main_grads(batches, step, results):
             lambda micro, i: sum(x[i].float() for x in micro) + (before[str(i)] if step else 0)
         ),
         "p.grad keeps growing, and the whole sum is added to main_grad each time. Set p.grad to None after you add "
-        "it.": (average(lambda micro, i: sum(add_up(micro, i)))),
+        "it.": average(lambda micro, i: sum(add_up(micro, i)) + add_up(micro, i)[-1]),  # launch adds it once more
         "an evaluation starts main_grad from zero again. Only the first backward after a finish may do so.": average(
             lambda micro, i: sum(x[i].float() for x in micro[1:])
         ),

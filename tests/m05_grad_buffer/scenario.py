@@ -43,26 +43,34 @@ def is_frozen() -> bool:
 
 
 def move_buffer(job: dict) -> dict:
-    """Make a GradBuffer with parameters, fill each main_grad with a number, and move the buffer.
+    """Make a GradBuffer with parameters, fill each gradient with a number, and move the buffer.
 
     Return, by moment, the offset in elements and the values of each p.data in param_data and p.main_grad in grad_data.
-    The offset of a tensor outside its flat tensor is None.
+    The offset of a tensor outside its flat tensor is None. With job["grad_dtype"] None, the gradients are in p.grad.
     """
     params = [nn.Parameter(value.to(device())) for value in job["values"]]
+    name = "main_grad" if job["grad_dtype"] else "grad"
+    for i, parameter in enumerate([] if job["grad_dtype"] else params):
+        parameter.grad = torch.full_like(parameter, i + 1)
     buffer = student("m05_grad_buffer", "GradBuffer")(
         params, job["bucket_numel"], 1, grad_dtype=job["grad_dtype"], with_params=True
     )
+
+    def list_gradients() -> list:
+        return [getattr(p, name, None) for p in params]
 
     def describe() -> dict:
         return {
             "starts": [start for start, _ in buffer.layout.param_ranges],
             "data": [(find_offset(p.data, buffer.param_data), clone(p.data)) for p in params],
-            "main_grad": [(find_offset(p.main_grad, buffer.grad_data), clone(p.main_grad)) for p in params],
+            name: [(find_offset(grad, buffer.grad_data), clone(grad)) for grad in list_gradients()],
         }
 
     states = {"after construction": describe()}
-    for i, parameter in enumerate(params):
-        parameter.main_grad.fill_(i + 1)
+    if any(grad is None for grad in list_gradients()):
+        return states
+    for i, grad in enumerate(list_gradients()):
+        grad.fill_(i + 1)
     old = buffer.grad_data, buffer.param_data  # kept alive, so that the new tensors get other memory
     buffer.reallocate()
     states["after reallocate()"] = describe()
@@ -70,8 +78,10 @@ def move_buffer(job: dict) -> dict:
     return states
 
 
-def find_offset(tensor: torch.Tensor, data: torch.Tensor) -> int | None:
+def find_offset(tensor: torch.Tensor | None, data: torch.Tensor) -> int | None:
     """Return where a contiguous tensor begins in a flat tensor, in elements; None if it is not inside."""
+    if tensor is None:
+        return None
     nbytes = tensor.data_ptr() - data.data_ptr()
     inside = 0 <= nbytes <= data.nbytes - tensor.nbytes and tensor.dtype == data.dtype and tensor.is_contiguous()
     return nbytes // data.element_size() if inside else None
@@ -90,7 +100,7 @@ def describe_buffers(ddp: nn.Module, model: nn.Module) -> list[dict]:
         offsets, absent = {}, []
         for parameter in buffer.params:
             grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
-            offsets[names[id(parameter)]] = None if grad is None else find_offset(grad, data)
+            offsets[names[id(parameter)]] = find_offset(grad, data)
             absent += [names[id(parameter)]] if grad is None else []
         padding = torch.ones(data.numel(), dtype=torch.bool, device=data.device)
         for start, end in buffer.layout.param_ranges:

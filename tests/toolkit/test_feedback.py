@@ -73,6 +73,7 @@ def describe_situations() -> dict[str, Verdict]:
         "divided by 2, whatever the group": verdict([times(3 / 2)] * 3),
         "one tensor counted twice": verdict([times(2, only="bias")] * 3),
         "another factor": verdict([times(0.7)] * 2),
+        "divided by the wrong number": verdict([times(0.4)] * 2),
         "a factor on one rank": verdict([RIGHT, times(2)]),
         "NaN": verdict([RIGHT, change("bias", (1,), float("nan"))]),
         "NaN, 2 handles without a wait": verdict([LATE], evidence=Evidence(num_unawaited=2, num_handles=3)),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
 MAIN_GRAD_AS_GRAD = (
-    "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Only finish_accumulation sets "
-    "p.grad, to a rounded copy. Forward must not attach views."
+    "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Keep the view in p.main_grad. "
+    "Only finish_accumulation sets p.grad, to a rounded copy."
 )
 GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "

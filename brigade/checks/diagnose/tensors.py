@@ -147,13 +147,12 @@ def one_factor(compared: Comparison) -> str:
         (1 / size, f"{every} is exactly {size}× too small: it is divided twice."),
         (size / 2, f"{every} is divided by 2, but the group has {size} rank{'s' * (size > 1)}."),
         (2, f"{every} is exactly 2× too large: it is counted twice."),
+        (
+            size / max(1, round(size / factor)),
+            f"{every} is {factor:.4g}× the expected value: it is divided by {size / factor:.0f} instead of {size}.",
+        ),
     ]
-    for value, cause in known:
-        if value != 1 and abs(factor - value) < 2e-3 * value:
-            return cause
-    if abs(factor - 1) > 0.02:  # slightly wrong weights also have a factor
-        return f"{every} is {factor:.4g}× the expected value: it is divided by the wrong number."
-    return ""
+    return next((cause for value, cause in known if value != 1 and abs(factor - value) < 2e-3 * value), "")
 
 
 def several_divisions(compared: Comparison) -> str:
