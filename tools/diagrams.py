@@ -28,6 +28,7 @@ from solutions.m05_grad_buffer.grad_buffer import plan_layout
 from solutions.m11_fully_sharded import fully_sharded
 from solutions.m11_fully_sharded.plan import plan_schedule
 from solutions.m14_hybrid_sharded.hybrid_sharded import plan_grid
+from solutions.m15_sharded_muon.sharded_muon import assign_matrices, plan_groups
 
 BLUE, LIGHT_BLUE, ORANGE, LIGHT_ORANGE, GREEN, GREY = "#0072b2", "#8fcdf0", "#e69f00", "#f6d58d", "#009e73", "#e0e0e0"
 EDGE = "#555555"
@@ -457,6 +458,40 @@ def draw_grid(path: Path) -> None:
     save(figure, path)
 
 
+# ---- module 15: the buffers of three groups, whose rows contain whole matrices
+
+LLAMA = [(4, 4), (4, 4), (1, 4), (1, 4), (14, 4), (14, 4), (4, 14)]  # a layer of Llama 3 8B, in units of 1024
+
+
+def draw_groups(path: Path) -> None:
+    """Draw which matrices of two layers travel together, and the padding of their rows."""
+    shapes, num_ranks, num_groups = LLAMA * 2, 4, 3
+    numels = [rows * columns for rows, columns in shapes]
+    groups = plan_groups(shapes, assign_matrices(shapes, num_ranks), num_ranks, num_groups)
+    lengths = [max(sum(numels[i] for i in row) for row in rows) for rows in groups]
+    names = [f"group {k}, rank {rank}" for k in range(len(groups)) for rank in range(num_ranks)]
+    figure, axes = make_axes(4.6, names, max(lengths))
+    axes.set_ylim(len(names) + 0.4, -0.6)
+    styles = {
+        "square": {"colour": BLUE},
+        "14336 × 4096 or 4096 × 14336": {"colour": LIGHT_BLUE},
+        "1024 × 4096": {"colour": ORANGE},
+        "padding": PADDING,
+    }
+    kinds = {16: "square", 56: "14336 × 4096 or 4096 × 14336", 4: "1024 × 4096"}
+    for k, rows in enumerate(groups):
+        for rank, row in enumerate(rows):
+            start, y = 0, k * (num_ranks + 0.3) + rank
+            for i in row:
+                draw_box(axes, start, start + numels[i], y, str(i) if numels[i] > 4 else "", **styles[kinds[numels[i]]])
+                start += numels[i]
+            if start < lengths[k]:
+                draw_box(axes, start, lengths[k], y, "", **PADDING)
+    axes.set_yticks([k * (num_ranks + 0.3) + r for k in range(len(groups)) for r in range(num_ranks)], names)
+    draw_legend(figure, styles)
+    save(figure, path)
+
+
 def draw_idea(path: Path) -> None:
     """Draw a step of modules 1, 2 and 4 by the α–β model: each waits less for the same communication."""
     link, numel, count, backward = Link(1e-3, 1e9), 1e8, 40, 0.12
@@ -492,4 +527,5 @@ DIAGRAMS = [  # module number, name of the file, function that draws it
     (11, "hooks", draw_backward_hooks),
     (12, "waiting", draw_waiting),
     (14, "grid", draw_grid),
+    (15, "groups", draw_groups),
 ]

@@ -1,0 +1,200 @@
+"""Module 15: Muon on several ranks, an optimizer that needs whole matrices.
+
+Module 8 cut the parameters into shards, which is right for every elementwise optimizer. Muon is not elementwise: it
+orthogonalizes a matrix, and the result for half of a matrix is not half of the result. So here every matrix has one
+owner, which keeps its momentum, orthogonalizes it, and sends the new weights to all ranks.
+
+A step with N ranks and G groups of matrices takes three phases:
+
+    1. gradients   one reduce-scatter per group: each owner gets the averages of its matrices
+    2. update      each owner orthogonalizes its matrices (`orthogonalize`)
+    3. weights     one all-gather per group, while the next group's matrices are orthogonalized
+
+In the buffer of a group, row r contains the matrices of rank r in this group, one after the other. All rows are as long
+as the longest one. `assign_matrices` balances the work of the ranks, and `plan_groups` keeps the rows equally long:
+
+    group 0, shape (N, longest row)         group 1
+    rank 0 | matrix 4 | matrix 0 |          rank 0 | matrix 7    |
+    rank 1 | matrix 1     |......|          rank 1 | matrix 2 |..|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# torch 2.13 renamed these two. The newer names come first.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b and c of the iteration
+EPSILON = 1e-7  # is added to the norm, so that a matrix of zeros stays zero
+
+Shape = tuple[int, int]
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Return a matrix with the same singular vectors as `matrix`, and singular values near 1 (Newton-Schulz).
+
+    X starts as matrix / (norm + EPSILON), with the Frobenius norm. Each of `steps` iterations computes the small square
+    matrix G = X Xᵀ, and replaces X by a X + (b G + c G²) X. All of this is computed in the matrix's dtype, with torch's
+    matrix products. `matrix` does not change.
+
+    The matrix products take at most 2 · `steps` · `count_cost(matrix.shape)` FLOPs.
+    """
+    # X may have more rows than columns. Which of X and Xᵀ makes G smaller?
+    # TODO: part (a)
+    raise NotImplementedError("module 15, part (a)")
+
+
+def count_cost(shape: Shape) -> int:
+    """Return half of the FLOPs of one iteration of `orthogonalize`: two products with the long side, one without."""
+    short, long = sorted(shape)
+    return short**2 * (2 * long + short)
+
+
+def assign_matrices(shapes: Sequence[Shape], num_ranks: int) -> list[int]:
+    """Return the owner of each matrix, a rank from 0 to `num_ranks` - 1.
+
+    No rank has a larger sum of costs (`count_cost`) than the mean over the ranks plus the largest cost. For the
+    matrices of real models (the reading's two lists) and 2 to 16 ranks, the largest sum is at most 1.10 times the mean.
+    All ranks call this function and get the same result without communication.
+    """
+    # TODO: part (b)
+    raise NotImplementedError("module 15, part (b)")
+
+
+def plan_groups(
+    shapes: Sequence[Shape], owners: Sequence[int], num_ranks: int, num_groups: int
+) -> list[list[list[int]]]:
+    """Return groups of matrices: the entry [k][r] lists the matrices of rank r in group k, perhaps none.
+
+    Every matrix is in one group, in the list of its owner. There are at most `num_groups` groups, and none is empty.
+    All rows of a group's buffer are as long as the longest one. For the reading's two lists, 4 groups, 2 to 16 ranks,
+    and owners with balanced costs, there are 4 groups, all buffers together have at most 1.25 times the elements of the
+    matrices, and the largest group has at most 1.25 times the mean number of elements.
+    """
+    # TODO: part (c)
+    raise NotImplementedError("module 15, part (c)")
+
+
+class ShardedMuon(Optimizer):
+    """Train matrices with Muon. Each matrix has an owner, which alone keeps its momentum.
+
+    The model has no wrapper, and its weights are already equal on all ranks. Parameters have two dimensions and one
+    dtype, otherwise ValueError. Those that are frozen at construction are left alone. The trainable ones, in the order
+    of `param_groups`, are `matrices`; `owners` and `groups` are what `assign_matrices` and `plan_groups` return for
+    their shapes. `param_groups` may set `lr`, `momentum`, `weight_decay` and `steps`; `step` reads them each time, so
+    schedulers work. A rank may own nothing.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        process_group: dist.ProcessGroup | None = None,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        steps: int = 5,
+        num_groups: int = 4,
+    ):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps})
+        self.group_of: dict[nn.Parameter, int] = {}  # the number of a trainable matrix's parameter group
+        for number, param_group in enumerate(self.param_groups):
+            self.group_of |= {p: number for p in param_group["params"] if p.requires_grad}
+        self.matrices = list(self.group_of)
+        wrong = [tuple(p.shape) for p in self.matrices if p.dim() != 2]
+        if wrong:
+            raise ValueError(f"Muon trains matrices. Give parameters of shape {wrong[0]} to another optimizer")
+        if len({p.dtype for p in self.matrices}) > 1:
+            raise ValueError("all matrices of a ShardedMuon must have the same dtype")
+        self.process_group = process_group
+        self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        shapes = [tuple(p.shape) for p in self.matrices]
+        self.owners = assign_matrices(shapes, self.num_ranks)
+        self.groups = plan_groups(shapes, self.owners, self.num_ranks, num_groups)
+
+    def make_buffer(self, k: int) -> Tensor:
+        """Return the zeroed buffer of group k, of shape (ranks, elements of the longest row)."""
+        lengths = [sum(self.matrices[i].numel() for i in row) for row in self.groups[k]]
+        return self.matrices[0].new_zeros(self.num_ranks, max(lengths), requires_grad=False)
+
+    def view_matrices(self, buffer: Tensor, lists: Sequence[Sequence[int]]) -> dict[int, Tensor]:
+        """Return a view into the buffer for each matrix in `lists`, with the matrix's shape.
+
+        The matrices in lists[r] are in row r of the buffer, one after the other.
+        """
+        views = {}
+        for row, indices in zip(buffer, lists):
+            numels = [self.matrices[i].numel() for i in indices]
+            for i, piece in zip(indices, row[: sum(numels)].split(numels)):
+                views[i] = piece.view(self.matrices[i].shape)
+        return views
+
+    def start_reduce_scatter(self, k: int) -> tuple[Tensor, dist.Work]:
+        """Launch the reduce-scatter that averages the gradients of group k. A gradient that is None counts as zeros.
+
+        Return this rank's row, of shape (elements,), which has the averages after the handle's wait, and the handle.
+        """
+        # A gradient and its matrix may be transposed views. `copy_` keeps the order of elements right.
+        # TODO: part (d)
+        raise NotImplementedError("module 15, part (d)")
+
+    def update(self, i: int, grad: Tensor) -> Tensor:
+        """Update the momentum of matrix i, which this rank owns, and return its new weights.
+
+        With the momentum m (`self.state[matrix]["momentum_buffer"]`, zeros at first), the averaged gradient g and the
+        options of the matrix's parameter group:
+
+            m ← momentum · m + g
+            O = orthogonalize(g + momentum · m, steps)
+            W ← (1 - lr · weight_decay) W - lr · sqrt(max(1, rows / columns)) · O
+        """
+        matrix = self.matrices[i]
+        options = self.param_groups[self.group_of[matrix]]  # `load_state_dict` replaces the dicts in param_groups
+        lr, momentum, weight_decay = options["lr"], options["momentum"], options["weight_decay"]
+        # TODO: part (e)
+        raise NotImplementedError("module 15, part (e)")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step. If there is a closure, call it first to compute the gradients, and return its loss.
+
+        All reduce-scatters are launched before the first one is awaited. The all-gather of group k is launched before
+        the reduce-scatter of group k + 1 is awaited. No all-gather is awaited before all are launched. There are no
+        other collectives.
+        """
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        # Call `start_reduce_scatter` and `update`. An all-gather's input is this rank's row with the new weights, and
+        # its output the group's buffer.
+        # TODO: part (f)
+        raise NotImplementedError("module 15, part (f)")
+        return loss
+
+    def start_all_gather(self, k: int, row: Tensor) -> tuple[Tensor, dist.Work]:
+        """Launch the all-gather of group k, with this rank's row. Return the group's buffer and the handle."""
+        buffer = self.make_buffer(k)
+        return buffer, all_gather(buffer.flatten(), row, self.process_group, async_op=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of one process, on the CPU, on every rank. All ranks must call this method.
+
+        It has the form of torch's optimizers: state["state"][j] is {"momentum_buffer": m} for each trainable parameter,
+        and j is its number in `param_groups`, where frozen ones count too.
+        """
+        # `super().state_dict()` returns this form for the momentum that this rank has. Gather the rest, group by group.
+        # Before the first step, all momentum is zero.
+        # TODO: part (g)
+        raise NotImplementedError("module 15, part (g)")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of `state_dict`, which may come from any number of ranks. Each rank keeps what it owns."""
+        # TODO: part (h)
+        raise NotImplementedError("module 15, part (h)")

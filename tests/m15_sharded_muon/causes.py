@@ -1,0 +1,259 @@
+"""Likely causes of failures of module 15's checks."""
+
+import contextlib
+import math
+
+import torch
+
+from brigade.checks.verdict import CheckFailed
+from brigade.events import launches
+from m15_sharded_muon import expected
+from m15_sharded_muon.expected import Problem, count_cost, orthogonalize
+
+NOT_DETERMINISTIC = "the plan depends on random numbers, addresses or the rank."
+IN_PLACE = "the matrix itself is divided or multiplied in place."
+NOT_SCATTERED = "every rank gets whole gradients, so every rank orthogonalizes every matrix."
+CLOSURE = "step must call the closure once, with gradients enabled, and return its result."
+BARE_NORM = "1e-7 is not added to the norm. A lower bound of 1e-7 is something else."
+FEW_GROUPS = "most matrices are in one group, so nothing can travel while the next group is orthogonalized."
+RACE = "a buffer is used again before the collective that reads or writes it is complete."
+NOT_AWAITED = "a handle is lost, or awaited only in the next step."
+NOT_COUNTED = "matrices are multiplied outside torch, where the counter cannot see them. Use torch's matrix products."
+TRANSPOSE = "a matrix with more rows than columns is not transposed, so G has the long side."
+RECOMPUTED = "an iteration makes more than three matrix products, or G is multiplied with X twice."
+OWN_ORTHOGONAL = "each rank orthogonalizes its own gradient, and the results are averaged. Average first."
+NO_NESTEROV = "the momentum is orthogonalized. The formula asks for g + momentum · m."
+NO_SCALE = "the update is not scaled by sqrt(max(1, rows / columns))."
+WRONG_SCALE = "the update is scaled by columns / rows instead of rows / columns."
+NO_ROOT = "the update is scaled by max(1, rows / columns), without the square root."
+NO_LR = "weight decay is not multiplied by the learning rate."
+NO_DECAY = "the weight decay is ignored."
+SKIPPED = "a matrix whose gradient is None on all ranks is skipped. Zeros count: its momentum goes on."
+PRESENT = "the average is taken over the ranks that have a gradient. None counts as zeros."
+CONSTRUCTOR = "step uses the options of the constructor. Read them from param_groups in each step."
+OLD_GROUPS = (
+    "step uses options from before load_state_dict, which replaces the dicts in param_groups. Read them in each step."
+)
+FIRST_GROUP = "step uses the options of the first parameter group for all matrices."
+NOT_LOADED = "load_state_dict loses the momentum of matrices that the rank owns."
+SUM = "gradients are summed, not averaged. The weights hide it, because orthogonalize removes the scale."
+LERP = "momentum is momentum · m + (1 - momentum) · g. The weights hide it, because orthogonalize removes the scale."
+NOT_GATHERED = "state_dict returns only the momentum that the rank owns."
+OWN_NUMBERS = "state_dict counts only trainable matrices. Torch numbers all parameters in the order of param_groups."
+EVERYWHERE = "the rank keeps the momentum of matrices that it does not own."
+MOST_MATRICES = "the ranks have about equally many matrices. Balance their costs."
+
+
+def explain_result(matrix, result, limit, steps=5):
+    """Return why orthogonalize returns another matrix."""
+    epsilon, got = 1e-7, result.double()
+    guesses = {
+        BARE_NORM: expected.orthogonalize(matrix, steps, normalize=lambda x: x / x.norm().clamp(min=epsilon)),
+        "the matrix is not divided by its norm.": expected.orthogonalize(matrix, steps, normalize=lambda x: x),
+    }
+    if steps != 5:
+        guesses["the argument steps is ignored."] = expected.orthogonalize(matrix)
+    for cause, guess in guesses.items():
+        if torch.allclose(got, guess, rtol=1e-7, atol=1e-9):
+            return cause
+    wide, is_rounded = expected.orthogonalize(matrix, steps), torch.equal(got, got.bfloat16().double())
+    is_narrow = matrix.dtype == torch.float64 and is_rounded and (got - wide).norm() < 0.1 * wide.norm()
+    return "the result is computed in bfloat16, not in the dtype of the matrix." if is_narrow else ""
+
+
+def explain_flops(shape, flops):
+    """Return why orthogonalize takes too many FLOPs, in 3 iterations."""
+    rows, columns = shape
+    return TRANSPOSE if flops == 6 * rows**2 * (2 * columns + rows) and rows > columns else RECOMPUTED
+
+
+def explain_owners(shapes, num_ranks, owners):
+    """Return why the ranks' work is not balanced."""
+    counts = [list(owners).count(rank) for rank in range(num_ranks)]
+    numels = [sum(rows * columns for (rows, columns), own in zip(shapes, owners) if own == r) for r in range(num_ranks)]
+    longest = [
+        sum(max(shape) * min(shape) ** 2 for shape, own in zip(shapes, owners) if own == r) for r in range(num_ranks)
+    ]
+    if max(numels) - min(numels) <= max(rows * columns for rows, columns in shapes) < max(longest) - min(longest):
+        return "the elements are balanced, but not the costs: a square needs more FLOPs per element."
+    if list(owners) == [i % num_ranks for i in range(len(shapes))]:
+        return "matrices are dealt in the given order. Begin with the largest cost."
+    return MOST_MATRICES if max(counts) - min(counts) <= 1 and len(set(shapes)) > 1 else ""
+
+
+def explain_groups(groups, num_ranks, num_groups):
+    """Return why a plan has the wrong form."""
+    if len(groups) > num_groups:
+        return ""
+    if any(len(rows) != num_ranks for rows in groups):
+        return "a rank without matrices has no list. It needs an empty one."
+    return "groups without a matrix are not removed."
+
+
+def explain_places(placed, owners):
+    """Return why matrices are in wrong lists."""
+    absent = set(range(len(owners))) - {i for i, _ in placed}
+    if absent:
+        return f"{len(absent)} of {len(owners)} matrices are in no group."
+    return "matrices are in the lists of other ranks than their owners." if len(placed) == len(owners) else ""
+
+
+def explain_buffers(groups, numels, owners):
+    """Return why buffers are too large."""
+    order = [i for rows in groups for row in rows for i in sorted(row)]
+    counts = [sum(map(len, rows)) for rows in groups]
+    if [sorted(i for row in rows for i in row) for rows in groups] == [
+        list(range(sum(counts[:k]), sum(counts[: k + 1]))) for k in range(len(counts))
+    ]:
+        return "the matrices are cut into consecutive groups regardless of their owners."
+    return "" if len(order) != len(owners) else "within a group, some ranks have much longer rows than others."
+
+
+@contextlib.contextmanager
+def explain_failed_run():
+    """Explain a run that fails because a rank owns nothing."""
+    try:
+        yield
+    except CheckFailed as failed:
+        counts = [len(launches(events)) for events in failed.events or []]
+        if failed.verdict.ending in ("deadlock", "mismatch") and len(set(counts)) > 1:
+            cause = "a rank that owns nothing, or whose gradients are all None, leaves out a collective."
+            raise failed.with_cause(cause) from None
+        raise
+
+
+def suspect_weights(problem, step, right, weights_by_rank):
+    """Return causes, and the weights after this step to which each of them leads. Tiny errors have other causes."""
+    if all(torch.allclose(own[name], right[name], atol=1e-6) for own in weights_by_rank for name in right):
+        return {}
+
+    def train(**mistakes):
+        return [problem.train(**mistakes)[0][step]] * len(problem.group)
+
+    def update(**mistakes):
+        return train(update=lambda *args, **options: expected.take_update(*args, **options, **mistakes))
+
+    def present(self, step, i):
+        grads = [self.gradients[rank][step][i] for rank in self.group]
+        own = [g for g in grads if g is not None]
+        return sum(own) / len(own) if own else torch.zeros_like(self.start[i])
+
+    def skipping(self, step, i):
+        grads = [self.gradients[rank][step][i] for rank in self.group]
+        return None if all(g is None for g in grads) else Problem.average(self, step, i)
+
+    def orthogonal(self, step, i):
+        grads = [self.gradients[rank][step][i] for rank in self.group]
+        return sum(torch.zeros_like(self.start[i]) if g is None else orthogonalize(g) for g in grads) / len(grads)
+
+    hypotheses = {
+        OWN_ORTHOGONAL: train(average=orthogonal),
+        NO_NESTEROV: update(nesterov=False),
+        NO_SCALE: update(ratio=lambda rows, columns: 1),
+        WRONG_SCALE: update(ratio=lambda rows, columns: math.sqrt(max(1, columns / rows))),
+        NO_ROOT: update(ratio=lambda rows, columns: max(1, rows / columns)),
+        NO_LR: update(decay=lambda lr, weight_decay: weight_decay),
+        NO_DECAY: update(decay=lambda lr, weight_decay: 0),
+        SKIPPED: train(average=skipping),
+        PRESENT: train(average=present),
+    }
+    if "load" in problem.more:
+        momentum, options = problem.more["load"]
+        fresh = Problem(**vars(problem) | {"more": {"load": ({}, options)}})
+        old = Problem(**vars(problem) | {"more": {"load": (momentum, [list(expected.DEFAULTS.values())])}})
+        hypotheses |= {NOT_LOADED: [fresh.train()[0][step]], OLD_GROUPS: [old.train()[0][step]]}
+    if "scheduler" in problem.more:
+        plain = Problem(**vars(problem) | {"more": {}})
+        first = Problem(**vars(problem) | {"param_groups": [(range(len(problem.shapes)), problem.param_groups[0][1])]})
+        hypotheses |= {CONSTRUCTOR: [plain.train()[0][step]], FIRST_GROUP: [first.train()[0][step]]}
+    return {
+        cause: [guess] * len(problem.group)
+        for cause, (guess, *_) in hypotheses.items()
+        if any(not torch.allclose(guess[name], right[name], rtol=1e-3) for name in right)
+    }
+
+
+def suspect_momentum(problem, numbers, right):
+    """Return causes, and the momentum in state_dict to which each of them leads."""
+    size = len(problem.group)
+    factors = {SUM: lambda i: size, LERP: lambda i: 1 - problem.get_options(int(i), 0)["momentum"]}
+    return {
+        cause: [{numbers[i]: factor(i) * right[numbers[i]] for i in numbers}] * size
+        for cause, factor in factors.items()
+    }
+
+
+def explain_numbers(have, right, numbers):
+    """Return why state_dict has other entries."""
+    if have and set(have) < set(right):
+        return NOT_GATHERED
+    return OWN_NUMBERS if set(have) == {str(i) for i in range(len(numbers))} else ""
+
+
+def explain_launches(launched, rows, barriers, num_matrices):
+    """Return why a step launches something else."""
+    ops = {x.op for x in launched}
+    if ops == {"reduce_scatter", "all_gather"}:
+        elements = sum(map(sum, rows))
+        sizes = sorted(x.numel for x in launched if x.op == "reduce_scatter")
+        if len(sizes) == num_matrices:
+            return "every matrix has its own collectives. Use the groups of plan_groups."
+        if len(sizes) == 1 < len(rows):
+            return "all matrices are in one buffer. Use the groups of plan_groups."
+        return (
+            "a group has more padding than its longest row needs."
+            if sum(sizes) > elements and len(sizes) == len(rows)
+            else ""
+        )
+    if not launched:
+        return "the step launches nothing."
+    if barriers and ops <= {"reduce_scatter", "all_gather"}:
+        return ""
+    return NOT_SCATTERED if "all_reduce" in ops and "reduce_scatter" not in ops else ""
+
+
+def explain_reductions(reduces, gathers):
+    """Return why reduce-scatters are awaited early."""
+    if all(x.sync for x in reduces):
+        return "the reduce-scatters block. Pass async_op=True."
+    if all(first.waits[0] < second.place for first, second in zip(reduces, reduces[1:])):
+        first = "used" if gathers[0].place < reduces[1].place else "awaited"
+        return f"each reduce-scatter is launched only when the one before it has been {first}."
+    return ""
+
+
+def explain_gathers(reduces, gathers):
+    """Return why all-gathers are launched late."""
+    last = max(x.waits[0] for x in reduces)
+    if all(x.place > last for x in gathers):
+        return "the all-gathers are launched only after all matrices are orthogonalized."
+    return ""
+
+
+def explain_early_gathers(blocked):
+    """Return why all-gathers are awaited early."""
+    if all(x.sync for x in blocked):
+        return "the all-gathers block. Pass async_op=True."
+    return "each all-gather is awaited before the next group is orthogonalized."
+
+
+def explain_work(shapes, owners, rank, flops):
+    """Return why a rank computes too much."""
+    total = sum(10 * count_cost(shape) for shape in shapes)
+    if min(flops) >= 0.95 * total:
+        return "every rank orthogonalizes every matrix. Only the owner should."
+    own = sum(10 * count_cost(shapes[i]) for i, owner in owners if owner == rank)
+    tall = sum(10 * shapes[i][0] ** 2 * (2 * shapes[i][1] + shapes[i][0]) for i, owner in owners if owner == rank)
+    if flops[rank] == tall > own:
+        return TRANSPOSE
+    return "the work of the owners is not balanced." if flops[rank] == own else ""
+
+
+def explain_state(owned_by_rank, owned, problem):
+    """Return why a rank has other momentum than that of its matrices."""
+    everything = len(problem.trainable())
+    if all(len(own) == everything for own in owned_by_rank):
+        return EVERYWHERE
+    if not any(owned_by_rank):
+        return "the momentum is not in optimizer.state."
+    return ""

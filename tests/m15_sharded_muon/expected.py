@@ -1,0 +1,154 @@
+"""What one process computes: orthogonalized matrices, costs, and training on the gradients of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brigade.checks.reference import draw_generators
+from brigade.runner.ranks import PerRank
+from m15_sharded_muon import scenario
+
+SCALE = 1e4  # of gradients, so that weights do not show what is added to a norm. Only momentum shows a wrong factor.
+DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "steps": 5}
+XL = [(1600, 1600)] * 4 + [(6400, 1600)] * 2 + [(1600, 6400)]  # of one layer
+GQA = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
+LISTS = {"48 layers of XL": XL * 48, "32 layers of Llama 3 8B": GQA * 32}
+SMALL = {  # of one layer, with the same proportions
+    "XL": [(rows // 100, columns // 100) for rows, columns in XL],
+    "Llama 3 8B": [(rows // 256, columns // 256) for rows, columns in GQA],
+}
+
+
+def orthogonalize(matrix: Tensor, steps: int = 5, *, normalize: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return what part (a) asks for, in float64. `normalize` is another first step."""
+    x = matrix.double()
+    x = normalize(x) if normalize else x / (torch.linalg.matrix_norm(x) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * (gram @ x) + 2.0315 * (gram @ (gram @ x))
+    return x
+
+
+def count_cost(shape: Sequence[int]) -> int:
+    """Return half of the FLOPs of one iteration."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
+
+
+def assign(shapes: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Return owners: the matrix with the largest cost goes first, to the lightest rank."""
+    owners, loads = [0] * len(shapes), [0] * num_ranks
+    for i in sorted(range(len(shapes)), key=lambda i: -count_cost(shapes[i])):
+        owners[i] = min(range(num_ranks), key=loads.__getitem__)
+        loads[owners[i]] += count_cost(shapes[i])
+    return owners
+
+
+@dataclass
+class Problem:
+    """Matrices, their start, and gradients[rank][step][i], of which some are None. `group` has the ranks that train."""
+
+    shapes: list[tuple[int, int]]
+    world_size: int
+    start: list[Tensor]
+    gradients: list[list[list[Tensor | None]]]
+    group: list[int]
+    frozen: list[int] = field(default_factory=list)
+    transposed: list[int] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)  # of the constructor
+    param_groups: list[tuple[list[int], dict]] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)  # of the job
+
+    def make_jobs(self) -> PerRank:
+        """Return each rank's job, which contains its own gradients only."""
+        common = {"start": self.start, "frozen": self.frozen, "transposed": self.transposed, "options": self.options}
+        common |= {"group": self.group} | self.more
+        if self.param_groups:
+            common["param_groups"] = self.param_groups
+        return PerRank(common | {"gradients": own} for own in self.gradients)
+
+    def trainable(self) -> list[int]:
+        return [i for i in range(len(self.shapes)) if i not in self.frozen]
+
+    def average(self, step: int, i: int) -> Tensor:
+        """Return the average of a gradient over the group. None counts as zeros."""
+        present = [self.gradients[rank][step][i] for rank in self.group]
+        return sum((g for g in present if g is not None), torch.zeros_like(self.start[i])) / len(self.group)
+
+    def get_options(self, i: int, step: int) -> dict[str, Any]:
+        """Return the options of matrix i in a step."""
+        options = DEFAULTS | {name: value for name, value in self.options.items() if name in DEFAULTS}
+        for number, (indices, own) in enumerate(self.param_groups or [(range(len(self.shapes)), {})]):
+            if i in indices:
+                options |= own
+                if "load" in self.more:
+                    options |= dict(zip(scenario.OPTIONS, self.more["load"][1][number]))
+                if "scheduler" in self.more:
+                    options["lr"] = self.more["scheduler"][step][number]
+        return options | {"steps": int(options["steps"])}
+
+    def train(self, update: Callable[..., Tensor] | None = None, average: Callable[..., Tensor | None] | None = None):
+        """Return the weights after each step, and the momentum in the end by number.
+
+        `update` and `average` replace functions of the same name for the likely causes. If `average` returns None, the
+        matrix is left alone.
+        """
+        weights, history = [values.double().clone() for values in self.start], []
+        momentum = {i: torch.zeros_like(weights[i]) for i in self.trainable()}
+        for number, value in self.more.get("load", ({},))[0].items():
+            momentum[int(number)] = value.double().clone()
+        for step in range(len(self.gradients[0])):
+            for i in self.trainable():
+                grad = (average or Problem.average)(self, step, i)
+                if grad is not None:
+                    options = self.get_options(i, step)
+                    momentum[i] = options["momentum"] * momentum[i] + grad
+                    weights[i] = (update or take_update)(weights[i], grad, momentum[i], **options)
+            history.append(scenario.name_matrices({"start": self.start}, [values.clone() for values in weights]))
+        return history, {str(i): value for i, value in momentum.items()}
+
+
+def take_update(
+    weights: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    steps: int,
+    *,
+    ratio: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    nesterov: bool = True,
+    decay: Callable[[float, float], float] = lambda lr, weight_decay: lr * weight_decay,
+) -> Tensor:
+    """Return the new weights of a matrix. The keyword arguments are for the likely causes."""
+    direction = orthogonalize(grad + momentum * momentum_buffer if nesterov else momentum_buffer, steps)
+    return (1 - decay(lr, weight_decay)) * weights - lr * ratio(*weights.shape) * direction
+
+
+def draw_problem(rng: Any, shapes: Sequence[tuple[int, int]], world_size: int, steps: int, **more: Any) -> Problem:
+    """Draw weights and gradients. "absent" in `more` has triples (step, matrix, ranks without a gradient)."""
+    absent = {(step, i, rank) for step, i, ranks in more.pop("absent", []) for rank in ranks}
+    own, *others = draw_generators(rng, world_size + 1)
+    start = [torch.randn(shape, dtype=torch.float64, generator=own) for shape in shapes]
+    frozen = more.get("frozen", [])
+    gradients = [
+        [
+            [
+                None
+                if (step, i, rank) in absent or i in frozen
+                else SCALE * torch.randn(shape, dtype=torch.float64, generator=generator)
+                for i, shape in enumerate(shapes)
+            ]
+            for step in range(steps)
+        ]
+        for rank, generator in enumerate(others)
+    ]
+    group = more.pop("group", list(range(world_size)))
+    return Problem(list(shapes), world_size, start, gradients, group, **more)

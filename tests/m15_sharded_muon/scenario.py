@@ -1,0 +1,191 @@
+"""Functions that the ranks run in the checks of module 15."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.recording import phase
+from helpers.training import create_group
+
+PACKAGE = "m15_sharded_muon"
+OPTIONS = ("lr", "momentum", "weight_decay", "steps")
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the FLOPs of all matrix products in the block so far, in new threads too."""
+    counters, run = [], threading.Thread.run
+
+    def count(function: Callable[..., Any], *args: Any) -> None:
+        with FlopCounterMode(display=False) as counter:
+            counters.append(counter)
+            function(*args)
+
+    threading.Thread.run = lambda thread: count(run, thread)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            counters.append(counter)
+            yield lambda: sum(counter.get_total_flops() for counter in counters)
+    finally:
+        threading.Thread.run = run
+
+
+def orthogonalize_each(job: dict) -> list[dict]:
+    """Return the submission's result for each matrix, the matrix afterwards, and the FLOPs."""
+    function, answers = student(PACKAGE, "orthogonalize"), []
+    for matrix, is_transposed, options in job["problems"]:
+        given = make_parameter(matrix, is_transposed).detach()
+        with counting() as flops:
+            result = function(given, **options)
+        answers.append({"result": result.detach(), "given": given, "flops": flops(), "dtype": result.dtype})
+    return answers
+
+
+def call_each(job: dict) -> list[Any]:
+    """Return what a function of the submission returns for each problem: the number of a list of shapes, and more."""
+    function = student(PACKAGE, job["function"])
+    lists = [[tuple(shape) for shape in shapes] for shapes in job["lists"]]
+    return [function(list(lists[number]), *more) for number, *more in job["problems"]]
+
+
+def make_parameter(values: Tensor, is_transposed: bool) -> nn.Parameter:
+    """Return a parameter with these values, in memory column by column if `is_transposed`."""
+    values = values.to(device())
+    return nn.Parameter(values.T.contiguous().T if is_transposed else values.clone())
+
+
+def make_optimizer(job: dict, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the submission's optimizer, with job["param_groups"]: pairs (numbers of parameters, options)."""
+    groups = [{"params": [params[i] for i in numbers]} | options for numbers, options in job.get("param_groups", [])]
+    group = create_group(job)
+    with phase("construct"):
+        return student(PACKAGE, "ShardedMuon")(
+            groups or iter(params), **job["options"], **({} if group is None else {"process_group": group})
+        )
+
+
+def train(job: dict) -> dict:
+    """Take a step with each of job["gradients"], of which each is a list of tensors and None.
+
+    Return the weights after each step, and what the rank has and did. The job may have: "load" (a checkpoint's
+    momentum and options), "scheduler" (the learning rates of each step), "closure" (step gets one), "counts" (count
+    FLOPs), "saves" (return a checkpoint).
+    """
+    params = [make_parameter(values, i in job["transposed"]) for i, values in enumerate(job["start"])]
+    for i in job["frozen"]:
+        params[i].requires_grad_(False)
+    with counting() if job.get("counts") else contextlib.nullcontext(lambda: 0) as flops:
+        optimizer = make_optimizer(job, params)
+        if "load" in job:
+            load(optimizer, *job["load"])
+        steps = [take_step(job, params, optimizer, flops, step) for step in range(len(job["gradients"]))]
+    recording.note("step", step=None)
+    answer = {"steps": steps, "is_optimizer": isinstance(optimizer, torch.optim.Optimizer)}
+    answer |= {"plan": describe_plan(job, params), "owned": list_momentum(optimizer, params)}
+    return answer | ({"saved": describe_checkpoint(optimizer)} if job.get("saves") else {})
+
+
+def take_step(
+    job: dict, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, flops: Callable[[], int], step: int
+) -> dict:
+    """Take one step. Return the weights, the FLOPs, and what the closure and `step` returned."""
+    recording.note("step", step=step)
+    losses: list[Tensor] = []
+
+    def compute() -> Tensor:
+        gradients = job["gradients"][step]
+        if "closure" not in job:
+            for i, (p, gradient) in enumerate(zip(params, gradients)):
+                p.grad = None if gradient is None else make_parameter(gradient, i in job["transposed"]).detach()
+            return torch.zeros(())
+        optimizer.zero_grad()
+        pairs = [(p, g) for p, g in zip(params, gradients) if g is not None and p.requires_grad]
+        losses.append(sum((p * g.to(p.device)).sum() for p, g in pairs))
+        losses[-1].backward()
+        return losses[-1]
+
+    if "scheduler" in job:
+        for group, lr in zip(optimizer.param_groups, job["scheduler"][step]):
+            group["lr"] = lr
+    if "closure" not in job:
+        compute()
+    before = flops()
+    with phase("step"):
+        returned = optimizer.step(compute) if "closure" in job else optimizer.step()
+    weights = name_matrices(job, [p.detach().clone() for p in params])
+    is_loss = "closure" not in job or (returned is not None and float(returned) == float(losses[-1]))
+    return {"weights": weights, "flops": flops() - before, "calls": len(losses), "is_loss": is_loss}
+
+
+def name_matrices(job: dict, tensors: list[Any]) -> dict[str, Any]:
+    """Return tensors by the number and the shape of their matrix, such as "matrix 2 (16 × 64)"."""
+    shapes = [values.shape for values in job["start"]]
+    return {f"matrix {i} ({rows} × {columns})": t for i, ((rows, columns), t) in enumerate(zip(shapes, tensors))}
+
+
+def describe_plan(job: dict, params: list[nn.Parameter]) -> dict:
+    """Return the submission's owners and groups of these parameters."""
+    numbers = [i for group, _ in job["param_groups"] for i in group] if "param_groups" in job else range(len(params))
+    trained = [i for i in numbers if params[i].requires_grad]
+    shapes = [tuple(params[i].shape) for i in trained]
+    size = len(job["group"])
+    owners = student(PACKAGE, "assign_matrices")(shapes, size)
+    groups = student(PACKAGE, "plan_groups")(shapes, owners, size, job["options"].get("num_groups", 4))
+    sizes = [[sum(shapes[i][0] * shapes[i][1] for i in row) for row in rows] for rows in groups]
+    return {"owners": [[i, int(owner)] for i, owner in zip(trained, owners)], "rows": sizes}
+
+
+def list_momentum(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[list[int]]:
+    """Return [number of the parameter, bytes] for each parameter with state, its scalars aside."""
+    numbers = {p: i for i, p in enumerate(params)}
+    nbytes = {
+        numbers.get(p, -1): sum(t.nbytes for t in recording.list_tensors(list(state.values())) if t.numel() > 1)
+        for p, state in optimizer.state.items()
+    }
+    return sorted([i, count] for i, count in nbytes.items() if count)
+
+
+def describe_checkpoint(optimizer: torch.optim.Optimizer) -> dict:
+    """Return the content of the state dict: momentum, its devices, numbers of parameters, options."""
+    with phase("save"):
+        saved = optimizer.state_dict()
+    state = {str(number): dict(entry).get("momentum_buffer") for number, entry in saved["state"].items()}
+    groups = [list(map(int, group["params"])) for group in saved["param_groups"]]
+    options = [[float(group[name]) for name in OPTIONS] for group in saved["param_groups"]]
+    devices = {number: None if value is None else value.device.type for number, value in state.items()}
+    return {"momentum": state, "devices": devices, "groups": groups, "options": options}
+
+
+def load(optimizer: torch.optim.Optimizer, momentum: dict[str, Tensor], options: list[list[float]]) -> None:
+    """Load one process's checkpoint, with these options of each parameter group."""
+    saved = optimizer.state_dict()
+    groups = [group | dict(zip(OPTIONS, values)) for group, values in zip(saved["param_groups"], options)]
+    for group in groups:
+        group["steps"] = int(group["steps"])
+    state = {int(number): {"momentum_buffer": value.clone()} for number, value in momentum.items()}
+    with phase("load"):
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def refuse(job: dict) -> list[str | None]:
+    """Return the type of the exception for each list of parameters (shape, dtype); None if they are accepted."""
+    answers = []
+    for entries in job["problems"]:
+        params = [nn.Parameter(torch.ones(shape, dtype=dtype, device=device())) for shape, dtype in entries]
+        try:
+            student(PACKAGE, "ShardedMuon")(params)
+            answers.append(None)
+        except NotImplementedError:
+            raise  # the skeleton's
+        except Exception as error:
+            answers.append(type(error).__name__)
+    return answers

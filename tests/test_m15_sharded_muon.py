@@ -1,0 +1,442 @@
+"""Graded checks of module 15: an optimizer that needs whole matrices."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from brigade.checks.expectations import expect, expect_equal, join_names
+from brigade.events import launches, summarize
+from m15_sharded_muon import causes as diagnosis
+from m15_sharded_muon import scenario as scenarios
+from m15_sharded_muon.expected import LISTS, SMALL, assign, count_cost, draw_problem, orthogonalize
+
+# Relative to the largest entry. The iteration amplifies rounding by up to 3.4445 ** 5 = 485 per step.
+EXACT = 1e-9
+PRECISION = {torch.float64: EXACT, torch.float32: 1e-3, torch.bfloat16: 0.15}  # of the 2-norm
+BALANCE = 1.10  # the largest sum of costs, relative to the mean, on the reading's lists
+PADDING = 1.25  # all buffers, relative to the matrices; the largest group, relative to the mean
+WORK = 1.15  # FLOPs of a rank, relative to the larger of total / N and the largest matrix
+COUNTED = 0.2  # the least part of all FLOPs that the counter must see
+RANKS = range(2, 17)
+MIXED = [(6, 9), (9, 6), (7, 7), (1, 12), (12, 1), (5, 16), (16, 5)]
+
+
+# ---- pure functions
+
+
+@pytest.mark.parts("Part (a): orthogonalize")
+@pytest.mark.points(2)
+def test_orthogonalize(submission):
+    """orthogonalize returns the result of the iteration in the dtype of the matrix, and does not change the matrix."""
+    generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
+    problems = []
+    for number, (shape, dtype, size, options) in enumerate(
+        [(shape, torch.float64, 1, {}) for shape in MIXED]
+        + [
+            ((8, 5), torch.float64, 1e-7, {}),
+            ((4, 6), torch.float64, 0, {"steps": 5}),
+            ((3, 8), torch.float64, 1, {"steps": 2}),
+        ]
+        + [((6, 16), dtype, 1, {}) for dtype in (torch.float32, torch.bfloat16)]
+    ):
+        matrix = torch.randn(shape, dtype=torch.float64, generator=generator)
+        matrix = (matrix * size / matrix.norm()).to(dtype) if size != 1 else matrix.to(dtype)
+        problems.append((matrix, number % 2 == 1, options))
+    [world] = submission.worlds(1)
+    [answers] = submission.run(scenarios.orthogonalize_each, {"problems": problems}, world_size=world)
+    for (matrix, is_transposed, options), answer in zip(problems, answers):
+        dtype = str(matrix.dtype).removeprefix("torch.")
+        rows, columns = matrix.shape
+        where = f"for a {rows} × {columns} matrix in {dtype} with norm {matrix.double().norm():.3g}"
+        where += " (a transposed view)" * is_transposed + f" and steps={options.get('steps', 5)}"
+        given, result = answer["given"], answer["result"]
+        expect(
+            torch.equal(given, matrix),
+            f"{where}, orthogonalize does not change the matrix",
+            "it changed",
+            diagnosis.IN_PLACE,
+        )
+        got = (answer["dtype"], tuple(result.shape))
+        right = f"{where}, the result has the matrix's dtype and shape"
+        expect(got == (matrix.dtype, (rows, columns)), right, f"its dtype is {got[0]} and its shape {got[1]}")
+        expected = orthogonalize(matrix, **options)
+        error = float((result.double() - expected).norm()) / max(1e-30, float(expected.norm()))
+        error = 0.0 if torch.equal(result.double(), expected) else error
+        limit = PRECISION[matrix.dtype]
+        expect(
+            error <= limit,
+            f"{where}, the relative error of the result is at most {limit:g} (2-norm)",
+            f"it is {error:.3g}",
+            partial(diagnosis.explain_result, matrix, result, limit, **options),
+        )
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_orthogonalize")
+def test_short_side(submission):
+    """The matrix products of orthogonalize take at most 2 · steps · short² · (2 · long + short) FLOPs."""
+    problems = [(torch.ones(shape), False, {"steps": 3}) for shape in ((24, 24), (12, 48), (48, 12), (1, 16), (16, 1))]
+    [world] = submission.worlds(1)
+    [answers] = submission.run(scenarios.orthogonalize_each, {"problems": problems}, world_size=world)
+    for (matrix, _, _), answer in zip(problems, answers):
+        rows, columns = matrix.shape
+        limit = 6 * count_cost(matrix.shape)
+        right = f"3 iterations of a {rows} × {columns} matrix take at most {limit:,} FLOPs"
+        why = partial(diagnosis.explain_flops, matrix.shape, answer["flops"])
+        expect(answer["flops"] <= limit, right, f"they take {answer['flops']:,}", why)
+
+
+@pytest.mark.parts("Part (b): which rank owns which matrix")
+@pytest.mark.points(2)
+def test_assignment(submission):
+    """assign_matrices balances the ranks' work on two real models, and never exceeds the mean plus the largest cost."""
+    rng = submission.rng
+    problems = [(shapes, size) for shapes in LISTS.values() for size in RANKS]
+    problems += [([], 3), ([(4, 4)], 3), ([(1, 64)] * 16 + [(16, 16)] * 4, 4), ([(16, 16)] * 4 + [(1, 64)] * 16, 4)]
+    problems += [([(16, 16), (1, 256)] * 6, 2), ([(1, 256), (16, 16)] * 6, 2)]  # equal numbers of elements
+    sides = (1, 4, 16, 48, 64, 256)
+    problems += [
+        ([(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(1, 40))], rng.randint(1, 8))
+        for _ in range(30)
+    ]
+    for number, owners in enumerate(ask(submission, "assign_matrices", problems)):
+        shapes, size = problems[number]
+        where = f"for {describe_shapes(shapes)} and {size} ranks, "
+        is_valid = len(owners) == len(shapes) and set(owners) <= set(range(size))
+        right = f"{where}assign_matrices returns {len(shapes)} numbers from 0 to {size - 1}"
+        expect(is_valid, right, f"it returned {len(owners)}: {join_names(owners, 12)}")
+        costs = [count_cost(shape) for shape in shapes]
+        loads = [sum(cost for cost, owner in zip(costs, owners) if owner == rank) for rank in range(size)]
+        mean, bound = sum(costs) / size, sum(costs) / size + max(costs, default=0)
+        wrong = f"the largest sum of costs is {max(loads) / max(mean, 1):.3f} times the mean"
+        why = partial(diagnosis.explain_owners, shapes, size, owners)
+        right = (
+            f"{where}no rank has more than the mean plus the largest cost, {bound / max(mean, 1):.3f} times the mean"
+        )
+        expect(max(loads) <= bound, right, wrong, why)
+        is_real = number < 2 * len(RANKS)
+        right = f"{where}the largest sum of costs is at most {BALANCE:.2f} times the mean"
+        expect(not is_real or max(loads) <= BALANCE * mean, right, wrong, why)
+
+
+@pytest.mark.parts("Part (c): which matrices travel together")
+@pytest.mark.points(2)
+def test_groups(submission):
+    """plan_groups puts every matrix into one group, with its owner. On two real models, buffers have little padding."""
+    rng = submission.rng
+    problems = [(shapes, assign(shapes, size), size, 4) for shapes in LISTS.values() for size in RANKS]
+    problems += [([(3, 4)] * 5, [0, 2, 2, 0, 2], 3, 2), ([(3, 4)] * 2, [1, 1], 4, 5), ([], [], 2, 4)]
+    for _ in range(30):
+        size, count = rng.randint(1, 6), rng.randint(1, 12)
+        shapes = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
+        problems.append((shapes, [rng.randrange(size) for _ in range(count)], size, rng.randint(1, 6)))
+    for number, groups in enumerate(ask(submission, "plan_groups", problems)):
+        expect_groups(groups, *problems[number], is_real=number < 2 * len(RANKS))
+
+
+# ---- the optimizer
+
+
+@pytest.mark.parts("Parts (d) to (f): a step")
+@pytest.mark.points(3)
+@pytest.mark.needs("test_orthogonalize")
+def test_equals_one_process(submission):
+    """After each of 10 steps, all ranks have the weights of one process. A gradient that is None counts as zeros."""
+    everybody = [(5, i, range(4)) for i in range(len(MIXED))]
+    absent = [(1, 0, [1]), (2, 0, [0]), (4, 2, [0, 1, 2, 3]), (7, 3, [1, 2]), *everybody]
+    absent += [(3, i, [1]) for i in range(len(MIXED))]  # one rank has no gradients
+    absent += [(step, 6, range(4)) for step in range(6, 10)]
+    decay = {"weight_decay": 0.3, "lr": 0.05}
+    settings = (
+        (1, {"shapes": MIXED[:5], "options": {"momentum": 0.0}, "transposed": [1]}),
+        (2, {"shapes": MIXED, "absent": absent, "transposed": [0, 4, 6], "options": decay}),
+        (3, {"shapes": [(4, 9), (9, 4)], "absent": [(2, 0, [0, 1]), (3, 1, [2])], "options": {"lr": 0.1}}),
+        (4, {"shapes": MIXED, "absent": absent, "group": [1, 3], "more": {"groups": [[1, 3], [0, 2]]}}),
+    )
+    for world, (_, setting) in zip(submission.worlds(1, 2, 3, 4), settings):
+        setting = {**setting}
+        problem = draw_problem(submission.rng, setting.pop("shapes"), world, 10, **setting)
+        with diagnosis.explain_failed_run():
+            results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
+        expect_weights(results, problem)
+        for rank in problem.group if len(problem.group) > 1 else []:
+            ops = {launch.op for launch in launches(results.events[rank], 0)}
+            right = "correct weights earn points only if gradients are reduce-scattered and weights are all-gathered"
+            wrong = f"the step launched {join_names(sorted(ops)) or 'nothing'}"
+            expect({"reduce_scatter", "all_gather"} <= ops, right, wrong, diagnosis.NOT_SCATTERED, rank=rank)
+
+
+@pytest.mark.points(2)
+@pytest.mark.needs("test_equals_one_process")
+def test_launches(submission):
+    """A step makes one reduce-scatter and one all-gather per group, as large as its buffer, and nothing else."""
+    for results, problem in run_steps(submission, 3, [{"num_groups": 3}, {}, {"num_groups": 1}]):
+        for rank in problem.group if problem.world_size > 1 else []:
+            rows = results[rank]["plan"]["rows"]
+            expect_launches(results.events[rank], rows, 2, rank, len(problem.shapes))
+
+
+@pytest.mark.points(2)
+@pytest.mark.needs("test_launches")
+def test_overlap(submission):
+    """Reduce-scatters are all launched at once. Each all-gather travels while the next group is orthogonalized."""
+    for results, problem in run_steps(submission, 2, [{"num_groups": 4}, {}]):
+        for rank in problem.group if problem.world_size > 1 else []:
+            for step in range(2):
+                expect_overlap(launches(results.events[rank], step), rank, step)
+
+
+@pytest.mark.points(2)
+@pytest.mark.needs("test_assignment")
+def test_flops(submission):
+    """No rank computes more than 1.15 times its part of the matrix products, or than the largest matrix takes."""
+    # With so many layers, the bound of assign_matrices, the mean plus the largest cost, is below the limit.
+    settings = ([("XL", 4)], [("Llama 3 8B", 6)], [("XL", 8), ("Llama 3 8B", 8)])
+    for world, sizes in zip(submission.worlds(2, 3, 4), settings):
+        names = [f"{layers} small layers of {name}" for name, layers in sizes]
+        problems = [
+            draw_problem(submission.rng, SMALL[name] * layers, world, 1, more={"counts": True})
+            for name, layers in sizes
+        ]
+        runs = submission.run_each(scenarios.train, [problem.make_jobs() for problem in problems])
+        for name, problem, results in zip(names, problems, runs):
+            costs = [10 * count_cost(shape) for shape in problem.shapes]
+            limit = WORK * max(sum(costs) / world, max(costs))
+            flops = [result["steps"][0]["flops"] for result in results]
+            for rank, count in enumerate(flops):
+                right = f"with {name}, each of {world} ranks computes at most {limit:,.0f} FLOPs per step"
+                why = partial(diagnosis.explain_work, problem.shapes, results[rank]["plan"]["owners"], rank, flops)
+                expect(count <= limit, right, f"it computes {count:,}", why, rank=rank)
+            right = f"torch's counter sees the matrix products of {name}: about {sum(costs):,} FLOPs on all ranks"
+            expect(sum(flops) >= COUNTED * sum(costs), right, f"it sees {sum(flops):,}", diagnosis.NOT_COUNTED)
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_equals_one_process")
+def test_options(submission):
+    """Parameter groups, schedulers, frozen matrices and closures work. Other parameters are refused with ValueError."""
+    one = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.2, "steps": 3})
+    other = ([1, 3, 5, 6], {})
+    options = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "steps": 4, "num_groups": 2}
+    more = {"scheduler": [[0.1 / (1 + step), 0.03 * (1 + step)] for step in range(4)], "closure": True}
+    for world in submission.worlds(2):
+        setting = {"frozen": [2, 3], "param_groups": [one, other], "options": options, "more": more}
+        problem = draw_problem(submission.rng, MIXED, world, 4, **setting)
+        results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
+        expect_weights(results, problem)
+        for rank, result in enumerate(results):
+            right = "ShardedMuon is a subclass of torch.optim.Optimizer"
+            expect(result["is_optimizer"], right, "it is not a subclass", rank=rank)
+            for step, answer in enumerate(result["steps"]):
+                right, wrong = "step calls the closure once", f"it called it {answer['calls']} times"
+                expect(answer["calls"] == 1, right, wrong, diagnosis.CLOSURE, rank=rank, step=step)
+                right = "step returns what the closure returned"
+                expect(answer["is_loss"], right, "it returned something else", diagnosis.CLOSURE, rank=rank, step=step)
+    [world] = submission.worlds(1)
+    f32, f64 = torch.float32, torch.float64
+    wrong = {
+        "a vector": [((4,), f32)],
+        "a matrix and a parameter with 3 dimensions": [((4, 4), f32), ((2, 2, 2), f32)],
+        "two dtypes": [((4, 4), f32), ((4, 4), f64)],
+    }
+    [answers] = submission.run(scenarios.refuse, {"problems": list(wrong.values())}, world_size=world)
+    for name, answer in zip(wrong, answers):
+        right = f"ShardedMuon raises ValueError for {name}"
+        expect(answer == "ValueError", right, "it accepts them" if answer is None else f"it raised {answer}")
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_equals_one_process")
+def test_momentum(submission):
+    """Each matrix has its momentum on its owner and on no other rank, even if a rank owns nothing."""
+    for world in submission.worlds(3):
+        problems = [draw_problem(submission.rng, shapes, world, 2) for shapes in (MIXED, [(4, 9), (9, 4)])]
+        runs = submission.run_each(scenarios.train, [problem.make_jobs() for problem in problems])
+        for results, problem in zip(runs, problems):
+            expect_momentum(results, problem)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parts("Parts (g) and (h): checkpoints")
+@pytest.mark.points(1)
+@pytest.mark.needs("test_momentum")
+def test_state_dict(submission):
+    """state_dict returns one process's momentum and options, on the CPU, on every rank."""
+    absent = [(1, 0, [1]), (2, 0, [0, 2]), (2, 1, [0, 1, 2])]
+    one, other = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5}), ([1, 3, 5, 6], {"weight_decay": 0.1})
+    for world in submission.worlds(3):
+        setting = {"frozen": [2], "transposed": [1, 4], "param_groups": [one, other], "more": {"saves": True}}
+        problem = draw_problem(submission.rng, MIXED, world, 3, absent=absent, **setting)
+        results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
+        order = one[0] + other[0]
+        numbers = {str(i): str(order.index(i)) for i in problem.trainable()}
+        expected = {numbers[i]: value for i, value in problem.train()[1].items()}
+        options = [
+            [problem.get_options(numbers[0], 0)[name] for name in scenarios.OPTIONS] for numbers in (one[0], other[0])
+        ]
+        for rank, result in enumerate(results):
+            saved = result["saved"]
+            have = sorted(saved["momentum"], key=int)
+            right = (
+                f"state_dict()['state'] has the numbers {join_names(sorted(expected, key=int))}, with momentum_buffer"
+            )
+            is_complete = set(have) == set(expected) and None not in saved["momentum"].values()
+            why = partial(diagnosis.explain_numbers, have, expected, numbers)
+            expect(is_complete, right, f"it has {join_names(have) or 'nothing'}", why, rank=rank)
+            devices = set(saved["devices"].values())
+            expect(devices == {"cpu"}, "state_dict returns tensors on the CPU", f"they are on {devices}", rank=rank)
+            right = (
+                f"state_dict()['param_groups'] has the numbers {[[0, 1, 2], [3, 4, 5, 6]]} and the options {options}"
+            )
+            got = (saved["groups"], saved["options"])
+            is_right = got == ([[0, 1, 2], [3, 4, 5, 6]], options)
+            expect(is_right, right, f"it has {got[0]} and {got[1]}", rank=rank)
+        expect_equal(
+            "the momentum in state_dict is that of one process",
+            [result["saved"]["momentum"] for result in results],
+            expected,
+            tolerance=EXACT,
+            hypotheses=partial(diagnosis.suspect_momentum, problem, numbers, expected),
+        )
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_state_dict")
+def test_resharding(submission):
+    """load_state_dict takes one process's checkpoint, at any world size, and each rank keeps its own part of it."""
+    options = [[0.07, 0.8, 0.1, 3.0]]
+    for world in submission.worlds(1, 3):
+        problem = draw_problem(submission.rng, MIXED, world, 3, transposed=[0, 3])
+        saved = draw_problem(submission.rng, MIXED, 1, 1).gradients[0][0]
+        problem.more = {"load": ({str(i): values for i, values in enumerate(saved)}, options)}
+        results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
+        expect_weights(results, problem, "after a checkpoint has been loaded and ")
+        expect_momentum(results, problem)
+
+
+# ---- what the checks use
+
+
+def ask(submission, function, problems):
+    """Return what a function of the submission returns for each list of arguments. All ranks must compute the same."""
+    [world] = submission.worlds(2)
+    lists = [*LISTS.values(), *(shapes for shapes, *_ in problems if shapes not in LISTS.values())]
+    job = {"function": function, "lists": lists, "problems": [(lists.index(own), *more) for own, *more in problems]}
+    first, *others = submission.run(scenarios.call_each, job, world_size=world)
+    is_equal = all(other == first for other in others)
+    expect(is_equal, f"all ranks compute the same {function}", "the ranks differ", diagnosis.NOT_DETERMINISTIC)
+    return first
+
+
+def describe_shapes(shapes):
+    """Return the name of a list, or its shapes."""
+    names = [name for name, entries in LISTS.items() if entries == shapes]
+    texts = [f"{rows} × {columns}" for rows, columns in shapes]
+    return names[0] if names else f"matrices of {join_names(texts, 6)}" if texts else "no matrices"
+
+
+def run_steps(submission, world, options):
+    """Take two steps for each of these options. Yield (results, problem)."""
+    for size in submission.worlds(world):
+        problems = [draw_problem(submission.rng, MIXED + MIXED[:5], size, 2, options=own) for own in options]
+        yield from zip(submission.run_each(scenarios.train, [p.make_jobs() for p in problems]), problems)
+
+
+def expect_groups(groups, shapes, owners, num_ranks, num_groups, is_real):
+    """Expect a valid plan, and for the lists of the reading a balanced one."""
+    where = f"for {describe_shapes(shapes)}, {num_ranks} ranks and {num_groups=}, "
+    if not is_real:
+        where = where.replace(", ", f" with owners {join_names(owners) or 'none'}, ", 1)
+    right = f"{where}plan_groups returns at most {num_groups} groups with {num_ranks} lists each, and none is empty"
+    is_valid = len(groups) <= num_groups and all(len(rows) == num_ranks and any(rows) for rows in groups)
+    wrong = f"it returned {len(groups)} groups with {join_names([sum(map(len, rows)) for rows in groups])} matrices"
+    expect(is_valid, right, wrong, partial(diagnosis.explain_groups, groups, num_ranks, num_groups))
+    placed = sorted((i, rank) for rows in groups for rank, row in enumerate(rows) for i in row)
+    right = f"{where}every matrix is in one group, in its owner's list"
+    why = partial(diagnosis.explain_places, placed, owners)
+    expect(placed == list(enumerate(owners)), right, "some are in another list, in several or in none", why)
+    if is_real:
+        numels = [rows * columns for rows, columns in shapes]
+        buffers = [num_ranks * max(sum(numels[i] for i in row) for row in rows) for rows in groups]
+        right = f"{where}plan_groups returns {num_groups} groups"
+        expect(len(groups) == num_groups, right, f"it returned {len(groups)}", diagnosis.FEW_GROUPS)
+        sizes = [sum(numels[i] for row in rows for i in row) for rows in groups]
+        padding, largest = sum(buffers) / sum(numels), max(sizes) * len(sizes) / sum(sizes)
+        why = partial(diagnosis.explain_buffers, groups, numels, owners)
+        right = f"{where}all buffers together have at most {PADDING} times the elements of the matrices"
+        expect(padding <= PADDING, right, f"they have {padding:.3f} times as many", why)
+        right = f"{where}the matrices of the largest group have at most {PADDING} times the mean number of elements"
+        expect(largest <= PADDING, right, f"it has {largest:.3f} times the mean", why)
+
+
+def expect_weights(results, problem, after=""):
+    """Expect the weights of one process after every step."""
+    history, _ = problem.train()
+    for step, weights in enumerate(history):
+        actual = [results[rank]["steps"][step]["weights"] for rank in problem.group]
+        expect_equal(
+            f"{after}after {step + 1} step{'s' * (step > 0)}, the weights are those of one process",
+            actual,
+            weights,
+            ranks=problem.group,
+            tolerance=EXACT,
+            hypotheses=partial(diagnosis.suspect_weights, problem, step, weights, actual),
+        )
+
+
+def expect_launches(events, rows, steps, rank, num_matrices):
+    """Expect one reduce-scatter and one all-gather per group in each step. `rows` has the row lengths of each group."""
+    sizes = sorted(len(lengths) * max(lengths) for lengths in rows)
+    barriers = sum(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
+    for step in range(steps):
+        launched, at = launches(events, step), {"rank": rank, "step": step}
+        right = f"a step launches one reduce-scatter and one all-gather for each of {len(rows)} groups, of "
+        right += f"{join_names(sizes)} elements, and nothing else"
+        got = [(x.op, x.numel) for x in launched]
+        expected = [(op, size) for op in ("all_gather", "reduce_scatter") for size in sizes]
+        why = partial(diagnosis.explain_launches, launched, rows, barriers, num_matrices)
+        wrong = f"it made {summarize(launched, 12)}" + f" and {barriers} barriers" * bool(barriers)
+        expect(sorted(got) == expected and not barriers, right, wrong, why, **at)
+        raced = [x for x in launched if x.raced]
+        right = "no tensor of a collective changes between launch and wait"
+        expect(not raced, right, f"those of {summarize(raced)} change", diagnosis.RACE, **at)
+        missed = [x for x in launched if not x.waits or x.wait_steps[0] != step]
+        right = "a step waits on every handle"
+        expect(not missed, right, f"it does not wait on {summarize(missed)}", diagnosis.NOT_AWAITED, **at)
+
+
+def expect_overlap(launched, rank, step):
+    """Expect the order of launches and waits that the skeleton asks for. A launch that was polled does not block."""
+    reduces, gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
+    waits = sorted(x.waits[0] for x in reduces if not x.is_polled or x.sync)
+    at = {"rank": rank, "step": step}
+    last = max(x.place for x in reduces)
+    right = f"all {len(reduces)} reduce-scatters are launched before the first wait"
+    early = sum(wait < last for wait in waits)
+    wrong = f"the rank waits {early} times before it launches the last one"
+    expect(not early, right, wrong, partial(diagnosis.explain_reductions, reduces, gathers), **at)
+    polled = sum(x.is_polled for x in reduces)
+    for number, wait in enumerate(waits):
+        before = sum(x.place < wait for x in gathers)
+        right = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
+        why = partial(diagnosis.explain_gathers, reduces, gathers)
+        expect(before >= number - polled, right, f"{before} are", why, **at)
+    last = max(x.place for x in gathers)
+    blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]
+    right = "no all-gather is awaited before all are launched"
+    expect(not blocked, right, f"{len(blocked)} are", partial(diagnosis.explain_early_gathers, blocked), **at)
+
+
+def expect_momentum(results, problem):
+    """Expect optimizer.state to have the momentum of the matrices that the rank owns, and nothing else."""
+    for rank, result in enumerate(results):
+        nbytes = {i: 8 * rows * columns for i, (rows, columns) in enumerate(problem.shapes)}
+        owned = [[i, nbytes[i]] for i, owner in result["plan"]["owners"] if owner == rank]
+        names = [i for i, _ in owned]
+        right = f"optimizer.state has the momentum of the matrices that this rank owns: {join_names(names) or 'none'}"
+        wrong = join_names([f"{count} bytes of matrix {i}" for i, count in result["owned"]], 4)
+        why = partial(diagnosis.explain_state, [own["owned"] for own in results], owned, problem)
+        expect(result["owned"] == sorted(owned), right, f"it has {wrong or 'nothing'}", why, rank=rank)
