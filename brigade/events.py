@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,6 +166,12 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
         for launch in by_index.values()
         if launch.op != "barrier" and step in (None, launch.step) and phase in (None, launch.phase)
     ]
+
+
+def drop_flags(launched: Sequence[Launch]) -> list[Launch]:
+    """Return the launches of more than 16 elements, and all launches of a step that makes more than 4 smaller ones."""
+    flags = Counter(launch.step for launch in launched if launch.numel <= 16)
+    return [launch for launch in launched if launch.numel > 16 or flags[launch.step] > 4]
 
 
 def split_calls(events: Sequence[Event], num_calls: int) -> list[list[Event]]:

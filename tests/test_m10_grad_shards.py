@@ -14,7 +14,7 @@ from brigade.checks.expectations import (
     expect_silence,
     join_names,
 )
-from brigade.events import launches, list_ready_gradients, summarize
+from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
@@ -193,12 +193,12 @@ def test_volume_and_dtypes(submission):
         weights, is_wider = str(dtype).removeprefix("torch."), grad_dtype.itemsize > dtype.itemsize
         for rank, events in enumerate(results.events):
             for step in range(3):
-                launched = [launch for launch in launches(events, step) if launch.numel > 16]  # flags are allowed
+                launched = drop_flags(launches(events, step))
                 for op, phases, name in (
                     ("reduce_scatter", ("backward", "finish"), "float32"),
                     ("all_gather", ("step",), weights),
                 ):
-                    own = [launch for launch in launched if launch.phase in phases]
+                    own = [launch for launch in launched if (launch.phase == "step") == (phases == ("step",))]
                     expect(
                         {launch.op for launch in own} == {op}
                         and sum(launch.numel for launch in own) == numel
@@ -327,7 +327,8 @@ def expect_no_gradient(results, case):
 def require_shards(events_by_rank, case):
     """Require that gradients are reduce-scattered."""
     for rank in case.group if len(case.group) > 1 else []:
-        launched = [x for x in launches(events_by_rank[rank]) if x.phase in ("backward", "finish") and x.numel > 16]
+        launched = [x for x in launches(events_by_rank[rank]) if x.phase not in ("construct", "step")]
+        launched = drop_flags(launched)
         ops = {launch.op for launch in launched}
         expect(
             ops == {"reduce_scatter"},

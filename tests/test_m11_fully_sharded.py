@@ -18,7 +18,7 @@ from brigade.checks.expectations import (
     format_distinct,
     join_names,
 )
-from brigade.events import launches, list_ready_gradients, summarize
+from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from m11_fully_sharded import causes as diagnosis
 from m11_fully_sharded import scenario as scenarios
@@ -924,7 +924,7 @@ def expect_volume(events, step, case, rank, gathers, passes=1, is_crossed=False)
         "all_gather": sorted((numels[:1] + numels[1:] * gathers) * passes),
         "reduce_scatter": sorted(numels),
     }
-    launched = [x for x in launches(events, step) if x.numel > 16]  # flags are allowed
+    launched = drop_flags(launches(events, step))
     got = {op: sorted(x.numel for x in launched if x.op == op) for op in {x.op for x in launched}}
     expect(
         got == expected,
