@@ -43,7 +43,7 @@ class Comparison:
 
     def factors(self) -> list[float | None]:
         """Return the factor k with actual = k × expected for each wrong tensor, or None if there is no such factor."""
-        return [find_factor(entry.actual, entry.expected) for entry in self.wrong if entry.expected.any()]
+        return [find_factor(entry.actual, entry.expected) for entry in self.wrong]
 
 
 def explain_tensors(compared: Comparison) -> tuple[str, str]:
@@ -86,8 +86,9 @@ def early_read(compared: Comparison) -> str:
         count, total = compared.evidence.num_unawaited, compared.evidence.num_handles
         ops = "".join(f", {op}" for op in compared.evidence.unawaited_ops)
         return meaning + f"The code does not wait on {describe_missed(count, total)}{ops and f' ({ops[2:]})'}."
-    if compared.evidence.num_unawaited == 0:
-        return meaning + "The code waits on every handle, but it reads or copies the result before the wait."
+    if compared.evidence.num_unawaited == 0:  # without handles, NaN comes from somewhere else
+        late = "The code waits on every handle, but it reads or copies the result before the wait."
+        return (meaning + late) * (compared.evidence.num_handles > 0)
     return meaning + "The code does not wait on a handle, or it reads the result before the wait."
 
 
@@ -244,12 +245,14 @@ def agree(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether two tensors agree up to float32 rounding; None counts as zeros."""
     if one is None or other is None:
         return (one is None or not one.any()) and (other is None or not other.any())
-    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-7)
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-7, equal_nan=True)
 
 
 def find_factor(actual: Tensor | None, expected: Tensor) -> float | None:
     """Return the factor k with actual = k × expected, or None."""
-    if actual is None or not expected.any():
+    if actual is None or not expected.any() or not actual.isfinite().all():
         return None
     a, b = actual.double().flatten(), expected.double().flatten()
     k = float(a @ b / (b @ b))
