@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from brigade.checks.run import prepare
 from brigade.cli.options import ABOVE_ZERO, add
 from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
+from brigade.course.submission import find
 from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look, visibility
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import Grading, make_empty_grading
@@ -129,12 +130,14 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         def follow(grading: Grading) -> None:
             nonlocal latest
             latest = grading
+            latest.found = found
             latest.findings = findings  # only Gradescope's format contains them, hidden from students
             if out:
                 formats.write(out, render(grading))
             done = sum(outcome.is_settled for outcome in grading.outcomes)
             progress.update(task, total=len(grading.outcomes), completed=done)
 
+        found: list[int] = []
         findings: list[static_look.Finding] = []
         latest = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
         with delay_interrupts():
@@ -148,6 +151,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                 with delay_interrupts():
                     prepare()
                     grading.collect(entries)
+                found += [entry.number for entry in MODULES if find(submission.directory, entry)]
                 findings += static_look.look_at(submission.directory, entries)
                 if please_look:
                     formats.write(please_look, formats.format_findings(findings))
@@ -250,8 +254,10 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     now = classroom.read_scores(everyone)
     if failed := [student.name for student in everyone if student not in now]:
         report.print(f"  not graded (the gradebook says why): {', '.join(failed)}")
-    if empty := [str(row["student"]) for row in identified.table if classroom.is_without_files(row)]:
-        report.print(f"  score 0, because no module file was found (see the gradebook's note): {', '.join(empty)}")
+    rows = dict(zip(everyone, identified.table))
+    if empty := [rows.pop(student) for student in classroom.list_empty(everyone)]:
+        names = ", ".join(str(row["student"]) for row in empty)
+        report.print(f"  score 0, because no module file was found (see the gradebook's note): {names}")
     for student, score in before.items():
         if score != now.get(student):
             report.print(f"  {student.name}: {score} points before, {now.get(student, 'none')} now")
@@ -273,7 +279,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
         report.print(f"  {conflict}; decide which one counts")
-    for check, count in classroom.count_failures(identified.table)[:10]:
+    for check, count in classroom.count_failures([*rows.values()])[:10]:
         report.print(f"  {count} of {len(everyone)} submissions fail {check}")
     for group in similarity.find_groups(
         similarity.find_pairs(classroom.read_class(classroom.name_students(everyone, people), entries))

@@ -15,7 +15,7 @@ CORE = (
 )
 CHECKS = (
     "tests/test_m*.py",
-    *(f"tests/helpers/{name}.py" for name in ("buffers", "training", "easier", "odd_steps", "zero")),
+    *(f"tests/helpers/{name}.py" for name in ("buffers", "training", "easier", "odd_steps", "units", "zero")),
 )
 CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.txt"))
 

@@ -95,7 +95,10 @@ def read(target: str | Path, number: int, prior: str = "own", replaced: Collecti
     target = resolve_target(target)
     entry = get_module(number)
     if find(target, entry) is None:
-        raise CourseError(f"module {number} is missing: {target} has no {entry.path}. {advise_reset(entry)}")
+        advice = "Hand it in under this name; `brigade submit` puts it into the right place of a zip."
+        if target == ROOT / "lessons":
+            advice = advise_reset(entry)
+        raise CourseError(f"module {number} is missing: there is no {entry.path}. {advice}")
     own = read_module(target, entry)
     earlier: Sources = {}
     for other in [other for other in TRAINING_MODULES if other.number < entry.number]:

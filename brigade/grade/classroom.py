@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
 from brigade.course.submission import find, read_text
@@ -296,10 +297,20 @@ def save(
     return identified
 
 
+def read_results(everyone: Sequence[Student]) -> dict[Student, dict[str, Any]]:
+    """Return the results of the students who are graded."""
+    graded = [student for student in everyone if student.fingerprint_file.exists() and student.results.exists()]
+    return {student: json.loads(student.results.read_text()) for student in graded}
+
+
 def read_scores(everyone: Sequence[Student]) -> dict[Student, int]:
     """Return the scores of the students who are graded."""
-    graded = [student for student in everyone if student.fingerprint_file.exists() and student.results.exists()]
-    return {student: json.loads(student.results.read_text())["score"] for student in graded}
+    return {student: result["score"] for student, result in read_results(everyone).items()}
+
+
+def list_empty(everyone: Sequence[Student]) -> list[Student]:
+    """Return the graded students whose submissions contain no module file."""
+    return [student for student, result in read_results(everyone).items() if not result["modules_found"]]
 
 
 def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequence[Person] = ()) -> int:
@@ -344,20 +355,10 @@ def write_findings(gradebook: Path, everyone: Sequence[Student]) -> list[str]:
     return list(watched)
 
 
-def is_without_files(row: Row) -> bool:
-    """Return whether the note says that the submission has no module file."""
-    return incoming.NO_MODULE_FILE in str(row["note"])
-
-
 def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
-    """Return each failed check with the number of submissions that fail it, the largest number first.
-
-    Submissions without module files do not count.
-    """
-    rows = [row for row in table if not is_without_files(row)]
-    return Counter(
-        column for row in rows for column, value in row.items() if "." in column and value == 0
-    ).most_common()
+    """Return each failed check with the number of submissions that fail it, the largest number first."""
+    columns = (column for row in table for column, value in row.items() if "." in column and value == 0)
+    return Counter(columns).most_common()
 
 
 def read_class(everyone: Sequence[Student], entries: Sequence[Module]) -> similarity.ClassTexts:

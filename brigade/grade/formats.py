@@ -124,6 +124,7 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
         "seconds": round(grading.seconds, 3),
         "finished": grading.finished,
         "not_included": format_written_points(grading),
+        "modules_found": grading.found,
         "notes": list_remarks(grading),
         "checks": [
             {

@@ -57,7 +57,6 @@ WITHOUT_CONTENT = (
 )
 LONGEST_PATH = 3_500  # bytes; a system call takes 4096 at most
 
-NO_MODULE_FILE = f"No module file such as {CORE_MODULES[0].path.name} was found"  # in notes
 ENTRIES = {entry.path.name: entry for entry in MODULES}  # by the names of main files
 FILES = {path.name: entry for entry in MODULES for path in entry.paths}
 
@@ -168,7 +167,7 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
     notes = []
     if place is None:
         what = format_names(files) if files else "nothing"
-        notes.append(f"{NO_MODULE_FILE}. Found instead: {what}")
+        notes.append(f"No module file such as {CORE_MODULES[0].path.name} was found. Found instead: {what}")
     given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
     others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
     if others:

@@ -23,6 +23,7 @@ class Grading:
     started: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)  # for everybody: ignored files and missing protections
+    found: list[int] = field(default_factory=list)  # the numbers of the modules that the submission contains
     findings: list[Finding] = field(default_factory=list)  # for the instructor
     finished: bool = False
 

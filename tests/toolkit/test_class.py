@@ -62,7 +62,7 @@ STUB = """if True:
     check = {"module": 1, "name": "test_stub", "score": points, "points": 8}
     checks = [check | {"title": "A stub.", "status": "passed", "feedback": ""}]
     result = {"score": points, "max_score": 8, "checks": checks, "notes": ["Note one", "Note two"]}
-    result |= {"seed": 1, "started": "2026-01-31T12:00:00Z", "not_included": ""}
+    result |= {"seed": 1, "started": "2026-01-31T12:00:00Z", "not_included": "", "modules_found": [1]}
     open(sys.argv[2], "w").write(json.dumps(result))
 """
 

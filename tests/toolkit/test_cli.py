@@ -276,7 +276,7 @@ def test_next_names_the_first_unfinished_module(brigade, lessons):
     done = brigade("next", "--target", lessons)
     assert done.returncode == 1
     assert "✓ Module 1" in done.stdout
-    assert "→ module 2 is missing" in done.stdout and "`brigade reset 2` writes its skeleton" in done.stdout
+    assert "→ module 2 is missing" in done.stdout and "Hand it in under this name" in done.stdout
     shown = brigade("check", 1, 2, "--target", lessons, "--only", "start_equal or one_all_reduce").stdout
     assert "✓ 1/1" in shown and "Module 2: One flat all-reduce\n  ✗ module 2 is missing" in shown
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_m11_fully_sharded import expect_orders
 
 from brigade.checks.context import CheckContext
 from brigade.checks.expectations import MANY_STEPS, expect_equal
 from brigade.course.modules import get_module
 from brigade.course.submission import read
 from helpers import training
+from helpers.units import expect_orders
 from m08_zero_optimizer import scenario, scenario_sharded
 from m08_zero_optimizer.expected import compute_weights, train_unsharded
 from m11_fully_sharded.scenario import ORDERS
