@@ -23,6 +23,9 @@ JOB = {
     "optimizer_class": ("m09_prefetched_weights", "PrefetchedZeroOptimizer"),
 }
 
+# With so many parameters in each group, some groups contain the end of one block and the start of the next.
+ACROSS_BLOCKS = 3
+
 
 def make_jobs(case, recipe, buckets_per_group=2, bucket_numel=BUCKET_NUMEL, **more):
     """Return each rank's job. With `bucket_numel=1` every parameter has its own bucket."""
@@ -91,14 +94,15 @@ def test_step_waits_for_no_weights(submission):
 @pytest.mark.points(4)
 def test_weights_are_awaited_just_before_use(submission):
     """Forward waits for each group just before the first module that has one of its parameters, in launch order."""
-    cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "Listed"), (1, BUCKET_NUMEL, 1))
-    for world, model, bucket_numel in cases:
+    models, bucket_numels = ("Plain", "MixedDtypes", "Listed", "Blocks"), (1, BUCKET_NUMEL, 1, 1)
+    for world, model, bucket_numel in zip(submission.worlds(2, 3, 2, 2), models, bucket_numels):
+        per_group = ACROSS_BLOCKS if model == "Blocks" else 1
         case = submission.case(model, world, steps=4, hidden_layers=5, forward_borders=True)
         still = {"optimizer": "SGD", "options": {"lr": 1e-6}}  # then the values at all borders are known
-        jobs = make_jobs(case, still, 1, bucket_numel, proven=4)
+        jobs = make_jobs(case, still, per_group, bucket_numel, proven=4)
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         module = build(case)
-        expected = count_waits(module, list_forward_groups(module, world, 1, bucket_numel))
+        expected = count_waits(module, list_forward_groups(module, world, per_group, bucket_numel))
         for rank, events in enumerate(results.events):
             for step in range(2, 4):  # in the first forward, it is unknown which modules are called
                 gathers = [x for x in launches(events, step - 1, phase="step") if x.op == "all_gather"]
@@ -134,21 +138,22 @@ def test_weights_are_awaited_just_before_use(submission):
 @pytest.mark.points(2)
 @pytest.mark.needs("test_equals_unsharded")
 def test_groups_that_no_forward_used(submission):
-    """If forward skips a layer, a layer that shares its weight waits for the group, or else the next step does."""
-    for world, model in zip(submission.worlds(2, 3), ("Branches", "TiedBranches")):
-        case = submission.case(model, world, steps=4, forward_borders=True)
-        jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1, proven=1)
-        for job in jobs:  # the first forward uses the layer `left`, which the later ones skip
+    """If forward skips a layer, a layer that shares its weight or group waits for it, or else the next step does."""
+    for world, model in zip(submission.worlds(2, 3, 2), ("Branches", "TiedBranches", "Blocks")):
+        case = submission.case(model, world, steps=4, forward_borders=True, hidden_layers=3)
+        per_group = ACROSS_BLOCKS if model == "Blocks" else 1
+        jobs = make_jobs(case, make_recipe("Adam"), per_group, bucket_numel=1, proven=1)
+        for job in jobs:  # the first forward uses the layer `left` or the first block, which the later ones skip
             for [batch] in job["batches"][1:]:
-                batch["branch"] = 1 if model == "TiedBranches" else -1  # there, `right` shares a weight with `left`
+                batch["branch"] = -1 if model == "Branches" else 1  # `right`, or all other blocks
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(4):
                 early = find_early_module(events, step)
                 expect(
                     not early,
-                    "a module runs only when its own weights are complete, even if it shares a weight with a layer "
-                    "that forward skips",
+                    "a module runs only when its own weights are complete, even if it shares a weight or a group with "
+                    "a layer that forward skips",
                     f"{early and early['name']} starts with incomplete weights: {join_names(list_incomplete(early))}",
                     partial(diagnosis.explain_forward, events, list(case.parameters()), step),
                     rank=rank,

@@ -79,6 +79,10 @@ MISFITTING_MOMENTS = (
     "the loaded moments do not have the shapes of the shards. load_state_dict must cut each moment with "
     "ParamShard.cut, and param_slice must have as many elements as the shard, which may be empty."
 )
+MISNUMBERED_MOMENTS = (
+    "the loaded moments fit the shards of a model without frozen parameters, but not of one with some. The inner "
+    "optimizer numbers the shards from 0, while a state dict numbers all parameters."
+)
 MASTERS_NOT_COVERED = (
     "a rank does not load the part of each main parameter that belongs to its own shards. These parts change with the "
     "number of ranks."
@@ -691,13 +695,13 @@ def explain_entry(shape, expected):
 
 
 @contextlib.contextmanager
-def suspect_misfitting_moments():
+def suspect_misfitting_moments(cause=MISFITTING_MOMENTS):
     """Blame load_state_dict for moments that do not fit the shards on which the inner optimizer steps."""
     try:
         yield
     except CheckFailed as failed:
         if re.search("size of tensor .* must match", failed.verdict.message):
-            raise failed.with_cause(MISFITTING_MOMENTS) from None
+            raise failed.with_cause(cause) from None
         raise
 
 

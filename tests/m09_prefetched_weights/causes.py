@@ -207,7 +207,10 @@ def explain_forward(events, trainable, step=1):
                 "of a module may be in several groups. groups_of must list all of them, and before_forward must wait "
                 "for all of them."
             )
-        return f"{owner} runs before its weights have arrived. Its pre-hook must wait for the groups of its parameters."
+        return (
+            f"{owner} runs before its weights have arrived. Its own pre-hook must wait for the groups of its "
+            "parameters, even if modules before it have parameters in these groups."
+        )
     first = next(iter(started.values()), set())  # when the model's own forward began
     silent = [owner for owner, names in owned.items() if owner not in started and first.intersection(names)]
     if silent:

@@ -84,6 +84,8 @@ def test_a_new_gradient_of_another_dtype_or_shape():
     shape = "attempting to assign a gradient of size '[340]' to a tensor of size '[20, 17]'."
     assert "torch.zeros_like" in cause("RuntimeError", dtype, ["p.grad = torch.zeros(p.shape)"])
     assert "torch.cat promotes" in cause("RuntimeError", dtype, ["p.grad = piece"], text="flat = torch.cat(grads)")
+    narrow = "attempting to assign a gradient with dtype 'c10::BFloat16' to a tensor with grad_dtype 'Float'."
+    assert "as main parameters are" in cause("RuntimeError", narrow, ["s.grad = grad"], text="torch.cat(grads)")
     assert "main_grad and its parameter have different dtypes" in cause(
         "RuntimeError", dtype, ["p.grad = view"], text="p.main_grad = view"
     )

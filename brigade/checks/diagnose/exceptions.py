@@ -103,6 +103,11 @@ def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
     if re.search("dtype|different type", failure.message):
         file = failure.frames[-1][0] if failure.frames else ""
         text = next((text for path, text in sources.values() if Path(path).name == file), "")
+        if re.search("dtype '[^']*(BFloat16|Half)' to .* '[^']*Float'", failure.message):
+            return (
+                "the gradient has 16 bits, but its tensor is fp32, as main parameters are. Convert the gradient to the "
+                "dtype of its tensor."
+            )
         if "torch.cat(" in text:
             return (
                 "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one "
