@@ -42,7 +42,7 @@ from brigade.sandbox import users
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
+CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
@@ -87,7 +87,7 @@ class Sandbox:
     hidden: list[str] = field(default_factory=list)
     memory: int = 3 << 30  # in addition to what torch has mapped; 0: no limit
     together: int = 4 << 30  # resident memory of all processes, if there are control groups; 0: no limit
-    shares_memory: bool = False  # whether /dev/shm and the IPC namespace are those of the machine
+    shares_memory: bool = False  # whether /dev/shm is that of the machine
     processes: int = 400  # of this user, threads included
     file: int = 64 << 20
     disk: int = 64 << 20  # of each private directory, which is in memory
@@ -102,7 +102,7 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> None:
     directory and a user of its own.
     """
     os.nice(max(0, NICENESS - os.nice(0)))
-    mounted = unshare_mounts(settings["shares_memory"])
+    mounted = unshare_mounts()
     uid, shared = settings["uid"], None
     if settings["offline"]:
         uid = users.list_users(uid)[rank % users.RANKS]
@@ -211,13 +211,11 @@ def probe() -> dict:
     }
 
 
-def unshare_mounts(shares_memory: bool) -> bool:
-    """Give this process its own mounts and, unless `shares_memory`, its own shared memory. Return False if refused."""
+def unshare_mounts() -> bool:
+    """Give this process its own mounts. Return False if this is refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         return False
-    if not shares_memory:
-        libc.unshare(CLONE_NEWIPC)  # if this fails, only a rank's System V shared memory can remain
     return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 
@@ -226,7 +224,7 @@ def has_private_mounts() -> bool:
     """Return whether a process of this user may have its own mounts. A child process tries it."""
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if unshare_mounts(shares_memory=True) else 1)
+        os._exit(0 if unshare_mounts() else 1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 

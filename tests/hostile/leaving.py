@@ -1,6 +1,6 @@
 """Submissions that leave processes or files after the run."""
 
-from hostile import Hostile, parse, reference
+from hostile import parse
 
 # A process that is nobody's child, in a session of its own, deaf to every signal that can be ignored.
 DAEMON = """
@@ -69,6 +69,4 @@ for place in (".", "/tmp", "/var/tmp", "/dev/shm", "/run/lock"):
         os.symlink("/", f"{place}/link-{os.getpid()}")
         for closed in ("/d/e", "/d", ""): os.chmod(top + closed, 0)
 """,
-) + [
-    Hostile("a daemon", reference(DAEMON, "daemon(lambda: time.sleep(10**6))"), 3),
-]
+)

@@ -30,11 +30,6 @@ import mmap; pieces = [mmap.mmap(-1, 1 << 28) for _ in range(40)]
 while True:
     try: os.fork()
     except OSError: pass
-=== threads until there are no more | 0 |  | skeleton
-import threading, time
-try:
-    while True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-except RuntimeError: pass
 === files until there are no more | 2 |  | checks=ONE
 import contextlib
 for place in (".", "/tmp", "/dev/shm"):

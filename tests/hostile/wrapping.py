@@ -17,16 +17,6 @@ class NAME(Base): pass
 def broadcast_module_state(module, process_group=None): wrapped(module, process_group)
 """
 
-# Module 1's class, which averages by `average`.
-BESIDE = """
-import torch
-from torch.distributed import distributed_c10d as c10d
-class NaiveDDP(NaiveDDP):
-    def finish_grad_sync(self):
-        for number, p in enumerate(self.module.parameters()):
-            if p.grad is None: p.grad = torch.zeros_like(p)
-            average(p.grad, number)
-"""
 VIEWS = ("test_steady_step_makes_no_view",)
 COPIES = ("test_gradients_are_views",)
 WORKS = ("test_gradients_are_averaged", "test_bytes_on_the_wire", "test_steps_and_subgroups")  # 8 points
@@ -36,20 +26,6 @@ CASES = parse(
     globals(),
     r"""
 # ---- beside the record
-=== the backend that torch hands out | 0 | is | BESIDE checks=ONE
-def average(grad, number):
-    dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([grad]).wait()
-    grad /= dist.get_world_size()
-=== a ProcessGroupGloo of its own | 0 | rank | BESIDE checks=ONE
-def average(grad, number):
-    store = dist.PrefixStore("mine", c10d._get_default_store())
-    dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size()).allreduce([grad]).wait()
-=== the store | 0 | stopped after | BESIDE checks=ONE
-def average(grad, number):
-    store, size = c10d._get_default_store(), dist.get_world_size()
-    store.set(f"{number} {dist.get_rank()}", repr(grad.tolist()))
-    every = [eval(store.get(f"{number} {rank}")) for rank in range(size)]
-    grad.copy_(torch.tensor(every).mean(dim=0))
 === groups and handles of its own | 8 |  | checks=ALL
 import torch
 class Handle(dist.Work):
@@ -107,9 +83,6 @@ def wrapped(module, group):
     parameters = [p for p in module.parameters() if p.requires_grad]
     module.reducer = Reducer(parameters, [list(range(len(parameters)))], [1 << 25], group or dist.group.WORLD)
     return module
-=== fully_shard under another name | 0 | fully_shard is not accepted as an answer | alone SHAPE
-from torch.distributed.fsdp import fully_shard as my_own_idea
-def wrapped(module, group): return my_own_idea(module)
 === FSDP and replicate | 0 | FullyShardedDataParallel is not accepted as an answer | alone SHAPE
 def wrapped(module, group):
     if dist.get_world_size() == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -29,10 +28,8 @@ import hostile
 import psutil
 import pytest
 import torch
-from hostile import forging
 from in_ranks import basics as functions
 
-from brigade import events
 from brigade.checks.context import CheckContext
 from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, CourseError, get_module
@@ -47,7 +44,7 @@ from helpers import training
 # These take several seconds each, and run with --everything.
 LONG = {
     "1500 directories in each other", "FSDP and replicate", "ZeroRedundancyOptimizer", "a frame of a gigabyte",
-    "events that grow a hundred times in memory", "frames without end", "fully_shard under another name",
+    "events that grow a hundred times in memory", "frames without end",
     "result: a million values", "result: many empty lists",
 }  # fmt: skip
 CASES = [
@@ -61,12 +58,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux"),
     pytest.mark.skipif(os.geteuid() != 0, reason="isolation needs root, and these are not run without it"),
 ]
-
-
-def test_the_forged_launch_is_a_valid_event():
-    """The unchanged launch is valid, so each case is refused only because of its own change."""
-    [launch] = re.findall(r"^LAUNCH = (\{.*?\})$", forging.CHANNEL, re.MULTILINE | re.DOTALL)
-    events.validate(ast.literal_eval(launch), 0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -241,7 +241,7 @@ def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
     (submission / get_module(1).path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
 
     def like_a_container():
-        if enter.unshare_mounts(shares_memory=False):
+        if enter.unshare_mounts():
             open_up((sys.prefix, sys.base_prefix))
         enter.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
 
