@@ -145,17 +145,6 @@ class OverlappedDDP(OverlappedDDP):
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         parcel = torch.cat([grad.flatten() for grad in grads]).as_subclass(Parcel)
         dist.all_reduce(parcel, group=self.process_group)
-=== averages through the inner group | 0 | made a launch without recording it | checks=ONE
-class NaiveDDP(NaiveDDP):
-    def finish_grad_sync(self):
-        for p in self.module.parameters():
-            find("SwitchGroup").allreduce([p.grad], dist.AllreduceOptions()).wait()
-            p.grad /= dist.get_world_size()
-=== waits without recording it | 0 | without recording the wait | modules=3 checks=ONE
-class OverlappedDDP(OverlappedDDP):
-    def launch(self, parameter):
-        work = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
-        work._inner.wait()
 === torch's helper that averages parameters | 0 | is not accepted as an answer | modules=2 checks=ONE
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 class FlatDDP(FlatDDP):

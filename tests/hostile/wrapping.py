@@ -57,15 +57,6 @@ class BufferedDDP(BufferedDDP):
             thread = threading.Thread(target=buffer.grad_data.clone)
             thread.start()
             thread.join()
-=== copies in a callback, on a thread of gloo | 0 | a step copies no more elements than a step of the bare model |
-modules=5 checks=COPIES
-import torch
-class BufferedDDP(BufferedDDP):
-    def finish_grad_sync(self):
-        super().finish_grad_sync()
-        for buffer in self.grad_buffers:
-            copies = dist.all_reduce(torch.zeros(1), group=self.process_group, async_op=True).get_future()
-            copies.then(lambda _: buffer.grad_data.clone()).wait()
 === views under the name of torch | 0 | creates no view | modules=7 checks=VIEWS
 __name__ = 'torch.distributed.mine'
 def view(data): data[1:3]
