@@ -66,8 +66,8 @@ def split_feedback(check: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def format_instant(instant: str) -> str:
-    """Return an instant such as "2026-01-31T12:00:00Z" in a readable form."""
-    return instant.replace("T", " ").replace("Z", " UTC")
+    """Return a sentence with an instant such as "2026-01-31T12:00:00Z"."""
+    return f"Graded on {instant.replace('T', ' ').replace('Z', ' UTC')}."
 
 
 def format_text(result: Mapping[str, Any], shows_seed: bool = False) -> str:

@@ -7,6 +7,7 @@ written by hand. `FIELDS` contains the headings that are read. Other columns are
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +33,10 @@ IDENTIFYING = [field for field in FIELDS if field != "section"]
 UNIQUE = [field for field in IDENTIFYING if field != "name"]
 NOT_STUDENTS = ("Points Possible", "Student, Test")  # rows of Canvas's gradebook
 # The names that platforms give to the submissions in a download. Moodle's contains the student's name (or "Participant"
-# if marking is blind) and the number of the participant. Canvas's contains the canvas id.
+# if marking is blind) and the number of the participant. Canvas's contains the letters of the name and the canvas id.
 # https://github.com/moodle/moodle/blob/main/mod/assign/locallib.php
 MOODLE = re.compile(r"(.+)_(\d+)_assignsubmission_.*")
-CANVAS = re.compile(r"[^_]+(?:_LATE)?_(\d+)_\d+_.*")
+CANVAS = re.compile(r"([^_]+)(?:_LATE)?_(\d+)_\d+_.*")
 
 Person = dict[str, str]  # the values of a student's fields
 
@@ -107,12 +108,26 @@ def find_person(submission: str, people: Sequence[Person]) -> Person | None:
         if len(agreeing) == 1:
             return agreeing[0]
     elif match := CANVAS.fullmatch(submission):
-        wanted = {"canvas id": match[1]}
+        wanted = {"canvas id": match[2]}
+        named = [person for person in people if join_letters(match[1]) in list_joined_names(person["name"])]
+        if len(named) == 1 and not named[0]["canvas id"]:
+            return named[0]
     for field, value in wanted.items():
         found = [person for person in people if person[field] and is_equal(person[field], value)]
         if len(found) == 1:
             return found[0]
     return None
+
+
+def join_letters(text: str) -> str:
+    """Return the letters and digits of a text, without capital letters and accents."""
+    return "".join(letter for letter in unicodedata.normalize("NFKD", text).casefold() if letter.isalnum())
+
+
+def list_joined_names(name: str) -> list[str]:
+    """Return how Canvas may join the parts of a name such as "Jane Doe" or "Doe, Jane": doejane and janedoe."""
+    parts = name.split()
+    return [join_letters("".join(parts[index:] + parts[:index])) for index in range(len(parts))]
 
 
 def is_equal(one: str, other: str) -> bool:

@@ -487,11 +487,13 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
 
 def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_path):
     uploads = ["Jane Doe_98765_assignsubmission_file", "boley_12345_678_submission.zip"]
-    (tmp_path / "roster.csv").write_text("name,canvas id\nJane Doe,\nBo/ Ley,12345\n")
+    uploads += ["mu\u0308llerjo\u0308rg_LATE_777_678_a.zip"]  # found by the name, because the roster has no number
+    (tmp_path / "roster.csv").write_text("name,canvas id\nJane Doe,\nBo/ Ley,12345\nJörg Müller,\n")
     command = small_class(tmp_path / "class", **dict.fromkeys(uploads, 8))
     options = ["--roster", str(tmp_path / "roster.csv"), "--feedback", str(tmp_path / "out")]
     assert cli.main([*command, *options]) == 0
-    names = {"Jane Doe.txt", "Jane Doe.html", "Bo- Ley.txt", "Bo- Ley.html", "moodle.zip", "canvas.zip"}
+    students = ("Jane Doe", "Bo- Ley", "Jörg Müller")
+    names = {"moodle.zip", "canvas.zip", *(f"{name}.{ending}" for name in students for ending in ("txt", "html"))}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     moodle, canvas = [zipfile.ZipFile(tmp_path / "out" / f"{name}.zip") for name in ("moodle", "canvas")]
     assert "Feedback for Jane Doe" in moodle.read(f"{uploads[0]}/feedback.html").decode()

@@ -40,6 +40,10 @@ def read(tmp_path):
         (CANVAS, "doejane_12345_678_submission", "jane"),
         (CANVAS, "doejane_LATE_12345_678_submission", "jane"),
         (CANVAS, "12345_x", None),
+        (CANVAS, "doejane_99999_678_submission", None),  # the numbers differ
+        (HAND_MADE, "doejane_1_2_submission", "jane@x.org"),
+        (GERMAN, "mu\u0308llerjo\u0308rg_LATE_1_2_submission", "S4"),
+        (WORKSHEET, "doejane_1_2_submission", None),
         (MOODLE, "Jane Doe_1_assignsubmission_file", "jane@x.org"),
         (MOODLE, "S2", "jane@x.org"),
         (GERMAN, "J\u00f6rg Mu\u0308ller_98765_assignsubmission_file", "S4"),
