@@ -252,15 +252,16 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     report.print(f"All are graded with the seed in {seed_file}, which students must not know.")
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
     now = classroom.read_scores(everyone)
-    if failed := [student.name for student in everyone if student not in now]:
-        report.print(f"  not graded (the gradebook says why): {', '.join(failed)}")
     rows = dict(zip(everyone, identified.table))
-    if empty := [rows.pop(student) for student in classroom.list_empty(everyone)]:
-        names = ", ".join(str(row["student"]) for row in empty)
-        report.print(f"  score 0, because no module file was found (see the gradebook's note): {names}")
+    names = {student: str(row["student"]) for student, row in rows.items()}
+    if failed := [name for student, name in names.items() if student not in now]:
+        report.print(f"  not graded (the gradebook says why): {', '.join(failed)}")
+    if empty := [student for student in classroom.list_empty(everyone) if rows.pop(student)]:
+        without = ", ".join(names[student] for student in empty)
+        report.print(f"  score 0, because no module file was found (see the gradebook's note): {without}")
     for student, score in before.items():
         if score != now.get(student):
-            report.print(f"  {student.name}: {score} points before, {now.get(student, 'none')} now")
+            report.print(f"  {names[student]}: {score} points before, {now.get(student, 'none')} now")
     for correction in book.corrections:
         report.print(f"  changed by hand, and kept: {correction}")
     if book.removed:
@@ -273,8 +274,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  not in the roster: {', '.join(identified.unknown)}")
     if identified.missing:
         report.print(f"  no submission: {', '.join(identified.missing)}")
-    for key, names in identified.several.items():
-        report.print(f"  several submissions by {key}: {', '.join(names)}")
+    for key, several in identified.several.items():
+        report.print(f"  several submissions by {key}: {', '.join(several)}")
     if watched := classroom.write_findings(gradebook, everyone):
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
@@ -284,8 +285,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     for group in similarity.find_groups(
         similarity.find_pairs(classroom.read_class(classroom.name_students(everyone, people), entries))
     ):
-        names = ", ".join(group.names)
-        report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
+        report.print(f"  near-identical in module {group.module}: {', '.join(group.names)} ({group.share:.0%})")
     return 1 if failed else 0
 
 

@@ -20,7 +20,8 @@ ul { padding: 0; }
 li { display: grid; grid-template-columns: 4.5rem minmax(0, 1fr); margin: .35rem 0; }
 .passed b { color: var(--good); }
 .failed b { color: var(--strong); }
-pre { grid-column: 2; margin: .3rem 0 .8rem; }
+pre, em { grid-column: 2; margin: .3rem 0 .8rem; }
+em { margin: 0; color: var(--quiet); font-style: normal; }
 """
 
 
@@ -57,14 +58,6 @@ def list_modules(result: Mapping[str, Any]) -> list[ModuleResult]:
     return [ModuleResult(number, list(checks)) for number, checks in grouped]
 
 
-def split_feedback(check: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the title of a check, followed by feedback of one line, and feedback that needs several lines."""
-    if check["status"] == "passed":
-        return check["title"], ""
-    title, text = f"{check['number']}  {check['title']}", check["feedback"]
-    return (title, text) if "\n" in text else (f"{title} → {text}", "")
-
-
 def format_instant(instant: str) -> str:
     """Return a sentence with an instant such as "2026-01-31T12:00:00Z"."""
     return f"Graded on {instant.replace('T', ' ').replace('Z', ' UTC')}."
@@ -77,9 +70,8 @@ def format_text(result: Mapping[str, Any], shows_seed: bool = False) -> str:
         lines.append(module.heading)
         for check in module.checks:
             mark = "+" if check["status"] == "passed" else "-"
-            title, text = split_feedback(check)
-            lines.append(f"  {mark} {check['score']}/{check['points']}  {title}")
-            lines += [" " * 9 + line for line in text.splitlines()]
+            lines.append(f"  {mark} {check['score']}/{check['points']}  {check['number']:<5} {check['title']}")
+            lines += [" " * 15 + line for line in check["feedback"].splitlines()]
         lines.append("")
     return "\n".join(lines)
 
@@ -97,8 +89,9 @@ def format_html(student: str, result: Mapping[str, Any]) -> str:
         lines.append("<ul>")
         for check in module.checks:
             kind, mark = ("passed", "✓") if check["status"] == "passed" else ("failed", "✗")
-            title, text = split_feedback(check)
-            more = f"<pre>{escape(text)}</pre>" if text else ""
+            title, more = f"{check['number']}  {check['title']}", ""
+            if text := escape(check["feedback"]):
+                more = f"<pre>{text}</pre>" if "\n" in text else f"<em>{text}</em>"
             points = f"{mark} {check['score']}/{check['points']}"
             lines.append(f'<li class="{kind}"><b>{points}</b><span>{escape(title)}</span>{more}</li>')
         lines.append("</ul>")

@@ -169,6 +169,8 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
         what = format_names(files) if files else "nothing"
         notes.append(f"No module file such as {CORE_MODULES[0].path.name} was found. Found instead: {what}")
     given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
+    if alike := [file for file in files if (name := file.rpartition("/")[2]) not in FILES and name.lower() in FILES]:
+        notes.append(f"Ignored, because module files have names in small letters: {format_names(alike)}")
     others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
     if others:
         graded = make_printable(place) if place else "those at the top level"
@@ -225,6 +227,8 @@ def unpack(archive: Path, name: str) -> Iterator[Incoming]:
                     raise ValueError(f"it is not a file, or it is larger than {MOST_ARCHIVE_BYTES} bytes")
                 files, modules = read_archive(file, name)
             place = choose_place(modules)
+            if place is None and (inner := [file for file in files if file.lower().endswith((*ARCHIVES, *UNREADABLE))]):
+                raise ValueError(f"it contains an archive instead of module files: {format_names(inner)}")
             for module in find_places(modules).get(place, []):
                 target = directory / make_relative(module, place)
                 target.parent.mkdir(parents=True, exist_ok=True)

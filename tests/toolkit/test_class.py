@@ -60,7 +60,7 @@ STUB = """if True:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(float(os.environ.get("STUB_S", "0.05")))
     check = {"module": 1, "name": "test_stub", "score": points, "points": 8}
-    checks = [check | {"title": "A stub.", "status": "passed", "feedback": ""}]
+    checks = [check | {"number": "1.1", "title": "A stub.", "status": "passed", "feedback": ""}]
     result = {"score": points, "max_score": 8, "checks": checks, "notes": ["Note one", "Note two"]}
     result |= {"seed": 1, "started": "2026-01-31T12:00:00Z", "not_included": "", "modules_found": [1]}
     open(sys.argv[2], "w").write(json.dumps(result))
@@ -476,7 +476,7 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
     ada.fingerprint_file.touch()
     assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
     text, page = [(tmp_path / "feedback" / f"<b>ada.{ending}").read_text() for ending in ("txt", "html")]
-    assert text.startswith("1 of 2 points\n") and f"  + 1/1  {outcomes[0].check.title}\n" in text
+    assert text.startswith("1 of 2 points\n") and f" {outcomes[0].check.title}\n" in text
     assert "Got:          <script>alert(1)</script>\n" in text
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "Feedback for &lt;b&gt;ada</h1>" in page
     assert "instructor" not in text + page

@@ -114,6 +114,11 @@ NOTES = {
         {1: "own"},
         "Not unpacked, because the submission has module files outside archives: old.zip",
     ),
+    "a name in capital letters": (
+        {"naive_ddp.py": "own", "hw/Flat_DDP.py": ""},
+        {1: "own"},
+        "Ignored, because module files have names in small letters: hw/Flat_DDP.py",
+    ),
     "what could meddle, in a zip": (
         {"submission.zip": make_zip({"naive_ddp.py": "own", "a/torch/__init__.py": "", "conftest.py": ""})},
         {1: "own"},
@@ -139,6 +144,13 @@ def get_refusal(path: Path) -> str:
 def test_two_archives_are_a_question(tmp_path):
     lay(tmp_path, {"one.zip": make_zip(LESSONS), "two.tar.gz": make_tar(LESSONS)})
     assert get_refusal(tmp_path) == "found no module file, but 2 archives: one.zip, two.tar.gz; hand in only one"
+
+
+def test_an_archive_in_an_archive_is_no_empty_submission(tmp_path):
+    lay(tmp_path, {"one.zip": make_zip({"a/two.zip": make_zip(LESSONS)})})
+    assert get_refusal(tmp_path) == (
+        "one.zip cannot be unpacked: it contains an archive instead of module files: a/two.zip"
+    )
 
 
 # ---- hostile
