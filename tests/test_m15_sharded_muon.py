@@ -57,9 +57,9 @@ def test_orthogonalize(submission):
             "it changed",
             diagnosis.IN_PLACE,
         )
-        got = (answer["dtype"], tuple(result.shape))
         right = f"{where}, the result has the matrix's dtype and shape"
-        expect(got == (matrix.dtype, (rows, columns)), right, f"its dtype is {got[0]} and its shape {got[1]}")
+        wrong = f"it has {result.dtype} and the shape {tuple(result.shape)}"
+        expect((result.dtype, result.shape) == (matrix.dtype, matrix.shape), right, wrong)
         expected = orthogonalize(matrix, **options)
         error = float((result.double() - expected).norm()) / max(1e-30, float(expected.norm()))
         error = 0.0 if torch.equal(result.double(), expected) else error
@@ -268,7 +268,9 @@ def test_state_dict(submission):
     absent = [(1, 0, [1]), (2, 0, [0, 2]), (2, 1, [0, 1, 2])]
     one, other = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5}), ([1, 3, 5, 6], {"weight_decay": 0.1})
     for world in submission.worlds(3):
-        setting = {"frozen": [2], "transposed": [1, 4], "param_groups": [one, other], "more": {"saves": True}}
+        more = {"saves": True} | ({"groups": [[1, 2], [0]]} if world > 1 else {})
+        setting = {"frozen": [2], "transposed": [1, 4], "param_groups": [one, other], "more": more}
+        setting["group"] = [1, 2] if world > 1 else [0]
         problem = draw_problem(submission.rng, MIXED, world, 3, absent=absent, **setting)
         results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
         order = one[0] + other[0]
@@ -277,8 +279,8 @@ def test_state_dict(submission):
         options = [
             [problem.get_options(numbers[0], 0)[name] for name in scenarios.OPTIONS] for numbers in (one[0], other[0])
         ]
-        for rank, result in enumerate(results):
-            saved = result["saved"]
+        for rank in problem.group:
+            saved = results[rank]["saved"]
             have = sorted(saved["momentum"], key=int)
             right = (
                 f"state_dict()['state'] has the numbers {join_names(sorted(expected, key=int))}, with momentum_buffer"
@@ -296,8 +298,9 @@ def test_state_dict(submission):
             expect(is_right, right, f"it has {got[0]} and {got[1]}", rank=rank)
         expect_equal(
             "the momentum in state_dict is that of one process",
-            [result["saved"]["momentum"] for result in results],
+            [results[rank]["saved"]["momentum"] for rank in problem.group],
             expected,
+            ranks=problem.group,
             tolerance=EXACT,
             hypotheses=partial(diagnosis.suspect_momentum, problem, numbers, expected),
         )

@@ -24,18 +24,17 @@ RECOMPUTED = "an iteration makes more than three matrix products, or G is multip
 OWN_ORTHOGONAL = "each rank orthogonalizes its own gradient, and the results are averaged. Average first."
 NO_NESTEROV = "the momentum is orthogonalized. The formula asks for g + momentum · m."
 NO_SCALE = "the update is not scaled by sqrt(max(1, rows / columns))."
-WRONG_SCALE = "the update is scaled by columns / rows instead of rows / columns."
+WRONG_SCALE = "the update of a matrix with more columns than rows is scaled. Only one with more rows is."
 NO_ROOT = "the update is scaled by max(1, rows / columns), without the square root."
 NO_LR = "weight decay is not multiplied by the learning rate."
 NO_DECAY = "the weight decay is ignored."
 SKIPPED = "a matrix whose gradient is None on all ranks is skipped. Zeros count: its momentum goes on."
 PRESENT = "the average is taken over the ranks that have a gradient. None counts as zeros."
 CONSTRUCTOR = "step uses the options of the constructor. Read them from param_groups in each step."
-OLD_GROUPS = (
-    "step uses options from before load_state_dict, which replaces the dicts in param_groups. Read them in each step."
-)
+OLD_GROUPS = "the options are those from before load_state_dict, which replaces the dicts in param_groups."
 FIRST_GROUP = "step uses the options of the first parameter group for all matrices."
 NOT_LOADED = "load_state_dict loses the momentum of matrices that the rank owns."
+WORLD = "gradients are divided by the size of the world, not of the group. The weights hide it."
 SUM = "gradients are summed, not averaged. The weights hide it, because orthogonalize removes the scale."
 LERP = "momentum is momentum · m + (1 - momentum) · g. The weights hide it, because orthogonalize removes the scale."
 NOT_GATHERED = "state_dict returns only the momentum that the rank owns."
@@ -176,7 +175,11 @@ def suspect_weights(problem, step, right, weights_by_rank):
 def suspect_momentum(problem, numbers, right):
     """Return causes, and the momentum in state_dict to which each of them leads."""
     size = len(problem.group)
-    factors = {SUM: lambda i: size, LERP: lambda i: 1 - problem.get_options(int(i), 0)["momentum"]}
+    factors = {
+        SUM: lambda i: size,
+        WORLD: lambda i: size / problem.world_size,
+        LERP: lambda i: 1 - problem.get_options(int(i), 0)["momentum"],
+    }
     return {
         cause: [{numbers[i]: factor(i) * right[numbers[i]] for i in numbers}] * size
         for cause, factor in factors.items()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,33 +18,14 @@ PACKAGE = "m15_sharded_muon"
 OPTIONS = ("lr", "momentum", "weight_decay", "steps")
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the FLOPs of all matrix products in the block so far, in new threads too."""
-    counters, run = [], threading.Thread.run
-
-    def count(function: Callable[..., Any], *args: Any) -> None:
-        with FlopCounterMode(display=False) as counter:
-            counters.append(counter)
-            function(*args)
-
-    threading.Thread.run = lambda thread: count(run, thread)
-    try:
-        with FlopCounterMode(display=False) as counter:
-            counters.append(counter)
-            yield lambda: sum(counter.get_total_flops() for counter in counters)
-    finally:
-        threading.Thread.run = run
-
-
 def orthogonalize_each(job: dict) -> list[dict]:
     """Return the submission's result for each matrix, the matrix afterwards, and the FLOPs."""
     function, answers = student(PACKAGE, "orthogonalize"), []
     for matrix, is_transposed, options in job["problems"]:
         given = make_parameter(matrix, is_transposed).detach()
-        with counting() as flops:
-            result = function(given, **options)
-        answers.append({"result": result.detach(), "given": given, "flops": flops(), "dtype": result.dtype})
+        with FlopCounterMode(display=False) as counter:
+            result = function(given, **options).detach()
+        answers.append({"result": result, "given": given, "flops": counter.get_total_flops()})
     return answers
 
 
@@ -83,20 +62,17 @@ def train(job: dict) -> dict:
     params = [make_parameter(values, i in job["transposed"]) for i, values in enumerate(job["start"])]
     for i in job["frozen"]:
         params[i].requires_grad_(False)
-    with counting() if job.get("counts") else contextlib.nullcontext(lambda: 0) as flops:
-        optimizer = make_optimizer(job, params)
-        if "load" in job:
-            load(optimizer, *job["load"])
-        steps = [take_step(job, params, optimizer, flops, step) for step in range(len(job["gradients"]))]
+    optimizer = make_optimizer(job, params)
+    if "load" in job:
+        load(optimizer, *job["load"])
+    steps = [take_step(job, params, optimizer, step) for step in range(len(job["gradients"]))]
     recording.note("step", step=None)
     answer = {"steps": steps, "is_optimizer": isinstance(optimizer, torch.optim.Optimizer)}
     answer |= {"plan": describe_plan(job, params), "owned": list_momentum(optimizer, params)}
     return answer | ({"saved": describe_checkpoint(optimizer)} if job.get("saves") else {})
 
 
-def take_step(
-    job: dict, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, flops: Callable[[], int], step: int
-) -> dict:
+def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> dict:
     """Take one step. Return the weights, the FLOPs, and what the closure and `step` returned."""
     recording.note("step", step=step)
     losses: list[Tensor] = []
@@ -118,12 +94,13 @@ def take_step(
             group["lr"] = lr
     if "closure" not in job:
         compute()
-    before = flops()
-    with phase("step"):
+    counter = FlopCounterMode(display=False) if job.get("counts") else None
+    with phase("step"), counter or contextlib.nullcontext():
         returned = optimizer.step(compute) if "closure" in job else optimizer.step()
+    flops = counter.get_total_flops() if counter else 0
     weights = name_matrices(job, [p.detach().clone() for p in params])
     is_loss = "closure" not in job or (returned is not None and float(returned) == float(losses[-1]))
-    return {"weights": weights, "flops": flops() - before, "calls": len(losses), "is_loss": is_loss}
+    return {"weights": weights, "flops": flops, "calls": len(losses), "is_loss": is_loss}
 
 
 def name_matrices(job: dict, tensors: list[Any]) -> dict[str, Any]:
