@@ -235,9 +235,9 @@ def test_weights_are_freed(submission):
         whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
         for rank, result in enumerate(results):
             expect_nothing_held(result, case, rank)
+            expect_none(result["after"], ALL_FREED, diagnosis.ROOT_STAYS, rank=rank)
             for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
                 expect_bounded(entry, alone, unit_of, whole, prefetch, result["whole"], rank)
-            expect_none(result["after"], ALL_FREED, diagnosis.ROOT_STAYS, rank=rank)
             unsynced = sorted({unit_of[name] for name in result["unsynced"]} - {0})
             expect(
                 len(unsynced) <= prefetch + 1,

@@ -108,7 +108,7 @@ def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
                 "the gradient has 16 bits, but its tensor is fp32, as main parameters are. Convert the gradient to the "
                 "dtype of its tensor."
             )
-        if "torch.cat(" in text:
+        if "torch.cat(" in text and "grad_dtype 'Double'" not in failure.message:  # nothing is wider
             return (
                 "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one "
                 "flat tensor per dtype, and copy the pieces into p.grad."
