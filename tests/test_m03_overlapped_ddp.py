@@ -196,7 +196,7 @@ def test_no_sync_accumulates(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_restores_its_state(submission):
-    """no_sync can be nested, and left by an exception. A second backward outside is averaged or raises RuntimeError."""
+    """no_sync can be nested, and left by an exception. A second backward is averaged or raises RuntimeError."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3)
     results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)

@@ -257,12 +257,15 @@ def plan_by_rule(case, cap=CAP_BYTES):
 def fit_cap(case):
     """Return a cap that a bucket of several parameters fills exactly, and the job with this cap.
 
-    With a cap in MB instead of MiB, there are more buckets, so every case reveals this mistake.
+    With a cap in MB instead of MiB, there are more buckets, so every case reveals this mistake. If possible, one of them
+    has several parameters, so the mistake differs from one launch for each parameter.
     """
     sizes = [parameter.nbytes for parameter in case.parameters().values() if parameter.requires_grad]
     ends = range(len(sizes) + 1)
     sums = sorted({sum(sizes[i:j]) for i in ends for j in ends[i + 2 :]}, key=lambda cap: abs(cap - CAP_BYTES))
-    cap = next(cap for cap in sums if len(plan_by_rule(case, cap)) < len(plan_by_rule(case, cap * MB_PER_MIB)))
+    counts = {cap: len(plan_by_rule(case, cap * MB_PER_MIB)) for cap in sums}
+    revealing = [cap for cap in sums if len(plan_by_rule(case, cap)) < counts[cap]]
+    cap = min(revealing, key=lambda cap: counts[cap] == len(sizes))
     return cap, JOB | {"arguments": {"bucket_cap_mb": cap / 2**20}}
 
 

@@ -12,11 +12,9 @@ from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
 # plan_buckets
 NOT_REVERSED = "the parameters are not reversed. Reverse the parameters, not the list of buckets."
-SEE_RULE = (
-    "the wrapper uses the buckets of plan_buckets, and plan_buckets does not follow the rule. See test_bucket_rule."
-)
+SEE_RULE = "the wrapper uses the buckets of plan_buckets, and plan_buckets does not follow the rule. See check 4.1."
 CAST = "gradients are cast to another dtype. Each bucket must be all-reduced in the dtype of its gradients."
-FROM_MIB = "Launch the buckets of plan_buckets, and convert bucket_cap_mb from MiB to bytes for their cap."
+FROM_MIB = "Launch the buckets of plan_buckets, and convert bucket_cap_mb from MiB to bytes: 1 MiB has 2**20 bytes."
 MIXED_DTYPES = "a change of dtype does not close the bucket."
 CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if they close only above the cap
 
@@ -108,9 +106,7 @@ def explain_launches(submission, case, buckets, cap, events, step):
         return f"every parameter has its own launch. {FROM_MIB}"
     in_megabytes = run_plan(submission, case, int(cap / 2**20 * 10**6))
     if in_megabytes and launched == [sum(parameters[name] for name in bucket) for bucket in in_megabytes]:
-        return (
-            "bucket_cap_mb is multiplied by a million. Convert bucket_cap_mb from MiB to bytes: 1 MiB has 2**20 bytes."
-        )
+        return f"bucket_cap_mb is multiplied by a million. {FROM_MIB}"
     if launched == [sum(expected)]:
         return f"all parameters are in one launch. {FROM_MIB}"
     if sorted(launched) == sorted(expected):

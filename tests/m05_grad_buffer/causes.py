@@ -11,7 +11,7 @@ from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
 
 # plan_layout
-SEE_LAYOUT = "plan_layout does not follow its rule (see test_layout_rule), or it is called with the wrong arguments."
+SEE_LAYOUT = "plan_layout does not follow its rule (see check 5.1), or it is called with the wrong arguments."
 ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements. Count elements, not bytes."
 RULE = (
     "A bucket closes once it has bucket_numel elements or more, counted from its start to the end of its last "

@@ -216,8 +216,8 @@ SYMPTOMS = [
             "group_src and group_dst for ranks of the group."),
     Symptom("freed", "RuntimeError", "out of bounds for storage of size 0", FREED),
     Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
-            "a rank sends a message to itself. A ring of one rank has no steps. In a group, "
-            "pass group_dst and group_src."),
+            "a rank sends a message to itself. In a group, pass group_dst and group_src, which "
+            "are ranks of the group. A ring of one rank has no steps."),
     Symptom("nothing to step", "ValueError", "got an empty parameter list", "a rank owns no parameter, and torch's "
             "optimizers refuse an empty list. They accept empty param_groups: pass a list of param_groups."),
     Symptom("signature", "TypeError",
