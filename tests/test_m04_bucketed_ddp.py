@@ -257,8 +257,8 @@ def plan_by_rule(case, cap=CAP_BYTES):
 def fit_cap(case):
     """Return a cap that a bucket of several parameters fills exactly, and the job with this cap.
 
-    With a cap in MB instead of MiB, there are more buckets, so every case reveals this mistake. If possible, one of them
-    has several parameters, so the mistake differs from one launch for each parameter.
+    With a cap in MB instead of MiB, there are more buckets, so every case reveals this mistake. If possible, one of
+    them has several parameters, so the mistake differs from one launch for each parameter.
     """
     sizes = [parameter.nbytes for parameter in case.parameters().values() if parameter.requires_grad]
     ends = range(len(sizes) + 1)
