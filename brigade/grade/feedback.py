@@ -22,6 +22,7 @@ li { display: grid; grid-template-columns: 4.5rem minmax(0, 1fr); margin: .35rem
 .failed b { color: var(--strong); }
 pre, em { grid-column: 2; margin: .3rem 0 .8rem; }
 em { margin: 0; color: var(--quiet); font-style: normal; }
+@media (max-width: 40rem) { pre { white-space: pre-line; } }
 """
 
 

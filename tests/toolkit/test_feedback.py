@@ -155,7 +155,7 @@ def record(*steps: str) -> list[dict[str, Any]]:
 
     In a text, "r" is a ready gradient, "l" a launch, and "f" the start of finish_grad_sync.
     """
-    fields = ("dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "peer", "line", "name", "memory")
+    fields = ("ranks", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "peer", "line", "name", "memory")
     launch = {"op": "all_reduce", "time": 0.0} | dict.fromkeys(fields)
     events = []
     for step, text in enumerate(steps):
