@@ -505,7 +505,7 @@ def draw_idea(path: Path) -> None:
         size = count // launches
         parts = [[*work[k * size : k * size + size], call] for k, call in enumerate(calls)]
         steps = sum(parts, []) if overlaps else [*work, *calls]
-        end = simulate([Compute("forward", 0.06), *steps, *map(Wait, range(launches))], link, 2).end_s
+        end = simulate([Compute("forward", 0.06), *steps, *map(Wait, range(launches))], link).end_s
         computed = 0.06 + backward
         draw_box(axes, 0, computed, row, "computing", **styles["computing"])
         draw_box(axes, computed, end, row, "", **styles["waiting for messages"])

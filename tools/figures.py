@@ -18,9 +18,18 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, Module, get_module
+from brigade.course.modules import (
+    ADVANCED,
+    CORE_MODULES,
+    MODULES,
+    ROOT,
+    TRAINING_MODULES,
+    Module,
+    find_module,
+    get_module,
+)
 from brigade.lab import memory_over_step
-from brigade.lab.ladder import Variant, get_variant
+from brigade.lab.ladder import Variant, get_variant, is_hybrid
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import trace
 from brigade.lab.timeline_plot import describe_lengths, draw
@@ -71,7 +80,11 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
         compared = list_compared(entry)
         variants = [get_variant(module) for module in compared]
         titles = [f"{variant.label}, {module.idea}" for module, variant in zip(compared, variants)]
-        kinds = {"schematic": make_timelines} if only_computed else {"schematic": make_timelines, "timeline": trace}
+        kinds = (
+            {"schematic": make_timelines}
+            if only_computed or is_hybrid(variants[-1])
+            else {"schematic": make_timelines, "timeline": trace}
+        )
         for name, make in kinds.items():
             path = entry.lesson / f"{name}.png"
             timelines = make(variants)
@@ -106,7 +119,12 @@ def draw_checkpointing(variant: Variant, path: Path) -> None:
 
 
 def list_compared(entry: Module) -> list[Module]:
-    """Return the modules in a module's pictures: the core module before it, if there is one, and the module itself."""
+    """Return the modules in a module's pictures: the core module before it, if there is one, and the module itself.
+
+    Module 14 is compared with module 11.
+    """
+    if is_hybrid(get_variant(entry)):
+        return [find_module("FullyShardedDDP"), entry]
     return [*[module for module in CORE_MODULES if module.number < entry.number][-1:], entry]
 
 

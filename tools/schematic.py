@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
-from brigade.lab.ladder import Variant
+from brigade.lab.ladder import Variant, is_hybrid
 from brigade.lab.program import (
     OPTIMIZERS,
     Busy,
@@ -50,6 +51,11 @@ SETTING = Setting(
     ),
 )
 LINK = Link(1e-3 * ALPHA_MS / 2, LAYER_BYTES / (1e-3 * TRANSFER_MS))  # between two ranks, an all-reduce has 2 messages
+# For module 14: two nodes of two ranks, with a shorter latency and a link between nodes that is three times slower.
+NODES = {"world_size": 4, "node_size": 2}
+TWO_LINKS = Link(
+    LINK.latency_s / 8, LINK.bytes_per_s, Link(LINK.latency_s / 8, LINK.bytes_per_s / 3), NODES["node_size"]
+)
 
 
 def make_timelines(variants: Sequence[Variant]) -> list[Timeline]:
@@ -57,14 +63,17 @@ def make_timelines(variants: Sequence[Variant]) -> list[Timeline]:
 
     If a variant gathers weights for the next forward, all timelines begin with backward and end with the next forward.
     """
-    programs = [*record(variants, SETTING).values()]
+    setting, link = SETTING, LINK
+    if any(map(is_hybrid, variants)):
+        setting, link = replace(SETTING, **NODES), TWO_LINKS
+    programs = [*record(variants, setting).values()]
     first = [program.instructions[0] for program in programs]
     from_backward = any(isinstance(one, Launch) and one.phase == "step" for one in first)
     timelines = []
     for variant, program in zip(variants, programs):
         instructions = begin_with_backward(program) if from_backward else program.instructions
-        simulation = simulate(instructions, LINK, WORLD_SIZE)
-        timelines.append(make_timeline(variant.label, program, simulation))
+        simulation = simulate(instructions, link)
+        timelines.append(make_timeline(variant.label, program, simulation, link))
     return timelines
 
 
@@ -77,7 +86,7 @@ def begin_with_backward(program: Program) -> list[Instruction]:
     return [Wait((one.launch - moved) % count) if isinstance(one, Wait) else one for one in rotated]
 
 
-def make_timeline(label: str, program: Program, simulation: Simulation) -> Timeline:
+def make_timeline(label: str, program: Program, simulation: Simulation, network: Link) -> Timeline:
     """Return a simulated step as a timeline. Waits, copies and divisions are its exposed time."""
     spans = []
     for (kind, _), same in itertools.groupby(simulation.busy, describe_kind):
@@ -90,6 +99,7 @@ def make_timeline(label: str, program: Program, simulation: Simulation) -> Timel
     collectives = [
         Collective(
             0,
+            range(launch.num_ranks),
             launch.op,
             number,
             None,
@@ -101,10 +111,10 @@ def make_timeline(label: str, program: Program, simulation: Simulation) -> Timel
             start_ms=1e3 * start_s,
             end_ms=1e3 * end_s,
             waited_ms=None,
-            row=0,
+            row=int(network.between((0, launch.last_rank)) is network.outer),
             line=None,
             label=join_numbers(launch.param_indices),
-            latency_ms=1e3 * LINK.seconds(launch.op, 0, WORLD_SIZE),
+            latency_ms=1e3 * network.between((0, launch.last_rank)).seconds(launch.op, 0, launch.num_ranks),
         )
         for number, (launch, launched_s, start_s, end_s) in enumerate(simulation.transfers)
     ]

@@ -35,6 +35,7 @@ SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which 
 SWEPT_MB = "0.03,0.1,0.3,1,4"  # the tiny model has 3.3 MiB of gradients
 SWEPT = "4,5,8"
 FIRST_WITH_BUCKETS = 4  # the first module with buckets
+SLOWDOWN = 8.0  # of the link between nodes
 MOST_RANKS = 64  # with more ranks, a timeline is unreadable
 ENTRY_SEED = 1  # of the checks before an entry
 TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
@@ -94,8 +95,9 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
     for entry in entries:
         require_training(entry)
-    link = choose_link(options, world_size)
-    workload = make_workload(options, link, world_size)
+    node_size = choose_node_size(options, world_size)
+    link = add_nodes(choose_link(options, world_size), options, node_size)
+    workload = replace(make_workload(options, link, world_size), node_size=node_size)
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "png")}
     measurements = choose_measurements_file(options)
@@ -300,6 +302,7 @@ def run_trace(options: argparse.Namespace) -> int:
     require_training(entry)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline needs 2 to {MOST_RANKS} ranks")
+    node_size = choose_node_size(options, options.ranks)
     link = choose_link(options, options.ranks)
     if link and options.real_link:
         raise CourseError("--real-link emulates no link: leave it out, or leave out the options that describe a link")
@@ -321,7 +324,8 @@ def run_trace(options: argparse.Namespace) -> int:
         usual,
         batch_size=usual.batch_size // 2 * options.ranks,
         bucket_mb=options.bucket_mb,
-        link=None if options.real_link else link or usual.link,
+        link=add_nodes(None if options.real_link else link or usual.link, options, node_size),
+        node_size=node_size,
     )
     variants = [ladder.get_variant(entry), *([ladder.TORCH_DDP] if options.torch else [])]
     how = {"world_size": options.ranks, "deadline": TRACE_S}
@@ -377,6 +381,8 @@ def draw_memory_over_step(entry: Module, sources: Sources, options: argparse.Nam
 def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the options that describe the emulated link for `choose_link`. `default` says which link is the default."""
     ways = "Describe the link with --link, or with --comm-ratio and --latency-ratio."
+    nodes = "divide the ranks into N nodes, each with a replica of module 14; two links are emulated, if any"
+    add(parser, "--nodes N", nodes, Range(int, lambda value: value >= 1, "at least one node"), default=1)
     group = parser.add_argument_group("an emulated link", f"{ways} By default, {default}.")
     named = "emulate this link: communication is as fast, relative to computation, as on H100 GPUs"
     add(group, "--link", named, choices=links.NAMED)
@@ -384,10 +390,31 @@ def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     add(group, "--comm-ratio R", ratio, ABOVE_ZERO)
     latency = f"the latency of one all-reduce, in units of the backward time (default: {links.LATENCY_RATIO})"
     add(group, "--latency-ratio L", latency, NOT_NEGATIVE)
+    slowdown = f"with --nodes, the link between nodes is X times slower than that inside (default: {SLOWDOWN:g})"
+    add(group, "--slowdown X", slowdown, ABOVE_ZERO)
+
+
+def choose_node_size(options: argparse.Namespace, world_size: int) -> int | None:
+    """Return the number of ranks of a node, or None if there is one node."""
+    if world_size % options.nodes:
+        raise CourseError(f"--nodes {options.nodes}: {world_size} ranks do not form {options.nodes} equal nodes")
+    return world_size // options.nodes if options.nodes > 1 else None
+
+
+def add_nodes(link: Pace | None, options: argparse.Namespace, node_size: int | None) -> Pace | None:
+    """Return the link inside a node, with the slower link between nodes. Without nodes, return the link."""
+    if not link or not node_size:
+        if options.slowdown is not None:
+            raise CourseError("--slowdown needs --nodes and an emulated link")
+        return link
+    return replace(link, node_size=node_size, slowdown=options.slowdown or SLOWDOWN)
 
 
 def choose_link(options: argparse.Namespace, world_size: int) -> Pace | None:
-    """Return the link that the options describe. Raise CourseError if they contradict each other."""
+    """Return the link that the options describe. Raise CourseError if they contradict each other.
+
+    If there are nodes, it is the link inside a node.
+    """
     if options.link and options.comm_ratio:
         raise CourseError("--link and --comm-ratio cannot be used together: describe the link in only one way")
     if options.latency_ratio is not None and not options.comm_ratio:
@@ -397,7 +424,7 @@ def choose_link(options: argparse.Namespace, world_size: int) -> Pace | None:
     if world_size < 2:
         raise CourseError("an emulated link needs at least two ranks, because one rank does not communicate")
     if options.link:
-        return links.NAMED[options.link].make_pace(world_size)
+        return links.NAMED[options.link].make_pace(max(2, world_size // options.nodes))
     from brigade.rank.emulated_link import Pace
 
     return Pace(options.comm_ratio, links.LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio)

@@ -37,6 +37,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--optimizer", optimizer, default="adamw", choices=("adamw", "sgd"))
     link = f"the link between neighbours: {', '.join(NAMED)} (default: 100gbe)"
     add(parser, "--link NAME", link, default="100gbe")
+    nodes = "the ranks of a node; --link then connects nodes, and module 14 keeps a replica in each (default: no nodes)"
+    add(parser, "--node-size N", nodes, RANKS)
+    add(parser, "--node-link NAME", "the link inside a node (default: nvlink4)", default="nvlink4")
     rate = "the rate in each direction in Gbit/s (default: the rate of --link)"
     add(parser, "--bandwidth-gbps X", rate, ABOVE_ZERO)
     latency = "the latency of each message in microseconds (default: the latency of --link)"
@@ -53,10 +56,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """brigade plan: print the predicted step of each variant, with all assumptions."""
     from brigade.lab import plan
+    from brigade.lab.ladder import is_hybrid
     from brigade.lab.program import OPTIMIZERS, Setting, list_groups, record
 
     check_name("--model", options.model, plan.MODELS)
     check_name("--link", options.link, NAMED)
+    check_name("--node-link", options.node_link, NAMED)
+    if options.dp % (options.node_size or 1):
+        raise CourseError(f"--node-size {options.node_size}: {options.dp} ranks do not form such nodes")
+    has_nodes = options.node_size is not None
     model = plan.make_model(plan.MODELS[options.model], options.dtype)
     time = min(options.tokens, model.size.context)
     flops = plan.count_backward_flops(model, options.tokens, time)
@@ -65,10 +73,11 @@ def run_plan(options: argparse.Namespace) -> int:
     machine = plan.make_machine(flops, options.mfu * tflops * 1e12, plan.DEVICE_MEMORY_GBPS * 1e9, backward_s)
     optimizer = OPTIMIZERS[options.optimizer]
     dtype = str(plan.DTYPES[options.dtype]).removeprefix("torch.")
-    setting = Setting(list_groups(model), options.dp, options.bucket_mb, optimizer, machine, dtype)
+    setting = Setting(list_groups(model), options.dp, options.bucket_mb, optimizer, machine, dtype, options.node_size)
     link = make_link(options)
-    programs = record(plan.list_variants(), setting)
-    steps = plan.plan(programs, setting, link)
+    variants = [one for one in plan.list_variants() if has_nodes or not is_hybrid(one)]
+    programs = record(variants, setting)
+    steps = plan.plan(programs, link)
     missing = [f"{label}: {reason}" for label, reason in programs.items() if isinstance(reason, str)]
     if backward_s:
         source = "as measured"
@@ -84,14 +93,12 @@ def run_plan(options: argparse.Namespace) -> int:
         f"Backward takes {format_seconds(sum(machine.backward_s))}, {source}. Forward takes half as long, "
         f"{format_seconds(machine.forward_s)}.",
         f"The optimizer and the copies are limited by a memory bandwidth of {plan.DEVICE_MEMORY_GBPS:,} GB/s.",
-        f"All ranks form one ring. The link between neighbours {name_link(options)}carries "
-        f"{link.bytes_per_s / 1e9:,.4g} GB/s in each direction, and each message has a latency of "
-        f"{link.latency_s * 1e6:g} us. Collectives run one at a time.",
+        *describe_links(options, link),
         f"The bucket size is {options.bucket_mb:g} MiB. Gradients become ready from the last layer to the first.",
         "The plan describes rank 0. Its memory includes parameters, gradients and optimizer state between two "
         "steps, but no activations.",
     ]
-    if options.link == "nvlink4" and options.dp > 8:
+    if options.link == "nvlink4" and options.dp > 8 and not has_nodes:
         assumptions.append("NVLink connects the 8 GPUs of a node. A ring of more ranks also crosses a slower network.")
     if options.dtype == "bf16":
         assumptions.append(
@@ -108,11 +115,14 @@ def run_plan(options: argparse.Namespace) -> int:
             )
         )
         return 0
-    console.print(plan.make_plan_table(steps, f"Predicted step of {options.model} on {ranks}"))
+    where = f" in nodes of {options.node_size}" if has_nodes else ""
+    console.print(plan.make_plan_table(steps, f"Predicted step of {options.model} on {ranks}{where}", has_nodes))
     console.print("\nAssumptions:")
     for item in assumptions:
         console.print(textwrap.fill(f"- {item}", WIDTH, subsequent_indent="  "), markup=False)
     console.print("\n" + textwrap.fill(describe_fit(steps, options.model), WIDTH), markup=False)
+    if has_nodes and options.dp > options.node_size:
+        console.print("\n" + textwrap.fill(plan.compare_with_hybrid(setting, link), WIDTH), markup=False)
     return 0
 
 
@@ -123,14 +133,40 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
 
 
 def make_link(options: argparse.Namespace) -> Link:
-    """Return the link that --link names. Other options can override its rate and its latency."""
+    """Return the link that --link names. Other options can override its rate and its latency.
+
+    If there are nodes, it is the outer link of the one that --node-link names.
+    """
     from brigade.rank.emulated_link import Link
 
-    named = NAMED[options.link]
-    return Link(
+    named, inside = NAMED[options.link], NAMED[options.node_link]
+    link = Link(
         named.latency_s if options.latency_us is None else options.latency_us / 1e6,
         named.bytes_per_s if options.bandwidth_gbps is None else options.bandwidth_gbps * 1e9 / 8,
     )
+    if options.node_size is None:
+        return link
+    return Link(inside.latency_s, inside.bytes_per_s, outer=link, node_size=options.node_size)
+
+
+def describe_links(options: argparse.Namespace, link: Link) -> list[str]:
+    """Return sentences about the links."""
+
+    def describe(link: Link, name: str) -> str:
+        rate = f"{link.bytes_per_s / 1e9:,.4g} GB/s in each direction"
+        return f"{name}carries {rate}, and each message has a latency of {link.latency_s * 1e6:g} us"
+
+    if not link.outer:
+        return [
+            f"All ranks form one ring. The link between neighbours {describe(link, name_link(options))}. Collectives "
+            "run one at a time."
+        ]
+    return [
+        f"A node has {link.node_size} ranks. Inside it, the link between neighbours "
+        f"{describe(link, f'({NAMED[options.node_link].what}) ')}.",
+        f"The link of each rank to other nodes {describe(link.outer, name_link(options))}. A collective whose ranks "
+        "are in several nodes uses only this link. Each link carries one collective at a time.",
+    ]
 
 
 def name_link(options: argparse.Namespace) -> str:

@@ -106,7 +106,7 @@ MODULES = (
            ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
            BEYOND, trains=False),
     Module(14, "m14_hybrid_sharded", "Two links", 20, 120, 4, ("plan_grid", "plan_traffic", "HybridShardedDDP"),
-           "weights in shards inside a node, a replica in every node", BEYOND, trains=False),
+           "weights in shards inside a node, a replica in every node", BEYOND),
     Module(15, "m15_sharded_muon", "Whole matrices for Muon", 20, 120, 4,
            ("orthogonalize", "assign_matrices", "plan_groups", "ShardedMuon"),
            "an optimizer that needs whole matrices: one owner each, few collectives", BEYOND, trains=False),

@@ -29,6 +29,7 @@ from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, find, join_texts, read_module, resolve_target, select_files
 from brigade.lab.ladder import (
     TORCH_DDP,
+    TORCH_HSDP,
     TORCH_ZERO,
     Ladder,
     Measurement,
@@ -37,9 +38,9 @@ from brigade.lab.ladder import (
     compute_quartiles,
     get_variant,
 )
-from brigade.rank.emulated_link import Link, Pace
+from brigade.rank.emulated_link import read_link
 
-FORMAT = 4  # of the JSON file
+FORMAT = 5  # of the JSON file
 TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
 
 
@@ -62,8 +63,9 @@ class Row:
     """The results of one variant. Times are in ms, for a step on the slowest rank. One MB is 10^6 bytes.
 
     `bucket_mb` is in MiB. `ratio` (step time) and `cpu_ratio` (processor time) are relative to torch DDP with the same
-    buckets in the same round. Memory is measured on the fullest rank, at the peak of a step (`peak_...`) and between
-    steps. `peak_grad_mb` includes buckets and other buffers for communication. `loss` is the mean over ranks.
+    buckets in the same round. `outer_mb` is the part of `sent_mb` that goes to other nodes. Memory is measured on
+    the fullest rank, at the peak of a step (`peak_...`) and between steps. `peak_grad_mb` includes buckets and
+    other buffers for communication. `loss` is the mean over ranks.
     """
 
     variant: str
@@ -74,6 +76,7 @@ class Row:
     cpu_ratio: Spread
     collectives: float
     sent_mb: float
+    outer_mb: float
     peak_param_mb: float
     peak_grad_mb: float
     peak_state_mb: float
@@ -101,6 +104,7 @@ def make_row(ladder: Ladder, variant: Measurement) -> Row:
         cpu_ratio=compute_spread(ladder.compute_ratios(variant, base, "cpu_ms")),
         collectives=variant.collectives,
         sent_mb=variant.sent_bytes / 1e6,
+        outer_mb=variant.outer_bytes / 1e6,
         peak_param_mb=peak["parameters"] / 1e6,
         peak_grad_mb=peak["gradients"] / 1e6,
         peak_state_mb=peak["optimizer state"] / 1e6,
@@ -112,7 +116,7 @@ def make_row(ladder: Ladder, variant: Measurement) -> Row:
 
 
 def list_remarks(ladder: Ladder) -> list[str]:
-    """Return remarks about the link, the reliability of its emulation, and the comparison with torch's ZeRO."""
+    """Return remarks about the link, the reliability of its emulation, and comparisons between variants."""
     if ladder.world_size == 1:
         return []
     gradients = f"an all-reduce of all gradients ({ladder.model_bytes / 1e6:.2f} MB)"
@@ -135,16 +139,18 @@ def list_remarks(ladder: Ladder) -> list[str]:
     else:
         remarks.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
     by_label = {variant.label: variant for variant in ladder.variants}
-    zero = get_variant(find_module("ZeroOptimizer")).label
-    if zero in by_label and TORCH_ZERO.label in by_label:
-        cells = [
-            f"{spread.median:.2f} [{spread.lower:.2f}-{spread.upper:.2f}]"
-            for spread in (
-                compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label)),
-                compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label, "cpu_ms")),
-            )
-        ]
-        remarks.append(f"{zero} relative to {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
+    modules = ("ZeroOptimizer", "FullyShardedDDP", "HybridShardedDDP")
+    zero, fully_sharded, hybrid = (get_variant(find_module(name)).label for name in modules)
+    for label, base in ((zero, TORCH_ZERO.label), (hybrid, fully_sharded), (hybrid, TORCH_HSDP.label)):
+        if label in by_label and base in by_label:
+            cells = [
+                f"{spread.median:.2f} [{spread.lower:.2f}-{spread.upper:.2f}]"
+                for spread in (
+                    compute_spread(ladder.compute_ratios(by_label[label], base)),
+                    compute_spread(ladder.compute_ratios(by_label[label], base, "cpu_ms")),
+                )
+            ]
+            remarks.append(f"{label} relative to {base}: step time {cells[0]}, processor time {cells[1]}.")
     return remarks
 
 
@@ -269,10 +275,3 @@ def load_json(path: Path) -> Ladder:
         return Ladder(**content | read)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CourseError(f"{path} is not a file that `brigade bench --json` wrote: {error}") from None
-
-
-def read_link(content: dict[str, float] | None) -> Link | Pace | None:
-    """Return the link with these fields, or None if `content` is None."""
-    if content is None:
-        return None
-    return Pace(**content) if "comm_ratio" in content else Link(**content)

@@ -25,7 +25,7 @@ from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab.memory_accounting import Bytes
 from brigade.lab.on_ranks import STEP_BEFORE, train
-from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
+from brigade.rank.emulated_link import Link, Pace, count_sent_bytes, read_link, spans_nodes
 from brigade.runner.ranks import RankResults, run_ranks
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
@@ -43,7 +43,8 @@ class Workload:
 
     `bucket_mb` (MiB) is for variants that have buckets, including torch DDP. With a `link`, collectives take as long as
     on that emulated link (`emulated_link.py`); otherwise they take their real time on this machine. If `named` is set,
-    each recorded launch contains the name of its parameter, if it has one; this takes a little time.
+    each recorded launch contains the name of its parameter, if it has one; this takes a little time. A node consists of
+    `node_size` consecutive ranks (None: all ranks); module 14 keeps a replica in each.
     """
 
     size: Size = SIZES["tiny"]
@@ -56,6 +57,7 @@ class Workload:
     seed: int = 0
     link: Link | Pace | None = None
     named: bool = False
+    node_size: int | None = None
     optimizer: str = "SGD"  # of `torch.optim`; SGD has momentum
 
 
@@ -85,6 +87,7 @@ class Variant:
 TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
 TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
 TORCH_FSDP = Variant("torch fully_shard", ("torch", "fully_shard"))
+TORCH_HSDP = replace(TORCH_FSDP, label="torch fully_shard 2-D", arguments={"hybrid": True})
 TORCH = (TORCH_DDP, TORCH_ZERO)
 ONE_PROCESS = Variant("one process")
 COMPUTATION = Variant("computation alone")  # without communication; alternates with the others
@@ -95,8 +98,9 @@ class Measurement:
     """The measurements of one variant in a finished ladder. Everything except the losses excludes the warm-up.
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
-    is the processor time of the step, for all threads of the rank together. `collectives` and `sent_bytes` are means
-    over ranks, per step; `sent_bytes` counts the bytes that a rank sends with ring algorithms. `losses` are per rank,
+    is the processor time of the step, for all threads of the rank together. `collectives`, `sent_bytes` and
+    `outer_bytes` are means over ranks, per step; `sent_bytes` counts the bytes that a rank sends with ring algorithms,
+    and `outer_bytes` those in groups that span nodes. `losses` are per rank,
     in nats per token. `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and
     on the fullest rank (see `memory_accounting.py`). `bucket_mb` is the variant's.
     """
@@ -106,6 +110,7 @@ class Measurement:
     cpu_s: list[list[float]]
     collectives: float
     sent_bytes: float
+    outer_bytes: float
     losses: list[float]
     kept_bytes: Bytes
     peak_bytes: Bytes
@@ -178,7 +183,9 @@ class Ladder:
     @property
     def link_s(self) -> float | None:
         """The time of an all-reduce of all gradients on the emulated link, or None without a link."""
-        return self.link.seconds("all_reduce", self.model_bytes, self.world_size) if self.link else None
+        if not self.link:
+            return None
+        return self.link.between(range(self.world_size)).seconds("all_reduce", self.model_bytes, self.world_size)
 
     def get_measurement(self, label: str) -> Measurement:
         """Return the measurement of the variant with this label."""
@@ -223,7 +230,13 @@ def is_wrapper(name: str) -> bool:
 def add_torch_variants(variants: Sequence[Variant]) -> list[Variant]:
     """Return the variants, then torch's: DDP and ZeRO, and `fully_shard` if a fully sharded variant is compared."""
     fully_sharded = any(variant.wrapper and variant.wrapper[1] == "FullyShardedDDP" for variant in variants)
-    return [*variants, *TORCH, *([TORCH_FSDP] if fully_sharded else [])]
+    hybrid = any(map(is_hybrid, variants))
+    return [*variants, *TORCH, *[TORCH_FSDP] * fully_sharded, *[TORCH_HSDP] * hybrid]
+
+
+def is_hybrid(variant: Variant) -> bool:
+    """Return whether the variant keeps one replica per node."""
+    return variant.wrapper is not None and variant.wrapper[1] == "HybridShardedDDP"
 
 
 def get_course_variants() -> list[Variant]:
@@ -272,7 +285,7 @@ def run_benchmark(
         expected_loss=single_result["losses"][ONE_PROCESS.label],
         variants=measurements,
         computation=computation,
-        link=Link(*results[0]["link"]) if results[0]["link"] else None,
+        link=read_link(results[0]["link"]),
         backward_s=results[0]["backward_s"],
         real_s=results[0]["real_s"],
         model_bytes=results[0]["model_bytes"],
@@ -298,6 +311,8 @@ def run_variants(
     stream: bool = False,
 ) -> RankResults:
     """Run `train` on the ranks; return its results and the events. Raise the errors of `run_benchmark`."""
+    if world_size % (workload.node_size or 1) and variants != [ONE_PROCESS]:
+        raise ValueError(f"{world_size} ranks do not form nodes of {workload.node_size}")
     if workload.batch_size % world_size:
         raise ValueError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
     if workload.link and backend != "gloo":
@@ -339,14 +354,22 @@ def make_measurement(
         for launch in launches(events)
         if launch.step in timed and launch.phase != STEP_BEFORE
     ]
+    node_size = workload.node_size or len(results)
+
+    def compute_mean(values: Iterable[float]) -> float:
+        return sum(values) / len(results) / len(timed)
+
+    sent = [
+        (count_sent_bytes(launch.op, launch.nbytes, len(launch.ranks)), spans_nodes(launch.ranks, node_size))
+        for launch in timed_launches
+    ]
     return Measurement(
         label=variant.label,
         marks=[result["marks"][variant.label][workload.warmup :] for result in results],
         cpu_s=[result["cpu_s"][variant.label][workload.warmup :] for result in results],
-        collectives=len(timed_launches) / len(results) / len(timed),
-        sent_bytes=sum(count_sent_bytes(launch.op, launch.nbytes, len(results)) for launch in timed_launches)
-        / len(results)
-        / len(timed),
+        collectives=compute_mean(1 for _ in timed_launches),
+        sent_bytes=compute_mean(nbytes for nbytes, _ in sent),
+        outer_bytes=compute_mean(nbytes for nbytes, is_outer in sent if is_outer),
         losses=[result["losses"][variant.label] for result in results],
         kept_bytes=find_fullest(result["kept"][variant.label] for result in results),
         peak_bytes=find_fullest(result["peaks"][variant.label] for result in results),

@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from brigade.course.modules import TRAINING_MODULES, CourseError
+from brigade.course.modules import BEYOND, TRAINING_MODULES, CourseError
 from brigade.course.submission import Sources, open_no_follow
 from brigade.lab.bench import TRUSTED_SHARE, round_numbers, summarize
 from brigade.lab.ladder import EMULATED, Ladder, get_variant
@@ -28,7 +28,7 @@ from brigade.lab.plots import make_empty_table
 
 FORMAT = 2
 SETTINGS = {"format": FORMAT, "ranks": 2, "backend": "gloo", "workload": round_numbers(asdict(EMULATED))}
-MODULES = tuple(entry for entry in TRAINING_MODULES if entry.number >= 4)  # from the first module with buckets on
+MODULES = tuple(entry for entry in TRAINING_MODULES if entry.number >= 4 and entry.track != BEYOND)  # with buckets
 PATTERN = "*entry*.json"  # learning platforms add names before a file's name, and numbers after it
 MOST_FILES = 2_000
 MAX_BYTES = 50_000  # of a file; one with all modules has about 10 000

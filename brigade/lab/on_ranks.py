@@ -10,7 +10,7 @@ import ctypes
 import inspect
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -24,7 +24,7 @@ from brigade.lab import corpus
 from brigade.lab.memory_accounting import Bytes, PeakMemory, count_kept_bytes
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
-from brigade.rank.emulated_link import Link, Pace
+from brigade.rank.emulated_link import Link, Pace, read_link
 
 OVERLAPPING = ("PrefetchedDDP",)  # see `TrainingSetup.overlaps`
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
@@ -58,14 +58,21 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
     wrapper = model
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
+        accepted = inspect.signature(wrapper_class).parameters
+        node_size = workload["node_size"] or dist.get_world_size()
+        groups = {}
+        if "replica_group" in accepted:
+            make_groups = student(variant["wrapper"][0], "make_groups")
+            groups = dict(zip(("shard_group", "replica_group"), make_groups(dist.get_world_size(), node_size)))
         bucket_mb = workload["bucket_mb"] if variant["bucket_mb"] is None else variant["bucket_mb"]
         sizes = {
             "bucket_cap_mb": bucket_mb,
             "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES)),
             "unit_types": (Block,),
             "grad_dtype": torch.float32,  # for models in 16 bits
+            "node_size": node_size,
+            **groups,
         }
-        accepted = inspect.signature(wrapper_class).parameters
         sizes = {name: size for name, size in sizes.items() if name in accepted}
         wrapper = wrapper_class(model, **sizes, **variant["arguments"])
     base = workload["optimizer"]
@@ -94,14 +101,21 @@ def load_class(package: str, name: str) -> type:
     return ZeroRedundancyOptimizer
 
 
-def shard_fully(model: nn.Module) -> nn.Module:
-    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights."""
-    from torch.distributed.device_mesh import DeviceMesh
+def shard_fully(model: nn.Module, node_size: int, hybrid: bool = False) -> nn.Module:
+    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights.
+
+    With `hybrid`, the mesh has two dimensions: each node of `node_size` ranks has a replica.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
+    if hybrid:
+        shape = dist.get_world_size() // node_size, node_size
+        mesh = init_device_mesh(device().type, shape, mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
     blocks = [fully_shard(block, mesh=mesh) for block in model.blocks]
     for block, following in zip(blocks, blocks[1:]):  # torch prefetches one unit in backward, but none in forward
         block.set_modules_to_forward_prefetch([following])
@@ -235,15 +249,16 @@ class Calibration:
         """
         if not self.wanted or not backward_s:
             return None
-        if "comm_ratio" in self.wanted:
-            return Pace(**self.wanted).link(median(backward_s), self.model_bytes, dist.get_world_size())
-        return Link(**self.wanted)
+        wanted = read_link(self.wanted)
+        if isinstance(wanted, Pace):
+            return wanted.link(median(backward_s), self.model_bytes, dist.get_world_size())
+        return wanted
 
     def get_results(self) -> dict[str, Any]:
         """Return fields of `Ladder`: the medians "backward_s" and "real_s", the resulting "link", and "model_bytes"."""
         link = self.make_link(self.backward_s)
         return {
-            "link": [link.latency_s, link.bytes_per_s] if link else None,
+            "link": asdict(link) if link else None,
             "backward_s": median(self.backward_s or [0.0]),
             "real_s": median(self.real_s or [0.0]),
             "model_bytes": self.model_bytes,

@@ -1,6 +1,6 @@
 """`brigade plan`: predict the cost of a training step with each variant, from shapes alone.
 
-    steps = plan(record(variants, setting), setting, link)
+    steps = plan(record(variants, setting), link)
 
 A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives as
 the variant's own code does (`program.py`). A collective starts when all earlier ones are complete, and takes as long as
@@ -10,19 +10,19 @@ a ring algorithm (`emulated_link.Link`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
-from brigade.course.modules import TRAINING_MODULES
+from brigade.course.modules import TRAINING_MODULES, find_module
 from brigade.lab.ladder import TORCH_DDP, Variant, get_variant
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import list_cases
 from brigade.lab.memory_accounting import KINDS, Bytes
-from brigade.lab.program import Machine, Program, Setting, simulate
+from brigade.lab.program import Machine, Program, Setting, record, simulate
 from brigade.rank.emulated_link import Link, count_sent_bytes
 
 if TYPE_CHECKING:
@@ -47,18 +47,22 @@ DEVICE_TFLOPS = {"fp32": 67.0, "bf16": PEAK_FLOPS / 1e12}
 DEVICE_MEMORY_GB = 80
 DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 
+LEAST_GAIN = 0.99  # hybrid sharding pays if its step is at most this many times as long
+
 
 @dataclass(frozen=True)
 class PlannedStep:
     """The predicted step of one variant.
 
-    `memory` contains the bytes that rank 0 keeps between two steps, by kind. `exposed_s` is how much longer the step
-    takes than this variant's own computation. `copied_bytes` is that of `Program`.
+    `outer_bytes` are those of `sent_bytes` that go to other nodes. `memory` contains the bytes that rank 0 keeps
+    between two steps, by kind. `exposed_s` is how much longer the step takes than this variant's own computation.
+    `copied_bytes` is that of `Program`.
     """
 
     label: str
     launches: int
     sent_bytes: float
+    outer_bytes: float
     copied_bytes: int
     step_s: float
     exposed_s: float
@@ -112,18 +116,43 @@ def list_variants() -> list[Variant]:
     return [variants[label] for label in (*own_labels, *sorted(variants.keys() - own.keys()))]
 
 
-def plan(programs: dict[str, Program | str], setting: Setting, link: Link) -> list[PlannedStep]:
+def plan(programs: dict[str, Program | str], link: Link) -> list[PlannedStep]:
     """Return the predicted step of each program, by label. Leave out the variants without a program."""
     steps = []
     for label, program in programs.items():
         if isinstance(program, str):
             continue
-        step_s = simulate(program.instructions, link, setting.world_size).end_s
-        sent = sum(count_sent_bytes(launch.op, launch.nbytes, setting.world_size) for launch in program.launches)
+        step_s = simulate(program.instructions, link).end_s
+        sent = [(count_sent_bytes(one.op, one.nbytes, one.num_ranks), one.last_rank) for one in program.launches]
+        outer = sum(nbytes for nbytes, last in sent if link.between((0, last)) is link.outer)
         exposed_s = max(0.0, step_s - program.computation_s)  # rounding can make an exposed time of zero negative
         launches, copied = len(program.launches), program.copied_bytes
-        steps.append(PlannedStep(label, launches, sent, copied, step_s, exposed_s, program.memory))
+        sent_bytes = sum(nbytes for nbytes, _ in sent)
+        steps.append(PlannedStep(label, launches, sent_bytes, outer, copied, step_s, exposed_s, program.memory))
     return steps
+
+
+def compare_with_hybrid(setting: Setting, link: Link) -> str:
+    """Return a sentence about the numbers of ranks with which one replica per node makes the step shorter.
+
+    The numbers of nodes are powers of two, up to the setting's. Return "" if a module is not written.
+    """
+    pair = [get_variant(find_module(name)) for name in ("FullyShardedDDP", "HybridShardedDDP")]
+    planned, shorter = [], []
+    ranks = 2 * setting.node_size
+    while ranks <= setting.world_size:
+        steps = plan(record(pair, replace(setting, world_size=ranks)), link)
+        if len(steps) < len(pair):
+            return ""
+        fully, hybrid = steps
+        planned.append(f"{ranks}")
+        if hybrid.step_s < LEAST_GAIN * fully.step_s:
+            shorter.append(f"{ranks} ranks ({hybrid.step_s / fully.step_s:.2f} times as long)")
+        ranks *= 2
+    return (
+        f"Planned for {', '.join(planned)} ranks: the step of {pair[1].label} is at least 1 % shorter than that of "
+        f"{pair[0].label} " + (f"with {', '.join(shorter)}." if shorter else "with none of them.")
+    )
 
 
 def format_size(number: float) -> str:
@@ -131,24 +160,29 @@ def format_size(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 
-def make_plan_table(steps: Sequence[PlannedStep], title: str) -> Table:
-    """Return a table with a row for each variant, at most 80 columns wide."""
+def make_plan_table(steps: Sequence[PlannedStep], title: str, has_nodes: bool) -> Table:
+    """Return a table with a row for each variant, at most 80 columns wide.
+
+    If there are nodes, it shows the bytes sent inside a node and to other nodes, instead of launches and all bytes.
+    """
     from brigade.lab.plots import make_empty_table
 
     torch_s = next(step.step_s for step in steps if step.label == TORCH_DDP.label)
     time_unit, seconds = ("s", 1.0) if torch_s >= 1 else ("ms", 1e-3)
     digits = 1 if torch_s / seconds >= 10 else 3
     size_unit, size = ("GB", 1e9) if max(step.memory_bytes for step in steps) >= 1e10 else ("MB", 1e6)
-    headings = [f"step\n{time_unit}", "ratio to\ntorch DDP", f"exposed\n{time_unit}", "launches"]
-    headings += [f"{what}\n{size_unit}" for what in ("sent", "state", "memory")]
+    headings = [f"step\n{time_unit}", "ratio to\ntorch DDP", f"exposed\n{time_unit}"]
+    sizes = ["inside", "between", "state", "memory"] if has_nodes else ["sent", "state", "memory"]
+    headings += [*(["launches"] if not has_nodes else []), *(f"{what}\n{size_unit}" for what in sizes)]
     table = make_empty_table(title, "variant", headings)
     for step in steps:
+        sent = [step.sent_bytes - step.outer_bytes, step.outer_bytes] if has_nodes else [step.sent_bytes]
         table.add_row(
             step.label,
             f"{step.step_s / seconds:,.{digits}f}",
             f"{step.step_s / torch_s:.2f}",
             f"{step.exposed_s / seconds:,.{digits}f}",
-            f"{step.launches:,}",
-            *(format_size(nbytes / size) for nbytes in (step.sent_bytes, step.memory[KINDS[-1]], step.memory_bytes)),
+            *([f"{step.launches:,}"] if not has_nodes else []),
+            *(format_size(nbytes / size) for nbytes in (*sent, step.memory[KINDS[-1]], step.memory_bytes)),
         )
     return table

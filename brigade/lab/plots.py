@@ -76,15 +76,20 @@ def make_time_table(ladder: Ladder) -> Table:
 def make_memory_table(ladder: Ladder) -> Table:
     """Return a table of time, traffic and memory, with a row for each variant."""
     memory = [f"{kind}\n{when}" for when in ("peak", "kept") for kind in ("param", "grad", "state")]
+    has_nodes = ladder.workload.node_size is not None
     headings = ("step\nms", "laun-\nches", "MB\nsent", *memory)
+    if has_nodes:
+        headings = ("laun-\nches", "MB\nsent", "to other\nnodes", *memory)
     table = make_empty_table("Launches and MB sent per step, and MB of memory on the fullest rank", "variant", headings)
     table.caption = "Peak: on one token per rank; gradients include buckets. Kept: between steps."
     table.caption_justify = "left"
     for row in make_rows(ladder):
         peak = (row.peak_param_mb, row.peak_grad_mb, row.peak_state_mb)
         kept = (row.param_mb, row.grad_mb, row.state_mb)
-        megabytes = (format_number(value, 2) for value in (row.sent_mb, *peak, *kept))
-        table.add_row(row.variant, format_number(row.step_ms.median, 1), f"{row.collectives:g}", *megabytes)
+        sent = (row.sent_mb, row.outer_mb) if has_nodes else (row.sent_mb,)
+        megabytes = (format_number(value, 2) for value in (*sent, *peak, *kept))
+        step_ms = [] if has_nodes else [format_number(row.step_ms.median, 1)]
+        table.add_row(row.variant, *step_ms, f"{row.collectives:g}", *megabytes)
     return table
 
 

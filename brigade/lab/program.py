@@ -2,7 +2,7 @@
 
     programs = record([get_variant(get_module(4))], setting)       by label
     programs["4 BucketedDDP"].launches                             the collectives, in launch order
-    simulate(programs["4 BucketedDDP"].instructions, link, 64)     when each instruction runs, on a link
+    simulate(programs["4 BucketedDDP"].instructions, link)         when each instruction runs, on a link
 
 A program is recorded: `recorded_step.py` runs the variant's own code once in a rank, without memory and without peers.
 All ranks are assumed to do what rank 0 does, at the same time, so no collective waits for another rank to launch it.
@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ def list_groups(model: Any) -> Groups:
 class Setting:
     """The training run to plan: the parameters, the ranks, the buckets, the optimizer and the machine.
 
-    `groups` are those of `list_groups`, `dtype` is the name of the parameters' dtype, and `bucket_mb` is in MiB.
+    `groups` are those of `list_groups`, `dtype` is the name of the parameters' dtype, and `bucket_mb` is in MiB. A node
+    consists of `node_size` ranks (None: all ranks).
     Gradients become ready in the reverse order of the parameters' registration, as in TinyLM.
     """
 
@@ -81,6 +83,7 @@ class Setting:
     optimizer: Optimizer
     machine: Machine
     dtype: str = "float32"
+    node_size: int | None = None
 
     @property
     def numel(self) -> int:
@@ -107,13 +110,16 @@ class Compute:
 class Launch:
     """An instruction that launches a collective on a buffer of `nbytes` bytes and does not wait.
 
-    The buffer contains the parameters `param_indices`. `phase` is the phase of the step.
+    The buffer contains the parameters `param_indices`. `phase` is the phase of the step. The group has `num_ranks`
+    ranks, from rank 0 to `last_rank`.
     """
 
     op: str
     nbytes: float
     param_indices: Sequence[int]
     phase: str = ""
+    num_ranks: int = 2
+    last_rank: int = 1
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,8 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
     `sources` are the submission's modules (default: the solutions). Raise CourseError if they hang.
     """
     sources = read_reference() if sources is None else sources
-    shape = setting.groups, setting.dtype, setting.world_size, setting.bucket_mb, setting.optimizer.values
+    ranks = setting.world_size, setting.node_size
+    shape = setting.groups, setting.dtype, ranks, setting.bucket_mb, setting.optimizer.values
     texts = {name: text for name, (_, text) in sources.items()}
     cases = [asdict(variant) for variant in variants]
     paths = [STORED / f"{hash_content(shape, texts, case, hash_course())}.json" for case in cases]
@@ -246,21 +253,23 @@ class Simulation:
     end_s: float
 
 
-def simulate(instructions: Sequence[Instruction], link: Link, world_size: int) -> Simulation:
+def simulate(instructions: Sequence[Instruction], network: Link) -> Simulation:
     """Return when each instruction runs. Launches of previous steps are complete.
 
     As in `emulated_link.py`, a collective starts when all ranks have launched it (here, at the same time) and the link
     is free. It occupies the link for its latency plus its bytes divided by the bandwidth.
     """
-    now, link_free = 0.0, 0.0
+    now = 0.0
+    free: dict[Link, float] = defaultdict(float)
     busy: list[Busy] = []
     transfers: list[Transfer] = []
     for instruction in instructions:
         start = now
         if isinstance(instruction, Launch):
-            begin = max(now, link_free)
-            link_free = begin + link.seconds(instruction.op, instruction.nbytes, world_size)
-            transfers.append(Transfer(instruction, now, begin, link_free))
+            link = network.between((0, instruction.last_rank))
+            begin = max(now, free[link])
+            free[link] = begin + link.seconds(instruction.op, instruction.nbytes, instruction.num_ranks)
+            transfers.append(Transfer(instruction, now, begin, free[link]))
             continue
         now = (
             now + instruction.seconds

@@ -36,7 +36,7 @@ BACKEND = "planned"
 
 # What `record_steps` returns for a step: its instructions and the bytes that the rank keeps after it, by kind. An
 # instruction is ["forward" or "backward", parameter], ["copy" or "step", bytes read and written], ["wait", launch],
-# or ["launch", operation, bytes, parameters, phase].
+# or ["launch", operation, bytes, parameters, phase, ranks of the group, last rank].
 Recorded = tuple[list[list[Any]], Bytes]
 
 
@@ -83,7 +83,7 @@ class Log(TorchDispatchMode):
 
     def launch(self, **fields: Any) -> int:
         """Append a launch and return its number. `RecordingGroup` calls this."""
-        self.note("launch", fields["op"], fields["nbytes"], [], self.phase)
+        self.note("launch", fields["op"], fields["nbytes"], [], self.phase, len(fields["ranks"]), max(fields["ranks"]))
         self.waiting.add(id(self.instructions[-1]))
         return 0  # nobody needs the number
 
@@ -218,6 +218,9 @@ class PlannedGroup(RecordingGroup):
         launch[3] += sorted(log.find_parameters(tensors), reverse=True)
         for tensor in tensors if not launch[3] else ():
             log.unknown[id(tensor.untyped_storage())] = launch
+        for tensor in tensors if launch[3] else ():  # the part that a reduce-scatter writes
+            if not log.find_parameters([tensor]):
+                log.own(tensor, set(launch[3]))
         return Work(log, launch, tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -302,27 +305,30 @@ def make_optimizer(values: int, log: Log) -> type[torch.optim.Optimizer]:
 def record_steps(
     groups: Sequence[tuple[bool, Sequence[Sequence[int]]]],
     dtype: str,
-    world_size: int,
+    ranks: tuple[int, int | None],
     bucket_mb: float,
     values: int,
     variants: Sequence[dict[str, Any]],
 ) -> list[str]:
     """Return the recorded step of each variant as JSON, or a sentence that says why there is none.
 
-    `groups` are those of `make_model`, `bucket_mb` is in MiB, and the optimizer keeps `values` values per element.
+    `groups` are those of `make_model`, `ranks` are the world size and the ranks of a node, `bucket_mb` is in MiB, and
+    the optimizer keeps `values` values per element.
     """
+    world_size, node_size = ranks
     log = Log()
     dist.destroy_process_group()
-    ranks = [*range(world_size)]
-    dist.Backend.register_backend(
-        BACKEND, lambda *_: PlannedGroup(log, "0", ranks), extended_api=True, devices=["cpu", "meta"]
-    )
+
+    def make_group(options: Any, _: Any) -> PlannedGroup:
+        return PlannedGroup(log, options.group_id, options.global_ranks_in_group or [*range(world_size)])
+
+    dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu", "meta"])
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
     steps: list[Recorded | str] = []
     for variant in variants:
         try:
             model = make_model(log, groups, getattr(torch, dtype))
-            steps.append(record_step(log, variant, model, bucket_mb, values))
+            steps.append(record_step(log, variant, model, bucket_mb, values, node_size))
         except NotImplementedError as part:
             steps.append(f"{part} is not written yet")
         except Exception as error:  # whatever a submission raises
@@ -330,12 +336,15 @@ def record_steps(
     return [json.dumps(step) for step in steps]
 
 
-def record_step(log: Log, variant: dict[str, Any], model: nn.Module, bucket_mb: float, values: int) -> Recorded:
+def record_step(
+    log: Log, variant: dict[str, Any], model: nn.Module, bucket_mb: float, values: int, node_size: int | None
+) -> Recorded:
     """Take steps with one variant, and return the last one."""
     is_ddp = bool(variant["wrapper"]) and variant["wrapper"][1] == "DistributedDataParallel"
     if is_ddp:
         variant = variant | {"arguments": {"init_sync": False}}  # otherwise it compares what all ranks send
-    workload = {"bucket_mb": bucket_mb, "learning_rate": 0.1, "optimizer": make_optimizer(values, log)}
+    workload = {"bucket_mb": bucket_mb, "node_size": node_size, "learning_rate": 0.1}
+    workload["optimizer"] = make_optimizer(values, log)
     log.instructions = []
     log.phase = "outside"
     with log:

@@ -42,7 +42,7 @@ from brigade.lab.ladder import (
 from brigade.lab.plan import make_model
 from brigade.lab.plots import NAMES
 from brigade.lab.program import OPTIMIZERS, Machine, Setting, list_groups, record
-from brigade.rank.emulated_link import Link
+from brigade.rank.emulated_link import Link, read_link
 
 # A model with few but large parameters, so that the collectives are visible.
 WORKLOAD = replace(
@@ -79,15 +79,16 @@ class Collective:
     """One collective on one rank. It was launched at `launched_ms`, and ran from `start_ms` to `end_ms`.
 
     An emulated link carries one collective at a time, so `start_ms` is later than the launch if another rank launched
-    later or if the link was busy. If the end was not recorded, `end_ms` is the end of the step. The rank waited for the
-    collective until `waited_ms`; None means that it never waited. `number` is the one that `number_launches` gives, and
-    `parts` counts the tensors in a coalesced launch. `name` is the parameter's name, if the launch is on a
-    single parameter. Collectives that overlap have different values of `row`, starting at 0. `line` is the line of the
-    wrapper that launched the collective, if it is known. `label` is the text of the collective in the picture, in which
-    the first `latency_ms` are dark.
+    later or if the link was busy. (If there are nodes, each rank has two links.) If the end was not recorded,
+    `end_ms` is the end of the step. The rank waited for the collective until `waited_ms`; None means that it never
+    waited. `number` is the one that `number_launches` gives, and `parts` counts the tensors in a coalesced launch.
+    `name` is the parameter's name, if the launch is on a single parameter. Collectives that overlap have different
+    values of `row`, starting at 0. `line` is the line of the wrapper that launched the collective, if it is known.
+    `label` is the text of the collective in the picture, in which the first `latency_ms` are dark.
     """
 
     rank: int
+    ranks: Sequence[int]  # of the group
     op: str
     number: int
     name: str | None
@@ -196,7 +197,7 @@ def trace(
     sources = read_reference() if sources is None else sources
     results = run_variants(workload, running, sources, world_size=world_size, **options)
     alone = make_measurement(workload, running, COMPUTATION, results)
-    link = Link(*results[0]["link"]) if results[0]["link"] else None
+    link = read_link(results[0]["link"])
     timelines = []
     for variant in variants:
         planned = plan_launches(variant, workload, world_size, sources)
@@ -220,7 +221,7 @@ def trace(
             ]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
             numbers = number_launches(rank_launches, *planned)
-            launched += make_collectives(rank, rank_launches, numbers, zero, bool(link))
+            launched += make_collectives(rank, rank_launches, numbers, zero, link)
         line = Timeline(
             variant.label,
             world_size,
@@ -252,13 +253,15 @@ def find_doubt(timeline: Timeline, lengths_ms: Sequence[float]) -> str:
 def compute_latest_end_ms(timeline: Timeline) -> float:
     """Return by how much any recorded end of a collective is later than its end on the emulated link.
 
-    The link carries one collective at a time, and starts it when the last rank has launched it.
+    A link carries one collective at a time, and starts it when the last rank has launched it.
     """
-    free_ms = late_ms = 0.0
+    late_ms = 0.0
+    free_ms: dict[Link, float] = defaultdict(float)
     for same in zip(*map(timeline.get_collectives, range(timeline.world_size))) if timeline.link else ():
-        free_ms = max(free_ms, *(one.launched_ms for one in same))
-        free_ms += 1e3 * timeline.link.seconds(same[0].op, same[0].nbytes, timeline.world_size)
-        late_ms = max(late_ms, *(one.end_ms - free_ms for one in same))
+        link = timeline.link.between(same[0].ranks)
+        free_ms[link] = max(free_ms[link], *(one.launched_ms for one in same))
+        free_ms[link] += 1e3 * link.seconds(same[0].op, same[0].nbytes, len(same[0].ranks))
+        late_ms = max(late_ms, *(one.end_ms - free_ms[link] for one in same))
     return late_ms
 
 
@@ -294,7 +297,8 @@ def plan_launches(
     model = make_model(workload.size)
     machine = Machine(1.0, (1.0,) * len([*model.parameters()]), math.inf, math.inf)  # only the launches count
     bucket_mb = workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb
-    setting = Setting(list_groups(model), world_size, bucket_mb, OPTIMIZERS["sgd"], machine)
+    groups = list_groups(model)
+    setting = Setting(groups, world_size, bucket_mb, OPTIMIZERS["sgd"], machine, node_size=workload.node_size)
     recorded = record([variant], setting, sources)[variant.label]
     launched = [] if isinstance(recorded, str) else recorded.launches
     return launched, any(launch.phase == "forward" for launch in launched)
@@ -312,15 +316,22 @@ def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, f
 
 
 def make_collectives(
-    rank: int, launched: Sequence[Launch], numbers: Sequence[int], zero: float, one_at_a_time: bool
+    rank: int, launched: Sequence[Launch], numbers: Sequence[int], zero: float, network: Link | None
 ) -> list[Collective]:
-    """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`."""
+    """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`.
+
+    Those on an emulated link share a row.
+    """
     rows: list[float] = []  # when the last collective of each row ended
+    links: list[Link] = []  # of each row
     collectives = []
     for launch, number in zip(launched, numbers):
         start, row = launch.began or launch.start, 0
-        if one_at_a_time:  # the previous collective may have ended late
-            start = max([start, *rows])
+        if network:  # the previous collective may have ended late
+            link = network.between(launch.ranks)
+            links += [link] * (link not in links)
+            row = links.index(link)
+            start = max([start, *rows[row : row + 1]])
         else:
             row = next((i for i, end in enumerate(rows) if end <= start), len(rows))
         end = max(start, launch.end)
@@ -328,6 +339,7 @@ def make_collectives(
         collectives.append(
             Collective(
                 rank,
+                launch.ranks,
                 launch.op,
                 number,
                 launch.name,

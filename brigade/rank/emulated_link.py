@@ -1,11 +1,11 @@
 """A recording process group whose collectives take as long as on an emulated link. It needs no network.
 
-Every rank has one link, which sends and receives at the same time. A collective occupies the links of all ranks of its
-group in both directions. It starts when the last of these ranks has launched it and their links are free, and ends
-latency + bytes / bandwidth later, on every rank at the same time. A message occupies the sender's link in one direction
+Every rank has one link, which sends and receives at the same time; if there are nodes, it has one to the ranks of its
+node and one to other nodes. A collective occupies the links of all ranks of its group in both directions. It starts
+when the last of these ranks has launched it and their links are free, and ends latency + bytes / bandwidth later, on
+every rank at the same time. A message occupies the sender's link in one direction
 and the receiver's link in the other, once both ranks have launched it. The launches on a link run in the order in which
-the last rank of each launch called it. If ranks are in nodes, every rank has a second link to the other nodes, which
-carries the launches of groups that span nodes. The two links do not disturb each other.
+the last rank of each launch called it.
 
 The real collective runs on gloo as soon as all ranks have launched it. A rank that waits for it sleeps until the
 modelled end, so that it takes no processor time. If gloo needs longer than the model says, the collective ends when
@@ -24,9 +24,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,17 @@ def count_sent_bytes(op: str, nbytes: float, world_size: int) -> float:
     return RINGS.get(op, (1, 1))[1] * (world_size - 1) / world_size * nbytes
 
 
+def spans_nodes(ranks: Collection[int], node_size: int) -> bool:
+    """Return whether the ranks are in several nodes of `node_size` consecutive ranks."""
+    return min(ranks) // node_size < max(ranks) // node_size
+
+
 @dataclass(frozen=True)
 class Link:
     """The connection from each rank to the next: seconds per message, and bytes per second in each direction.
 
-    `outer` is the second link of ranks in nodes. A node has `node_size` consecutive ranks.
+    If there is an `outer` link, it connects groups of ranks that span nodes, and this link all others. A node is
+    `node_size` consecutive ranks.
     """
 
     latency_s: float
@@ -64,14 +70,15 @@ class Link:
     outer: Link | None = None
     node_size: int = 1
 
-    def between(self, ranks: Sequence[int]) -> Link:
-        """Return the link that connects these ranks: `outer` if there is one and they are in several nodes."""
-        return self.outer if self.outer and len({rank // self.node_size for rank in ranks}) > 1 else self
+    def between(self, ranks: Collection[int]) -> Link:
+        """Return the link that connects these ranks."""
+        return self.outer if self.outer and spans_nodes(ranks, self.node_size) else self
 
     @property
     def description(self) -> str:
         """The link in words."""
-        return f"{1e6 * self.latency_s:.1f} us per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
+        text = f"{1e6 * self.latency_s:.1f} us per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
+        return text + (f" inside a node, and {self.outer.description} between nodes" if self.outer else "")
 
     def message_s(self, nbytes: float) -> float:
         """Return the seconds that a message from one rank to another takes."""
@@ -91,17 +98,33 @@ class Pace:
     """A link relative to computation, so that it has the same effect on slow and on fast machines.
 
     An all-reduce of all gradients takes `comm_ratio` times as long as backward alone. Each all-reduce also has a
-    latency, which is `latency_ratio` times as long as backward.
+    latency, which is `latency_ratio` times as long as backward. If there are nodes of `node_size` ranks, this describes
+    an all-reduce inside a node (of two ranks, if `node_size` is 1), and the link between nodes is `slowdown` times
+    slower.
     """
 
     comm_ratio: float
     latency_ratio: float
+    node_size: int | None = None
+    slowdown: float = 1.0
 
     def link(self, backward_s: float, grad_bytes: float, world_size: int) -> Link:
         """Return the link for a measured backward of `backward_s` seconds. `world_size` must be at least 2."""
         messages, _ = RINGS["all_reduce"]
-        latency_s = self.latency_ratio * backward_s / (messages * (world_size - 1))
-        return Link(latency_s, count_sent_bytes("all_reduce", grad_bytes, world_size) / (self.comm_ratio * backward_s))
+        ranks = max(2, self.node_size) if self.node_size else world_size
+        latency_s = self.latency_ratio * backward_s / (messages * (ranks - 1))
+        link = Link(latency_s, count_sent_bytes("all_reduce", grad_bytes, ranks) / (self.comm_ratio * backward_s))
+        if not self.node_size:
+            return link
+        outer = Link(link.latency_s * self.slowdown, link.bytes_per_s / self.slowdown)
+        return replace(link, outer=outer, node_size=self.node_size)
+
+
+def read_link(fields: dict[str, Any] | None) -> Link | Pace | None:
+    """Return the link or the pace with these fields, as `dataclasses.asdict` returns them."""
+    if fields is None:
+        return None
+    return Pace(**fields) if "comm_ratio" in fields else Link(**fields | {"outer": read_link(fields.get("outer"))})
 
 
 _link: Link | None = None
@@ -124,8 +147,7 @@ class SharedLaunches:
         self._lock = threading.Lock()  # between the threads of this rank; the file's lock is between ranks
         self._lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._world_size = world_size
-        # For each direction of the ranks' links, and then of their outer links: the time at which it is free.
-        self._free_at = self.map("link-free", 4 * world_size)
+        self._free_at = self.map("link-free", 4 * world_size)  # for each direction, the time at which the link is free
 
     def map(self, name: str, count: int) -> memoryview[float]:
         """Map the file with this name as `count` numbers, initially 0, which all ranks that map it share."""
@@ -146,16 +168,16 @@ class SharedLaunches:
             finally:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
-    def find_directions(self, senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
+    def find_directions(self, senders: Sequence[int], receivers: Sequence[int], is_outer: bool) -> list[int]:
         """Return the numbers of the link directions that carry data from the `senders` and to the `receivers`."""
-        return [*senders, *(self._world_size + rank for rank in receivers)]
+        first = 2 * self._world_size * is_outer
+        return [first + rank for rank in senders] + [first + self._world_size + rank for rank in receivers]
 
-    def occupy(self, directions: Sequence[int], seconds: float, is_outer: bool) -> tuple[float, float]:
+    def occupy(self, directions: Sequence[int], seconds: float) -> tuple[float, float]:
         """Reserve the links for a launch that all its ranks have called. Return its start and end.
 
         The caller holds the lock.
         """
-        directions = [direction + 2 * self._world_size * is_outer for direction in directions]
         start = max(time.perf_counter(), *(self._free_at[direction] for direction in directions))
         for direction in directions:
             self._free_at[direction] = start + seconds
@@ -177,23 +199,26 @@ class LaunchSeries:
     All ranks that take part number the launches from 0 in the same way.
     """
 
-    def __init__(self, shared: SharedLaunches, name: str, num_ranks: int, directions: Sequence[int]):
+    def __init__(self, shared: SharedLaunches, name: str, senders: Sequence[int], receivers: Sequence[int]):
         self._shared = shared
-        self._num_ranks = num_ranks
-        self._directions = directions
+        self._senders, self._receivers = senders, receivers
+        self._ranks = {*senders, *receivers}
         self._numbers = shared.map(f"launches-{name}", 3 * MAX_LAUNCHES)
         self._count = 0
 
-    def add(self, seconds: float, is_outer: bool = False) -> int:
+    def add(self, network: Link, op: str, nbytes: float) -> int:
         """Tell the other ranks that this rank calls the next launch. Return its number."""
+        link = network.between(self._ranks)
+        seconds = link.message_s(nbytes) if op in OPPOSITES else link.seconds(op, nbytes, len(self._ranks))
+        directions = self._shared.find_directions(self._senders, self._receivers, is_outer=link is network.outer)
         with self._shared.lock():
             number = self._count
             if number == MAX_LAUNCHES:
                 raise RuntimeError(f"the emulated link has room for only {MAX_LAUNCHES} launches of a group")
             self._count += 1
             self._numbers[3 * number] += 1  # number of ranks that have called it
-            if self._numbers[3 * number] == self._num_ranks:
-                start, end = self._shared.occupy(self._directions, seconds, is_outer)
+            if self._numbers[3 * number] == len(self._ranks):
+                start, end = self._shared.occupy(directions, seconds)
                 self._numbers[3 * number + 1] = start
                 self._numbers[3 * number + 2] = end  # written last: a rank that sees the end can read the start
         return number
@@ -214,7 +239,7 @@ class EmulatedLinkGroup(RecordingGroup):
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
         own_name = f"{name}-{'-'.join(map(str, ranks))}"
-        self._collectives = LaunchSeries(_shared, own_name, len(ranks), _shared.find_directions(ranks, ranks))
+        self._collectives = LaunchSeries(_shared, own_name, ranks, ranks)
         self._message_series: dict[tuple[int, int], LaunchSeries] = {}  # by sender and receiver
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -222,13 +247,8 @@ class EmulatedLinkGroup(RecordingGroup):
         if _link is None or op == "barrier" or method == "recv_anysource":
             return super().call(method, args, kwargs, index)
         nbytes = max(sum(tensor.nbytes for tensor in list_tensors(args[i])) for i in {outputs, inputs} - {None})
-        if op in OPPOSITES:
-            link = _link.between([self._ranks[self.rank()], self._ranks[args[1]]])
-            series, seconds = self._find_messages(op, args[1]), link.message_s(nbytes)
-        else:
-            link = _link.between(self._ranks)
-            series, seconds = self._collectives, link.seconds(op, nbytes, self.size())
-        number = series.add(seconds, is_outer=link is not _link)
+        series = self._find_messages(op, args[1]) if op in OPPOSITES else self._collectives
+        number = series.add(_link, op, nbytes)
         work = getattr(self._inner, method)(*args, **kwargs)
         if work is None:
             return None
@@ -241,8 +261,7 @@ class EmulatedLinkGroup(RecordingGroup):
         if (sender, receiver) not in self._message_series:
             ranks = self._ranks[sender], self._ranks[receiver]
             name = f"{self._name}-{ranks[0]}-to-{ranks[1]}"
-            directions = _shared.find_directions(ranks[:1], ranks[1:])
-            self._message_series[sender, receiver] = LaunchSeries(_shared, name, 2, directions)
+            self._message_series[sender, receiver] = LaunchSeries(_shared, name, ranks[:1], ranks[1:])
         return self._message_series[sender, receiver]
 
 

@@ -82,6 +82,22 @@ def test_two_ways_to_say_which_link():
     assert ladder.EMULATED.link == Pace(0.8, links.LATENCY_RATIO)
 
 
+def test_on_two_links_the_outer_one_carries_a_fraction(brigade, tmp_path):
+    """Module 14 and torch's two-dimensional mesh keep twice the weights in two nodes, and send the same bytes."""
+    file = tmp_path / "bench.json"
+    shape = ("--ranks", 4, "--nodes", 2, "--comm-ratio", 0.5, "--slowdown", 2, "--rounds", 7, "--batch", 4, "--time", 8)
+    done = brigade("--modules", "11,14", *shape, "--json", file)
+    assert done.returncode == 0, done
+    assert "14 HybridShardedDDP relative to torch fully_shard 2-D: step time" in done.stdout
+    results = bench.load_json(file)
+    assert results.link.outer.latency_s == 2 * results.link.latency_s and results.link.node_size == 2
+    fully, hybrid, *_, torch_fully, torch_hybrid = bench.make_rows(results)
+    assert fully.outer_mb == fully.sent_mb == pytest.approx(torch_fully.outer_mb)
+    halves = fully.sent_mb / 3 / (3 / 4) / 2  # module 11 sends 3 (N - 1) / N of the weights, but the root only 2
+    assert hybrid.outer_mb == pytest.approx(torch_hybrid.outer_mb) == pytest.approx(halves, rel=0.1)
+    assert hybrid.param_mb == pytest.approx(2 * fully.param_mb, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -91,6 +107,8 @@ def test_two_ways_to_say_which_link():
         (["--comm-ratio", "nan"], "--comm-ratio nan: expected a number above 0"),
         (["--comm-ratio", 1, "--latency-ratio", -1], "--latency-ratio -1: expected a number that is not negative"),
         (["--comm-ratio", 1, "--ranks", 1], "an emulated link needs at least two ranks"),
+        (["--comm-ratio", 1, "--nodes", 3], "--nodes 3: 2 ranks do not form 3 equal nodes"),
+        (["--nodes", 2, "--slowdown", 4], "--slowdown needs --nodes and an emulated link"),
         (["--ranks", 0], "--ranks 0: expected at least one rank"),
         (["--ranks", 3], "3 ranks cannot split a batch of 8 sequences equally: change --batch"),
         (["--rounds", 6], "--rounds 6: use at least 7, because the first 5 are not timed"),

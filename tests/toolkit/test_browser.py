@@ -131,9 +131,10 @@ def simulate_buckets(link, world_size, bucket_bytes):
     """Return the step with equal buckets, its exposed time, and the number of buckets."""
     count = math.ceil(GRAD_BYTES / bucket_bytes)
     parts = [
-        (Compute("backward", BACKWARD_S / count), Launch("all_reduce", GRAD_BYTES / count, [])) for _ in range(count)
+        (Compute("backward", BACKWARD_S / count), Launch("all_reduce", GRAD_BYTES / count, [], "", world_size))
+        for _ in range(count)
     ]
-    step = simulate([*itertools.chain(*parts), *map(Wait, range(count))], link, world_size)
+    step = simulate([*itertools.chain(*parts), *map(Wait, range(count))], link)
     return step, step.end_s - BACKWARD_S, count
 
 
@@ -159,8 +160,8 @@ def simulate_prefetch(link, world_size, prefetch):
                 instructions += map(Wait, reductions[-1:])
                 reductions.append(len(ops))
             ops.append("all_gather" if action == "gather" else "reduce_scatter")
-            instructions.append(Launch(ops[-1], UNIT_BYTES[unit], []))
-    step = simulate([*instructions, Wait(reductions[-1])], link, world_size)
+            instructions.append(Launch(ops[-1], UNIT_BYTES[unit], [], "", world_size))
+    step = simulate([*instructions, Wait(reductions[-1])], link)
     return step, step.end_s - 3 * FORWARD_S, max(alive)
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from in_ranks import link as functions
 from brigade.course.modules import REFERENCE
 from brigade.course.submission import read
 from brigade.ipc.wire import encode
-from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
+from brigade.rank.emulated_link import Link, Pace, count_sent_bytes, read_link
 from brigade.runner.ranks import RankFailure, run_ranks
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e6)
@@ -100,13 +101,14 @@ def replay(events, link):
         for event in of_rank:
             if event["kind"] == "launch" and event["op"] != "barrier" and "began" in ends.get(event["index"], {}):
                 groups[event["group"], tuple(event["ranks"])][rank].append((event, ends[event["index"]]))
-    carried = defaultdict(list)  # by rank, (start, end) on its link
+    carried = defaultdict(list)  # by rank and link, (start, end)
     count = in_time = 0
     for (_, ranks), launches in groups.items():
         assert sorted(launches) == sorted(ranks)
         for together in zip(*launches.values(), strict=True):
             launch = together[0][0]
-            seconds = link.seconds(launch["op"], launch["nbytes"], len(ranks))
+            own = link.between(ranks)
+            seconds = own.seconds(launch["op"], launch["nbytes"], len(ranks))
             slowest = max(launch["time"] for launch, _ in together)
             began = {end["began"] for _, end in together}
             ends = [end["time"] for _, end in together]
@@ -122,8 +124,8 @@ def replay(events, link):
             count += 1
             in_time += not late
             for rank in ranks:
-                carried[rank].append((modelled - seconds, modelled))
-    for rank, spans in carried.items():
+                carried[rank, own].append((modelled - seconds, modelled))
+    for (rank, _), spans in carried.items():
         for one, other in pairwise(sorted(spans)):
             assert one[1] <= other[0] + ROUNDING_S, f"the link of rank {rank} carries two collectives at once"
     return count, in_time
@@ -150,6 +152,19 @@ def test_no_collective_ends_before_its_slowest_launch_allows(name):
     count, in_time = replay(run_late(name), SLOW)
     assert count >= RUNS[name][2]
     assert in_time >= count / 2, f"gloo finished only {in_time} of {count} collectives within the link's time"
+
+
+def test_ranks_have_one_link_inside_their_node_and_one_to_other_nodes():
+    """Both carry collectives at the same time. A group that spans nodes takes as long as on the outer link."""
+    link = Pace(comm_ratio=0.5, latency_ratio=0.25, node_size=2, slowdown=4).link(0.1, 4e6, world_size=4)
+    assert link.seconds("all_reduce", 4e6, 2) == pytest.approx(0.1 * 0.75)
+    assert link.outer == Link(4 * link.latency_s, link.bytes_per_s / 4)
+    assert read_link(asdict(link)) == link
+    events = run_ranks(functions.on_two_links, asdict(link), world_size=4, mode="emulate").events
+    count, in_time = replay(events, link)
+    assert count == 13 and in_time > 6
+    inner, outer = [event for event in events[0] if event["kind"] == "end" and "began" in event][:2]
+    assert outer["began"] < inner["time"]
 
 
 @pytest.mark.parametrize("name", ["overlapped, in a sub-group", "torch DDP"])

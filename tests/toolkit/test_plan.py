@@ -37,7 +37,7 @@ def make_two_parameters(world_size=2, bucket_bytes=512, **speed):
 
 def plan_by_label(setting, link, *labels):
     variants = [one for one in plan.list_variants() if not labels or one.label in labels]
-    return {one.label: one for one in plan.plan(record(variants, setting), setting, link)}
+    return {one.label: one for one in plan.plan(record(variants, setting), link)}
 
 
 def plan_model(name, world_size, bucket_mb, dtype="fp32"):
@@ -67,12 +67,12 @@ BY_HAND = {
     "10 Zero2Optimizer": 6 + 0.51 + 1 / 2 + 0.26 + 0.51,
     # Forward ends at 1.51, as in module 9. Backward waits for the first of two gathers; the last reduction is exposed.
     "11 FullyShardedDDP": 1.51 + 0.26 + 5 + 0.51 + 1 / 2,
+    "14 HybridShardedDDP": 1.51 + 0.26 + 5 + 0.51 + 1 / 2,  # one node: as module 11
     "torch DDP": 6 + 1.02 + 1,
     "torch DDP + ZeRO": 6 + 1.02 + 2 / 3 + 1.01 + 0.51,
 }
-OWN_STEP = dict.fromkeys(
-    ["8 ZeroOptimizer", "9 PrefetchedZeroOptimizer", "10 Zero2Optimizer", "11 FullyShardedDDP"], 1 / 2
-)
+SHARDED = ["8 ZeroOptimizer", "9 PrefetchedZeroOptimizer", "10 Zero2Optimizer", "11 FullyShardedDDP"]
+OWN_STEP = dict.fromkeys([*SHARDED, "14 HybridShardedDDP"], 1 / 2)
 OWN_STEP |= dict.fromkeys(["8 ShardedOptimizer", "torch DDP + ZeRO"], 2 / 3)
 
 
@@ -82,6 +82,20 @@ def test_steps_that_were_computed_by_hand():
     assert {label: one.exposed_s for label, one in by_label.items()} == pytest.approx(
         {label: step_s - 6 - OWN_STEP.get(label, 1) for label, step_s in BY_HAND.items()}
     )
+
+
+def test_a_step_on_two_links_that_was_computed_by_hand():
+    """With two nodes of two ranks and a slow inner link, the outer link carries only all-reduces of halves."""
+    setting = replace(make_two_parameters(world_size=4), node_size=2)
+    network = replace(LINK, outer=Link(0.1, 512), node_size=2)
+    by_label = plan_by_label(setting, network, "2 FlatDDP", "11 FullyShardedDDP", "14 HybridShardedDDP")
+    flat, fully, hybrid = (by_label[label] for label in sorted(by_label, key=lambda label: int(label.split()[0])))
+    assert flat.step_s == pytest.approx(6 + 6 * 0.1 + 2 * 3 / 4 * 1536 / 512 + 1)
+    assert fully.outer_bytes == fully.sent_bytes and flat.outer_bytes == flat.sent_bytes == 1.5 * 1536
+    # Backward ends 0.26 s late, as in module 11. The first all-reduce is launched then, the second 0.51 s later.
+    assert hybrid.step_s == pytest.approx(1.51 + 0.26 + 5 + (0.2 + 0.5) + (0.2 + 1) + 1 / 2)
+    assert hybrid.outer_bytes == 1536 / 2
+    assert hybrid.sent_bytes - hybrid.outer_bytes == fully.sent_bytes * (1 / 2) / (3 / 4)
 
 
 def test_exposed_time_is_never_negative():
@@ -277,15 +291,35 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
     text = capsys.readouterr().out
     table, _, assumed = text.partition("Assumptions:")
     assert max(map(len, text.splitlines())) <= 80
-    assert all(variant.label in table for variant in plan.list_variants())
+    assert all((one.label in table) != ladder.is_hybrid(one) for one in plan.list_variants())
     assumed = " ".join(assumed.split())
     assert "1024 ranks" in assumed and "12.5 GB/s" in assumed and "fp32 main parameters" in assumed
     assert "before activations: 11 FullyShardedDDP. The others do not fit." in assumed
 
 
-def test_the_example_in_the_document_is_what_the_command_prints(capsys):
-    assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024"]) == 0
+def test_a_plan_with_nodes_says_where_hybrid_sharding_pays(capsys):
+    options = ["--model", "tiny", "--dp", "16", "--node-size", "4", "--link", "10gbe"]
+    assert cli.main(["plan", *options]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    table, _, assumed = text.partition("Assumptions:")
+    assert "inside" in table and "between" in table and "14 HybridShardedDDP" in table
+    words = " ".join(assumed.split())
+    assert "A node has 4 ranks." in words and "(NVLink 4) carries 450 GB/s" in words and "1.25 GB/s" in words
+    assert "Planned for 8, 16 ranks: the step of 14 HybridShardedDDP is at least 1 % shorter than that of" in words
+    assert "11 FullyShardedDDP with 8 ranks (0." in words
+    assert cli.main(["plan", *options[:-2], "--link", "nvlink4", "--node-link", "10gbe"]) == 0
+    assert "with none of them." in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "options", ["--model gpt3-175b --dp 1024", "--model xl --dp 64 --node-size 8"], ids=["ranks", "nodes"]
+)
+def test_the_examples_in_the_document_are_what_the_command_prints(options, capsys):
+    assert cli.main(["plan", *options.split()]) == 0
     printed = lines(capsys.readouterr().out)
+    if "--node-size" in options:
+        printed = printed.partition("\n\nAssumptions:")[0]
     is_current = printed in lines(ROOT.joinpath("docs", "plan.md").read_text())
     assert is_current, f"docs/plan.md: replace the table below its command by what the command prints:\n{printed}"
 
@@ -324,6 +358,8 @@ def test_the_command_prints_json(capsys):
         (["--link", "string"], "--link string: expected one of nvlink4, pcie4, 100gbe, 10gbe"),
         (["--bucket-mb", "nan"], "--bucket-mb nan: expected a number above 0"),
         (["--latency-us", "-1"], "--latency-us -1: expected a number that is not negative"),
+        (["--dp", "6", "--node-size", "4"], "--node-size 4: 6 ranks do not form such nodes"),
+        (["--node-link", "string"], "--node-link string: expected one of nvlink4"),
         (["--mfu", "2"], "--mfu 2: expected a number above 0 and at most 1"),
     ],
 )

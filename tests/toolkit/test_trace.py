@@ -56,6 +56,15 @@ def test_an_emulated_link_carries_one_collective_at_a_time(traced):
                 assert one.end_ms >= found[0].launched_ms + carried_ms
 
 
+def test_collectives_of_two_links_have_two_rows():
+    hybrid = ladder.get_variant(get_module(14))
+    link = replace(LINK, outer=LINK, node_size=2)
+    [line] = timeline.trace([hybrid], workload=replace(WORKLOAD, link=link, node_size=2), world_size=4)
+    found = line.get_collectives(3)
+    assert {(one.op == "all_reduce", one.row) for one in found} == {(False, 0), (True, 1)}
+    assert all(len(one.ranks) == 2 for one in found)
+
+
 def test_communication_after_backward_is_exposed(traced):
     latency_ms = 1e3 * LINK.seconds("all_reduce", 0, 2)
     assert traced[1].exposed_ms >= 0.9 * len(PARAMETERS) * latency_ms

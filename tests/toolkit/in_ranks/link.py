@@ -26,6 +26,17 @@ def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:
     return globals()[name](*args)
 
 
+def on_two_links(fields: dict[str, Any]) -> None:
+    """Launch in the groups of a grid of two nodes with two ranks, at the same time, and wait for everything."""
+    emulated_link.use(emulated_link.read_link(fields))
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    own = [group for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER]
+    for _ in range(3):
+        for handle in [launch_in(group) for group in own]:
+            handle.wait()
+    dist.all_reduce(torch.ones(8))
+
+
 def timed(call: Callable[[], Any]) -> float:
     """Return the duration of a call in seconds. All ranks start it together."""
     dist.barrier()
@@ -66,8 +77,9 @@ def count_from_own_launch(name: str, *args: Any) -> Any:
     free_at = 0.0
     ends: dict[int, tuple[float, float]] = {}
 
-    def add(self: emulated_link.LaunchSeries, seconds: float, is_outer: bool = False) -> int:
+    def add(self: emulated_link.LaunchSeries, link: emulated_link.Link, op: str, nbytes: float) -> int:
         nonlocal free_at
+        seconds = link.seconds(op, nbytes, len(self._ranks))
         start = max(free_at, time.perf_counter())
         free_at = start + seconds
         ends[len(ends)] = start, free_at
