@@ -152,7 +152,7 @@ def test_one_decision(submission):
 
 @pytest.mark.parts("Part (e): until no rank has data left")
 @pytest.mark.points(2)
-@pytest.mark.needs("test_tokens_weigh_equally")
+@pytest.mark.needs("test_idle_ranks")
 def test_run(submission):
     """run uses every batch once, reads at most one ahead, and ends on all ranks when no rank has data left."""
     settings = (

@@ -1,7 +1,9 @@
 """Likely causes of failures of module 12's checks."""
 
 import contextlib
+import itertools
 import math
+from collections import Counter
 
 from brigade.checks.diagnose.evidence import Evidence
 from brigade.checks.verdict import CheckFailed
@@ -22,6 +24,11 @@ LOSS_FIRST = (
 NOT_LAST = "a backward pass that is not the last one of the step runs outside no_sync."
 ALL_QUIET = "all backward passes run inside no_sync, so the finish reduces everything, and nothing overlaps."
 NOT_TOLD = "the exception leaves run before the other ranks know about it, so they wait for a rank that has gone."
+NOT_HEARD = (
+    "the rank with the exception takes part in the sums before the step, but the other ranks then take this step and "
+    "wait for it. The sums must tell them, and no rank may take the step."
+)
+DECIDED_ALONE = "one rank skips the optimizer's step, and another takes it. All must decide from the same numbers."
 STEP_TAKEN = "the step whose batches were being taken happens on the other ranks."
 NO_CLIP = (
     "the ZeroOptimizer's clip_grad_norm_ is not called. torch's function sees gradients of which only this rank's "
@@ -52,19 +59,33 @@ def explain_failed_run():
 def find_mistake(events):
     """Return the mistake that the records of a failed run show, or ""."""
     counts = [len(launches(own)) for own in events]
+    if any(is_decided_alone(*pair) for pair in itertools.permutations(events, 2)):
+        return DECIDED_ALONE
     for own in events:
         noted = [event for event in own if event["kind"] == "step" and "num_batches" in event]
         if not noted:
             continue
         if (failing := noted[-1]["fails"]) is not None:
-            return NOT_TOLD if [i for i, count in enumerate(counts) if count == min(counts)] == [failing] else ""
+            if [i for i, count in enumerate(counts) if count == min(counts)] != [failing]:
+                return ""
+            missed = next(x for own in events for x in launches(own)[min(counts) :])
+            return NOT_TOLD if missed.nbytes <= SMALL else NOT_HEARD
         launched, num_batches = launches(own, noted[-1]["step"]), noted[-1]["num_batches"]
         passes, large = list_backward_passes(own, noted[-1]["step"]), [x for x in launched if x.nbytes > SMALL]
-        if large and passes and large[0].place > passes[0] and len(passes) < num_batches:
+        if large and passes and large[0].place > passes[0] and len(passes) < num_batches and noted[-1]["is_step"]:
             return NOT_LAST
         if not num_batches and not large and len(launched) > 1:
             return LOSS_FIRST if any(map(is_loss_first, events)) else NO_FINISH
     return ""
+
+
+def is_decided_alone(skipping, stepping):
+    """Return whether only one of two ranks gathers weights at the end of a step, and the other has begun the next."""
+    started = [[event["step"] for event in own if event["kind"] == "step"] for own in (skipping, stepping)]
+    if not all(started) or started[1][-1] not in started[0][:-1]:
+        return False
+    ops = [Counter(x.op for x in launches(own, started[1][-1])) for own in (skipping, stepping)]
+    return "all_gather" not in ops[0] and ops[1].pop("all_gather", 0) > 0 and ops[0] == ops[1]
 
 
 def is_loss_first(events):

@@ -126,7 +126,7 @@ def train(job: dict) -> dict:
     results, weights, state, left = [], [copy_weights(model)], [copy_state(optimizer)], []
     for step, batches in enumerate(steps):
         # The steps' work differs: their launches cannot be compared.
-        recording.note("step", step=step, unsynced=True, num_batches=len(batches), fails=None)
+        recording.note("step", step=step, unsynced=True, num_batches=len(batches), fails=None, is_step=True)
         current["step"] = step
         results.append(describe(loop.step([(batch["x"], batch["y"]) for batch in batches])))
         weights.append(copy_weights(model))
@@ -171,7 +171,7 @@ def run(job: dict) -> list[dict]:
     calls, model, optimizer, loop = make_loop(job)
     fails, answers = job.get("fails", {"rank": None}), []
     for call, batches in enumerate(calls):
-        recording.note("step", step=call, unsynced=True, num_batches=len(batches), fails=fails["rank"])
+        recording.note("step", step=call, unsynced=True, num_batches=len(batches), fails=fails["rank"], is_step=False)
         error = getattr(builtins, fails.get("kind", "ValueError"))("gone")
         feed = Feed(batches, error, fails["at"] if fails["rank"] == dist.get_rank() else None)
         reads: list[int] = []
