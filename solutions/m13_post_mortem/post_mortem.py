@@ -60,7 +60,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place in a group where the living members' calls differ: each member's call, or None."""
+    """The first place in a group where the calls of its members with a trace differ.
+
+    `calls` has every member of the group, also those without a trace: the member's call, or None.
+    """
 
     group: str
     number: int
@@ -142,7 +145,7 @@ VERBS = {
     "different_size": "launched a call of a different size",
     "different_dtype": "launched a call with a different dtype",
     "dead": "left no trace: the process died, or its trace is not among these files",
-    "circular": "wait for each other in a circle",
+    "circular": "wait for each other in a circle and hold up calls",
     "ended": "ended without a call that other ranks wait in",
     "behind": "did not launch a call that other ranks wait in",
 }
@@ -300,7 +303,7 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
     - "behind": the culprits are the members without the call.
 
     The text is one sentence. It contains the culprits, the number, and op and line of each different call (for
-    "circular", those of both places); for "ended" and "behind" also the line of a culprit's last call.
+    "circular", those of all divergences); for "ended" and "behind" also the line of a culprit's last call.
     """
     # `traces` may come in any order. In a circle, name the ranks that are absent from one call because of another one.
     ### BEGIN SOLUTION part (g)
