@@ -164,7 +164,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
         "compute" waits for the unit's weights. This rank skips the units in between: it gathers, awaits, frees and
         reduces them as the other ranks do.
         """
-        # When there is no current unit, the first remaining action is always a "compute".
+        # Leaving a unit performs the actions before the next "compute". So after that, the first action left is one.
         # TODO: part (j)
         raise NotImplementedError("module 11, part (j)")
 

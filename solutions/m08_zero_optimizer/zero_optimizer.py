@@ -8,7 +8,7 @@ Both optimizers take a step in three phases. There are N ranks, and a bucket has
     2. update     the inner optimizer steps on what this rank has
     3. weights    one broadcast per parameter, from its owner   one all-gather per bucket
     bytes         as in one all-reduce of the gradients         the same, in two launches per group of buckets
-    accepts       any optimizer, a model without a wrapper      elementwise optimizers, the wrapper of module 6 or 7
+    accepts       any optimizer except LBFGS, a plain model     elementwise optimizers, the wrapper of module 6 or 7
 
 With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding and,
 for 16-bit weights, 4 P / N bytes of fp32 main parameters ("masters" in checkpoints). `ShardedOptimizer` adds at most
@@ -98,7 +98,7 @@ class OuterOptimizer(Optimizer):
 
 
 class ShardedOptimizer(OuterOptimizer):
-    """Shard any torch optimizer by whole parameters, without checkpoints.
+    """Shard an optimizer that treats each parameter by itself, by whole parameters and without checkpoints.
 
     The weights are already equal on all ranks, and there is no wrapper. A rank may own nothing. `add_param_group` may
     be called at any time.

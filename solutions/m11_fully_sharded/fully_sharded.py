@@ -176,7 +176,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
         "compute" waits for the unit's weights. This rank skips the units in between: it gathers, awaits, frees and
         reduces them as the other ranks do.
         """
-        # When there is no current unit, the first remaining action is always a "compute".
+        # Leaving a unit performs the actions before the next "compute". So after that, the first action left is one.
         ### BEGIN SOLUTION part (j)
         self.leave(self.current)
         while self.schedule:
