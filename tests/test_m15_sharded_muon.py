@@ -359,8 +359,7 @@ def expect_groups(groups, shapes, owners, num_ranks, num_groups, is_real):
     expect(is_valid, right, wrong, partial(diagnosis.explain_groups, groups, num_ranks, num_groups))
     placed = sorted((i, rank) for rows in groups for rank, row in enumerate(rows) for i in row)
     right = f"{where}every matrix is in one group, in its owner's list"
-    why = partial(diagnosis.explain_places, placed, owners)
-    expect(placed == list(enumerate(owners)), right, "some are in another list, in several or in none", why)
+    expect(placed == list(enumerate(owners)), right, "some are in another list, in several or in none")
     if is_real:
         numels = [rows * columns for rows, columns in shapes]
         buffers = [num_ranks * max(sum(numels[i] for i in row) for row in rows) for rows in groups]
@@ -368,7 +367,7 @@ def expect_groups(groups, shapes, owners, num_ranks, num_groups, is_real):
         expect(len(groups) == num_groups, right, f"it returned {len(groups)}", diagnosis.FEW_GROUPS)
         sizes = [sum(numels[i] for row in rows for i in row) for rows in groups]
         padding, largest = sum(buffers) / sum(numels), max(sizes) * len(sizes) / sum(sizes)
-        why = partial(diagnosis.explain_buffers, groups, numels, owners)
+        why = partial(diagnosis.explain_buffers, groups)
         right = f"{where}all buffers together have at most {PADDING} times the elements of the matrices"
         expect(padding <= PADDING, right, f"they have {padding:.3f} times as many", why)
         right = f"{where}the matrices of the largest group have at most {PADDING} times the mean number of elements"
@@ -425,12 +424,12 @@ def expect_overlap(launched, rank, step):
     for number, wait in enumerate(waits):
         before = sum(x.place < wait for x in gathers)
         right = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
-        why = partial(diagnosis.explain_gathers, reduces, gathers)
+        why = diagnosis.LATE_GATHERS if gathers[0].place > waits[-1] else ""
         expect(before >= number - polled, right, f"{before} are", why, **at)
     last = max(x.place for x in gathers)
     blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]
     right = "no all-gather is awaited before all are launched"
-    expect(not blocked, right, f"{len(blocked)} are", partial(diagnosis.explain_early_gathers, blocked), **at)
+    expect(not blocked, right, f"{len(blocked)} are", diagnosis.EARLY_GATHER, **at)
 
 
 def expect_momentum(results, problem):
@@ -441,5 +440,6 @@ def expect_momentum(results, problem):
         names = [i for i, _ in owned]
         right = f"optimizer.state has the momentum of the matrices that this rank owns: {join_names(names) or 'none'}"
         wrong = join_names([f"{count} bytes of matrix {i}" for i, count in result["owned"]], 4)
-        why = partial(diagnosis.explain_state, [own["owned"] for own in results], owned, problem)
+        is_everywhere = len(result["owned"]) == len(problem.trainable())
+        why = diagnosis.EVERYWHERE if is_everywhere else "" if result["owned"] else diagnosis.NO_STATE
         expect(result["owned"] == sorted(owned), right, f"it has {wrong or 'nothing'}", why, rank=rank)

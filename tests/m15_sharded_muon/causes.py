@@ -15,6 +15,8 @@ IN_PLACE = "the matrix itself is divided or multiplied in place."
 NOT_SCATTERED = "every rank gets whole gradients, so every rank orthogonalizes every matrix."
 CLOSURE = "step must call the closure once, with gradients enabled, and return its result."
 BARE_NORM = "1e-7 is not added to the norm. A lower bound of 1e-7 is something else."
+EARLY_GATHER = "an all-gather is awaited while other groups still have to be orthogonalized."
+LATE_GATHERS = "the all-gathers are launched only after all matrices are orthogonalized."
 FEW_GROUPS = "most matrices are in one group, so nothing can travel while the next group is orthogonalized."
 RACE = "a buffer is used again before the collective that reads or writes it is complete."
 NOT_AWAITED = "a handle is lost, or awaited only in the next step."
@@ -39,8 +41,8 @@ SUM = "gradients are summed, not averaged. The weights hide it, because orthogon
 LERP = "momentum is momentum · m + (1 - momentum) · g. The weights hide it, because orthogonalize removes the scale."
 NOT_GATHERED = "state_dict returns only the momentum that the rank owns."
 OWN_NUMBERS = "state_dict counts only trainable matrices. Torch numbers all parameters in the order of param_groups."
+NO_STATE = "the momentum is not in optimizer.state."
 EVERYWHERE = "the rank keeps the momentum of matrices that it does not own."
-MOST_MATRICES = "the ranks have about equally many matrices. Balance their costs."
 
 
 def explain_result(matrix, result, limit, steps=5):
@@ -68,7 +70,6 @@ def explain_flops(shape, flops):
 
 def explain_owners(shapes, num_ranks, owners):
     """Return why the ranks' work is not balanced."""
-    counts = [list(owners).count(rank) for rank in range(num_ranks)]
     numels = [sum(rows * columns for (rows, columns), own in zip(shapes, owners) if own == r) for r in range(num_ranks)]
     longest = [
         sum(max(shape) * min(shape) ** 2 for shape, own in zip(shapes, owners) if own == r) for r in range(num_ranks)
@@ -77,35 +78,21 @@ def explain_owners(shapes, num_ranks, owners):
         return "the elements are balanced, but not the costs: a square needs more FLOPs per element."
     if list(owners) == [i % num_ranks for i in range(len(shapes))]:
         return "matrices are dealt in the given order. Begin with the largest cost."
-    return MOST_MATRICES if max(counts) - min(counts) <= 1 and len(set(shapes)) > 1 else ""
+    return ""
 
 
 def explain_groups(groups, num_ranks, num_groups):
     """Return why a plan has the wrong form."""
-    if len(groups) > num_groups:
-        return ""
     if any(len(rows) != num_ranks for rows in groups):
         return "a rank without matrices has no list. It needs an empty one."
-    return "groups without a matrix are not removed."
+    return "groups without a matrix are not removed." if len(groups) <= num_groups else ""
 
 
-def explain_places(placed, owners):
-    """Return why matrices are in wrong lists."""
-    absent = set(range(len(owners))) - {i for i, _ in placed}
-    if absent:
-        return f"{len(absent)} of {len(owners)} matrices are in no group."
-    return "matrices are in the lists of other ranks than their owners." if len(placed) == len(owners) else ""
-
-
-def explain_buffers(groups, numels, owners):
+def explain_buffers(groups):
     """Return why buffers are too large."""
-    order = [i for rows in groups for row in rows for i in sorted(row)]
-    counts = [sum(map(len, rows)) for rows in groups]
-    if [sorted(i for row in rows for i in row) for rows in groups] == [
-        list(range(sum(counts[:k]), sum(counts[: k + 1]))) for k in range(len(counts))
-    ]:
-        return "the matrices are cut into consecutive groups regardless of their owners."
-    return "" if len(order) != len(owners) else "within a group, some ranks have much longer rows than others."
+    members = [sorted(i for row in rows for i in row) for rows in groups]
+    is_cut = sum(members, []) == list(range(sum(map(len, members))))
+    return "the matrices are cut into consecutive groups regardless of their owners." if is_cut else ""
 
 
 @contextlib.contextmanager
@@ -225,21 +212,6 @@ def explain_reductions(reduces, gathers):
     return ""
 
 
-def explain_gathers(reduces, gathers):
-    """Return why all-gathers are launched late."""
-    last = max(x.waits[0] for x in reduces)
-    if all(x.place > last for x in gathers):
-        return "the all-gathers are launched only after all matrices are orthogonalized."
-    return ""
-
-
-def explain_early_gathers(blocked):
-    """Return why all-gathers are awaited early."""
-    if all(x.sync for x in blocked):
-        return "the all-gathers block. Pass async_op=True."
-    return "each all-gather is awaited before the next group is orthogonalized."
-
-
 def explain_work(shapes, owners, rank, flops):
     """Return why a rank computes too much."""
     total = sum(10 * count_cost(shape) for shape in shapes)
@@ -250,13 +222,3 @@ def explain_work(shapes, owners, rank, flops):
     if flops[rank] == tall > own:
         return TRANSPOSE
     return "the work of the owners is not balanced." if flops[rank] == own else ""
-
-
-def explain_state(owned_by_rank, owned, problem):
-    """Return why a rank has other momentum than that of its matrices."""
-    everything = len(problem.trainable())
-    if all(len(own) == everything for own in owned_by_rank):
-        return EVERYWHERE
-    if not any(owned_by_rank):
-        return "the momentum is not in optimizer.state."
-    return ""
