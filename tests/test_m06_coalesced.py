@@ -546,7 +546,9 @@ def expect_launches(launched, groups, op, at, setting="", ordered=True, events=(
         made == expected if ordered else sorted(made) == sorted(expected),
         f"one {op} is launched for {count_groups}{setting}, with "
         f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)} elements",
-        f"the step made {summarize(of_kind)}",
+        f"the step made {summarize(of_kind)}"
+        if of_kind or not launched
+        else f"the step made no {op}, only {summarize(launched)}",
         partial(diagnosis.explain_groups, made, expected, op, events),
         **at,
     )

@@ -25,6 +25,7 @@ OTHER_BUCKETS = "a group does not launch exactly the buckets in bucket_indices, 
 WRONG_NUMEL = (
     "plan_layout does not follow the rule of module 5, or the layout is not planned for the size of the group."
 )
+VIEWS = "The result of rank r belongs in shard r of each bucket, and `shards` must return views, not copies."
 NOT_AWAITED = "the code does not call wait() on every handle, or it keeps only the handle of the last group."
 RACED = "the buffer is divided or written to while a collective is in progress."
 MIXED_ORDER = (
@@ -95,8 +96,8 @@ def suspect_shards(local, average, index, cut, is_subgroup):
         return {}
     or_by_world = ", or by the world size" * is_subgroup
     hypotheses = {
-        "the shard contains the rank's own gradients. The result of rank r belongs in shard r of each bucket, and "
-        "`shards` must return views, not copies.": local[index],
+        f"the shard contains the rank's own gradients. {VIEWS}": local[index],
+        f"the shard contains the rank's own gradients, divided by {size}. {VIEWS}": local[index] / size,
         f"the shard is exactly {size}× too large: gradients are summed over the ranks, not averaged.": average * size,
         f"the shard is exactly {size}× too small: gradients are divided twice{or_by_world}.": average / size,
         "the shard is divided inside the coalesce block, but the reduction starts only when the block ends. Divide "
