@@ -15,8 +15,9 @@ WORLD = "the broadcast starts from rank 0 of the world instead of the grid's fir
 LAST = "the broadcast starts from the last rank of a group."
 NOT_CROSSED = "gradients are averaged inside each node only, not across nodes."
 SUMMED = "gradients are summed over the replicas, not averaged."
-DIVIDED_BY_ALL = (
-    "the sum over the replicas is divided by the number of all ranks. Module 11 has averaged over the shard group."
+DIVIDED_TWICE = (
+    "gradients are divided once too often. Module 11 has averaged over the shard group: divide by the number of replicas, "
+    "once."
 )
 UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
 OTHER_GROUP = "the wrapper passes the default group. Everything except the all-reduce belongs to the shard group."
@@ -101,7 +102,7 @@ def suspect_gradients(case, shards):
     nodes = [case.group[start : start + shards] for start in range(0, len(case.group), shards)]
     replicas, average = len(nodes), case.gradients()
     hypotheses = {NOT_CROSSED: [case.gradients(node) for node in nodes]} if replicas > 1 else {}
-    for cause, factor in ((SUMMED, replicas), (DIVIDED_BY_ALL, 1 / shards)):
+    for cause, factor in ((SUMMED, replicas), (DIVIDED_TWICE, 1 / shards)):
         if replicas > 1 and factor != 1:
             hypotheses[cause] = [{name: None if g is None else g * factor for name, g in average.items()}] * replicas
     return hypotheses
