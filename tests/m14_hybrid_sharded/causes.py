@@ -16,8 +16,8 @@ LAST = "the broadcast starts from the last rank of a group."
 NOT_CROSSED = "gradients are averaged inside each node only, not across nodes."
 SUMMED = "gradients are summed over the replicas, not averaged."
 DIVIDED_TWICE = (
-    "gradients are divided once too often. Module 11 has averaged over the shard group: divide by the number of replicas, "
-    "once."
+    "gradients are divided once too often. Module 11 has averaged over the shard group: divide by the number of "
+    "replicas, once."
 )
 UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
 OTHER_GROUP = "the wrapper passes the default group. Everything except the all-reduce belongs to the shard group."
