@@ -58,6 +58,16 @@ def test_an_earlier_module_that_fails_is_named(brigade, lessons, monkeypatch):
     assert brigade("check", 2, "--target", lessons, "--prior", "reference").returncode == 0
 
 
+def test_a_busy_machine_blames_no_earlier_module(lessons, monkeypatch):
+    """A check of an earlier module that reaches its deadline proves nothing, and is not remembered."""
+    slow = SimpleNamespace(failed=[SimpleNamespace(ending="deadline")])
+    monkeypatch.setattr(check, "check_module", lambda *_, **__: slow)
+    failure = SimpleNamespace(ending="exception", verdict=SimpleNamespace(part=None))
+    options = SimpleNamespace(prior="own", debug=False, target=str(lessons), only=None, until=None)
+    assert check.find_obstacle(SECOND, SimpleNamespace(failed=[failure]), options) == ""
+    assert progress_file.recall("failed") == {}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [("x = (\n", "is missing or broken"), (None, "is missing or broken"), ("skeleton", "is not written")],
