@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.checks.diagnose.evidence import find_leftover
+from brigade.checks.diagnose.evidence import Evidence, find_leftover
 from brigade.checks.expectations import (
     describe_gradients,
     expect,
@@ -141,6 +141,12 @@ def test_coalesce_refuses_mixtures(submission):
                 rank=rank,
             )
         expect_working([result[number] for result in results], [entry["input"] for entry in after], label)
+    expect_equal(
+        "a block still launches its calls if its caller catches the exception of a nested block",
+        [{"the result": result[-1]} for result in results],
+        {"the result": sum(entry["input"] for entry in after)},
+        evidence=Evidence(diagnosis.OUTER_LOST),
+    )
 
 
 @pytest.mark.parts("Parts (b) to (d): the two halves of an all-reduce")

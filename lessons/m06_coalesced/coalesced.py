@@ -38,7 +38,8 @@ def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]
 
     The block may call all_reduce, reduce_scatter or all_gather on single tensors, not on lists. Raise RuntimeError if
     the calls differ in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in
-    the block, nothing is launched. Only this function uses torch's private `_coalescing_manager`.
+    the block, nothing is launched. A refused inner block leaves the outer block as it was. Only this function uses
+    torch's private `_coalescing_manager`.
     """
     # The manager keeps the calls in `captured[group]` until the block ends. Each call has an op, a redop and a tensor.
     # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
