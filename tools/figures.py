@@ -2,9 +2,10 @@
 
 Computed pictures are the same on every machine: the concept diagrams of `diagrams.py`, and the schematic.png of each
 module that trains. A schematic shows a step as the α–β model predicts it. Measured pictures are timeline.png,
-memory.png and module 7's views.png. A timeline shows real runs on the emulated link of `timeline.WORKLOAD`, on which
-all-reducing all gradients takes 0.8 times as long as backward. Advanced modules also have memory.png: the bytes that
-are alive during a step. In timelines and schematics, a step of the module is below a step of the previous core module.
+memory.png, module 7's views.png and module 16's wire.png. A timeline shows real runs on the emulated link of
+`timeline.WORKLOAD`, on which all-reducing all gradients takes 0.8 times as long as backward. Advanced modules also have
+memory.png: the bytes that are alive during a step. In timelines and schematics, a step of the module is below a step of
+the previous core module.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,12 +31,15 @@ from brigade.course.modules import (
     find_module,
     get_module,
 )
+from brigade.course.submission import read
 from brigade.lab import memory_over_step
 from brigade.lab.ladder import Variant, get_variant, is_hybrid
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import trace
 from brigade.lab.timeline_plot import describe_lengths, draw
+from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
+from lessons.m16_half_bytes import wire
 from tools.diagrams import DIAGRAMS, IDEA, draw_idea
 from tools.schematic import make_timelines
 
@@ -51,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.figures",
         description="Redraw the readings' pictures: the concept diagrams, schematic.png from the cost model, and "
-        "timeline.png, memory.png and module 7's views.png from real runs.",
+        "timeline.png, memory.png, module 7's views.png and module 16's wire.png from real runs.",
         epilog="Example: python -m tools.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
@@ -74,6 +80,10 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
             path = entry.lesson / f"{name}.png"
             draw_diagram(path)
             print(f"{path.relative_to(ROOT)} written")
+    if (entry := find_module("HalfBytesDDP")) in entries and not only_computed:
+        run = partial(run_ranks, packages={"submission": read("solutions", entry.number).sources})
+        draw_wire(wire.measure_all(run), entry.lesson / "wire.png")
+        print(f"{(entry.lesson / 'wire.png').relative_to(ROOT)} written")
     for entry in TRAINING_MODULES:
         if entry not in entries:
             continue
@@ -116,6 +126,28 @@ def draw_checkpointing(variant: Variant, path: Path) -> None:
         [curve] = memory_over_step.measure([variant], tokens=TOKENS, is_checkpointed=is_checkpointed)
         curves.append(replace(curve, label=f"{name} activation checkpointing of each block"))
     memory_over_step.draw(curves, path)
+
+
+def draw_wire(errors: dict[str, Sequence[float]], path: Path) -> None:
+    """Draw the error of each way to reduce against the number of ranks, as a PNG file."""
+    figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    styles = (("#d55e00", "s", "--", 11), ("#0072b2", "^", ":", 6), ("#009e73", "o", "-", 6))
+    for (name, values), (colour, marker, line, size) in zip(errors.items(), styles):
+        label = f"{name}, {wire.WAYS[name][1]}n (N − 1)/N bytes"
+        look = {"color": colour, "marker": marker, "linestyle": line, "markersize": size}
+        axes.plot(wire.RANKS, [1e3 * value for value in values], label=label, fillstyle="none", **look)
+    axes.set_xticks(wire.RANKS)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("N, the number of ranks", fontsize=10)
+    axes.set_ylabel("error, in thousandths", fontsize=10)
+    axes.set_title(
+        "Relative error of the average of n normal values, and the bytes that a rank sends", loc="left", fontsize=10
+    )
+    axes.legend(frameon=False, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    figure.savefig(path)
 
 
 def list_compared(entry: Module) -> list[Module]:

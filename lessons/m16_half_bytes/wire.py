@@ -1,10 +1,4 @@
-"""Print the relative error of the average of normal values, by the number of ranks and the way of reducing them.
-
-The second argument draws the picture of the reading: python lessons/m16_half_bytes/wire.py solutions wire.png
-"""
-
-import sys
-from pathlib import Path
+"""Print the relative error of the average of normal values, by the number of ranks and the way of reducing them."""
 
 import torch
 import torch.distributed as dist
@@ -67,39 +61,12 @@ def measure_all(run):
     return dict(zip(WAYS, zip(*columns)))
 
 
-def draw(errors, path):
-    """Draw the errors against the number of ranks, as a PNG file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    styles = (("#d55e00", "s", "--", 11), ("#0072b2", "^", ":", 6), ("#009e73", "o", "-", 6))
-    for (name, values), (colour, marker, line, size) in zip(errors.items(), styles):
-        label = f"{name}, {WAYS[name][1]}n (N − 1)/N bytes"
-        look = {"color": colour, "marker": marker, "linestyle": line, "markersize": size}
-        axes.plot(RANKS, [1e3 * value for value in values], label=label, fillstyle="none", **look)
-    axes.set_xticks(RANKS)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("N, the number of ranks", fontsize=10)
-    axes.set_ylabel("error, in thousandths", fontsize=10)
-    axes.set_title(
-        "Relative error of the average of n normal values, and the bytes that a rank sends", loc="left", fontsize=10
-    )
-    axes.legend(frameon=False, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    figure.savefig(path)
-
-
 def main(run):
     errors = measure_all(run)
-    print(f"{'N':28}" + "".join(f"{size:>9}" for size in RANKS))
+    print(f"{'N':30}" + "".join(f"{size:>9}" for size in RANKS))
     for name, values in errors.items():
-        print(f"{name:28}" + "".join(f"{value:9.2e}" for value in values))
-    if PICTURE:
-        draw(errors, Path(PICTURE))
+        print(f"{name:30}" + "".join(f"{value:9.2e}" for value in values))
 
 
 if __name__ == "__main__":
-    PICTURE = sys.argv.pop(2) if len(sys.argv) > 2 else ""
     run_experiment(main, module=16)

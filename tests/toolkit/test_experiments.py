@@ -97,7 +97,7 @@ PRINTED = {
     "m14/two_links": [*2 * [r"rate: 8\n", "module 11 .* 1.00 of", r"module 14: .* 0\.[1-4]\d of"], r"rate: 1\n"],
     "m15/halves": ["rows: 3.3e-01", "columns: 6.2e-01", "the mean: 4.1e-01", "the sum .*e-10", "AdamW.*: 0.0e[+]00"],
     "m15/text": ["step, AdamW, Muon, one process", "  0: 5", "165.2", "82.6 MFLOPs", "82.6 .* 201 kB"],
-    "m16/wire": ["all-reduce in bfloat16 +2.4", "reduce-scatter in bfloat16 +2.4", r"float32 1.66e-03 .* 1.66e-03\n"],
+    "m16/wire": ["all-reduce in bfloat16 +2.4", "reduce-scatter in bfloat16 +2.4", r"float32 +1.66e-03 .* 1.66e-03\n"],
     "m16/drift": ["own part: .* by [4-6]", r"rounded parts: .* by 0.0e\+00 after 100"],
     "m16/feedback": ["rounded: -0.976562, off by 0.001907", "with feedback: .* off by 0.000000"],
     "cap/engine": ["modules 4, 5: 1 all_reduce; 1.50 times", "modules 11: 2 all_gather, 2 reduce_scatter; 3.00 times"],
