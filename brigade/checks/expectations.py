@@ -115,7 +115,9 @@ def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -
         return "the broadcast does not reach these tensors."
     if count >= len(case.start()):
         return "copies are broadcast but not written back, or later code overwrites the result."
-    return f"the broadcast sends only {count} of the model's {len(case.start())} parameters and buffers."
+    is_state_dict = sorted(sent) == sorted(tensor.numel() for tensor in case.build().state_dict().values())
+    missing = " state_dict() leaves out buffers with persistent=False." * is_state_dict
+    return f"the broadcast sends only {count} of the model's {len(case.start())} parameters and buffers.{missing}"
 
 
 def suspect_one_kind(expected: Tensors, case: Case) -> Hypotheses:

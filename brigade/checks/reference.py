@@ -98,7 +98,7 @@ class Case:
     def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:
         local = []
         for rank in ranks:
-            model = self._build()
+            model = self.build()
             for batch in self.batches[rank][0][micro]:
                 compute_loss(model, batch).backward()
             local.append(copy_gradients(model))
@@ -109,7 +109,7 @@ class Case:
 
         Without `zero`, gradients are never zeroed, so each step adds its gradients to those of all earlier steps.
         """
-        model = self._build()
+        model = self.build()
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
         losses = []
         for step in range(len(self.batches[0])):
@@ -127,9 +127,10 @@ class Case:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the model by name. Tied parameters appear once."""
-        return dict(self._build().named_parameters())
+        return dict(self.build().named_parameters())
 
-    def _build(self) -> torch.nn.Module:
+    def build(self) -> torch.nn.Module:
+        """Return the model with the weights with which training starts."""
         return edge_case_models.build(self.model, self.sizes, self.start(), self.dtype)
 
     def _random_state(self) -> dict[str, Tensor]:

@@ -35,9 +35,9 @@ def compare(entry: Module, sources: Sources) -> bool:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
             rows = comparison.compare_with_previous(entry, sources, advance)
     except RankFailure as failure:
-        why = f"The comparison with the previous module failed: {failure.summary}."
+        why = f"The comparison of step times failed: {failure.summary}."
         if failure.kind == "deadline":
-            why = f"The machine is busy, so the comparison with the previous module was {failure.summary}."
+            why = f"The machine is busy, so the comparison of step times was {failure.summary}."
         again = f"The next `brigade check {entry.number}` tries again."
         console.print(f"  Your points are safe. {why} {again}\n", markup=False)
         return False

@@ -338,7 +338,7 @@ def test_a_module_that_passes_on_the_reference_only_is_not_compared(brigade, les
         (lessons / entry.path).write_text((ROOT / where / entry.path).read_text())
     done = brigade("check", 3, "--target", lessons)
     assert done.returncode == 0 and "12 of 12 points" in done.stdout, done.stdout
-    assert "Your points are safe. The comparison with the previous module failed: " in done.stdout
+    assert "Your points are safe. The comparison of step times failed: " in done.stdout
     assert "tries again" in brigade("check", 3, "--target", lessons).stdout, "it is not forgotten"
 
 

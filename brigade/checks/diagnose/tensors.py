@@ -71,6 +71,8 @@ def overwritten_gradient(compared: Comparison) -> str:
 def missing_gradient(compared: Comparison) -> str:
     if any(entry.actual is not None for entry in compared.wrong):
         return ""
+    if all(tensors.get(entry.name) is None for entry in compared.wrong for tensors in compared.actual):
+        return "the average is not stored in p.grad, or p.grad is set to None later: it is None on every rank."
     return (
         "a gradient that is None on a rank is left out of the average. Use zeros instead, and store the average in "
         "p.grad."
