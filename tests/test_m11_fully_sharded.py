@@ -554,6 +554,9 @@ def expect_dtypes(results, compute, reduce, what):
                 launch.dtype == dtype,
                 f"{kind} in {dtype} {what}",
                 f"{launch.op} of {launch.numel} {launch.dtype}, at {launch.line}",
+                diagnosis.REDUCED_NARROW
+                if launch.op != "all_gather" and str(compute) == f"torch.{launch.dtype}"
+                else "",
                 rank=rank,
                 step=launch.step,
             )

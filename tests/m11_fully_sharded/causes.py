@@ -81,6 +81,11 @@ NARROW_SHARDS = (
 KEYWORDS = (
     "the keyword arguments of a unit are not cast to `compute_dtype`. If all arguments are positional, training works."
 )
+INPUTS = (
+    "a float32 input meets weights in `compute_dtype`. `cast_inputs` must cast the floating-point arguments of "
+    "`ddp(...)` and of every unit."
+)
+REDUCED_NARROW = "gradients are reduced in `compute_dtype`. Cast them to `reduce_dtype` before the reduction."
 DIVIDED_EARLY = "gradients are divided in `compute_dtype`. Cast them to `reduce_dtype` first."
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
@@ -344,7 +349,9 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
     if "shape '[0]' is invalid" in failed.verdict.message:
         return EMPTIED
     if "dtype" in failed.verdict.message and jobs_per_call[0][0].get("forward") == "scaled":
-        return KEYWORDS * succeeds(submission, scenario, jobs_per_call, lambda *_: {"forward": "scaled, by position"})
+        if succeeds(submission, scenario, jobs_per_call, lambda *_: {"forward": "scaled, by position"}):
+            return KEYWORDS
+        return INPUTS if re.search("got:? Float and BFloat16|float != c10::BFloat16", failed.verdict.message) else ""
     has_crashed = failed.verdict.ending == "died"
     if has_crashed or failed.verdict.hypothesis == "freed":
         if "order" in jobs_per_call[0][0]:
