@@ -184,7 +184,7 @@ def explain_launches(launched, rows, barriers, num_matrices):
     """Return why a step launches something else."""
     ops = {x.op for x in launched}
     if ops == {"reduce_scatter", "all_gather"}:
-        elements = sum(map(sum, rows))
+        elements = sum(len(lengths) * max(lengths) for lengths in rows)
         sizes = sorted(x.numel for x in launched if x.op == "reduce_scatter")
         if len(sizes) == num_matrices:
             return "every matrix has its own collectives. Use the groups of plan_groups."
@@ -214,11 +214,10 @@ def explain_reductions(reduces, gathers):
 
 def explain_work(shapes, owners, rank, flops):
     """Return why a rank computes too much."""
-    total = sum(10 * count_cost(shape) for shape in shapes)
-    if min(flops) >= 0.95 * total:
-        return "every rank orthogonalizes every matrix. Only the owner should."
     own = sum(10 * count_cost(shapes[i]) for i, owner in owners if owner == rank)
     tall = sum(10 * shapes[i][0] ** 2 * (2 * shapes[i][1] + shapes[i][0]) for i, owner in owners if owner == rank)
     if flops[rank] == tall > own:
         return TRANSPOSE
+    if min(flops) >= 0.95 * sum(10 * count_cost(shape) for shape in shapes):
+        return "every rank orthogonalizes every matrix. Only the owner should."
     return "the work of the owners is not balanced." if flops[rank] == own else ""
