@@ -99,7 +99,7 @@ def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Opti
         returned = optimizer.step(compute) if "closure" in job else optimizer.step()
     flops = counter.get_total_flops() if counter else 0
     weights = name_matrices(job, [p.detach().clone() for p in params])
-    is_loss = "closure" not in job or (returned is not None and float(returned) == float(losses[-1]))
+    is_loss = "closure" not in job or (returned is not None and torch.as_tensor(returned).item() == losses[-1].item())
     return {"weights": weights, "flops": flops, "calls": len(losses), "is_loss": is_loss}
 
 
