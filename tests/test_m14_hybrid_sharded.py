@@ -172,7 +172,7 @@ def test_overlap(submission):
                 expect_overlap(results.events[rank], step, grid, rank)
 
 
-@pytest.mark.parts("Part (f): accumulation")
+@pytest.mark.parts("Part (f): accumulation, and what module 11 promises")
 @pytest.mark.points(3)
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_no_replica_sync(submission):
@@ -187,7 +187,6 @@ def test_no_replica_sync(submission):
         expect_trained(results, case, "weights after 5 steps of three micro-batches")
 
 
-@pytest.mark.parts("Module 11's promises")
 @pytest.mark.points(1)
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_unusual_orders(submission):

@@ -76,6 +76,7 @@ def measure(
     """
     curves = []
     workload = {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01, "optimizer": "SGD"}
+    workload["node_size"] = None
     for variant in variants:
         points = run_ranks(
             trace_memory,

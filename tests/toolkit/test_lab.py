@@ -56,7 +56,7 @@ def test_collectives_and_bytes_of_a_step_are_counted(results):
 
 def test_step_times_are_those_of_the_slowest_rank():
     marks = [[[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]], [[0, 1, 2, 3, 6], [0, 1, 2, 3, 5]]]
-    variant = ladder.Measurement("1 NaiveDDP", marks, [[0.5, 0.5], [0.25, 1.0]], 1.0, 4.0, [3.0, 3.0], {}, {})
+    variant = ladder.Measurement("1 NaiveDDP", marks, [[0.5, 0.5], [0.25, 1.0]], 1.0, 4.0, 0.0, [3.0, 3.0], {}, {})
     assert variant.step_ms == [6000, 9000]
     assert variant.median_ms == 7500
     assert variant.quartiles_ms == (6750, 8250)

@@ -22,7 +22,7 @@ def make_bench(variants, loss=3.0, real_s=0.01):
         state = 500_000 if "Zero" in variant.label else 1_000_000
         kept = {"parameters": 1_000_000, "gradients": 1_000_000, "optimizer state": state}
         peak = kept | {"gradients": 2_000_000}
-        return ladder.Measurement(variant.label, marks, [[1.0] * 4] * 2, 4, 3e6, [loss] * 2, kept, peak)
+        return ladder.Measurement(variant.label, marks, [[1.0] * 4] * 2, 4, 3e6, 0, [loss] * 2, kept, peak)
 
     measurements = [measure(variant) for variant in variants]
     setting = (ladder.EMULATED, 2, "gloo", 3.0, measurements, measure(ladder.COMPUTATION), Link(0.0, 1e9))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from brigade.cli import check, progress_file, success
+from brigade.cli import check, progress_file, study, success
 from brigade.course import written
 from brigade.course.modules import CORE_MODULES, ROOT, get_module
 from brigade.course.submission import read
@@ -131,6 +131,6 @@ def test_model_answers_are_shown_when_the_module_passes(brigade, monkeypatch):
     text = (ROOT / "solutions" / FIRST.package / written.ANSWERS).read_text()
     refused = brigade("answers", 1)
     assert refused.returncode == 2 and "you can read the model answers after all checks of module" in refused.stderr
-    monkeypatch.setattr("brigade.cli.study.find_state", lambda *_: "passes")
+    monkeypatch.setattr(study, "find_state", lambda *_: "passes")
     done = brigade("answers", 1)
     assert done.returncode == 0 and done.stdout.startswith(text) and str(FIRST.path) in done.stdout
