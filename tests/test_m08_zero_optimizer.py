@@ -321,10 +321,13 @@ def test_zero_state_is_shared(submission):
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for world, model, name in zip(submission.worlds(2, 3, 4), ("Plain", "Frozen", "Tied"), names):
         dtype = torch.bfloat16 if world == 4 else torch.float32
-        case = submission.case(model, world, steps=2, dtype=dtype)
+        bound = whole = 0
+        while bound >= 0.9 * whole:  # otherwise there is so much padding that the whole state fits
+            case = submission.case(model, world, steps=2, dtype=dtype)
+            trainable = [p for p in case.parameters().values() if p.requires_grad]
+            bound = compute_padded_numel(trainable, world) * 4 // world
+            whole = sum(p.nbytes for p in trainable)
         results = submission.run(m08_zero.train, make_zero_jobs(case, make_recipe(name)), world_size=world)
-        trainable = [p for p in case.parameters().values() if p.requires_grad]
-        bound = compute_padded_numel(trainable, world) * 4 // world
         whole = MOMENTS[name] * 4 * sum(p.numel() for p in trainable)
         for rank, result in enumerate(results):
             expect(
