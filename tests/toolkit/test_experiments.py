@@ -46,6 +46,7 @@ PRINTED = {
         *2 * ["'a.weight': 29.18, 'b.weight': 30.71"],
         *2 * ["'a.weight': 14.59, 'b.weight': 30.71"],
     ],
+    "m04/turns": ["p5 launches nothing", r"p2 launches nothing", r"p4 launches \[0, 1\]", r"p0 launches \[2\]"],
     "m04/buckets": ["1 MiB: 435", "10 MiB: 339", "100 MiB: 98", "1000 MiB: 8"],
     "m04/torch_ddp": [
         "=False",
