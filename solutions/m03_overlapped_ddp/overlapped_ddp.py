@@ -30,7 +30,8 @@ class GradSyncMixin:
         """Let the backward passes inside the block accumulate gradients without any communication.
 
         The hooks read the flag during backward. Blocks may be nested. The end of a block restores the previous state,
-        even after an exception. The next `finish_grad_sync` averages what was accumulated inside.
+        even after an exception. The next `finish_grad_sync` averages what was accumulated inside. A block silences one
+        wrapper only, and nothing else does: in eval mode, gradients are averaged as well.
         """
         ### BEGIN SOLUTION part (a)
         before, self.require_grad_sync = self.require_grad_sync, False
@@ -68,7 +69,8 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method.
 
         Raise RuntimeError if this all-reduce is already in flight: then a second backward came before
-        `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective.
+        `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective. An
+        average that includes this backward is right, too.
         """
         ### BEGIN SOLUTION part (c)
         if parameter in self.in_flight:
