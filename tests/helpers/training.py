@@ -33,6 +33,17 @@ class Interruption(Exception):
     """Raised on purpose inside a block."""
 
 
+def name_error(function: Callable, *arguments: Any) -> str | None:
+    """Return the type of the exception that a call raises, or None. An unwritten part still raises its own."""
+    try:
+        function(*arguments)
+    except NotImplementedError:
+        raise  # the skeleton's
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
 def build(job: dict) -> torch.nn.Module:
     """Build this rank's model. Record each ready gradient before the submission's hooks run."""
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())

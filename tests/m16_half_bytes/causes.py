@@ -107,7 +107,7 @@ def explain_gathers(launched, numels):
 
 def explain_refusals(answers):
     """Return why the wrapper accepts or refuses the wrong dtypes."""
-    if "" in answers[:2]:
+    if None in answers[:2]:
         return "the constructor does not look at the dtypes of all trainable parameters."
     if answers[2]:
         return "frozen parameters are refused, too, although they are never reduced."

@@ -13,7 +13,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
-from helpers.training import create_group, wrap
+from helpers.training import create_group, name_error, wrap
 
 PACKAGE = "m16_half_bytes"
 MARK = 7.0  # what an output contains that nothing has written to
@@ -90,18 +90,10 @@ class Mixed(nn.Module):
         self.third = nn.Linear(1, 2)
 
 
-def wrap_dtypes(job: dict) -> list[str]:
-    """Wrap a model for each of job["dtypes"], (dtype, is_trainable). Return the types of the exceptions, or ""."""
-    answers = []
-    for dtype, is_trainable in job["dtypes"]:
-        try:
-            wrap(job, Mixed(dtype, is_trainable).to(device()))
-            answers.append("")
-        except NotImplementedError:
-            raise  # the skeleton's
-        except Exception as error:
-            answers.append(type(error).__name__)
-    return answers
+def wrap_dtypes(job: dict) -> list[str | None]:
+    """Wrap a model for each of job["dtypes"], (dtype, is_trainable). Return the types of the exceptions, or None."""
+    models = [Mixed(*arguments).to(device()) for arguments in job["dtypes"]]
+    return [name_error(wrap, job, model) for model in models]
 
 
 def compress(job: dict) -> dict[str, list]:
