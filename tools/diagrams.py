@@ -473,17 +473,17 @@ def draw_groups(path: Path) -> None:
     figure, axes = make_axes(4.6, names, max(lengths))
     axes.set_ylim(len(names) + 0.4, -0.6)
     styles = {
-        "square": {"colour": BLUE},
-        "14336 × 4096 or 4096 × 14336": {"colour": LIGHT_BLUE},
-        "1024 × 4096": {"colour": ORANGE},
+        "4096 × 4096: 16 units": {"colour": BLUE},
+        "14336 × 4096 or 4096 × 14336: 56": {"colour": LIGHT_BLUE},
+        "1024 × 4096: 4": {"colour": ORANGE},
         "padding": PADDING,
     }
-    kinds = {16: "square", 56: "14336 × 4096 or 4096 × 14336", 4: "1024 × 4096"}
+    kinds = dict(zip((16, 56, 4), styles))
     for k, rows in enumerate(groups):
         for rank, row in enumerate(rows):
             start, y = 0, k * (num_ranks + 0.3) + rank
             for i in row:
-                draw_box(axes, start, start + numels[i], y, str(i) if numels[i] > 4 else "", **styles[kinds[numels[i]]])
+                draw_box(axes, start, start + numels[i], y, str(i), **styles[kinds[numels[i]]])
                 start += numels[i]
             if start < lengths[k]:
                 draw_box(axes, start, lengths[k], y, "", **PADDING)
