@@ -118,16 +118,13 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         for place, (before, phase) in enumerate(zip(curve.phases, curve.phases[1:]), 1):
             if phase != before:
                 axes.axvline(place, color="#333333", linestyle=":", lw=1)
-        for phase in dict.fromkeys(curve.phases):
-            first, is_short = curve.phases.index(phase), phase in ("finish", "step")
-            offset, angle = ((-2, -2), 90) if is_short else ((3, -2), 0)  # short phases have their labels on the left
-            place = {
-                "va": "top",
-                "ha": "right" if is_short else "left",
-                "rotation": angle,
-                "fontsize": 8 if is_short else 9,
-            }
-            axes.annotate(phase, (first, 1), offset, ("data", "axes fraction"), "offset points", **place)
+        labels = {phase: (phase, "left", 3) for phase in curve.phases if phase not in ("finish", "step")}
+        if short := [phase for phase in ("finish", "step") if phase in curve.phases]:  # one label, on the left
+            labels[short[0]] = ", ".join(short), "right", -3
+        for phase, (label, side, offset) in labels.items():
+            place = curve.phases.index(phase), 1
+            coordinates = "data", "axes fraction"
+            axes.annotate(label, place, (offset, -2), coordinates, "offset points", va="top", ha=side, fontsize=9)
         axes.set_title(
             f"{curve.label}: at most {curve.peak / 1e6:.1f} MB, {curve.between_steps / 1e6:.1f} MB between steps",
             loc="left",
