@@ -35,6 +35,7 @@ def measure(start, rounds=6):
     ratios = {case: [] for case in CASES}
     pace = emulated_link.Pace(2 * HALF, 2 * start)  # of an all-reduce, which takes twice as long as a reduce-scatter
     for turn in range(rounds):
+        ddps[1].zero_grad()  # a backward must not add to the averages of the round before
         with ddps[1].no_sync():
             alone = backward(ddps[1], tokens)  # without communication
         emulated_link.use(None)
