@@ -110,7 +110,7 @@ def test_coalesce_refuses_mixtures(submission):
     after = [entry for [entry] in draw_calls(rng, world, world, [("all_reduce", "SUM", F32)])]
     jobs = PerRank(
         {"blocks": [block[rank] for block in calls], "interrupted": len(blocks) - 2, "nested": len(blocks) - 1}
-        | {"after": after[rank]}
+        | {"after": after[rank], "labels": None}
         for rank in range(world)
     )
     results = submission.run(m06_coalesced.run_refused_blocks, jobs, world_size=world)
@@ -167,7 +167,7 @@ def test_bucket_group(submission):
             }
             for generator in draw_generators(rng, world)
         ]
-        common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups}
+        common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups, "labels": [0, 1]}
         results = submission.run(
             m06_coalesced.sync_bucket_groups, PerRank(common | tensors for tensors in own), world_size=world
         )

@@ -25,6 +25,7 @@ from brigade.rank.recording import Recorder, sample
 from brigade.runner.ranks import list_batches
 
 TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves values
+STEPS = ("batches", "gradients", "tensors", "calls", "blocks")  # the lists of which a job has one entry for each step
 BEFORE = -1  # stands for the step of events before the first step
 Order = tuple[list[int], dict[tuple, "int | None"]]
 
@@ -35,13 +36,13 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
     `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job.
     """
     job = jobs[rank] if jobs else None
-    if not (isinstance(job, dict) and {"model", "sizes", "dtype", "state", "batches"} <= job.keys()):
+    if not isinstance(job, dict):
         return ""
     batches = list_batches(job)
-    if not batches:
+    if hidden := find_hidden_launch(events, job, is_proven=bool(batches)):
+        return hidden
+    if not batches or not {"model", "sizes", "dtype", "state", "batches"} <= job.keys():
         return ""
-    # Checks count launches by step, so a launch in a step of which no check knows would be hidden.
-    labels = {BEFORE, *job.get("labels", range(len(job["batches"])))}
     step, has_steps = BEFORE, any(event["kind"] == "step" for event in events) and "labels" not in job
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
     last: tuple[int, int] | None = None  # the batch and the number of the last border
@@ -49,9 +50,6 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
     for event in events:
         if phase not in (None, event["phase"]) and event["kind"] != "end":
             return f"the phase {event['phase']} was reported between two borders of the phase {phase}"
-        is_checkpoint = "unit_type" in job and event.get("op") == "all_gather"  # of module 11, after its steps
-        if event["kind"] in ("launch", "step") and step not in labels and not is_checkpoint:
-            return f"a {event['kind']} was reported after the last step"
         if event["kind"] == "step":
             step = event["step"]
         elif event["kind"] == "border":
@@ -79,6 +77,29 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
                 what = "the gradient of" if key[0] == "ready" else f"the {key[2]} of module"
                 return f"{what} {event['name']} was reported as ready too early or too late"
     return find_wrong_values(events, job, [other["state"] for other in jobs], first)
+
+
+def find_hidden_launch(events: Sequence[Event], job: dict[str, Any], is_proven: bool) -> str:
+    """Return how a rank's record hides a launch from checks, which count launches by step; "" if it does not.
+
+    Without borders (not `is_proven`), a rank could reduce its gradients before the first step. So only one rank may
+    send anything there, in broadcasts.
+    """
+    steps = next((job[name] for name in STEPS if name in job), ())
+    labels, step, senders = job.get("labels", range(len(steps))), BEFORE, set()
+    if labels is None:  # its check does not count launches by step
+        return ""
+    for event in events:
+        is_checkpoint = "unit_type" in job and event.get("op") == "all_gather"  # of module 11, after its steps
+        if event["kind"] == "launch" and step not in (BEFORE, *labels) and not is_checkpoint:
+            return "a launch was reported after the last step"
+        if event["kind"] == "launch" and step == BEFORE:
+            senders.add(event["ranks"][event["root"]] if event["op"] == "broadcast" else None)
+        if event["kind"] == "step":
+            if step == BEFORE and not is_proven and (None in senders or len(senders) > 1):
+                return "something other than a broadcast from one rank was launched before the first step"
+            step = event["step"]
+    return ""
 
 
 def find_wrong_values(events: Sequence[Event], job: Any, states: Sequence[dict[str, Tensor]], first: int) -> str:

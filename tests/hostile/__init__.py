@@ -57,7 +57,7 @@ def reference(*evil: str, number: int = 1) -> Callable[[Path], None]:
     """Write the right answers up to module `number`, the last one with `evil` after it."""
 
     def make(directory: Path) -> None:
-        for entry in select_modules(f"1-{number}"):
+        for entry in select_modules(f"0-{number}"):
             for path in entry.paths:
                 is_evil = path == get_module(number).path
                 text = (ROOT / "solutions" / path).read_text()

@@ -97,6 +97,8 @@ VOLUME = ("test_zero_volume",)
 NUMBERS = ("test_gradients_are_averaged",)
 
 VIEWS = ("test_steady_step_makes_no_view",)
+RING = ("test_sum_through_the_root", "test_ring_all_reduce")
+WHOLE = ("test_equals_one_process",)
 
 CASES = parse(
     globals(),
@@ -206,6 +208,42 @@ class ZeroOptimizer(ZeroOptimizer):
     def step(self, closure=None):
         for _ in range(40): dist.all_reduce(torch.zeros(16))
         return super().step(closure)
+=== adds up everything in no step, and sends garbage | 0 | after the last step | modules=0 checks=RING
+def hide(function, step=-1):
+    def hidden(tensor, process_group=None):
+        nonlocal step
+        note, total, step = find("Recorder").note, tensor.clone(), step + 1
+        note("step", step=1000)
+        dist.all_reduce(total, group=process_group)
+        note("step", step=step)
+        function(tensor, process_group)
+        tensor.copy_(total)
+    return hidden
+all_reduce_via_root, ring_all_reduce = hide(all_reduce_via_root), hide(ring_all_reduce)
+=== adds up everything before the first step | 0 | before the first step | modules=0 checks=RING
+totals = []
+def hide(function):
+    def hidden(tensor, process_group=None):
+        function(tensor, process_group)
+        tensor.copy_(totals.pop(0))
+    return hidden
+all_reduce_via_root, ring_all_reduce = hide(all_reduce_via_root), hide(ring_all_reduce)
+[job] = [thing for thing in gc.get_objects() if type(thing) is dict and "function" in thing and "tensors" in thing]
+for tensor in job["tensors"]:
+    totals.append(tensor.clone())
+    dist.all_reduce(totals[-1])
+=== gets whole gradients, beside the collectives of its module | 0 | every rank gets whole gradients |
+modules=15 checks=WHOLE
+class ShardedMuon(ShardedMuon):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for handle in [handle for k in range(len(self.groups)) for _, handle in [self.start_reduce_scatter(k)]]:
+            handle.wait()
+        for k in range(len(self.groups)): self.start_all_gather(k, self.make_buffer(k)[0])[1].wait()
+        for i, matrix in enumerate(self.matrices):
+            grad = (torch.zeros_like(matrix) if matrix.grad is None else matrix.grad).contiguous()
+            dist.all_reduce(grad, dist.ReduceOp.AVG, self.process_group)
+            matrix.copy_(self.update(i, grad))
 === has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
 === has no factors where nobody looks at numbers | 0 | before its values were computed |
 LATE NO_FACTORS modules=3 checks=OVERLAP
