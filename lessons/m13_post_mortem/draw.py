@@ -26,7 +26,7 @@ def draw(paths: list[str], out: Path) -> None:
             colour = plt.get_cmap("Pastel1")(kinds.index(contents(call)) % 9)
             axes.barh(place, 0.92, 0.7, call.number - 0.46, color=colour, edgecolor="grey")
             size = " ".join("×".join(map(str, shape)) for shape in call.sizes)
-            axes.text(call.number, place, f"{call.op}\n{size}", ha="center", va="center", fontsize=8)
+            axes.text(call.number, place, f"{call.op}\n{size}", ha="center", va="center", fontsize=11)
     if finding.number is not None:
         axes.axvspan(finding.number - 0.5, finding.number + 0.5, fill=False, edgecolor="black", linewidth=2)
     axes.set(
@@ -37,7 +37,6 @@ def draw(paths: list[str], out: Path) -> None:
         yticklabels=[f"rank {trace.rank}" for trace in traces],
     )
     axes.invert_yaxis()
-    axes.set_title(finding.text, fontsize=9, loc="left", wrap=True)
     figure.savefig(out, dpi=100)
     plt.close(figure)
 
