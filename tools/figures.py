@@ -141,9 +141,8 @@ def draw_wire(errors: dict[str, Sequence[float]], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("N, the number of ranks", fontsize=10)
     axes.set_ylabel("error, in thousandths", fontsize=10)
-    axes.set_title(
-        "Relative error of the average of n normal values, and the bytes that a rank sends", loc="left", fontsize=10
-    )
+    title = "Relative error of the average over N ranks, and the bytes that a rank sends of n normal values"
+    axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
