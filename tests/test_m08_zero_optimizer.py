@@ -25,6 +25,7 @@ from helpers.zero import (
     MOMENTS,
     NORMS,
     OPTIMIZERS,
+    draw_case,
     expect_norms,
     expect_trained,
     get_rounding,
@@ -277,7 +278,8 @@ def test_zero_equals_unsharded(submission):
     names = ["AdamW", *submission.rng.sample(list(OPTIMIZERS), 3)]
     for world, model, name in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Tied", "Reordered", "Frozen"), names):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case(
+        case = draw_case(
+            submission,
             model,
             world,
             steps=20 if world < 3 else 8,
@@ -321,12 +323,9 @@ def test_zero_state_is_shared(submission):
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for world, model, name in zip(submission.worlds(2, 3, 4), ("Plain", "Frozen", "Tied"), names):
         dtype = torch.bfloat16 if world == 4 else torch.float32
-        bound = whole = 0
-        while bound >= 0.9 * whole:  # otherwise there is so much padding that the whole state fits
-            case = submission.case(model, world, steps=2, dtype=dtype)
-            trainable = [p for p in case.parameters().values() if p.requires_grad]
-            bound = compute_padded_numel(trainable, world) * 4 // world
-            whole = sum(p.nbytes for p in trainable)
+        case = draw_case(submission, model, world, steps=2, dtype=dtype)
+        trainable = [p for p in case.parameters().values() if p.requires_grad]
+        bound = compute_padded_numel(trainable, world) * 4 // world
         results = submission.run(m08_zero.train, make_zero_jobs(case, make_recipe(name)), world_size=world)
         whole = MOMENTS[name] * 4 * sum(p.numel() for p in trainable)
         for rank, result in enumerate(results):
@@ -412,7 +411,7 @@ def test_zero_groups_and_schedulers(submission):
     """Parameter groups keep their options. Schedulers, changed options, closures and groups added later work."""
     steps = 12
     for world, late in zip(submission.worlds(2, 3), (False, True)):
-        case = submission.case("Plain", world, steps=steps, dtype=torch.float64)
+        case = draw_case(submission, "Plain", world, steps=steps, dtype=torch.float64)
         names = submission.rng.sample(list(case.parameters()), len(case.parameters()))
         first = {"names": names[::2], "options": {"lr": 0.02, "weight_decay": 0.2}}
         second = {"names": names[1::2], "options": {"lr": 0.004}}
@@ -463,7 +462,7 @@ def test_zero_clipping(submission):
         # Gradients are large, so the 1e-6 that torch adds to a norm does not matter.
         scale = 1e6
         recipe = {"optimizer": "SGD", "options": {"lr": 0.05 / scale, "momentum": 0.9}, "loss_scale": scale}
-        case = submission.case(model, world, steps=steps, dtype=torch.float64)
+        case = draw_case(submission, model, world, steps=steps, dtype=torch.float64)
         norms = train_alone(case, recipe | {"max_norm": float("inf")})[2]
         recipe["max_norm"] = sorted(norms)[steps // 2]  # this clips about half of the steps
         results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
@@ -516,7 +515,7 @@ def test_zero_checkpoints(submission):
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     models = ("Tied", "Frozen", "Tied")  # frozen parameters have numbers, too
     for before, after, name, model in zip(submission.worlds(4, 2, 1), submission.worlds(2, 3, 4), names, models):
-        case = submission.case(model, max(before, after), steps=2 * half, dtype=torch.float64)
+        case = draw_case(submission, model, max(before, after), before, steps=2 * half, dtype=torch.float64)
         params = submission.rng.sample(list(case.parameters()), len(case.parameters()))
         groups = [{"names": params[:2], "options": {"lr": 0.02}}, {"names": params[2:], "options": {}}]
         recipe = make_recipe(name, groups=groups)

@@ -12,7 +12,7 @@ from brigade.events import launches, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits
-from helpers.zero import expect_trained, make_recipe, require_shared_state
+from helpers.zero import draw_case, expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
 from m09_prefetched_weights import causes as diagnosis
@@ -41,7 +41,8 @@ def test_equals_unsharded(submission):
     details = ({"closure": True}, {}, {}, {"max_norm": 0.5})
     for world, model, detail in zip(submission.worlds(1, 2, 3, 4), models, details):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case(
+        case = draw_case(
+            submission,
             model,
             world,
             steps=20 if world < 3 else 8,

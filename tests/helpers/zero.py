@@ -61,6 +61,19 @@ def expect_trained(
         expect_equal(what, actual, expected, ranks=ranks, tolerance=tolerance)
 
 
+def draw_case(submission, model, world, size=None, **options):
+    """Return a case in which the whole state of a plain optimizer does not fit into the share of one of `size` ranks.
+
+    In other cases, there is so much padding that `require_shared_state` sees no difference.
+    """
+    while True:
+        case = submission.case(model, world, **options)
+        size, params = size or len(case.group), case.parameters().values()
+        whole = sum(p.numel() for p in params if p.requires_grad)
+        if size == 1 or compute_padded_numel(params, size) // size < 0.9 * whole:
+            return case
+
+
 def require_shared_state(results, case, name):
     """Require that each rank has the state of `name` only for its own shards, in `optimizer.optim`."""
     params, size = case.parameters().values(), len(results)
