@@ -95,6 +95,8 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
             if only_computed or is_hybrid(variants[-1])
             else {"schematic": make_timelines, "timeline": trace}
         )
+        if "CachedDDP" in entry.public:
+            kinds.pop("schematic")  # its two halves would be equal
         for name, make in kinds.items():
             path = entry.lesson / f"{name}.png"
             timelines = make(variants)

@@ -1,8 +1,8 @@
 """Module 7: create the views of buckets and shards only once.
 
-Module 6 creates views of all shards of a bucket whenever it communicates, although it needs only one of them. One view
-is cheap, but N views per bucket, twice per step, take CPU time in the middle of backward. In this module, each view is
-created when it is first needed, and kept until the buffer replaces the flat tensor behind it.
+Module 6 creates its views again whenever it communicates, with `chunk` even those of all shards. One view is cheap, but
+N views per bucket, twice per step, take CPU time in the middle of backward. In this module, each view is created when
+it is first needed, and kept until the buffer replaces the flat tensor behind it.
 """
 
 from __future__ import annotations
