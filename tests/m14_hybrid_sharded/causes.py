@@ -9,7 +9,7 @@ from brigade.events import launches, split_calls
 NO_ERROR = "a grid that does not divide, or without ranks, is not refused. Raise ValueError."
 SWAPPED = "the two kinds of groups are exchanged: a shard group consists of consecutive ranks."
 NOT_CONSECUTIVE = "a shard group must consist of consecutive ranks, because they are in one node."
-NODES = "the constructor makes only the ranks of a node equal. Each node has other weights."
+NODES = "the constructor makes these tensors equal inside each node only."
 NO_BROADCAST = "a rank keeps its own weights or buffers."
 WORLD = "the broadcast starts from rank 0 of the world instead of the grid's first rank."
 LAST = "the broadcast starts from the last rank of a group."
@@ -20,7 +20,7 @@ DIVIDED_TWICE = (
     "replicas, once."
 )
 UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
-OTHER_GROUP = "the wrapper passes the default group. Everything except the all-reduce belongs to the shard group."
+OTHER_GROUP = "the wrapper has another `.process_group`. All collectives except the all-reduce belong to the shard group."
 NO_REPLICAS = "with one replica there is nothing to average across nodes, so launch nothing."
 ON_SHARD_GROUP = "the gradient is all-reduced in the shard group. Use the replica group."
 ON_DEFAULT_GROUP = (

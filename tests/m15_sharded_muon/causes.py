@@ -21,7 +21,7 @@ FEW_GROUPS = "most matrices are in one group, so nothing can travel while the ne
 RACE = "a buffer is used again before the collective that reads or writes it is complete."
 NOT_AWAITED = "a handle is lost, or awaited only in the next step."
 NOT_COUNTED = "matrices are multiplied outside torch, where the counter cannot see them. Use torch's matrix products."
-TRANSPOSE = "a matrix with more rows than columns is not transposed, so G has the long side."
+TRANSPOSE = "G has the long side. Transpose a matrix with more rows than columns, and no other."
 RECOMPUTED = "an iteration makes more than three matrix products, or G is multiplied with X twice."
 OWN_ORTHOGONAL = "each rank orthogonalizes its own gradient, and the results are averaged. Average first."
 NO_NESTEROV = "the momentum is orthogonalized. The formula asks for g + momentum · m."
@@ -64,8 +64,8 @@ def explain_result(matrix, result, limit, steps=5):
 
 def explain_flops(shape, flops):
     """Return why orthogonalize takes too many FLOPs, in 3 iterations."""
-    rows, columns = shape
-    return TRANSPOSE if flops == 6 * rows**2 * (2 * columns + rows) and rows > columns else RECOMPUTED
+    short, long = sorted(shape)
+    return TRANSPOSE if flops == 6 * long**2 * (2 * short + long) > 6 * count_cost(shape) else RECOMPUTED
 
 
 def explain_owners(shapes, num_ranks, owners):
@@ -215,9 +215,10 @@ def explain_reductions(reduces, gathers):
 def explain_work(shapes, owners, rank, flops):
     """Return why a rank computes too much."""
     own = sum(10 * count_cost(shapes[i]) for i, owner in owners if owner == rank)
-    tall = sum(10 * shapes[i][0] ** 2 * (2 * shapes[i][1] + shapes[i][0]) for i, owner in owners if owner == rank)
-    if flops[rank] == tall > own:
-        return TRANSPOSE
+    sides = [shapes[i] for i, owner in owners if owner == rank]
+    for grams in (sides, [sorted(shape, reverse=True) for shape in sides]):
+        if flops[rank] == sum(10 * side**2 * (2 * other + side) for side, other in grams) > own:
+            return TRANSPOSE
     if min(flops) >= 0.95 * sum(10 * count_cost(shape) for shape in shapes):
         return "every rank orthogonalizes every matrix. Only the owner should."
     return "the work of the owners is not balanced." if flops[rank] == own else ""
