@@ -269,41 +269,16 @@ def test_state_dict(submission):
     one, other = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5}), ([1, 3, 5, 6], {"weight_decay": 0.1})
     for world in submission.worlds(3):
         more = {"saves": True, "labels": None} | ({"groups": [[1, 2], [0]]} if world > 1 else {})
-        setting = {"frozen": [2], "transposed": [1, 4], "param_groups": [one, other], "more": more}
+        setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "more": more}
         setting["group"] = [1, 2] if world > 1 else [0]
-        problem = draw_problem(submission.rng, MIXED, world, 3, absent=absent, **setting)
-        results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
-        order = one[0] + other[0]
-        numbers = {str(i): str(order.index(i)) for i in problem.trainable()}
-        expected = {numbers[i]: value for i, value in problem.train()[1].items()}
-        options = [
-            [problem.get_options(numbers[0], 0)[name] for name in scenarios.OPTIONS] for numbers in (one[0], other[0])
+        # The second checkpoint comes before the first step. In the third, a rank owns nothing.
+        problems = [
+            draw_problem(submission.rng, MIXED, world, steps, frozen=frozen, **setting)
+            for frozen, steps in (([2], 3), ([2], 0), ([0, 1, 2, 3, 4, 6], 1))
         ]
-        for rank in problem.group:
-            saved = results[rank]["saved"]
-            have = sorted(saved["momentum"], key=int)
-            right = (
-                f"state_dict()['state'] has the numbers {join_names(sorted(expected, key=int))}, with momentum_buffer"
-            )
-            is_complete = set(have) == set(expected) and None not in saved["momentum"].values()
-            why = partial(diagnosis.explain_numbers, have, expected, numbers)
-            expect(is_complete, right, f"it has {join_names(have) or 'nothing'}", why, rank=rank)
-            devices = set(saved["devices"].values())
-            expect(devices == {"cpu"}, "state_dict returns tensors on the CPU", f"they are on {devices}", rank=rank)
-            right = (
-                f"state_dict()['param_groups'] has the numbers {[[0, 1, 2], [3, 4, 5, 6]]} and the options {options}"
-            )
-            got = (saved["groups"], saved["options"])
-            is_right = got == ([[0, 1, 2], [3, 4, 5, 6]], options)
-            expect(is_right, right, f"it has {got[0]} and {got[1]}", rank=rank)
-        expect_equal(
-            "the momentum in state_dict is that of one process",
-            [results[rank]["saved"]["momentum"] for rank in problem.group],
-            expected,
-            ranks=problem.group,
-            tolerance=EXACT,
-            hypotheses=partial(diagnosis.suspect_momentum, problem, numbers, expected),
-        )
+        runs = submission.run_each(scenarios.train, [problem.make_jobs() for problem in problems])
+        for results, problem in zip(runs, problems):
+            expect_state_dict(results, problem, one[0], other[0])
 
 
 @pytest.mark.points(1)
@@ -314,9 +289,15 @@ def test_resharding(submission):
     for world in submission.worlds(1, 3):
         problem = draw_problem(submission.rng, MIXED, world, 3, transposed=[0, 3])
         saved = draw_problem(submission.rng, MIXED, 1, 1).gradients[0][0]
-        problem.more = {"load": ({str(i): values for i, values in enumerate(saved)}, options), "labels": None}
+        problem.more = {
+            "load": ({str(i): values for i, values in enumerate(saved)}, options),
+            "saves": True,
+            "labels": None,
+        }
         results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
         expect_weights(results, problem, "after a checkpoint has been loaded and ")
+        for rank, result in enumerate(results):
+            expect(result["is_kept"], "the loaded state dict keeps its entries", "some are removed", rank=rank)
         expect_momentum(results, problem)
 
 
@@ -432,6 +413,36 @@ def expect_overlap(launched, rank, step):
     blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]
     right = "no all-gather is awaited before all are launched"
     expect(not blocked, right, f"{len(blocked)} are", diagnosis.EARLY_GATHER, **at)
+
+
+def expect_state_dict(results, problem, *indices):
+    """Expect the state dict of one process. `indices` are those of the matrices in each parameter group."""
+    order = sum(indices, [])
+    numbers = {str(i): str(order.index(i)) for i in problem.trainable()}
+    expected = {numbers[i]: value for i, value in problem.train()[1].items()}
+    options = [[problem.get_options(numbers[0], 0)[name] for name in scenarios.OPTIONS] for numbers in indices]
+    for rank in problem.group:
+        saved = results[rank]["saved"]
+        have = sorted(saved["momentum"], key=int)
+        right = "before the first step, " * (not problem.gradients[0])
+        right += f"state_dict()['state'] has the numbers {join_names(sorted(expected, key=int))}, with momentum_buffer"
+        is_complete = set(have) == set(expected) and None not in saved["momentum"].values()
+        why = partial(diagnosis.explain_numbers, have, expected, numbers)
+        expect(is_complete, right, f"it has {join_names(have) or 'nothing'}", why, rank=rank)
+        devices = set(saved["devices"].values())
+        expect(devices == {"cpu"}, "state_dict returns tensors on the CPU", f"they are on {devices}", rank=rank)
+        right = f"state_dict()['param_groups'] has the numbers {[[0, 1, 2], [3, 4, 5, 6]]} and the options {options}"
+        got = (saved["groups"], saved["options"])
+        is_right = got == ([[0, 1, 2], [3, 4, 5, 6]], options)
+        expect(is_right, right, f"it has {got[0]} and {got[1]}", rank=rank)
+    expect_equal(
+        "the momentum in state_dict is that of one process",
+        [results[rank]["saved"]["momentum"] for rank in problem.group],
+        expected,
+        ranks=problem.group,
+        tolerance=EXACT,
+        hypotheses=partial(diagnosis.suspect_momentum, problem, numbers, expected),
+    )
 
 
 def expect_momentum(results, problem):

@@ -195,6 +195,9 @@ class ShardedMuon(Optimizer):
         raise NotImplementedError("module 15, part (g)")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, which may come from any number of ranks. Each rank keeps what it owns."""
+        """Load the result of `state_dict`, which may come from any number of ranks. Each rank keeps what it owns.
+
+        The dict itself keeps all its entries.
+        """
         # TODO: part (h)
         raise NotImplementedError("module 15, part (h)")

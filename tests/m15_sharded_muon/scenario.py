@@ -63,13 +63,12 @@ def train(job: dict) -> dict:
     for i in job["frozen"]:
         params[i].requires_grad_(False)
     optimizer = make_optimizer(job, params)
-    if "load" in job:
-        load(optimizer, *job["load"])
+    is_kept = "load" not in job or load(optimizer, *job["load"])
     steps = [take_step(job, params, optimizer, step) for step in range(len(job["gradients"]))]
     recording.note("step", step=None)
-    answer = {"steps": steps, "is_optimizer": isinstance(optimizer, torch.optim.Optimizer)}
-    answer |= {"plan": describe_plan(job, params), "owned": list_momentum(optimizer, params)}
-    return answer | ({"saved": describe_checkpoint(optimizer)} if job.get("saves") else {})
+    answer = {"steps": steps, "is_optimizer": isinstance(optimizer, torch.optim.Optimizer), "is_kept": is_kept}
+    answer |= {"saved": describe_checkpoint(optimizer)} if job.get("saves") else {}
+    return answer | {"plan": describe_plan(job, params), "owned": list_momentum(optimizer, params)}
 
 
 def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> dict:
@@ -142,15 +141,16 @@ def describe_checkpoint(optimizer: torch.optim.Optimizer) -> dict:
     return {"momentum": state, "devices": devices, "groups": groups, "options": options}
 
 
-def load(optimizer: torch.optim.Optimizer, momentum: dict[str, Tensor], options: list[list[float]]) -> None:
-    """Load one process's checkpoint, with these options of each parameter group."""
+def load(optimizer: torch.optim.Optimizer, momentum: dict[str, Tensor], options: list[list[float]]) -> bool:
+    """Load one process's checkpoint, with these options of each group. Return whether it still has its entries."""
     saved = optimizer.state_dict()
     groups = [group | dict(zip(OPTIONS, values)) for group, values in zip(saved["param_groups"], options)]
     for group in groups:
         group["steps"] = int(group["steps"])
     state = {int(number): {"momentum_buffer": value.clone()} for number, value in momentum.items()}
     with phase("load"):
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict(given := {"state": state, "param_groups": groups})
+    return len(given["state"]) == len(momentum) and all(given["state"].values())
 
 
 def refuse(job: dict) -> list[str | None]:
