@@ -381,7 +381,8 @@ def expect_accumulation(events, step, order, grid, rank):
     last, count = list_backward_passes(events, step)[-1], len(grid.list_numels())
     early = [x for x in crossing if x.place < last]
     reduced = [x for x in inner if x.op == "reduce_scatter"]
-    late, finishes = sum(x.phase != "backward" for x in reduced), {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1}[order]
+    finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1}[order]
+    late = sum(x.phase != "backward" for x in reduced)
     is_late = late > finishes and order != UNSYNCED
     right = f"with {order}, only the last of three backward passes makes all-reduces across nodes: {count}"
     got = f"{len(crossing)} all-reduces, {len(early)} of them before the last backward"

@@ -256,7 +256,10 @@ class ShardedMuon(Optimizer):
         ### END SOLUTION
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, which may come from any number of ranks. Each rank keeps what it owns."""
+        """Load the result of `state_dict`, which may come from any number of ranks. Each rank keeps what it owns.
+
+        The dict itself keeps all its entries.
+        """
         ### BEGIN SOLUTION part (h)
         super().load_state_dict(state_dict)
         for p, owner in zip(self.matrices, self.owners):

@@ -20,7 +20,7 @@ DIVIDED_TWICE = (
     "replicas, once."
 )
 UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
-OTHER_GROUP = "the wrapper has another `.process_group`. All collectives except the all-reduce belong to the shard group."
+OTHER_GROUP = "all collectives except the all-reduce belong to the shard group, and this is another one."
 NO_REPLICAS = "with one replica there is nothing to average across nodes, so launch nothing."
 ON_SHARD_GROUP = "the gradient is all-reduced in the shard group. Use the replica group."
 ON_DEFAULT_GROUP = (
