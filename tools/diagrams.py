@@ -448,11 +448,11 @@ def draw_grid(path: Path) -> None:
             style = {"colour": colours[shard], "height": 0.5}
             draw_box(axes, shard + 0.14, shard + 0.86, row, f"rank {rank}: shard {shard}", **style)
     for shard in range(len(columns)):
-        style = {"arrowstyle": "<->", "color": ORANGE, "linewidth": 2.5}
+        style = {"arrowstyle": "<->", "color": "black", "linewidth": 2.5}
         axes.annotate("", (shard + 0.5, 0.27), (shard + 0.5, 0.73), arrowprops=style)
     styles = {
         "shard group: weights and gradients, fast link": {"colour": "white", "edgecolor": BLUE, "linewidth": 2},
-        "replica group: gradients of a shard, slow link": {"colour": ORANGE},
+        "replica group: gradients of a shard, slow link": {"colour": "black"},
     }
     draw_legend(figure, styles)
     save(figure, path)
