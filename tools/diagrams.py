@@ -514,7 +514,33 @@ def draw_idea(path: Path) -> None:
     save(figure, path)
 
 
-IDEA = ROOT / "docs" / "idea.png"  # on the site's start page
+def draw_places(path: Path) -> None:
+    """Draw the three places of a tensor, and the four conversions between them with what a rank sends."""
+    figure, axes = make_axes(2.8, [], 9)
+    axes.set_ylim(2.5, -0.5)
+    for start, row, text, colour in (
+        (0, 1, "partial: a summand", LIGHT_ORANGE),
+        (3.2, 2, "sharded: 1/N", GREEN),
+        (6.4, 1, "replicated: all of it", LIGHT_BLUE),
+    ):
+        draw_box(axes, start, start + 2.6, row, text, colour, height=0.5)
+    for start, end, text, x, y, side in (
+        ((1.3, 0.73), (7.7, 0.73), "all-reduce: 2(N − 1)/N · S", 4.5, 0.22, "center"),
+        ((1.3, 1.28), (3.15, 2.0), "reduce-scatter:\n(N − 1)/N · S", 1.9, 1.97, "right"),
+        ((5.85, 2.1), (7.9, 1.28), "all-gather:\n(N − 1)/N · S", 7.4, 1.97, "left"),
+        ((6.35, 1.0), (4.5, 1.72), "keep your own part: 0", 4.6, 1.1, "center"),
+    ):
+        bend = "arc3,rad=-0.25" if text.startswith("all-reduce") else "arc3"
+        style = {"arrowstyle": "-|>", "color": EDGE, "linewidth": 2, "connectionstyle": bend}
+        axes.annotate("", end, start, arrowprops=style)
+        axes.text(x, y, text, ha=side, va="center", fontsize=FONT)
+    save(figure, path)
+
+
+STANDALONE = [  # the file, and the function that draws it
+    (ROOT / "docs" / "idea.png", draw_idea),  # on the site's start page
+    (ROOT / "lessons" / "capstone" / "places.png", draw_places),
+]
 DIAGRAMS = [  # module number, name of the file, function that draws it
     (0, "ring", draw_ring),
     (3, "hooks", draw_hooks),

@@ -40,7 +40,7 @@ from brigade.lab.timeline_plot import describe_lengths, draw
 from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m16_half_bytes import wire
-from tools.diagrams import DIAGRAMS, IDEA, draw_idea
+from tools.diagrams import DIAGRAMS, STANDALONE
 from tools.schematic import make_timelines
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
@@ -73,8 +73,8 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
     """
     entries = [get_module(number)] if number else MODULES
     status = 0
-    if not number:
-        draw_idea(IDEA)
+    for path, draw_diagram in STANDALONE if not number else ():
+        draw_diagram(path)
     for module, name, draw_diagram in DIAGRAMS:
         if (entry := get_module(str(module))) in entries:
             path = entry.lesson / f"{name}.png"
