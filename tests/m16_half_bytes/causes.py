@@ -6,10 +6,11 @@ from m16_half_bytes.expected import compress_alone
 
 BLOCKED = "the collective is launched without async_op=True, or something waits for it at once."
 NO_ALL_TO_ALL = "a reducing collective adds in 16 bits. Only an all-to-all leaves the sum to you."
-INPUT_CHANGED = "the values are divided or rounded in place. Work on a copy."
+INPUT_CHANGED = "the values are divided, rounded or received in place. Work on a copy."
 WRITTEN_EARLY = "the output is used as scratch memory, or the result is written before the wait."
 WRITTEN_TWICE = "every wait computes the average again, although the caller may have overwritten the output."
 SHARED = "reductions in flight share their scratch memory."
+UNAWAITED = "nothing waits for the all_to_all."
 KEPT = "the handle keeps its scratch tensors after the wait. Set them to None."
 OWN_PART = (
     "a rank keeps its own part of the averages in float32, and the others have it in bfloat16. Replicas drift apart."
@@ -38,8 +39,12 @@ def explain_error(output, values, index, wire=torch.bfloat16, world=None):
     early = sum((part / size).to(wire).float() for part in parts)
     scale = float(max(value.abs().max() for value in values))
     if not torch.equal(average, early) and torch.allclose(output, early, rtol=1e-6, atol=0):
-        return "the values are divided before they are rounded, so the smallest ones become zero. Divide the sum."
-    if size > 1 and (torch.equal(output, output.to(wire).float()) or torch.equal(output, total.float() / size)):
+        return "the values are divided before they travel, so the smallest ones become zero. Divide the sum."
+    if wire != torch.bfloat16 and torch.equal(output, sum(part.bfloat16().float() for part in parts) / size):
+        return "the values travel in bfloat16, because wire_dtype is ignored."
+    is_rounded = torch.equal(output, output.to(wire).float()) and not torch.equal(average, average.to(wire).float())
+    is_near = torch.allclose(output, average, rtol=0.02, atol=0.01 * scale)
+    if size > 1 and (is_rounded and is_near or torch.equal(output, total.float() / size)):
         return "the sum, or its average, is rounded to 16 bits. Add in float32, and round nothing after the wire."
     for cause, wrong in (
         (f"the sum of {size} ranks is not divided.", average * size),
