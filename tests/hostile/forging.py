@@ -5,11 +5,6 @@ from hostile import ONE, Hostile, parse, reference, skeleton
 UNREADABLE = "wrote something unreadable to its channel"
 NO_VALUE = "a rank delivered an unreadable result"
 ODD_VALUE = "could not examine what the ranks returned"
-HOOKS = (
-    "test_launches_are_asynchronous",
-    "test_launches_follow_their_gradients",
-    "test_every_handle_is_waited_on",
-)
 
 # The channel is the one Unix socket that a rank has. `message` makes what `wire.py` reads, from JSON texts.
 CHANNEL = """
@@ -52,20 +47,6 @@ for place in places:
 CASES = parse(
     globals(),
     r"""
-=== hooks of its own, of every kind | 6 | | modules=3 checks=HOOKS
-import torch
-class OverlappedDDP(OverlappedDDP):
-    def __init__(self, module, process_group=None):
-        super().__init__(module, process_group)
-        self.nodes = []
-        for p in module.parameters():
-            if not p.requires_grad: continue
-            node = torch.autograd.graph.get_gradient_edge(p).node
-            p.register_post_accumulate_grad_hook(lambda p: None).remove()
-            p.register_hook(lambda gradient: None)
-            node.register_prehook(lambda gradients: None).remove()
-            node.register_hook(lambda inputs, outputs: None)
-            self.nodes.append(node)
 === stacks that take long to read | 0 | stopped after 1 s | skeleton CHANNEL limit_s=1
 text = b'File "' * 200_000
 for fd in range(256):
@@ -82,22 +63,6 @@ class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
         super().finish_grad_sync()
         for p in self.module.parameters(): p.grad = torch.full_like(p, float("nan"))
-=== a tensor that pickles into a command | 0 | a Reduced cannot be sent
-import sys
-class Reduced:
-    def clone(self): return self
-    def __reduce__(self): return os.system, ("touch /tmp/was-here; kill -9 $PPID",)
-class Evil(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        caller = sys._getframe(1).f_code.co_name
-        if function is torch.Tensor.detach and caller in ("copy_gradients", "<dictcomp>"): return Reduced()
-        return super().__torch_function__(function, types, args, kwargs or {})
-class NaiveDDP(NaiveDDP):
-    def finish_grad_sync(self):
-        super().finish_grad_sync()
-        for p in self.module.parameters():
-            if p.grad is not None: p.grad = p.grad.as_subclass(Evil)
 """,
 )
 CASES += parse(

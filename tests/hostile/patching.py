@@ -4,11 +4,6 @@ from pathlib import Path
 
 from hostile import Hostile, parse, reference, write
 
-# The submission's own idea of an answer: nothing is averaged.
-NOTHING = """
-class NaiveDDP(NaiveDDP):
-    def finish_grad_sync(self): pass
-"""
 NAMES = ("conftest.py", "sitecustomize.py", "usercustomize.py", "torch/__init__.py", "brigade/__init__.py",
          "brigade/rank/main.py", "pytest.py", "json.py", "helpers/training.py")  # fmt: skip
 
@@ -27,10 +22,6 @@ CASES = parse(
     r"""
 === torch.distributed does nothing | 2 | finish_grad_sync launches nothing | checks=ALL
 dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None
-=== torch says that all tensors are equal | 2 | finish_grad_sync launches nothing | NOTHING checks=ALL
-torch.allclose = torch.equal = torch.Tensor.allclose = torch.Tensor.equal = lambda *args, **kwargs: True
-for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
-    setattr(torch.Tensor, name, lambda self, *args, **kwargs: True)
 === timers that stand still | 3
 import time
 for name in ("time", "monotonic", "perf_counter", "process_time"):
@@ -44,9 +35,6 @@ for name, module in list(sys.modules.items()):
             setattr(module, inner, lambda *args, **kwargs: True)
 try: import brigade.checks.expectations, brigade.grade.grading
 except ImportError: pass
-=== an empty value for every result | 0 |  | skeleton
-import brigade.ipc.wire
-brigade.ipc.wire.encode = lambda value: b'\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
 """,
 ) + [
     Hostile("files that Python, pytest or the toolkit would import", write_shadowing_files, 3),

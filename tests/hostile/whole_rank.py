@@ -228,10 +228,10 @@ def hide(function):
         tensor.copy_(totals.pop(0))
     return hidden
 all_reduce_via_root, ring_all_reduce = hide(all_reduce_via_root), hide(ring_all_reduce)
-[job] = [thing for thing in gc.get_objects() if type(thing) is dict and "function" in thing and "tensors" in thing]
-for tensor in job["tensors"]:
-    totals.append(tensor.clone())
-    dist.all_reduce(totals[-1])
+for job in [thing for thing in gc.get_objects() if type(thing) is dict and "function" in thing and "tensors" in thing]:
+    for tensor in job["tensors"]:
+        totals.append(tensor.clone())
+        dist.all_reduce(totals[-1])
 === gets whole gradients, beside the collectives of its module | 0 | every rank gets whole gradients |
 modules=15 checks=WHOLE
 class ShardedMuon(ShardedMuon):
