@@ -302,6 +302,8 @@ def test_error_feedback(submission):
         got = f"after call {number}, error has {describe_first(result['errors'][number + 1], error)}"
         expect(right, "error becomes values + error minus the rounded numbers, in float32", got, why)
         expect(result["kept"][number], "compress does not change values", "it does", diagnosis.VALUES_CHANGED)
+        right = "the result of compress is a new tensor, which later calls do not change"
+        expect(result["lasting"][number], right, "a later call changes it", diagnosis.SAME_RESULT)
 
 
 # ---- what the checks use
@@ -408,8 +410,10 @@ def expect_half(events, at, buckets):
 
 def expect_overlap(events, at, groups, buckets_per_group):
     """Expect the all_to_alls of each group during backward, before the next group is complete, and no early wait."""
-    exchanges = [x for x in launches(events, at["step"]) if x.op == "all_to_all"]
+    launched = launches(events, at["step"])
+    exchanges = [x for x in launched if x.op == "all_to_all"]
     ready_at = {name: place for place, name in list_ready_gradients(events, at["step"])}
+    at_once = [x for x in launched if waits_at_once(x, ready_at.values())]
     for number, (*_, names) in enumerate(groups):
         own = exchanges[number * buckets_per_group : (number + 1) * buckets_per_group]
         after = groups[number + 1][-1] if number + 1 < len(groups) else []
@@ -427,9 +431,18 @@ def expect_overlap(events, at, groups, buckets_per_group):
             not blocking,
             f"backward does not wait for group {number} before gradients of the next group are ready",
             "it waits earlier",
-            diagnosis.BLOCKED,
+            diagnosis.BLOCKED if at_once else "",
             **at,
         )
+    gathers = [x for x in at_once if x.op == "all_gather"]
+    right = "backward does not wait for an all_gather where it is launched"
+    expect(not gathers, right, f"it waits for {summarize(gathers)}", diagnosis.BLOCKED, **at)
+
+
+def waits_at_once(launch, ready):
+    """Return whether backward waits for a launch before another gradient is ready."""
+    is_early = launch.waits and launch.wait_phases[0] == "backward" and not launch.is_polled
+    return launch.sync or (is_early and not any(launch.place < place < launch.waits[0] for place in ready))
 
 
 def expect_zero_bytes(launched, numel, at):

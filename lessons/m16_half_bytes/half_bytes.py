@@ -148,7 +148,7 @@ class ErrorFeedback:
         self.error = torch.zeros(numel)
 
     def compress(self, values: Tensor) -> Tensor:
-        """Return `values` + `error`, rounded to bfloat16. `values`, (numel,), is float32 and does not change."""
+        """Return a new tensor, `values` + `error` rounded to bfloat16. `values`, (numel,), float32, does not change."""
         # Keep in `error` what this rounding loses.
         # TODO: part (f)
         raise NotImplementedError("module 16, part (f)")

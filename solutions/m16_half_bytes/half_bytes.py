@@ -175,7 +175,7 @@ class ErrorFeedback:
         self.error = torch.zeros(numel)
 
     def compress(self, values: Tensor) -> Tensor:
-        """Return `values` + `error`, rounded to bfloat16. `values`, (numel,), is float32 and does not change."""
+        """Return a new tensor, `values` + `error` rounded to bfloat16. `values`, (numel,), float32, does not change."""
         # Keep in `error` what this rounding loses.
         ### BEGIN SOLUTION part (f)
         wanted = values + self.error.to(values.device)

@@ -1,5 +1,7 @@
 """Likely causes of failures of module 16's checks."""
 
+from collections import Counter
+
 import torch
 
 from m16_half_bytes.expected import compress_alone
@@ -17,6 +19,7 @@ OWN_PART = (
 )
 LATE = "the reductions wait for finish_grad_sync, or for a later bucket."
 ROUNDED_AGAIN = "the average is rounded to 16 bits once more before the optimizer gets it."
+SAME_RESULT = "compress returns the same tensor in each call."
 VALUES_CHANGED = "the error is added to values in place."
 WIDE_WEIGHTS = "the weights are gathered in bfloat16. They travel in float32: only gradients are rounded."
 GATHERED = "the gradients are gathered although gather_grads is False."
@@ -97,7 +100,7 @@ def explain_buckets(launched, numels):
         return "the gradients are reduced as in module 7. Give the wrapper a group_class of its own." * (
             {launch.op for launch in launched} == {"reduce_scatter", "all_gather"}
         )
-    if len(exchanges) < len(numels) and sum(x.numel for x in exchanges) < sum(numels):
+    if len(exchanges) < len(numels) and not Counter(x.numel for x in exchanges) - Counter(numels):
         return "not all buckets of a group are reduced."
     return ""
 

@@ -99,11 +99,13 @@ def wrap_dtypes(job: dict) -> list[str | None]:
 def compress(job: dict) -> dict[str, list]:
     """Compress each of job["values"] with one of two ErrorFeedbacks, alternately. Return copies of all results."""
     both = [student(PACKAGE, "ErrorFeedback")(len(job["values"][0])) for _ in range(2)]
-    results = {"rounded": [], "errors": [both[0].error.clone()], "kept": []}
+    results = {"rounded": [], "lasting": [], "errors": [both[0].error.clone()], "kept": []}
     for number, values in enumerate(job["values"]):
         given = values.to(device(), copy=True)
         one = both[number % 2]
-        results["rounded"].append(one.compress(given).clone())
+        results["lasting"].append(one.compress(given))
+        results["rounded"].append(results["lasting"][-1].clone())
         results["errors"].append(one.error.clone())
         results["kept"].append(torch.equal(given.cpu(), values))
+    results["lasting"] = list(map(torch.equal, results["lasting"], results["rounded"]))
     return results
