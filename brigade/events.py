@@ -23,7 +23,8 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
     border   the rank learns the factors of border `number` of batch `batch` of the run, and has computed `values` there
              (`checks/edge_case_models.py`)
-    call     the rank begins the second or a later call of the function given to `run_calls` (`rank/main.py`)
+    call     the rank begins the second or a later call of the function given to `run_calls` (`rank/main.py`);
+             `digest` is that of the last call's result
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
 Scenarios add kinds of their own with `note`. The parent process validates each event once, when the event arrives.
@@ -62,6 +63,7 @@ FIELDS: dict[str, Fields] = {
     "connect": COMMON_FIELDS | {"group": (str,), "ranks": (list,)},
     "ready": COMMON_FIELDS | {"name": (str,)},
     "border": COMMON_FIELDS | {"batch": (int,), "number": (int,), "values": (str,)},
+    "call": COMMON_FIELDS | {"digest": (str,)},
     "step": COMMON_FIELDS | {"step": (int, type(None))},
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ dict would take quadratic time.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import struct
@@ -47,6 +48,11 @@ def encode(value: Any) -> bytes:
     blobs: list[bytes] = []
     header = json.dumps({"value": _flatten(value, blobs), "sizes": [len(blob) for blob in blobs]}).encode()
     return b"".join([struct.pack("<Q", len(header)), header, *blobs])
+
+
+def digest(value: Any) -> str:
+    """Return a digest of the encoded value. It is the same before the value is sent and after it has arrived."""
+    return hashlib.sha256(encode(value)).hexdigest()
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:

@@ -127,7 +127,7 @@ def perform(
     for args in request["calls"]:
         if results:
             gc.collect()  # free the models of earlier calls: their memory and hooks could affect the next call
-            recorder.note("call")
+            recorder.note("call", digest=wire.digest(results[-1]))
         results.append(function(*args))
     kept.clear()
     if backend == "nccl":

@@ -184,6 +184,10 @@ class Monitor:
                 values.append(wire.decode(state.result))
                 if type(values[-1]) is not list or len(values[-1]) != num_calls:
                     raise wire.WireError(f"the result is not a list with one entry per call ({num_calls} expected)")
+                # Otherwise, a call could go on after its events have ended.
+                digests = [event["digest"] for event in state.record.events if event["kind"] == "call"]
+                if digests != [wire.digest(value) for value in values[-1][:-1]]:
+                    raise wire.WireError("the result of a call has changed after the call")
             except wire.WireError as error:
                 line = f"rank {state.number}: {error}"
                 raise RankFailure("garbled", "a rank delivered an unreadable result", [line], state.number) from None
