@@ -29,7 +29,7 @@ from brigade.course import editions, handout, skeletons, validation, written
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
-INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", *editions.CHECKS)
+INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.js", *editions.CHECKS)
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
 DOCUMENTS = ("browser", "claims", "glossary", "gpus", "leaderboard", "plan", "privacy")
 INCLUDED += (*handout.BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))

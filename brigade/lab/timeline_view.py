@@ -11,7 +11,7 @@ from brigade.lab.ladder import PHASES
 from brigade.lab.timeline import Timeline
 from brigade.lab.timeline_plot import OTHER, STYLES, name_kind
 
-TEMPLATE = Path(__file__).with_name("timeline_view.html")
+TEMPLATE, WIDGETS = (Path(__file__).with_name(name) for name in ("timeline_view.html", "widgets.js"))
 FIELDS = {  # the page's name of each field of a collective
     **{name: name for name in ("rank", "labels", "row", "dtype", "phase", "line")},
     **{"kind": "op", "name": "title", "bytes": "nbytes", "tensors": "parts"},
@@ -57,4 +57,5 @@ def save_html(timelines: Sequence[Timeline], path: Path) -> None:
     """Write the page. It contains the timelines as JSON in which "<" is escaped, so their text cannot add HTML tags."""
     view = json.dumps(make_view(timelines)).replace("<", r"\u003c")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(TEMPLATE.read_text(encoding="utf-8").replace("TIMELINES", view, 1), encoding="utf-8")
+    page, script = (file.read_text(encoding="utf-8") for file in (TEMPLATE, WIDGETS))
+    path.write_text(page.replace("WIDGETS", script, 1).replace("TIMELINES", view, 1), encoding="utf-8")

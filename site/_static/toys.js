@@ -73,7 +73,8 @@
         svg.append(make("svg:path", {class: isWaiting ? "waits" : "message", d: `M${ax} ${ay}L${bx} ${by}`}));
         svg.append(make("svg:path", {class: isWaiting ? "waits tip" : "message tip",
           d: `M${bx} ${by}L${bx - 9 * ux + 5 * uy} ${by - 9 * uy - 5 * ux}L${bx - 9 * ux - 5 * uy} ${by - 9 * uy + 5 * ux}Z`}));
-        const [mx, my] = [(ax + bx) / 2 - 15 * uy, (ay + by) / 2 + 15 * ux + 4];
+        const away = 12 + 3 * label.length * Math.abs(uy); // so that a word does not touch its arrow
+        const [mx, my] = [(ax + bx) / 2 - away * uy, (ay + by) / 2 + away * ux + 4];
         svg.append(make("svg:text", {x: mx, y: my, "text-anchor": "middle"}, label));
       };
       const lengths = toysModel.splitIntoChunks(numel, size);
@@ -152,7 +153,7 @@
             const isNew = ready.at(-1) === index && state.steps <= order.length;
             const level = ready.includes(index) ? "complete" : order.includes(index) ? "own" : "unused";
             svg.append(make("svg:rect", {x, y: top, width: SIZES[index] * scale, height: 28, class: `cell ${level}${isNew ? " arrived" : ""}`}));
-            if (SIZES[index] * scale > 10) svg.append(make("svg:text", {x: x + SIZES[index] * scale / 2, y: top + 18, "text-anchor": "middle", class: level}, String(index)));
+            if (SIZES[index] * scale > 7) svg.append(make("svg:text", {x: x + SIZES[index] * scale / 2, y: top + 18, "text-anchor": "middle", class: level}, String(index)));
             x += SIZES[index] * scale;
           }
           const place = launched[rank].indexOf(number);
@@ -187,7 +188,8 @@
       status.textContent = text;
       showNumbers(numbers, pairs);
       if (figures.clientWidth) figures.replaceChildren(toy.draw(state, settings, figures.clientWidth));
-      step.disabled = play.disabled = toy.isOver(state);
+      // The attribute "disabled" would take the focus from a button.
+      for (const button of [step, play]) button.setAttribute("aria-disabled", toy.isOver(state));
     }
 
     function pause() {
@@ -197,6 +199,7 @@
     }
 
     function advance() {
+      if (toy.isOver(state)) return;
       toy.step(state);
       if (toy.isOver(state)) pause();
       show();
@@ -216,6 +219,7 @@
     const step = addButton("Step", advance);
     const play = addButton("Play", () => {
       if (timer) return pause();
+      if (toy.isOver(state)) return;
       timer = setInterval(advance, PLAY_MS);
       play.textContent = "Pause";
     });
