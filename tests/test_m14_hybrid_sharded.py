@@ -185,7 +185,8 @@ def test_no_replica_sync(submission):
         for rank in case.group:
             for step, order in enumerate(orders[: len(case.batches[0])]):
                 expect_accumulation(results.events[rank], step, order, grid, rank)
-        expect_trained(results, case, "weights after steps of three micro-batches")
+        evidence = partial(diagnosis.explain_nodes, results, grid)
+        expect_trained(results, case, "weights after steps of three micro-batches", evidence=evidence)
 
 
 @pytest.mark.points(1)
@@ -285,11 +286,12 @@ def run_cases(submission, scenario, settings, **common):
         return [(*run, results) for run, results in zip(runs, submission.run_each(scenario, jobs))]
 
 
-def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS):
+def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS, evidence=None):
     """Expect each state dict of the case's ranks to have these weights, by default those of all steps."""
     expected = train_plain(case)[0] if weights is None else weights
     state = [results[rank]["weights"] for rank in case.group]
-    expect_equal(f"{what} equal those of plain training", state, expected, ranks=case.group, tolerance=tolerance)
+    what = f"{what} equal those of plain training"
+    expect_equal(what, state, expected, ranks=case.group, tolerance=tolerance, evidence=evidence)
 
 
 def split(launched, groups):

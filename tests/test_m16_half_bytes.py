@@ -181,7 +181,7 @@ def test_scratch(submission):
             result["after"] <= 64,  # numbers may stay, tensors may not
             "after the wait, the scratch memory of a reduction is gone, even if its handle still exists",
             f"{result['after']} bytes are alive. In flight, there were {result['during']}",
-            diagnosis.KEPT if all(x.waits for x in launches(results.events[rank])) else diagnosis.UNAWAITED,
+            partial(diagnosis.explain_scratch, result, launches(results.events[rank])),
             rank=rank,
         )
 

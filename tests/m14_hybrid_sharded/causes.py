@@ -34,6 +34,7 @@ AWAITED_AT_ONCE = "the all-reduce is awaited where it is launched, so nothing ov
 BLOCK_IGNORED = "a backward in no_replica_sync crosses: its flag is not tested, or an inner block sets it again."
 NOT_RESTORED = "no_replica_sync restores its state only if the block ends normally. Use try ... finally."
 NO_SYNC = "gradients stay whole until the finish, as no_sync does. Inside the node, reduce them during backward."
+PARTLY = "the nodes have different weights, so a part of what was added up in shard.grad has not crossed."
 NORM = "the norm counts every replica. One replica has the whole gradient, so sum over the shard group only."
 
 
@@ -129,6 +130,18 @@ def explain_crossing(events, grid, rank, crossing):
     if len(grid.get_groups(rank)[1]) == 1:
         return NO_REPLICAS
     return find_mistake(events, grid).mistake or ("" if crossing else NOT_CROSSED)
+
+
+def explain_nodes(results, grid):
+    """Return the evidence that weights are equal inside each node only, although each step has its all-reduces."""
+    weights = [results[rank]["weights"] for rank in grid.case.group]
+
+    def are_equal(ranks):
+        first, *others = (weights[grid.case.group.index(rank)] for rank in ranks)
+        return all(first[name].equal(other[name]) for other in others for name in first)
+
+    differ = all(map(are_equal, grid.nodes)) and not are_equal([node[0] for node in grid.nodes])
+    return Evidence(mistake=PARTLY if differ else "")
 
 
 def explain_late(crossing, ready):

@@ -14,6 +14,7 @@ WRITTEN_TWICE = "every wait computes the average again, although the caller may 
 SHARED = "reductions in flight share their scratch memory."
 UNAWAITED = "nothing waits for the all_to_all."
 KEPT = "the handle keeps its scratch tensors after the wait. Set them to None."
+KEPT_ELSEWHERE = "something other than the handle keeps the scratch tensors after the wait, even without the handle."
 OWN_PART = (
     "a rank keeps its own part of the averages in float32, and the others have it in bfloat16. Replicas drift apart."
 )
@@ -103,6 +104,13 @@ def explain_buckets(launched, numels):
     if len(exchanges) < len(numels) and not Counter(x.numel for x in exchanges) - Counter(numels):
         return "not all buckets of a group are reduced."
     return ""
+
+
+def explain_scratch(result, launched):
+    """Return why scratch memory is alive after the wait."""
+    if not all(x.waits for x in launched):
+        return UNAWAITED
+    return KEPT_ELSEWHERE if result["without"] else KEPT
 
 
 def explain_gathers(launched, numels):

@@ -60,7 +60,7 @@ def reduce(job: dict) -> list[dict]:
 
 
 def measure_scratch(job: dict) -> dict[str, int]:
-    """Return the bytes that a reduction adds while it is in flight, and after its wait, while its handle exists."""
+    """Return the bytes that a reduction adds in flight, after its wait while its handle exists, and without it."""
     start, group = student(PACKAGE, "start_reduce_scatter"), create_group(job)
     values = job["values"].to(device(), copy=True)
     output = torch.empty_like(values.chunk(dist.get_world_size(group))[0])
@@ -77,7 +77,7 @@ def measure_scratch(job: dict) -> dict[str, int]:
         while (after := count()) and time.monotonic() < deadline:
             time.sleep(0.01)
         del handle
-    return {"during": during, "after": after}
+        return {"during": during, "after": after, "without": count() if after else 0}
 
 
 class Mixed(nn.Module):
