@@ -503,6 +503,14 @@ def test_mixed_precision(submission):
                 diagnosis.NARROW_SHARDS,
                 rank=rank,
             )
+            sums = torch.cat(result["gradients"][0])
+            expect(
+                reduce != torch.bfloat16 or not sums.equal(sums.to(reduce).float()),
+                f"the averages of two finishes are added in float32 {what}",
+                "every sum has a value that bfloat16 can represent",
+                diagnosis.NARROW_SUMS,
+                rank=rank,
+            )
         exact = 2e-5 if results[0]["device"] == "cpu" else 2**-5  # a GPU rounds in other places
         with diagnosis.explain_garbage(results.events):
             expect_equal(

@@ -78,12 +78,14 @@ NARROW_SHARDS = (
     "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype: only full weights and "
     "full gradients are cast."
 )
+NARROW_SUMS = "averages are added to `shard.grad` in `reduce_dtype`, not in the parameters' dtype."
+INTEGERS = "integer arguments are cast to `compute_dtype`. Only floating-point tensors may be cast."
 KEYWORDS = (
     "the keyword arguments of a unit are not cast to `compute_dtype`. If all arguments are positional, training works."
 )
 INPUTS = (
-    "a float32 input meets weights in `compute_dtype`. `cast_inputs` must cast the floating-point arguments of "
-    "`ddp(...)` and of every unit."
+    "a floating-point argument is not cast to `compute_dtype`. `cast_inputs` must cast all of them, of `ddp(...)` and "
+    "of every unit."
 )
 REDUCED_NARROW = "gradients are reduced in `compute_dtype`. Cast them to `reduce_dtype` before the reduction."
 DIVIDED_EARLY = "gradients are divided in `compute_dtype`. Cast them to `reduce_dtype` first."
@@ -351,7 +353,10 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
     if "dtype" in failed.verdict.message and jobs_per_call[0][0].get("forward") == "scaled":
         if succeeds(submission, scenario, jobs_per_call, lambda *_: {"forward": "scaled, by position"}):
             return KEYWORDS
-        return INPUTS if re.search("got:? Float and BFloat16|float != c10::BFloat16", failed.verdict.message) else ""
+        uncast = "got:? Float and BFloat16|float != c10::BFloat16|dtypes of a block's arguments"
+        return INPUTS if re.search(uncast, failed.verdict.message) else ""
+    if "used as indices" in failed.verdict.message and jobs_per_call[0][0].get("forward") == "scaled":
+        return INTEGERS
     has_crashed = failed.verdict.ending == "died"
     if has_crashed or failed.verdict.hypothesis == "freed":
         if "order" in jobs_per_call[0][0]:

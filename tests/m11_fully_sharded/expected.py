@@ -139,10 +139,12 @@ def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divide
 
 
 def cast_inputs(dtype, _, args, kwargs):
-    """Return the arguments of a forward, with x in this dtype."""
-    return tuple(x.to(dtype) for x in args[:1]) + args[1:], {
-        k: x.to(dtype) if k == "x" else x for k, x in kwargs.items()
-    }
+    """Return the arguments of a forward, with floating-point tensors in this dtype."""
+
+    def cast(value):
+        return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
 
 def take_gradients(model, batch):

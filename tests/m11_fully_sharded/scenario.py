@@ -133,10 +133,12 @@ def wrap(job: dict, model: nn.Module) -> nn.Module:
 def change_forward(model: nn.Module, kind: str = "") -> None:
     """Let a model of type Blocks compute the activations of its blocks again in backward ("checkpointed").
 
-    If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32. All blocks except the
-    first get them as keyword arguments, unless it is "scaled, by position".
+    If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32. Blocks have two more
+    arguments (see `run_block`). All blocks except the first get keyword arguments, unless it is "scaled, by position".
     """
     if kind.startswith("scaled"):
+        for block in model.blocks:
+            block.forward = partial(run_block, block.forward)
         weight = model.first.weight
         model.register_buffer("scale", torch.linspace(0.5, 1.5, weight.shape[0], device=weight.device))
     if kind:
@@ -150,9 +152,19 @@ def run_changed(model: nn.Module, kind: str, x: Tensor, branch: int) -> Tensor:
             if kind == "checkpointed":
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x=x * model.scale) if kind == "scaled" and number > 1 else block(x * model.scale)
+                wide = torch.float32 if x.dtype == torch.float32 else torch.float64
+                arguments = x * model.scale, x.to(wide), torch.arange(len(x), device=x.device)
+                is_keyword = kind == "scaled" and number > 1
+                x = block(**dict(zip(("x", "other", "rows"), arguments))) if is_keyword else block(*arguments)
         x = border(x, number)
     return model.last(x.to(model.last.weight.dtype))
+
+
+def run_block(forward: Callable[[Tensor], Tensor], x: Tensor, other: Tensor, rows: Tensor) -> Tensor:
+    """Run a block. `other` must have the dtype of `x` after casts, and `rows` are the indices of all rows."""
+    if x.dtype != other.dtype:
+        raise TypeError(f"the dtypes of a block's arguments are {x.dtype} and {other.dtype}")
+    return forward(x[rows])
 
 
 def list_alive(model: nn.Module) -> list[str]:
