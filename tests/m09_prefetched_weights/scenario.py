@@ -76,6 +76,7 @@ def read_weights(job: dict) -> dict:
     note_forwards(model)
     optimizer = make_zero_optimizer(job, ddp, model)
     note_writes(optimizer)
+    saved = optimizer.state_dict() if "load_state_dict" in job["read"] else {}
 
     def take_step() -> None:
         with phase("step"):
@@ -99,7 +100,7 @@ def read_weights(job: dict) -> dict:
         take_step()
     else:
         with phase("load_state_dict"):
-            optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+            optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
         take_step()
         recording.note("step", step=2)
         with phase("add_param_group"):
