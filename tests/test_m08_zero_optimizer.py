@@ -1,5 +1,6 @@
 """Graded checks of module 8: optimizer state that is divided among the ranks."""
 
+import copy
 import math
 from functools import partial
 
@@ -266,6 +267,16 @@ def test_sharded_clipping(submission):
         expect_unsharded(results, case, job, diagnosis.suspect_clipping, tolerance=1e-6)
         for step in range(1, 5):
             expect_norm(norms, expected["norms"], step, case, job, results.events[groups[0][0]], rounding)
+    [world] = submission.worlds(2)
+    case = submission.case("Plain", world, micro_batches=2, dtype=torch.float64)
+    order = ["forward", "backward", "clip", "forward", "backward", "step"]
+    jobs = case.make_jobs(start=case.start(), order=order, **SGD)
+    expect_right_or_refused(
+        "the step after a backward that follows clip_grad_norm_ uses both gradients",
+        submission.run(m08_sharded.take_odd_step, jobs, world_size=world),
+        compute_weights(case, make_recipe("SGD")),
+        evidence=Evidence(diagnosis.AFTER_CLIPPING),
+    )
 
 
 # ---- 8b: ZeroOptimizer
@@ -370,7 +381,7 @@ def test_zero_state_is_shared(submission):
 
 @pytest.mark.points(1)
 def test_zero_volume(submission):
-    """A step sends the bytes of one all-reduce. A second finish, or a backward after it, is right or refused."""
+    """A step sends the bytes of one all-reduce. Odd orders of backward, finish and step are right or refused."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.bfloat16)):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         arguments = ZERO["arguments"] | {"grad_dtype": torch.float32, "buckets_per_group": 2}
@@ -554,6 +565,7 @@ def test_zero_checkpoints(submission):
                 partial(diagnosis.suspect_loading, resumed, weights, state, recipe),
                 otherwise=diagnosis.NOT_COVERED,
             )
+    expect_reloaded(submission)
 
 
 @pytest.mark.points(1)
@@ -629,24 +641,50 @@ ODD_ORDERS = {  # what happens -> the actions, and the number of micro-batches w
     "this backward and a second finish_grad_sync": (
         ["forward", "backward", "finish", "forward", "backward in no_sync", "finish", "step"], 2,
     ),
+    "a step without finish_grad_sync": (["forward", "backward", "step"], 1),
 }  # fmt: skip
 
 
 def expect_odd_orders(submission):
-    """Expect the step after a second finish_grad_sync, or a backward after it, to be right or refused."""
+    """Expect a step without finish_grad_sync, after two, or after another backward to be right or refused."""
     [world] = submission.worlds(2)
     case, recipe = submission.case("Plain", world, micro_batches=2, dtype=torch.float64), make_recipe("SGD")
     jobs = [make_zero_jobs(case, recipe, order=order) for order, _ in ODD_ORDERS.values()]
     all_results = submission.run_each(m08_zero.take_odd_step, jobs)
     batches = case.batches
-    for (what, (_, count)), results in zip(ODD_ORDERS.items(), all_results):
+    for (what, (order, count)), results in zip(ODD_ORDERS.items(), all_results):
         case.batches = [[own[0][:count]] for own in batches]
         expect_right_or_refused(
             f"{what} gives the plain optimizer's weights",
             results,
             compute_weights(case, recipe),
-            evidence=Evidence(diagnosis.AFTER_FINISH),
+            evidence=Evidence(diagnosis.AFTER_FINISH if "finish" in order else diagnosis.NO_FINISH),
         )
+
+
+def expect_reloaded(submission):
+    """Expect an optimizer that has taken steps to load an earlier state dict, even twice or one without state."""
+    [world] = submission.worlds(2)
+    case, recipe = submission.case("Plain", world, steps=4, dtype=torch.float64), make_recipe("Adam")
+    step, load = ["forward", "backward", "finish", "step", "zero_grad"], "load"
+    orders = ["save", *step, load, *step], [*step, "save", *step, load, *step, load, *step]
+    jobs = [make_zero_jobs(case, recipe, order=order) for order in orders]
+    jobs = [PerRank(job | {"batches": [sum(job["batches"], [])]} for job in own) for own in jobs]
+    all_results = submission.run_each(m08_zero.take_odd_step, jobs)
+    first, state, _ = train_alone(case, recipe, steps=range(1))
+    again = [first]
+    for number in range(1, 4):
+        steps = range(number, number + 1)
+        again.append(compute_weights(case, recipe, steps=steps, start=again[-1], load=copy.deepcopy(state)))
+    for what, results, expected, cause in (
+        ("saved before the first step", all_results[0], compute_weights(case, recipe, steps=range(1, 2), start=first),
+         diagnosis.OLD_STATE),
+        ("saved after a step and loaded twice", all_results[1], again[-1], diagnosis.SHARED_CHECKPOINT),
+    ):  # fmt: skip
+        expect_equal(
+            f"the plain optimizer's weights, although an optimizer that has taken steps loads a state dict {what}",
+            list(results), expected, tolerance=MANY_STEPS, evidence=Evidence(cause),
+        )  # fmt: skip
 
 
 def expect_unsharded(results, case, job, changes=diagnosis.suspect_nothing, tolerance=MANY_STEPS):

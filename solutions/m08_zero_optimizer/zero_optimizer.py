@@ -301,7 +301,10 @@ class ZeroOptimizer(OuterOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded optimizer's state dict plus the main parameters ("masters"). Call it on every rank."""
+        """Return the unsharded optimizer's state dict plus the main parameters ("masters"). Call it on every rank.
+
+        Later steps do not change it.
+        """
         result = super().state_dict() | {"masters": {}}  # the parameter groups; the state is in `optim`
         # `all_gather_full` launches a collective, so every rank must call it for every shard.
         ### BEGIN SOLUTION part (i)
@@ -315,9 +318,9 @@ class ZeroOptimizer(OuterOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict saved on any number of ranks or by a plain optimizer.
+        """Load a state dict saved on any number of ranks or by a plain optimizer. Later steps do not change it.
 
-        Main parameters that it does not contain start from the current weights.
+        Main parameters that it does not contain start from the current weights. Other old state is forgotten.
         """
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The inner optimizer numbers the shards from 0, in the same order.

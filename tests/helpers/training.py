@@ -187,12 +187,14 @@ def follow(order: Sequence[str], ddp: torch.nn.Module, batches: list[dict], opti
 
     Return whether the submission did all of them. It may refuse one with RuntimeError.
     """
-    unused, losses = iter(batches), []
+    unused, losses, saved = iter(batches), [], []
     actions = {
         "zero_grad": (optimizer or ddp).zero_grad,
         "finish": getattr(ddp, "finish_grad_sync", None),
         "step": getattr(optimizer, "step", None),
         "clip": lambda: optimizer.clip_grad_norm_(1e9),
+        "save": lambda: saved.append(optimizer.state_dict()),
+        "load": lambda: optimizer.load_state_dict(saved[0]),
         "forward": lambda: losses.append(compute_loss(ddp, move_to_device(next(unused)))),
     }
     try:

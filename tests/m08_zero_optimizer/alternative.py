@@ -25,7 +25,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.make = lambda groups: optimizer_cls(groups, **defaults)
         self.group = process_group
         self.optim = None
-        self.averages = {}  # parameter -> the gradient that holds the average, or would on its owner
+        self.averages, self.watched = {}, {}  # parameter -> the gradient that holds the average, or would on its owner
         super().__init__(params, self.make([torch.nn.Parameter(torch.zeros(1))]).defaults)
 
     def trainable(self):
@@ -57,6 +57,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 p.grad.div_(dist.get_world_size(self.group))
                 dist.reduce(p.grad, dst=self.everyone()[owner], group=self.group)
                 self.averages[p] = p.grad
+                if p not in self.watched:
+                    self.watched[p] = p.register_post_accumulate_grad_hook(self.refuse)
+
+    def refuse(self, p):
+        if self.averages.get(p) is p.grad:
+            raise RuntimeError("this gradient is an average")
 
     def everyone(self):
         return dist.get_process_group_ranks(self.group or dist.group.WORLD)

@@ -28,6 +28,15 @@ CLIPPED_TWICE = (
     "step reduces the gradients again: it averages the owner's clipped gradient with the unclipped gradients of the "
     "other ranks."
 )
+AFTER_CLIPPING = (
+    "clip_grad_norm_ leaves averages in the gradients of the owners, and the next backward adds a rank's own gradients "
+    "to them. Raise RuntimeError until step or zero_grad has been called."
+)
+NO_FINISH = "step uses gradients that are not averages yet. Raise RuntimeError until finish_grad_sync has been called."
+OLD_STATE = "load_state_dict keeps old state where the state dict has none. Plain optimizers remove it."
+SHARED_CHECKPOINT = (
+    "the state dict shares tensors, such as Adam's step, with the optimizer, so later steps change it. Copy them."
+)
 NOT_REDUCED = "clip_grad_norm_ uses the gradients without reducing them first."
 SKIPPED = (
     "clip_grad_norm_ assumes that the gradients are already reduced, because the loop skipped the previous step after "
