@@ -95,7 +95,8 @@ def test_assignment(submission):
     problems = [(shapes, size) for shapes in LISTS.values() for size in RANKS]
     problems += [([], 3), ([(4, 4)], 3), ([(1, 64)] * 16 + [(16, 16)] * 4, 4), ([(16, 16)] * 4 + [(1, 64)] * 16, 4)]
     problems += [([(16, 16), (1, 256)] * 6, 2), ([(1, 256), (16, 16)] * 6, 2)]  # equal numbers of elements
-    problems += [([(16, 16), (4, 256)] * 16, 2), ([(4, 256), (16, 16)] * 16, 2)]  # equal long · short²
+    first = [(16, 17), (16, 16), (16, 17), (4, 256)]  # the largest ones are not in turn
+    problems += [(first + [(16, 16), (4, 256)] * 16, 2)]  # otherwise equal long · short²
     sides = (1, 4, 16, 48, 64, 256)
     problems += [
         ([(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(1, 40))], rng.randint(1, 8))
