@@ -177,6 +177,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.ddp.queue.num_pending != self.ddp.queue.num_grads:
+            raise RuntimeError("call finish_grad_sync first")
         with torch.no_grad():
             for i, inner in enumerate(self.optim.param_groups):
                 for key, value in self._options(i).items():
