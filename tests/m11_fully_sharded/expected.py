@@ -144,7 +144,7 @@ def cast_inputs(dtype, _, args, kwargs):
     def cast(value):
         return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
 
-    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    return tuple(cast(value) for value in args), {name: cast(value) for name, value in kwargs.items()}
 
 
 def take_gradients(model, batch):
