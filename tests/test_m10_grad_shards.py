@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.diagnose.evidence import Evidence
 from brigade.checks.expectations import (
     MANY_STEPS,
     blocks_backward,
@@ -18,7 +19,10 @@ from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
+from helpers.odd_steps import expect_right_or_refused
 from helpers.zero import expect_norms, expect_trained, get_rounding, make_recipe
+from m08_zero_optimizer import causes as zero_diagnosis
+from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights, train_alone
 from m10_grad_shards import causes as diagnosis
 from m10_grad_shards import scenario as m10_grad_shards
@@ -125,7 +129,7 @@ def test_live_buckets(submission):
 @pytest.mark.points(3)
 @pytest.mark.needs("test_equals_unsharded")
 def test_accumulation(submission):
-    """Gradients accumulate, with or without no_sync. A second backward is added or refused. Only zero_grad clears."""
+    """Gradients accumulate, with or without no_sync. Odd orders are right or refused. Only zero_grad clears."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
@@ -152,6 +156,17 @@ def test_accumulation(submission):
         require_shards(results.events, case)
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, dtype=torch.float64)
+    recipe = make_recipe("SGD")
+    expect_right_or_refused(
+        "a step without finish_grad_sync gives the plain optimizer's weights",
+        submission.run(
+            m08_zero.take_odd_step,
+            make_jobs(case, recipe=recipe, order=["forward", "backward", "step"]),
+            world_size=world,
+        ),
+        compute_weights(case, recipe),
+        evidence=Evidence(zero_diagnosis.NO_FINISH),
+    )
     results = submission.run(m10_grad_shards.collect_points, make_jobs(case), world_size=world)
     for rank, points in enumerate(results):
         one = points["one"]

@@ -129,6 +129,8 @@ class GradShardedDDP(nn.Module):
 
 class Zero2Optimizer(ZeroOptimizer):
     def prepare_grads(self):
+        if self.ddp.memory:
+            raise RuntimeError("gradients are not averages before finish_grad_sync")
         grads = []
         for part in self.param_shards.values():
             family, i = self.positions[part.param]
