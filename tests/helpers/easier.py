@@ -55,7 +55,7 @@ def blame_visits(
     """Blame the first forward of job["visits"] that alone makes `judge` fail, if training without them succeeds."""
 
     def succeeds(visits: Sequence[Any]) -> bool:
-        visited = PerRank(dict(job) | {"visits": visits} for job in jobs)
+        visited = PerRank(dict(job) | {"visits": visits if job["visits"] else ()} for job in jobs)
         results = submission.try_run(scenario, visited, world_size=len(jobs))
         with contextlib.suppress(CheckFailed):
             return results is not None and judge(results) is None
