@@ -110,7 +110,7 @@ def test_gradient_memory(submission):
 @pytest.mark.points(2)
 def test_live_buckets(submission):
     """Backward launches the buckets in order. If too many buckets are live, it first waits for the oldest one."""
-    for case, max_live, results in measure(submission):
+    for case, max_live, results in measure(submission, ("MixedDtypes", 1)):
         groups = list_groups(case.parameters(), len(case.group), 1)
         for rank, events in enumerate(results.events):
             for step in range(2):
@@ -272,10 +272,11 @@ def expect_unsharded(submission, jobs, case, recipe, results):
     require_shards(results.events, case)
 
 
-def measure(submission):
-    """Measure steps with several values of max_live_buckets. Yield (case, max_live_buckets, results)."""
-    for world, limits in zip(submission.worlds(2, 3), ((1, 3), (2,))):
-        cases = [submission.case("Plain", world, steps=2, hidden_layers=6) for _ in limits]
+def measure(submission, *more):
+    """Measure steps with these and `more` models and max_live_buckets. Yield (case, max_live_buckets, results)."""
+    for world, pairs in zip(submission.worlds(2, 3), ((("Plain", 1), ("Plain", 3), *more), (("Plain", 2),))):
+        models, limits = zip(*pairs)
+        cases = [submission.case(model, world, steps=2, hidden_layers=6) for model in models]
         jobs_per_call = [make_jobs(case, max_live, proven=1) for case, max_live in zip(cases, limits)]
         yield from zip(cases, limits, submission.run_each(m10_grad_shards.measure, jobs_per_call))
 

@@ -94,11 +94,11 @@ class ShardedBucket(CachedBucketGroup):
 class GradShardedDDP(CachedDDP):
     """Like `CachedDDP`, but a rank keeps only its own shards of the gradients, in `grad_buffers[k].grad_data`.
 
-    At most `max_live_buckets` buckets are live, that is, between launch and wait. You may call `finish_grad_sync` after
-    each micro-batch: it adds to the shards. Without it, a second backward raises RuntimeError, unless the first was
-    inside `no_sync`. Only `zero_grad` clears the shards, with any `set_to_none`; `step` does not. A rank without a
-    backward still calls the finish. If all backward passes were inside `no_sync`, the finish reduces their gradients.
-    Use `Zero2Optimizer` with this wrapper. Raise ValueError if `max_live_buckets` is below 1.
+    At most `max_live_buckets` buckets of all dtypes together are live, that is, between launch and wait. You may call
+    `finish_grad_sync` after each micro-batch: it adds to the shards. Without it, a second backward raises RuntimeError,
+    unless the first was inside `no_sync`. Only `zero_grad` clears the shards, with any `set_to_none`; `step` does not.
+    A rank without a backward still calls the finish. If all backward passes were inside `no_sync`, the finish reduces
+    their gradients. Use `Zero2Optimizer` with this wrapper. Raise ValueError if `max_live_buckets` is below 1.
     """
 
     group_class = ShardedBucket

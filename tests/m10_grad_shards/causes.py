@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import defaultdict
 from functools import partial
 
 from brigade.checks.diagnose.evidence import find_wrong_group
@@ -166,7 +167,11 @@ def explain_unbounded(launched, max_live):
     """Return why more than `max_live` buckets are between launch and wait."""
     if not any("backward" in launch.wait_phases for launch in launched):
         return "backward waits for no bucket. launch must first wait for the oldest live bucket if there are too many."
-    most = count_live(launched)
+    most, by_dtype = count_live(launched), defaultdict(list)
+    for launch in launched:
+        by_dtype[launch.dtype].append(launch)
+    if most > max_live >= max(map(count_live, by_dtype.values())):
+        return "live buckets are counted for each dtype, but max_live_buckets is a limit for all dtypes together."
     return f"launch waits too late: up to {most} buckets are live, but max_live_buckets is {max_live}."
 
 
