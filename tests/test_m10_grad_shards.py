@@ -276,7 +276,7 @@ def measure(submission, *more):
     """Measure steps with these and `more` models and max_live_buckets. Yield (case, max_live_buckets, results)."""
     for world, pairs in zip(submission.worlds(2, 3), ((("Plain", 1), ("Plain", 3), *more), (("Plain", 2),))):
         models, limits = zip(*pairs)
-        cases = [submission.case(model, world, steps=2, hidden_layers=6) for model in models]
+        cases = [submission.case(model, world, steps=2, hidden_layers=10) for model in models]
         jobs_per_call = [make_jobs(case, max_live, proven=1) for case, max_live in zip(cases, limits)]
         yield from zip(cases, limits, submission.run_each(m10_grad_shards.measure, jobs_per_call))
 

@@ -138,15 +138,13 @@ def explain_bytes(hook, result, events, buckets, world, max_live):
         )
     if finished[0] > kept + max(buckets) // world:
         return explain_left(finished[0], result["left"][0], buckets, kept)
-    if growth == sorted(growth) and growth[-1] >= whole:
+    if growth == sorted(growth) and growth[-1] >= whole + kept:
         return "no bucket is freed during backward. Free each bucket after the wait for its reduce-scatter."
     if count_live(launched) > max_live:
         return explain_unbounded(launched, max_live)
     if hook["left"]:
         return GRADIENTS_LEFT
-    return (
-        "buckets stay alive after the wait for their reduce-scatter. Drop every reference to a bucket after the wait."
-    )
+    return "after the wait for a reduce-scatter, its bucket or its output stays alive. Drop every reference to both."
 
 
 def explain_launches(launched, numels):
