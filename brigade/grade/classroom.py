@@ -219,7 +219,7 @@ def grade_all(
                     queue.append((student, attempt + 1))
                     continue
                 if process.returncode == 0:
-                    student.fingerprint_file.write_text(waiting[student])
+                    formats.write(student.fingerprint_file, waiting[student])
                 on_finish(student)
     finally:
         for process, *_ in running:
