@@ -4,19 +4,31 @@ Each raises SystemExit when it finds something, so that full points prove that t
 """
 
 import functools
+import importlib
 import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from brigade.checks.context import CheckContext
+from brigade.checks.reference import Case
+from brigade.checks.verdict import Outcome
 from brigade.course.modules import ROOT, get_module
+from brigade.grade.outcome import Grading
+from brigade.switch.switch import Switch
 from hostile import ALL, Hostile, files, guard_text, parse, quote, reference
 
-FILES = [quote("solutions/m01_naive_ddp/naive_ddp.py"), quote("tests/test_m01_naive_ddp.py")]
-FILES += [".git/HEAD", "tests", "solutions", ".git"]
+# What only the parent has: modules, classes, and words of the checks and of the command line.
+PARENT_ONLY = ["brigade.checks.expectations", "brigade.checks.run", "brigade.checks.reference"]
+assert all(map(importlib.util.find_spec, PARENT_ONLY))
+CLASSES = [one.__name__ for one in (Case, CheckContext, Grading, Outcome, Switch)]
+CHECKS = "tests/test_m01_naive_ddp.py"
+WORDS = [quote(CHECKS, "expect_gradients"), quote(CHECKS, "points(2)"), quote("brigade/cli/grade.py", "--submission")]
+FILES = [quote("solutions/m01_naive_ddp/naive_ddp.py"), quote(CHECKS), ".git/HEAD", "tests", "solutions", ".git"]
 FOUND = f"""
 def found(what): raise SystemExit(f'found {{what}}')
-ROOT, FILES = {str(ROOT)!r}, {FILES}
+ROOT, PARENT_ONLY, CLASSES, FILES = {str(ROOT)!r}, {PARENT_ONLY}, {CLASSES}, {FILES}
+WORDS = [word[::-1] for word in {[word[::-1] for word in WORDS]}]
 """
 
 
@@ -100,6 +112,26 @@ for path in glob.glob("/proc/[0-9]*"):
 === looks for secrets in its environment | 3 |  | FOUND
 for name, value in os.environ.items():
     if "secret" in (name + value).lower() or name.startswith(("BRIGADE", "PYTEST")): found(name)
+=== walks frames and objects for what the checks know | 3 |  | FOUND
+import gc, sys
+for name in list(sys.modules):
+    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grade")): found(name)
+    if name in PARENT_ONLY or name.endswith((".expected", ".causes")): found(name)
+def look(value):
+    if type(value).__name__ in CLASSES: found(value)
+    if type(value) is str and any(word in value for word in WORDS): found(value[:100])
+    if type(value) is dict and "expected" in [key for key in value if type(key) is str]: found(list(value))
+frame = sys._getframe()
+while frame:
+    for value in list(frame.f_locals.values()): look(value)
+    frame = frame.f_back
+for thing in gc.get_objects():
+    if type(thing).__name__ in CLASSES: found(thing)
+    if type(thing) is dict and "packages" in thing:
+        for sources in thing["packages"].values():
+            for name, source in sources.items():
+                if name.startswith("test_"): found(name)
+                look(source[1])
 """,
 ) + [
     Hostile(
