@@ -104,10 +104,10 @@ def test_sharded_state_is_shared(submission):
             numels = [numel for group in problem["first"] + problem["late"] for numel in group]
             owned = [result[number]["indices"] for result in results]
             bytes_by_rank = [result[number]["bytes"] for result in results]
-            per_element = 2 * 4  # Adam's two moments in fp32
-            trainable = [numel for i, numel in enumerate(numels) if i not in problem["frozen"]]
-            whole = per_element * sum(trainable)
-            bound = per_element * max(trainable) + whole / world
+            state_bytes = [2 * numel * (8 if i in problem["wide"] else 4) for i, numel in enumerate(numels)]  # moments
+            trainable = [nbytes for i, nbytes in enumerate(state_bytes) if i not in problem["frozen"]]
+            whole = sum(trainable)
+            bound = max(trainable) + whole / world
             for rank in range(world):
                 expect(
                     bytes_by_rank[rank] <= bound,
@@ -733,17 +733,17 @@ def draw_sharing_problems(rng, world):
     unit = rng.randint(5, 20)
     layers = [numel for _ in range(8) for numel in [rng.randint(18, 20) * unit] + [unit] * (world - 1)]
     falling = [factor * unit for factor in range(12, 0, -1)]
-    return {
-        "8 layers of a large parameter and small ones": {"first": [layers], "frozen": [], "late": []},
-        "12 parameters, each smaller than the one before": {"first": [falling], "frozen": [], "late": []},
-        "6 groups of one parameter": {"first": [[unit * 9]] * 6, "frozen": [], "late": []},
-        "6 groups of one parameter, of which 3 are added late": {
-            "first": [[unit * 9]] * 3, "frozen": [], "late": [[unit * 9]] * 3,
-        },
-        "8 parameters, every second of them frozen": {
-            "first": [[unit * 9] * 8], "frozen": list(range(0, 8, 2)), "late": [],
+    problems = {
+        "8 layers of a large parameter and small ones": {"first": [layers]},
+        "12 parameters, each smaller than the one before": {"first": [falling]},
+        "6 groups of one parameter": {"first": [[unit * 9]] * 6},
+        "6 groups of one parameter, of which 3 are added late": {"first": [[unit * 9]] * 3, "late": [[unit * 9]] * 3},
+        "8 parameters, every second of them frozen": {"first": [[unit * 9] * 8], "frozen": list(range(0, 8, 2))},
+        f"{6 * world} parameters of one shape, 6 of them in fp64": {
+            "first": [[unit * 9] * 6 * world], "wide": list(range(0, 6 * world, world)),
         },
     }  # fmt: skip
+    return {name: {"frozen": [], "late": [], "wide": []} | problem for name, problem in problems.items()}
 
 
 def expect_norm(norms, expected_norms, step, case, job, events, rounding):

@@ -342,6 +342,8 @@ def explain_state(owned, numels, problem):
         return "each group is balanced on its own. Count what a rank owns in all groups."
     if idle:
         return f"the owners are chosen from too few ranks: no parameter belongs to {format_ranks(idle)}."
+    if problem["wide"]:
+        return "the owners have different numbers of bytes, because an element of an fp64 parameter has twice as many."
     if all(indices == trainable[rank :: len(owned)] for rank, indices in enumerate(owned)):
         return (
             "parameter i belongs to rank i % world_size, so one rank gets the weights and another rank gets the biases."

@@ -126,12 +126,13 @@ def take_odd_step(job: dict) -> dict | None:
     return {name: p.detach().clone() for name, p in model.named_parameters()} if done else None
 
 
-def make_parameters(numels: list[int], frozen: list[int]) -> list[nn.Parameter]:
-    """Return flat parameters of these sizes. Those at the indices in `frozen` do not train."""
-    parameters = [nn.Parameter(torch.ones(numel, device=device())) for numel in numels]
-    for index in frozen:
-        parameters[index].requires_grad_(False)
-    return parameters
+def make_parameters(numels: list[int], frozen: list[int], wide: list[int]) -> list[nn.Parameter]:
+    """Return flat parameters of these sizes. Those at the indices in `wide` are fp64; `frozen` ones do not train."""
+    dtypes = [torch.float64 if index in wide else torch.float32 for index in range(len(numels))]
+    return [
+        nn.Parameter(torch.ones(numel, dtype=dtype, device=device()), requires_grad=index not in frozen)
+        for index, (numel, dtype) in enumerate(zip(numels, dtypes))
+    ]
 
 
 def count_state_bytes(state: dict) -> int:
@@ -147,8 +148,8 @@ def measure_states(problems: list[dict]) -> list[dict]:
     """
     measured = []
     for problem in problems:
-        groups = [make_parameters(numels, problem["frozen"]) for numels in problem["first"]]
-        late = [make_parameters(numels, []) for numels in problem["late"]]
+        groups = [make_parameters(numels, problem["frozen"], problem["wide"]) for numels in problem["first"]]
+        late = [make_parameters(numels, [], []) for numels in problem["late"]]
         optimizer = make_sharded_optimizer(problem, [{"params": group} for group in groups])
         everyone = [parameter for group in groups for parameter in group]
         train_once(optimizer, everyone)
