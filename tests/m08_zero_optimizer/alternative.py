@@ -10,12 +10,12 @@ import torch.distributed as dist
 # what was reduced is remembered by gradient. Options are copied back and forth by name.
 
 
-def owners(numels, ranks):
-    """The owner of each parameter; those of the first n do not depend on what follows."""
+def owners(sizes, ranks):
+    """The owner of each parameter, from their bytes; those of the first n do not depend on what follows."""
     held, result = [0] * ranks, []
-    for numel in numels:
+    for nbytes in sizes:
         poorest = min(range(ranks), key=held.__getitem__)
-        held[poorest] += numel
+        held[poorest] += nbytes
         result.append(poorest)
     return result
 
@@ -31,7 +31,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def trainable(self):
         """(parameter, its owner in the group) for all that train, in the order in which they were added."""
         everything = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return list(zip(everything, owners([p.numel() for p in everything], dist.get_world_size(self.group))))
+        return list(zip(everything, owners([p.nbytes for p in everything], dist.get_world_size(self.group))))
 
     def mine(self):
         me = dist.get_rank(self.group)
