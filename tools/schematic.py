@@ -28,7 +28,7 @@ from brigade.lab.program import (
     record,
     simulate,
 )
-from brigade.lab.timeline import EXPOSED, Collective, Span, Timeline
+from brigade.lab.timeline import Collective, Span, Timeline
 from brigade.rank.emulated_link import Link
 
 LAYERS = 6
@@ -123,8 +123,7 @@ def make_timeline(label: str, program: Program, simulation: Simulation, network:
         memory = list_unit_memory(simulation)
     elif program.memory["gradients"] < LAYERS * LAYER_BYTES:
         memory = list_bucket_memory(simulation)
-    exposed_ms = sum(span.end_ms - span.start_ms for span in spans if span.kind in EXPOSED)
-    return Timeline(label, 1, spans, collectives, exposed_ms, LINK, LAYERS * BACKWARD_MS, memory)
+    return Timeline(label, 1, spans, collectives, LINK, LAYERS * BACKWARD_MS, memory)
 
 
 def describe_kind(busy: Busy) -> tuple[str, object]:

@@ -28,7 +28,6 @@ from brigade.course.submission import Sources
 from brigade.events import Launch, launches
 from brigade.lab import program
 from brigade.lab.ladder import (
-    COMPUTATION,
     EMULATED,
     PHASES,
     Variant,
@@ -122,17 +121,15 @@ class Collective:
 class Timeline:
     """One step of one variant: the step that has the median length of all timed steps.
 
-    `exposed_ms` is the time by which communication lengthens a step (median over the timed rounds). `link` is the
-    emulated link, and `backward_ms` is the time of backward alone. `doubt` says why the picture may be wrong, or is
-    empty. A schematic (`schematic.py`) has one rank, which
-    stands for all. Its `memory` contains a span for each period in which the memory that its label names is allocated.
+    `link` is the emulated link, and `backward_ms` is the time of backward alone. `doubt` says why the picture may be
+    wrong, or is empty. A schematic (`schematic.py`) has one rank, which stands for all. Its `memory` contains a span
+    for each period in which the memory that its label names is allocated.
     """
 
     label: str
     world_size: int
     spans: list[Span]
     launched: list[Collective]
-    exposed_ms: float
     link: Link | None
     backward_ms: float
     memory: Sequence[Span] = ()
@@ -150,9 +147,10 @@ class Timeline:
 
     @property
     def lengths(self) -> str:
-        """The length of the step as text, such as: 131 ms, 44 ms exposed"""
+        """The length of the step, and the exposed time of its ranks, as text, such as: 131 ms, 41 to 44 ms exposed"""
+        exposed = sorted({round(self.compute_exposed_ms(rank)) for rank in range(self.world_size)})
         warning = " (unreliable: the machine was busy)" if self.doubt else ""
-        return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed{warning}"
+        return f"{self.end_ms:.0f} ms, {' to '.join(map(str, exposed[:1] + exposed[1:][-1:]))} ms exposed{warning}"
 
     @property
     def memory_lanes(self) -> list[str]:
@@ -169,6 +167,12 @@ class Timeline:
     def get_span(self, rank: int, kind: str) -> Span:
         """Return the span of a rank in one of `ladder.PHASES`."""
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)
+
+    def compute_exposed_ms(self, rank: int) -> float:
+        """Return how long a rank was in spans of the kinds `EXPOSED` in this step, in ms."""
+        spans = [span for span in self.spans if span.rank == rank and span.kind in EXPOSED]
+        merged = merge_intervals([(1e-3 * span.start_ms, 1e-3 * span.end_ms) for span in spans])
+        return 1e3 * sum(end - start for start, end in merged)
 
     def find_backward_end_ms(self, rank: int) -> float:
         """Return when a rank's backward ended, in ms since the start of the step."""
@@ -193,15 +197,13 @@ def trace(
     `ladder.run_variants`. Raise the errors of that function.
     """
     workload = workload or WORKLOAD
-    running = [*variants, COMPUTATION]
     sources = read_reference() if sources is None else sources
-    results = run_variants(workload, running, sources, world_size=world_size, **options)
-    alone = make_measurement(workload, running, COMPUTATION, results)
+    results = run_variants(workload, variants, sources, world_size=world_size, **options)
     link = read_link(results[0]["link"])
     timelines = []
     for variant in variants:
         planned = plan_launches(variant, workload, world_size, sources)
-        measurement = make_measurement(workload, running, variant, results)
+        measurement = make_measurement(workload, variants, variant, results)
         lengths = measurement.step_ms
         round_index = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
         marks = [rounds[round_index] for rounds in measurement.marks]
@@ -211,7 +213,7 @@ def trace(
             edges = [1e3 * (time - zero) for time in times]
             spans += [Span(rank, kind, start, end) for kind, start, end in zip(PHASES, edges, edges[1:])]
             events = results.events[rank]
-            rank_launches = launches(events, find_step_number(running, variant, workload.warmup + round_index))
+            rank_launches = launches(events, find_step_number(variants, variant, workload.warmup + round_index))
             for launch in rank_launches:
                 launch.end = launch.end or times[-1]  # torch gave no future, or the run ended first
             waits = [
@@ -222,15 +224,7 @@ def trace(
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
             numbers = number_launches(rank_launches, *planned)
             launched += make_collectives(rank, rank_launches, numbers, zero, link)
-        line = Timeline(
-            variant.label,
-            world_size,
-            spans,
-            launched,
-            median(measurement.compute_exposed_ms(alone)),
-            link,
-            1e3 * results[0]["backward_s"],
-        )
+        line = Timeline(variant.label, world_size, spans, launched, link, 1e3 * results[0]["backward_s"])
         timelines.append(replace(line, doubt=find_doubt(line, lengths)))
     return timelines
 

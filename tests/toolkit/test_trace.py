@@ -67,8 +67,18 @@ def test_collectives_of_two_links_have_two_rows():
 
 def test_communication_after_backward_is_exposed(traced):
     latency_ms = 1e3 * LINK.seconds("all_reduce", 0, 2)
-    assert traced[1].exposed_ms >= 0.9 * len(PARAMETERS) * latency_ms
-    assert traced[1].exposed_ms > traced[2].exposed_ms >= 0.9 * latency_ms
+    for rank in range(2):
+        naive, flat = (traced[number].compute_exposed_ms(rank) for number in (1, 2))
+        assert naive >= 0.9 * len(PARAMETERS) * latency_ms
+        assert naive > flat >= 0.9 * latency_ms
+
+
+def test_the_title_gives_the_exposed_time_of_the_step_shown():
+    waits = [(0, "wait", 20, 30), (0, "finish", 40, 45), (1, "wait", 40, 50), (1, "finish", 35, 60)]
+    spans = [timeline.Span(*span) for span in [*waits, (0, "backward", 10, 40), (1, "optimizer", 60, 60)]]
+    line = timeline.Timeline("", 2, spans, [], None, 0.0)
+    assert line.lengths == "60 ms, 15 to 25 ms exposed"
+    assert replace(line, world_size=1).lengths == "60 ms, 15 ms exposed"
 
 
 def test_waits_are_inside_of_the_phase_that_waits(traced):
