@@ -49,6 +49,7 @@ LINES = (  # they differ in marker and dash as well as in colour, from Okabe and
     {"color": "#0072b2", "marker": "o", "linestyle": "-"},
     {"color": "#d55e00", "marker": "s", "linestyle": "--"},
     {"color": "#009e73", "marker": "^", "linestyle": "-."},
+    {"color": "#cc79a7", "marker": "D", "linestyle": (0, (3, 1, 1, 1))},
 )
 TOKENS = (1, 256)  # (sequences, tokens) of the picture with activation checkpointing
 
@@ -171,7 +172,7 @@ def draw_views(times_us: dict[str, list[float]], path: Path) -> None:
     """Draw a line for each way to get a shard, with logarithmic axes, as a PNG file."""
     figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")
     axes = figure.subplots()
-    for (way, times), style in zip(times_us.items(), LINES):
+    for (way, times), style in zip(times_us.items(), LINES, strict=True):
         axes.plot(VIEW_RANKS, times, markersize=6, **style)
         text = f"{way}: {float(f'{times[-1]:.2g}'):g} µs"
         axes.annotate(text, (VIEW_RANKS[-1], times[-1]), (8, 0), textcoords="offset points", va="center", fontsize=10)
