@@ -26,7 +26,7 @@ from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_mod
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, Workload, get_variant, read_reference, run_variants
-from brigade.lab.memory_accounting import KINDS, Bytes
+from brigade.lab.memory_accounting import COLOURS, KINDS, Bytes
 from brigade.lab.on_ranks import FP32_BYTES
 from brigade.lab.script import run_to_status
 
@@ -167,10 +167,6 @@ def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
     """Draw a bar for each case, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
     from matplotlib.figure import Figure
 
-    from brigade.lab.plots import COLOURS
-
-    # The ladder's colours: forward reads the parameters, backward computes the gradients, and the step uses the state.
-    colours = dict(zip(KINDS, (COLOURS["forward"], COLOURS["backward"], COLOURS["step"])))
     rows = measured[::-1]  # matplotlib counts upwards
     world_sizes = [n for n in rows[0].peaks if n > 1]
     figure = Figure(figsize=(9, 1.6 + 0.4 * len(rows)), dpi=100, layout="constrained")
@@ -181,7 +177,7 @@ def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
         starts = [0.0] * len(rows)
         for kind in KINDS:
             lengths = [entry.find_fullest(n)[kind] / 1e6 for entry in rows]
-            axes.barh(positions, lengths, 0.66, starts, color=colours[kind], edgecolor="white", label=kind)
+            axes.barh(positions, lengths, 0.66, starts, color=COLOURS[kind], edgecolor="white", label=kind)
             starts = [start + length for start, length in zip(starts, lengths)]
         peaks = [entry.find_peak_mb(n) for entry in rows]
         more = [peak - start for peak, start in zip(peaks, starts)]

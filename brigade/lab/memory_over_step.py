@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
 from brigade.course.submission import Sources
+from brigade.lab import memory_accounting
 from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import KINDS, list_tensors_by_kind
 from brigade.lab.on_ranks import build_setup
@@ -32,7 +33,7 @@ from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import run_ranks
 
 REST = "activations and buckets"
-COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # from Okabe and Ito's palette
+COLOURS = memory_accounting.COLOURS | {REST: "#cccccc"}
 HATCHES = dict(zip((*KINDS, REST), ("", "////", "....", "")))
 TOKENS = (1, 16)  # (sequences, tokens): few, so that activations do not hide the rest
 DEADLINE_S = 120.0
