@@ -61,6 +61,7 @@ PRINTED = {
         "BucketedDDP: 6.96 MB copied", "0.00 MB added", "3.48 MB allocated",
         "BufferedDDP: 0.00 MB copied", "3.48 MB added", "3.48 MB zeroed", "0.00 MB allocated",
     ],
+    "m05/views": [rf"is \[{value}, {value}\], and p.grad is there" for value in ("3.0", "0.0", "5.0")],
     "m05/small": [": 1.0000", r"1.0 \+ 256 .*: 1.2559", r"0.0 \+ 256 .*: 0.2520", ": 0.5000", ": 1.0234"],
     "m06/manager": [
         r"two sums: \[3.0, 3.0\]; a SUM afterwards: 3.0",
