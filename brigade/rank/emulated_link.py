@@ -77,7 +77,7 @@ class Link:
     @property
     def description(self) -> str:
         """The link in words."""
-        text = f"{1e6 * self.latency_s:.1f} us per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
+        text = f"{1e6 * self.latency_s:.1f} µs per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
         return text + (f" inside a node, and {self.outer.description} between nodes" if self.outer else "")
 
     def message_s(self, nbytes: float) -> float:

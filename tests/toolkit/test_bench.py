@@ -252,7 +252,7 @@ def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
     assert remarks(0.21)[1].startswith("Do not trust these times: the real all-reduce takes")
     assert remarks(0.1)[2].startswith("8 ZeroOptimizer relative to torch DDP + ZeRO: step time ")
     fast = remarks(0.1, link=Link(latency_s=0, bytes_per_s=125e9))[0]
-    assert fast.startswith("The link is emulated, 0.0 us per message and 1e+03 Gbit/s in each direction: ")
+    assert fast.startswith("The link is emulated, 0.0 µs per message and 1e+03 Gbit/s in each direction: ")
 
 
 def test_what_is_no_bench_is_refused(tmp_path, written_files):

@@ -116,6 +116,7 @@ ROUNDS = {
     "m12/text": 3,
     "m14/two_links": 3,
     "m15/text": 2,
+    "m16/train": 2,
 }
 
 

@@ -197,7 +197,7 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     assert status == 0 and not err
     out = re.sub(r" \(unreliable: the machine was busy\)", "", out)  # perhaps it was
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
-    assert re.search(r"The link is emulated, [\d.]+ us per message and [\d.e+]+ Gbit/s in each direction", out)
+    assert re.search(r"The link is emulated, [\d.]+ µs per message and [\d.e+]+ Gbit/s in each direction", out)
     assert all(str(path) in out for path in (picture, events, page))
     assert [shown["label"] for shown in read_page(page)[1]["timelines"]] == ["2 FlatDDP", "torch DDP"]
     assert timeline_plot.COLOURS["collective"] in read_colours(picture)[0]
