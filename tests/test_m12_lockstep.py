@@ -173,7 +173,7 @@ def test_iterable_raises(submission):
     settings = [
         (BUCKETED, counts, {"micro_batches": micro_batches, "fails": {"rank": rank, "at": fails_at, "kind": kind}})
         for counts, micro_batches, rank, fails_at, kind in (
-            ([[5], [5], [4]], 2, world // 2, 2, "ValueError"),
+            ([[5], [5], [4]], 2, world // 2, 3, "ValueError"),  # in the middle of a step
             ([[3], [2], [3]], 1, 0, -1, "OSError"),
             ([[2], [4], [3]], 1, world - 1, 3, "RuntimeError"),
         )
