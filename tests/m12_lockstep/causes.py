@@ -58,7 +58,6 @@ def explain_failed_run():
 
 def find_mistake(events):
     """Return the mistake that the records of a failed run show, or ""."""
-    counts = [len(launches(own)) for own in events]
     if any(is_decided_alone(*pair) for pair in itertools.permutations(events, 2)):
         return DECIDED_ALONE
     for own in events:
@@ -66,9 +65,11 @@ def find_mistake(events):
         if not noted:
             continue
         if (failing := noted[-1]["fails"]) is not None:
-            if [i for i, count in enumerate(counts) if count == min(counts)] != [failing]:
+            in_call = [launches(each, noted[-1]["step"]) for each in events]  # the failing rank may be in the next one
+            fewest = min(map(len, in_call))
+            missed = next((launched[fewest] for launched in in_call if len(launched) > fewest), None)
+            if missed is None or len(in_call[failing]) > fewest:
                 return ""
-            missed = next(x for own in events for x in launches(own)[min(counts) :])
             return NOT_TOLD if missed.nbytes <= SMALL else NOT_HEARD
         launched, num_batches = launches(own, noted[-1]["step"]), noted[-1]["num_batches"]
         passes, large = list_backward_passes(own, noted[-1]["step"]), [x for x in launched if x.nbytes > SMALL]

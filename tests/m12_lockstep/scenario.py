@@ -188,5 +188,6 @@ def run(job: dict) -> list[dict]:
                 raise
             raised = "the exception itself" if exception is error else "RuntimeError"
         handle.remove()
+        recording.note("step", step=None)
         answers.append({"results": results, "raised": raised, "reads": reads, "weights": copy_weights(model)})
     return answers
