@@ -143,9 +143,15 @@ def test_coalesce_refuses_mixtures(submission):
         expect_working([result[number] for result in results], [entry["input"] for entry in after], label)
     expect_equal(
         "a block still launches its calls if its caller catches the exception of a nested block",
-        [{"the result": result[-1]} for result in results],
+        [{"the result": result[-2]} for result in results],
         {"the result": sum(entry["input"] for entry in after)},
         evidence=Evidence(diagnosis.OUTER_LOST),
+    )
+    expect_equal(
+        "a block may contain a block of another group",
+        [{"the sum of their results": result[-1]} for result in results],
+        {"the sum of their results": 2 * sum(entry["input"] for entry in after)},
+        evidence=Evidence(diagnosis.OTHER_GROUP),
     )
 
 

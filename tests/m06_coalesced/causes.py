@@ -17,6 +17,9 @@ NESTED = (
     "blocks of one group are nested. The inner block must raise an exception if the group is already capturing calls."
 )
 OUTER_LOST = "the refusal of an inner block removes the state of the outer block. Refuse before the `try`."
+OTHER_GROUP = (
+    "blocks of different groups disturb each other. Refuse only a block of the same group, and remove its state alone."
+)
 SWALLOWED = "coalesce swallows or replaces the exception, in an `except` or with a `return` in `finally`."
 BLOCK_LEFT_OVER = "coalesce keeps state from the block that ended with an exception."
 

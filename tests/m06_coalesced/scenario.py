@@ -46,7 +46,8 @@ def run_blocks(job: dict) -> list[list[torch.Tensor]]:
 def run_refused_blocks(job: dict) -> list[dict]:
     """Run blocks that must end with an exception. Return its type, whether it is the block's own, and later results.
 
-    The last element of the list is the result of a block whose caller catches the refusal of a nested block, or None.
+    The last two elements of the list are the result of a block whose caller catches the refusal of a nested block, and
+    the sum of those of a block and of one of another group in it, or None.
     """
     coalesce = student("m06_coalesced", "coalesce")
     with coalesce() as handle:  # a submission that cannot coalesce any calls fails here
@@ -94,7 +95,16 @@ def run_refused_blocks(job: dict) -> list[dict]:
         handle.wait()
     except Exception:
         outer = None
-    return [*answers, outer]
+    other, both = dist.new_group(), None
+    with contextlib.suppress(Exception), coalesce() as handle:
+        with coalesce(other) as inner:
+            tensors = [call(job["after"], other)]
+        tensors.append(call(job["after"], None))
+    with contextlib.suppress(Exception):
+        handle.wait()
+        inner.wait()
+        both = sum(tensors)
+    return [*answers, outer, both]
 
 
 def sync_bucket_groups(job: dict) -> dict:
