@@ -354,6 +354,12 @@ def test_main_grad_accumulates_in_fp32(submission):
                 rank=rank,
                 step=0,
             )
+            expect(
+                not results[rank]["set"],
+                "after finish_accumulation(set_grads=False), p.grad stays None",
+                f"{len(results[rank]['set'])} of {len(sizes)} parameters have a p.grad",
+                rank=rank,
+            )
             offsets = results[rank]["steps"][1]["buffers"][0]["offsets"]
             expect(
                 None not in offsets.values(),

@@ -236,4 +236,7 @@ def accumulate(job: dict) -> dict:
                 "buffers": describe_buffers(ddp, model),
             }
         )
-    return {"steps": steps}
+    for weight in model.weights:
+        weight.grad = None
+    ddp.grad_buffers[0].finish_accumulation(False)
+    return {"steps": steps, "set": [i for i, weight in enumerate(model.weights) if weight.grad is not None]}
