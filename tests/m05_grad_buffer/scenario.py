@@ -238,5 +238,6 @@ def accumulate(job: dict) -> dict:
         )
     for weight in model.weights:
         weight.grad = None
-    ddp.grad_buffers[0].finish_accumulation(False)
+    if finish := getattr(ddp.grad_buffers[0], "finish_accumulation", None):  # an answer may do without it
+        finish(False)
     return {"steps": steps, "set": [i for i, weight in enumerate(model.weights) if weight.grad is not None]}
