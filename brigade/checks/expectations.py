@@ -206,6 +206,25 @@ def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], st
         raise
 
 
+@contextmanager
+def replace_cause(find: Callable[[CheckFailed], str]) -> Iterator[None]:
+    """If the block fails, give the failure the likely cause that `find` returns for it, unless that is ""."""
+    try:
+        yield
+    except CheckFailed as failed:
+        cause = find(failed)
+        raise (failed.with_cause(cause) if cause else failed) from None
+
+
+def list_steps(
+    records: Sequence[Sequence[Event]], steps: int, ranks: Iterable[int] | None = None
+) -> Iterator[tuple[dict[str, Any], Sequence[Event], list[Launch]]]:
+    """Yield, for each rank (default: all) and step, `rank` and `step` for `expect`, its record and its launches."""
+    for rank in range(len(records)) if ranks is None else ranks:
+        for step in range(steps):
+            yield {"rank": rank, "step": step}, records[rank], launches(records[rank], step)
+
+
 def find_wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
     """Explain why the weights of a rank, results[r]["start"], differ from those of the group's first rank."""
     first = case.group[0]
