@@ -29,9 +29,9 @@ from brigade.runner.ranks import SERVER, RankFailure, run_ranks
 FIRST_MODULES = (0, 6, 9, 11)  # messages, coalescing, late waits and freed memory: most of what only NCCL shows
 MOST_RANKS = 4  # in the graded checks
 RUN_DEADLINE_S = 60
-LAUNCH, OVERLAP, BENCHMARK = "A first all-reduce", "Overlap: one step on 2 ranks", "The benchmark"
+LAUNCH, BENCHMARK = "A first all-reduce", "The benchmark"
 # The stages must end when these fractions of the total time are used up.
-CHECKS_PART, MUTANTS_PART, OVERLAP_PART = 0.7, 0.85, 0.88
+CHECKS_PART, MUTANTS_PART = 0.7, 0.85
 
 
 @dataclass
@@ -126,14 +126,6 @@ def run_mutants(stage: Stage, modules: Sequence[Module]) -> None:
             stage.missing += 1
 
 
-def run_overlap(stage: Stage, is_shared: bool) -> None:
-    """Count gathers and reductions of modules 8 to 11 that overlap with computation. Only errors make this fail."""
-    from tools.overlap import measure_overlap
-
-    stage.lines += measure_overlap(deadline=stage.left_s, **stage.how)
-    stage.lines += ["", "Kernels of ranks that share a GPU do not run at the same time."] * is_shared
-
-
 def run_benchmark(stage: Stage, world_size: int, is_shared: bool) -> None:
     """Train with all variants. Their losses must equal the loss of one process."""
     from brigade.lab import ladder
@@ -167,7 +159,6 @@ def run_stages(options: argparse.Namespace, gpus: int) -> Iterator[Stage]:
     for entry in sorted(modules, key=lambda entry: entry.number not in FIRST_MODULES):
         stages.append((f"Checks of module {entry.number}", CHECKS_PART, run_checks, (entry, options.jobs)))
     stages.append(("Mutants", MUTANTS_PART, run_mutants, (modules,)))
-    stages.append((OVERLAP, OVERLAP_PART, run_overlap, (is_shared,)))
     stages.append((BENCHMARK, 1.0, run_benchmark, (world_size, is_shared)))
     for title, part, run, arguments in stages:
         begun, before = time.monotonic(), SERVER.num_runs

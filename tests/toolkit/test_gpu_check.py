@@ -14,7 +14,7 @@ from brigade.checks.tiny_lm import Size
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT
 from brigade.lab import ladder
 from brigade.runner.ranks import RankFailure, RankResults
-from tools import gpu_check, overlap
+from tools import gpu_check
 
 TINY = ladder.Workload(
     size=Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256), batch_size=8, time=8, rounds=2, warmup=0
@@ -29,7 +29,6 @@ def fail(*_, **__):
 def run(tmp_path, monkeypatch, capsys):
     """Return a function that runs the command with a small benchmark. It returns the status, output and report."""
     monkeypatch.setattr(ladder, "Workload", lambda **_: TINY)
-    monkeypatch.setattr(overlap, "Workload", lambda **_: TINY)
 
     def run_command(*options):
         out = tmp_path / "below" / "report.md"
@@ -46,7 +45,7 @@ def test_the_sample_has_two_mutants_of_each_module(entry):
 
 def test_it_needs_only_torch_and_pytest():
     program = "import sys; sys.modules['rich'] = sys.modules['matplotlib'] = sys.modules['numpy'] = None\n"
-    program += "import tools.gpu_check, tools.overlap, brigade.checks.render, brigade.rank.kernels"
+    program += "import tools.gpu_check, brigade.checks.render, brigade.rank.kernels"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
@@ -75,9 +74,6 @@ def test_all_stages_on_gloo(run):
     assert "| Mutants | 2 |  |  |" in report and "2 ranks, on cpu and cpu" in report
     assert f"| torch | {torch.__version__} |" in report and str(ROOT) not in report
     assert all(f"| {entry.number} {entry.public[-1]} |" in report for entry in CORE_MODULES)
-    for variant in overlap.VARIANTS:
-        [gathers, reductions] = re.findall(rf"\| {variant.label} \| \w+ \| (\d+) \| (\d+) \|  \|  \|", report)
-        assert gathers[0] == gathers[1] and reductions[0] == reductions[1], "launches are those of the schedule"
     assert "torch.profiler sees no kernels here" in report
 
 
@@ -102,28 +98,3 @@ def test_an_all_reduce_with_wrong_sums_fails(monkeypatch):
     gpu_check.run_launch(stage)
     assert stage.failures == [("sum", "an all-reduce of ones on 2 ranks gave [[3.0]]")]
     assert stage.lines == ["2 ranks, on cuda:0", "3 coalesced all-reduces: 1 kernel(s) Ring"]
-
-
-def test_kernels_overlap_if_they_run_at_the_same_time_as_a_kernel_that_computes():
-    gather, reduction = "ncclDevKernel_AllGather_RING_LL(args)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(args)"
-    kernels = [
-        (gather, 0.0, 1.0),  # alone
-        (gather, 2.0, 4.0),
-        ("sgemm", 3.0, 5.0),
-        (reduction, 4.5, 6.0),
-        (reduction, 5.0, 6.0),  # begins when the computation ends
-        ("nccl:all_gather", 2.0, 4.0),  # the range around a kernel
-        ("Memcpy DtoD (Device -> Device)", 0.0, 9.0),
-    ]
-    assert overlap.count_overlaps(kernels) == {"all_gather": (2, 1), "reduce_scatter": (2, 1)}
-    assert overlap.count_overlaps([]) is None
-
-
-def test_schedules_predict_overlap():
-    """With n buckets, n - 1 reductions overlap with backward, and module 9's gathers do with forward."""
-    setting = overlap.make_setting(ladder.Workload(), 2)
-    buckets, units = 4, 1 + ladder.Workload().size.layers  # the root too
-    sharded, prefetched, _, fully_sharded = [overlap.predict_overlap(one, setting) for one in overlap.VARIANTS]
-    assert sharded == {"all_gather": (buckets, 0), "reduce_scatter": (buckets, buckets - 1)}
-    assert prefetched["all_gather"] == (buckets, buckets - 1)
-    assert fully_sharded["all_gather"][0] == 2 * units - 1 and fully_sharded["reduce_scatter"] == (units, units - 1)
