@@ -4,7 +4,7 @@
 #   MODULE=3                       for make module, make new and make unlock: the module; for make figures, notebooks and slides: do this module only
 #   NAME=lockstep                  for make new: the name of the module's file
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
-#   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch
+#   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch (default: oldest, pinned and newest)
 #   STUDENT=1                      for make site: build the site of the student edition instead
 #   HINTS=3                        for make student: include the third hints, which are almost the code
 #   ANSWERS=1                      for make student: include the model answers to the written questions
@@ -113,7 +113,19 @@ promises: setup
 soak: setup
 	$(BIN)/python -m tools.soak $(SOAK_OPTIONS)
 
-matrix: setup
-	$(BIN)/python -m tools.matrix $(MATRIX)
+MATRIX ?= 3.10:2.11.0 3.12:2.13.0 3.14:2.15.0
+
+# Each pair has a virtual environment and a log in out/matrix. A pair whose Python is missing fails.
+matrix:
+	@failed=; for pair in $(MATRIX); do \
+	    python=python$${pair%:*}; torch=$${pair#*:}; home=out/matrix/$$python-torch$$torch; mkdir -p $$home; \
+	    sed "s/^torch==.*/torch==$$torch/" requirements.txt > $$home/requirements.txt; \
+	    { $$python -m venv $$home/venv && \
+	      $$home/venv/bin/python -m pip install --quiet -r $$home/requirements.txt && \
+	      $$home/venv/bin/python -m pip install --quiet --no-deps --editable . && \
+	      $$home/venv/bin/python -m pytest -q -rs -n 3 --dist worksteal --target solutions; \
+	    } > $$home/tests.log 2>&1 || failed="$$failed $$pair"; \
+	    echo "$$pair: $$(tail -n 1 $$home/tests.log)"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed; see out/matrix"; exit 1; }
 
 include setup.mk

@@ -19,7 +19,6 @@ from nbclient import NotebookClient
 from brigade.cli.main import parse
 from brigade.course import handout
 from brigade.course.modules import ROOT
-from tools import matrix
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -91,13 +90,6 @@ def test_a_workflow_uses_targets_of_make_that_exist(workflow):
     targets = [words[1] for line in list_runs(workflow) if (words := line.split())[0] == "make"]
     assert targets
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, check=True)
-
-
-def test_the_weekly_workflow_covers_the_supported_versions():
-    versions = yaml.safe_load((ROOT / ".github/workflows/matrix.yml").read_text())["jobs"]["versions"]
-    versions = versions["strategy"]["matrix"]
-    assert versions["python"] == [f"3.{minor}" for minor in range(10, 15)]
-    assert versions["torch"] == [matrix.parse_pair(pair).torch for pair in matrix.PAIRS]
 
 
 def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
