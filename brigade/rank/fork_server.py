@@ -132,7 +132,7 @@ def preload(modules: Sequence[str]) -> None:
     dynamo_stub.import_torch()
     import torch.nn.parallel
 
-    for module in ("brigade.rank.main", "brigade.rank.kernels", *modules):
+    for module in ("brigade.rank.main", *modules):
         importlib.import_module(module)
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

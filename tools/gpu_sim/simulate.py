@@ -59,7 +59,7 @@ def list_steps(deadline: str, minutes: str, number: list[str], styles: Path) -> 
     if number:
         checks = [path for path in checks if str(int(Path(path).name[6:8])) in number]
     brigade = ["python", "-m", "brigade.cli"]
-    check = ["python", "-m", "tools.gpu_check", "--minutes", minutes, "--deadline", deadline, "--out", "out/gpu_sim.md"]
+    check = ["python", "-m", "tools.gpu_check", "--minutes", minutes, "--deadline", deadline]
     for gpus in (1, 2, 4):
         selected = ["--modules", *number] if number else []
         yield Step("gpu-check", gpus, [*check, *selected], said="Everything passed")
