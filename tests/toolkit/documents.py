@@ -8,8 +8,6 @@ from pathlib import Path
 
 from brigade.course.modules import ROOT
 
-SECTION = "## What others decided\n"  # of a reading
-
 
 def documents() -> list[Path]:
     return [
