@@ -37,7 +37,6 @@ SWEPT = "4,5,8"
 FIRST_WITH_BUCKETS = 4  # the first module with buckets
 SLOWDOWN = 8.0  # of the link between nodes
 MOST_RANKS = 64  # with more ranks, a timeline is unreadable
-ENTRY_SEED = 1  # of the checks before an entry
 TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 
 
@@ -67,8 +66,6 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--save", save)
     add(parser, "--json FILE", "write all measurements to this file")
     add(parser, "--png FILE", "plot the results and save the plot to this file")
-    entry = "enter a leaderboard as NAME: check modules 4 to 11, measure those that pass, and write entry-NAME.json"
-    add(parser, "--entry NAME", entry)
     add(parser, "--deadline SECONDS", "the deadline for all ranks (default: 900)", ABOVE_ZERO, default=900.0)
     add_link_arguments(parser, "no link is emulated")
 
@@ -85,9 +82,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
 
     Raise what `ladder.run_benchmark` raises.
     """
-    if options.entry is not None:
-        choose_settings(options)
-    from brigade.lab import ladder, leaderboard, plots, torchrun
+    from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import make_sweep_variants, save_json, save_measurements, select_written
     from brigade.runner import machine
 
@@ -101,15 +96,12 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "png")}
     measurements = choose_measurements_file(options)
-    entry_file = resolve_results_file(leaderboard.make_file_name(options.entry) if options.entry else None)
     backend = options.backend or default_backend(world_size)
     if backend == "nccl" and not torchrun.is_torchrun():
         machine.make_nccl_environments(world_size, options.share_gpu)
     entries, sources, left_out = select_written(options.target, entries)
     for sentence in left_out:
         console.print(sentence, markup=False)
-    if entry_file:
-        entries = select_passing(entries, options.target)
     variants = [ladder.get_variant(entry) for entry in entries]
     variants = make_sweep_variants(variants, sizes) if sizes else ladder.add_torch_variants(variants)
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
@@ -121,12 +113,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     if measurements:
         save_measurements(results, measurements)
         console.print(f"{shorten(measurements)} written; `brigade submit` includes it", markup=False)
-    if results.list_wrong_losses():
-        return 1
-    if entry_file:
-        entry_file.write_text(leaderboard.make_entry(options.entry, results, sources))
-        console.print(f"{shorten(entry_file)} written: hand it in for the leaderboard", markup=False)
-    return 0
+    return 1 if results.list_wrong_losses() else 0
 
 
 def compare(
@@ -153,51 +140,6 @@ def compare(
     wrong = results.list_wrong_losses()
     console.print("\n".join(wrong) if wrong else plots.describe_losses(results))
     return results
-
-
-def choose_settings(options: argparse.Namespace) -> None:
-    """Choose the settings of --entry. Raise CourseError if the user has chosen others."""
-    from brigade.checks.run import prepare
-
-    prepare()  # imports torch
-    from brigade.lab import leaderboard, torchrun
-
-    if torchrun.is_torchrun():
-        raise CourseError("--entry starts its own ranks: run it without torchrun")
-    parser = argparse.ArgumentParser(description="")
-    add_bench_arguments(parser)
-    for name, default in vars(parser.parse_args([])).items():
-        if getattr(options, name) != default and name not in ("entry", "target", "deadline"):
-            raise CourseError(f"--entry has fixed settings, so --{name.replace('_', '-')} cannot be used with it")
-    leaderboard.check_name(options.entry)
-    options.modules = ",".join(str(entry.number) for entry in leaderboard.MODULES)
-    options.ranks, options.backend = leaderboard.SETTINGS["ranks"], leaderboard.SETTINGS["backend"]
-    options.comm_ratio = leaderboard.EMULATED.link.comm_ratio
-
-
-def select_passing(entries: Sequence[Module], target: str) -> list[Module]:
-    """Run all checks of the modules. Return those that pass, and print the failed checks of the others.
-
-    Raise CourseError if no module passes.
-    """
-    from brigade.checks.collect import collect
-    from brigade.checks.run import Conditions, run_checks
-    from brigade.cli.check import MAX_AT_A_TIME
-    from brigade.runner import machine
-
-    passing = []
-    for entry in entries:
-        outcomes = run_checks(
-            collect([entry]), target, Conditions(ENTRY_SEED), at_a_time=min(MAX_AT_A_TIME, machine.count_cores())
-        )
-        if names := [outcome.check.name.removeprefix("test_") for outcome in outcomes if not outcome.passed]:
-            console.print(f"Module {entry.number} is left out because it fails these checks: {', '.join(names)}.")
-        else:
-            passing.append(entry)
-    if not passing:
-        raise CourseError("no module passes all its checks, so there is nothing to enter in the leaderboard")
-    console.print(f"All checks pass in modules {', '.join(str(entry.number) for entry in passing)}.")
-    return passing
 
 
 def choose_measurements_file(options: argparse.Namespace) -> Path | None:

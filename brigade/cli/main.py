@@ -68,7 +68,6 @@ COMMANDS = (
         needs_solutions=True,
     ),
     Command("bench", "lab", "Compare all core modules with torch in one run.", "brigade bench --comm-ratio 0.8"),
-    Command("leaderboard", "leaderboard", "Rank the entries of `brigade bench --entry`.", "brigade leaderboard DIR"),
     Command("trace", "lab", "Draw one training step of a module as a timeline.", "brigade trace 4"),
     Command(
         "plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"

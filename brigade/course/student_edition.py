@@ -31,7 +31,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.js", *editions.CHECKS)
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
-DOCUMENTS = ("browser", "claims", "glossary", "gpus", "leaderboard", "plan", "privacy")
+DOCUMENTS = ("browser", "claims", "glossary", "gpus", "plan", "privacy")
 INCLUDED += (*handout.BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
