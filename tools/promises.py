@@ -32,8 +32,7 @@ from rich.table import Table
 
 from brigade.cli.grade import PARTS
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.lab.bench import load_json
-from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, Ladder, get_variant
+from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, get_variant
 
 MODULE_S, LONG_MODULE_S, CORE_S, DEMO_S = 3.0, 6.0, 25.0, 60.0
 LONG = (8, 11)  # modules with about twice as many checks as the others
@@ -65,8 +64,12 @@ def make_promise(figure: str, command: str, limit: float, values: Sequence[float
     return Promise(figure, command, f"at most {limit:g}{unit}", measured, median(values) <= limit)
 
 
-def make_ladder_promises(benches: Sequence[Ladder]) -> list[Promise]:
-    """Return the promises on step times, relative to others in the same rounds, and on module 8's optimizer state."""
+def make_ladder_promises(contents: Sequence[dict[str, Any]]) -> list[Promise]:
+    """Return the promises on step times, relative to others in the same rounds, and on module 8's optimizer state.
+
+    `contents` are those of the files that `brigade bench --json` wrote.
+    """
+    benches = [{row["variant"]: row for row in content["rows"]} for content in contents]
     zero, prefetched, fully_sharded = (get_variant(get_module(n)).label for n in (ZERO, PREFETCHED, FULLY_SHARDED))
     wanted = [(get_variant(get_module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
     wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
@@ -74,14 +77,15 @@ def make_ladder_promises(benches: Sequence[Ladder]) -> list[Promise]:
     wanted.append((fully_sharded, TORCH_FSDP.label, FULLY_SHARDED_RATIO))
     rows = []
     for label, base, limit in wanted:
-        values = [median(bench.compute_ratios(bench.get_measurement(label), base)) for bench in benches]
+        pairs = [zip(bench[label]["rounds_ms"], bench[base]["rounds_ms"]) for bench in benches]
+        values = [median(time / other for time, other in pair) for pair in pairs]
         rows.append(make_promise(f"step time, {label} to {base}", BENCH, limit, values))
-    ladder = benches[0]
+    ranks = contents[0]["ranks"]
     # One fp32 moment for each fp32 gradient, on 1/N of the buffer including padding.
-    limit_mb = ladder.get_measurement(zero).kept_bytes["gradients"] / ladder.world_size / 1e6
-    state_mb = max(bench.get_measurement(zero).kept_bytes["optimizer state"] for bench in benches) / 1e6
-    whole_mb = ladder.get_measurement(TORCH_DDP.label).kept_bytes["optimizer state"] / 1e6
-    aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} plus padding"
+    limit_mb = benches[0][zero]["kept_mb"]["gradients"] / ranks
+    state_mb = max(bench[zero]["kept_mb"]["optimizer state"] for bench in benches)
+    whole_mb = benches[0][TORCH_DDP.label]["kept_mb"]["optimizer state"]
+    aim = f"{limit_mb:.3f} MB, 1/{ranks} of {whole_mb:.3f} plus padding"
     measured_mb = f"{state_mb:.3f} MB on the fullest rank"
     rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, measured_mb, state_mb <= limit_mb))
     return rows
@@ -130,12 +134,12 @@ def make_points_promise(part: str, command: str, result: dict[str, Any]) -> Prom
     return Promise(f"points of the reference, {part}", command, str(max_score), str(score), score == max_score)
 
 
-def run_benches(repetitions: int) -> list[Ladder]:
+def run_benches(repetitions: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="brigade-promises-") as directory:
         paths = [Path(directory) / f"{number}.json" for number in range(repetitions)]
         for path in paths:
             run(BENCH, json=str(path))
-        return [load_json(path) for path in paths]
+        return [json.loads(path.read_text()) for path in paths]
 
 
 def find_processes(directory: Path) -> list[psutil.Process]:

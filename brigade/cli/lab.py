@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from brigade.checks.diagnose.evidence import describe_missed
 from brigade.cli.console import console, shorten
@@ -22,19 +21,19 @@ from brigade.course.modules import (
     select_modules,
 )
 from brigade.course.submission import read, resolve_target
-from brigade.lab import links
 from brigade.lab.script import explain_failure, show_progress
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
-    from brigade.lab.ladder import Ladder, Variant, Workload
+    from brigade.lab.ladder import Variant
     from brigade.rank.emulated_link import Pace
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which would import torch
-SWEPT_MB = "0.03,0.1,0.3,1,4"  # the tiny model has 3.3 MiB of gradients
-SWEPT = "4,5,8"
-FIRST_WITH_BUCKETS = 4  # the first module with buckets
+WARMUP = 5  # the first steps, which are not timed
+AT_LEAST_ONE = Range(int, lambda value: value >= 1, "at least 1")
+ENOUGH_ROUNDS = Range(int, lambda value: value >= WARMUP + 2, f"at least {WARMUP + 2}, because {WARMUP} are not timed")
+COMM_RATIO, LATENCY_RATIO = 0.8, 0.002  # of the link of `brigade trace`
 SLOWDOWN = 8.0  # of the link between nodes
 MOST_RANKS = 64  # with more ranks, a timeline is unreadable
 TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
@@ -43,28 +42,26 @@ TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade bench`."""
     parser.description += (
-        " On two idle cores, the core modules take about half a minute, or about two minutes with an emulated link. A "
-        "sweep takes about twice as long."
+        " On two idle cores, the core modules take about half a minute, or about two minutes with an emulated link."
     )
     add(parser, "--modules LIST", "the modules, such as 1-4 or 2,5 (default: the core, 1 to 8)", default="")
     add_target(parser, "; unwritten modules are left out")
     ranks = "the number of ranks (default: 2, or under torchrun, the number of ranks that it has started)"
-    add(parser, "--ranks N", ranks, Range(int, lambda value: value >= 1, "at least one rank"))
-    rounds = "steps per variant; the first 5 are not timed (default: 30, or 35 on an emulated link)"
-    add(parser, "--rounds N", rounds, type=int)
+    add(parser, "--ranks N", ranks, AT_LEAST_ONE)
+    rounds = f"steps per variant; the first {WARMUP} are not timed (default: 30, or 35 on an emulated link)"
+    add(parser, "--rounds N", rounds, ENOUGH_ROUNDS)
     add(parser, "--size", "the size of the model (default: tiny)", choices=SIZES, default="tiny")
     batch = "sequences per step on all ranks together (default: 8, or 24 on an emulated link)"
-    add(parser, "--batch N", batch, type=int)
-    add(parser, "--time N", "tokens per sequence (default: 64, or 128 on an emulated link)", type=int)
-    add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 1)", ABOVE_ZERO, default=1.0)
-    sweep = f"compare bucket sizes instead of modules: run torch DDP and modules {SWEPT} with these sizes in MiB "
-    add(parser, "--sweep LIST", sweep + f"(default: {SWEPT_MB})", nargs="?", const=SWEPT_MB)
+    add(parser, "--batch N", batch, AT_LEAST_ONE)
+    add(parser, "--time N", "tokens per sequence (default: 64, or 128 on an emulated link)", AT_LEAST_ONE)
+    buckets = "the size of the buckets in MiB, or several sizes to compare, such as 0.3,1,4 (default: 1)"
+    add(parser, "--bucket-mb LIST", buckets, default="1")
     backend = "the backend (default: nccl if there is a GPU for every rank, otherwise gloo)"
     add(parser, "--backend", backend, choices=("gloo", "nccl"))
     add(parser, "--share-gpu", "put several NCCL ranks on one GPU; the times are then meaningless")
-    save = f"write the table to {MEASUREMENTS} beside your modules, so that `brigade submit` includes it"
+    save = f"write the results to {MEASUREMENTS} beside your modules, so that `brigade submit` includes them"
     add(parser, "--save", save)
-    add(parser, "--json FILE", "write all measurements to this file")
+    add(parser, "--json FILE", "write the results to this file")
     add(parser, "--png FILE", "plot the results and save the plot to this file")
     add(parser, "--deadline SECONDS", "the deadline for all ranks (default: 900)", ABOVE_ZERO, default=900.0)
     add_link_arguments(parser, "no link is emulated")
@@ -82,64 +79,58 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
 
     Raise what `ladder.run_benchmark` raises.
     """
-    from brigade.lab import ladder, plots, torchrun
-    from brigade.lab.bench import make_sweep_variants, save_json, save_measurements, select_written
-    from brigade.runner import machine
+    from brigade.checks import tiny_lm
+    from brigade.lab import bench, ladder, plots, torchrun
 
     world_size = choose_world_size(options.ranks)
-    entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
+    entries = select_modules(options.modules)
     for entry in entries:
         require_training(entry)
-    node_size = choose_node_size(options, world_size)
-    link = add_nodes(choose_link(options, world_size), options, node_size)
-    workload = replace(make_workload(options, link, world_size), node_size=node_size)
-    sizes = read_sweep(options.sweep, entries) if options.sweep else []
-    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "png")}
+    link, node_size = choose_link(options, world_size)
+    sizes = read_sizes(options.bucket_mb)
+    wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
+    workload = replace(
+        replace(ladder.EMULATED, link=link) if link else ladder.Workload(),
+        size=tiny_lm.SIZES[options.size],
+        bucket_mb=sizes[0],
+        node_size=node_size,
+        **{name: value for name, value in wanted.items() if value is not None},
+    )
+    json_file, picture = resolve_results_file(options.json), resolve_results_file(options.png)
     measurements = choose_measurements_file(options)
-    backend = options.backend or default_backend(world_size)
-    if backend == "nccl" and not torchrun.is_torchrun():
-        machine.make_nccl_environments(world_size, options.share_gpu)
-    entries, sources, left_out = select_written(options.target, entries)
+    entries, sources, left_out = bench.select_written(options.target, entries)
     for sentence in left_out:
         console.print(sentence, markup=False)
     variants = [ladder.get_variant(entry) for entry in entries]
-    variants = make_sweep_variants(variants, sizes) if sizes else ladder.add_torch_variants(variants)
+    if len(sizes) == 1:
+        variants = ladder.add_torch_variants(variants)
+    else:
+        variants = [ladder.set_bucket_size(one, size) for one in (*variants, ladder.TORCH_DDP) for size in sizes]
+    backend = options.backend or default_backend(world_size)
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
-    results = compare(variants, sources, workload, options.target, how)
-    for kind, write in (("json", save_json), ("png", plots.draw_bench)):
-        if files[kind]:
-            write(results, files[kind])
-            console.print(f"{getattr(options, kind)} written", markup=False)
-    if measurements:
-        save_measurements(results, measurements)
-        console.print(f"{shorten(measurements)} written; `brigade submit` includes it", markup=False)
-    return 1 if results.list_wrong_losses() else 0
-
-
-def compare(
-    variants: Sequence[Variant], sources: Sources, workload: Workload, target: str, how: dict[str, Any]
-) -> Ladder:
-    """Measure the variants, print the tables and the remarks, and return the results.
-
-    `how` contains arguments of `ladder.run_benchmark`. Raise what that function raises.
-    """
-    from brigade.lab import ladder, plots, torchrun
-    from brigade.lab.bench import list_remarks
-
     if torchrun.is_torchrun():
-        how = how | {"run": torchrun.run_on_torchrun}
-    elif target != "solutions":  # finds a deadlock within seconds instead of at the deadline
+        how["run"] = torchrun.run_on_torchrun
+    elif options.target != "solutions":  # finds a deadlock within seconds instead of at the deadline
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
         results = ladder.run_benchmark(workload, variants, sources, on_step=advance, **how)
     for make_table in (plots.make_time_table, plots.make_memory_table):
         console.print(make_table(results))
         console.print()
-    for sentence in list_remarks(results):
+    for sentence in bench.list_remarks(results):
         console.print(sentence)
     wrong = results.list_wrong_losses()
     console.print("\n".join(wrong) if wrong else plots.describe_losses(results))
-    return results
+    if picture:
+        plots.draw_bench(results, picture)
+        console.print(f"{options.png} written", markup=False)
+    if json_file:
+        bench.save(results, json_file)
+        console.print(f"{options.json} written", markup=False)
+    if measurements:
+        bench.save(results, measurements)
+        console.print(f"{shorten(measurements)} written; `brigade submit` includes it", markup=False)
+    return 1 if wrong else 0
 
 
 def choose_measurements_file(options: argparse.Namespace) -> Path | None:
@@ -172,43 +163,14 @@ def default_backend(world_size: int) -> str:
     return "nccl" if world_size > 1 and local_ranks <= machine.count_gpus() else "gloo"
 
 
-def make_workload(options: argparse.Namespace, link: Pace | None, world_size: int) -> Workload:
-    """Return the workload that the options describe. Raise CourseError if it cannot be trained or timed."""
-    from brigade.checks.tiny_lm import SIZES
-    from brigade.lab import ladder
-
-    base = replace(ladder.EMULATED, link=link) if link else ladder.Workload()
-    wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    workload = replace(base, size=SIZES[options.size], bucket_mb=options.bucket_mb, **wanted)
-    if workload.rounds < workload.warmup + 2:
-        least = workload.warmup + 2
-        raise CourseError(
-            f"--rounds {workload.rounds}: use at least {least}, because the first {workload.warmup} are not timed"
-        )
-    if workload.batch_size < 1 or workload.batch_size % world_size:
-        raise CourseError(
-            f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally: change --batch"
-        )
-    if workload.time < 1:
-        raise CourseError(f"--time {workload.time}: a sequence needs at least one token")
-    return workload
-
-
-def read_sweep(text: str, entries: Sequence[Module]) -> list[float]:
-    """Return the bucket sizes of --sweep, in MiB, ascending.
-
-    Raise CourseError if the text is malformed, or if a module has no buckets.
-    """
+def read_sizes(text: str) -> list[float]:
+    """Return the bucket sizes of --bucket-mb, in MiB, ascending. Raise CourseError if the text is malformed."""
     try:
         sizes = sorted({float(part) for part in text.split(",")})
     except ValueError:
         sizes = []
     if not sizes or not all(0 < size < float("inf") for size in sizes):
-        raise CourseError(f"--sweep {text}: write sizes in MiB, such as 0.1,1,10")
-    for entry in entries:
-        if entry.number < FIRST_WITH_BUCKETS:
-            raise CourseError(f"--sweep compares bucket sizes, but module {entry.number} has no buckets")
+        raise CourseError(f"--bucket-mb {text}: expected numbers above 0, such as 0.1,1,10")
     return sizes
 
 
@@ -225,7 +187,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     add_prior(parser)
     add(parser, "--torch", "also draw a step of torch DDP, measured in the same run")
-    add(parser, "--ranks N", "the number of ranks (default: 2)", type=int, default=2)
+    ranks = f"the number of ranks, 2 to {MOST_RANKS} (default: 2)"
+    few = Range(int, lambda value: 2 <= value <= MOST_RANKS, f"2 to {MOST_RANKS} ranks")
+    add(parser, "--ranks N", ranks, few, default=2)
     add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 1)", ABOVE_ZERO, default=1.0)
     add(parser, "--memory", "draw the memory use during a step instead of a timeline")
     picture = "write the picture to this file (default: out/trace-N.png, or out/memory-N.png with --memory)"
@@ -234,50 +198,62 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--json FILE", trace_file)
     page = "write the interactive timeline, an HTML page, to this file (default: out/trace-N.html)"
     add(parser, "--html FILE", page)
-    add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
+    add_link_arguments(parser, f"an all-reduce of all gradients takes {COMM_RATIO} times as long as backward")
     add(parser, "--real-link", "do not emulate a link; time the collectives as this machine runs them")
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """brigade trace N: draw a step of module N as a timeline."""
+    """brigade trace N: draw a step of module N as a timeline, or with --memory, its memory."""
     entry = get_module(options.number)
     require_training(entry)
-    if not 2 <= options.ranks <= MOST_RANKS:
-        raise CourseError(f"--ranks {options.ranks}: a timeline needs 2 to {MOST_RANKS} ranks")
-    node_size = choose_node_size(options, options.ranks)
-    link = choose_link(options, options.ranks)
+    link, node_size = choose_link(options, options.ranks, None if options.real_link else COMM_RATIO)
     if link and options.real_link:
         raise CourseError("--real-link emulates no link: leave it out, or leave out the options that describe a link")
-
     sources = read(options.target, entry.number, options.prior).sources
-    if options.memory:
-        return draw_memory_over_step(entry, sources, options)
-    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json", "html")}
-    files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
+    kinds = ["memory"] if options.memory else ["png", "html", "json"]
+    files = {kind: resolve_results_file(getattr(options, "png" if kind == "memory" else kind)) for kind in kinds}
+    usual = {"memory": f"memory-{entry.number}.png"}
+    files = {k: file or ROOT / "out" / usual.get(k, f"trace-{entry.number}.{k}") for k, file in files.items()}
 
     from brigade.runner.ranks import SERVER, RankFailure
 
     SERVER.start()  # imports torch at the same time as this process
+    from brigade.lab.ladder import TORCH_DDP, get_variant
+
+    variants = [get_variant(entry), *([TORCH_DDP] if options.torch else [])]
+    try:
+        if options.memory:
+            draw_memory(variants, sources, files["memory"], options)
+        else:
+            draw_timelines(variants, sources, files, options, link, node_size)
+    except RankFailure as failure:
+        raise CourseError(explain_failure(failure, entry.number, sources)) from None
+    what = {"html": "the timeline as an interactive page", "json": "for https://ui.perfetto.dev or chrome://tracing"}
+    for kind, file in files.items():
+        console.print(f"{shorten(file)}  {what.get(kind, 'the picture')}", markup=False)
+    return 0
+
+
+def draw_timelines(
+    variants: list[Variant],
+    sources: Sources,
+    files: dict[str, Path],
+    options: argparse.Namespace,
+    link: Pace | None,
+    node_size: int | None,
+) -> None:
+    """Measure a step of each variant, write the three files, and print the length of each step."""
     from brigade.lab import ladder, timeline, timeline_view
     from brigade.lab.timeline_plot import draw
 
-    usual = timeline.WORKLOAD
-    workload = replace(
-        usual,
-        batch_size=usual.batch_size // 2 * options.ranks,
-        bucket_mb=options.bucket_mb,
-        link=add_nodes(None if options.real_link else link or usual.link, options, node_size),
-        node_size=node_size,
-    )
-    variants = [ladder.get_variant(entry), *([ladder.TORCH_DDP] if options.torch else [])]
+    batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
+    changes = {"batch_size": batch_size, "bucket_mb": options.bucket_mb, "link": link, "node_size": node_size}
+    workload = replace(timeline.WORKLOAD, **changes)
     how = {"world_size": options.ranks, "deadline": TRACE_S}
-    try:
-        if options.target != "solutions":
-            ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
-        with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
-            timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
-    except RankFailure as failure:
-        raise CourseError(explain_failure(failure, entry.number, sources)) from None
+    if options.target != "solutions":
+        ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
+    with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
+        timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
     draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
     timeline_view.save_html(timelines, files["html"])
@@ -292,81 +268,51 @@ def run_trace(options: argparse.Namespace) -> int:
     console.print(
         "Numbers in blocks are those of parameters, buckets or units, if the code launches what ours launches."
     )
-    console.print(f"{shorten(files['png'])}  the picture", markup=False)
-    console.print(f"{shorten(files['html'])}  the timeline as an interactive page", markup=False)
-    console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
-    return 0
 
 
-def draw_memory_over_step(entry: Module, sources: Sources, options: argparse.Namespace) -> int:
-    """brigade trace N --memory: draw how many bytes are allocated on rank 0 during a step of module N."""
-    picture = resolve_results_file(options.png) or ROOT / "out" / f"memory-{entry.number}.png"
+def draw_memory(variants: list[Variant], sources: Sources, picture: Path, options: argparse.Namespace) -> None:
+    """Draw how many bytes are allocated on rank 0 during a step of each variant, and print the extremes."""
+    from brigade.lab import memory_over_step
 
-    from brigade.runner.ranks import SERVER, RankFailure
-
-    SERVER.start()  # imports torch at the same time as this process
-    from brigade.lab import ladder, memory_over_step
-
-    variants = [ladder.get_variant(entry), *([ladder.TORCH_DDP] if options.torch else [])]
-    try:
-        curves = memory_over_step.measure(variants, sources, bucket_mb=options.bucket_mb, world_size=options.ranks)
-    except RankFailure as failure:
-        raise CourseError(explain_failure(failure, entry.number, sources)) from None
+    curves = memory_over_step.measure(variants, sources, bucket_mb=options.bucket_mb, world_size=options.ranks)
     memory_over_step.draw(curves, picture)
     for curve in curves:
         lowest, highest = curve.between_steps / 1e6, curve.peak / 1e6
         console.print(f"{curve.label}: at most {highest:.2f} MB on rank 0, {lowest:.2f} MB between steps")
-    console.print(f"{shorten(picture)}  the picture", markup=False)
-    return 0
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the options that describe the emulated link for `choose_link`. `default` says which link is the default."""
-    ways = "Describe the link with --link, or with --comm-ratio and --latency-ratio."
-    nodes = "divide the ranks into N nodes, each with a replica of module 14; two links are emulated, if any"
-    add(parser, "--nodes N", nodes, Range(int, lambda value: value >= 1, "at least one node"), default=1)
-    group = parser.add_argument_group("an emulated link", f"{ways} By default, {default}.")
-    named = "emulate this link: communication is as fast, relative to computation, as on H100 GPUs"
-    add(group, "--link", named, choices=links.NAMED)
+    nodes = (
+        "divide the ranks into N nodes, each with a replica of module 14; if a link is emulated, the one between nodes "
+        f"is {SLOWDOWN:g} times slower"
+    )
+    add(parser, "--nodes N", nodes, AT_LEAST_ONE, default=1)
+    group = parser.add_argument_group("an emulated link", f"By default, {default}.")
     ratio = "an all-reduce of all gradients takes R times as long as backward alone"
     add(group, "--comm-ratio R", ratio, ABOVE_ZERO)
-    latency = f"the latency of one all-reduce, in units of the backward time (default: {links.LATENCY_RATIO})"
+    latency = f"the latency of one all-reduce, in units of the backward time (default: {LATENCY_RATIO})"
     add(group, "--latency-ratio L", latency, NOT_NEGATIVE)
-    slowdown = f"with --nodes, the link between nodes is X times slower than that inside (default: {SLOWDOWN:g})"
-    add(group, "--slowdown X", slowdown, ABOVE_ZERO)
 
 
-def choose_node_size(options: argparse.Namespace, world_size: int) -> int | None:
-    """Return the number of ranks of a node, or None if there is one node."""
+def choose_link(
+    options: argparse.Namespace, world_size: int, default: float | None = None
+) -> tuple[Pace | None, int | None]:
+    """Return the link that the options describe, and the number of ranks of a node, or None if there is one node.
+
+    `default` replaces --comm-ratio. Raise CourseError if the options contradict each other.
+    """
     if world_size % options.nodes:
         raise CourseError(f"--nodes {options.nodes}: {world_size} ranks do not form {options.nodes} equal nodes")
-    return world_size // options.nodes if options.nodes > 1 else None
-
-
-def add_nodes(link: Pace | None, options: argparse.Namespace, node_size: int | None) -> Pace | None:
-    """Return the link inside a node, with the slower link between nodes. Without nodes, return the link."""
-    if not link or not node_size:
-        if options.slowdown is not None:
-            raise CourseError("--slowdown needs --nodes and an emulated link")
-        return link
-    return replace(link, node_size=node_size, slowdown=options.slowdown or SLOWDOWN)
-
-
-def choose_link(options: argparse.Namespace, world_size: int) -> Pace | None:
-    """Return the link that the options describe. Raise CourseError if they contradict each other.
-
-    If there are nodes, it is the link inside a node.
-    """
-    if options.link and options.comm_ratio:
-        raise CourseError("--link and --comm-ratio cannot be used together: describe the link in only one way")
-    if options.latency_ratio is not None and not options.comm_ratio:
-        raise CourseError("--latency-ratio needs --comm-ratio")
-    if not options.link and not options.comm_ratio:
-        return None
+    node_size = world_size // options.nodes if options.nodes > 1 else None
+    comm_ratio = options.comm_ratio or default
+    if comm_ratio is None:
+        if options.latency_ratio is not None:
+            raise CourseError("--latency-ratio needs --comm-ratio")
+        return None, node_size
     if world_size < 2:
         raise CourseError("an emulated link needs at least two ranks, because one rank does not communicate")
-    if options.link:
-        return links.NAMED[options.link].make_pace(max(2, world_size // options.nodes))
     from brigade.rank.emulated_link import Pace
 
-    return Pace(options.comm_ratio, links.LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio)
+    latency_ratio = LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio
+    return Pace(comm_ratio, latency_ratio, node_size, SLOWDOWN if node_size else 1.0), node_size

@@ -33,7 +33,7 @@ def compare(entry: Module, sources: Sources) -> bool:
 
     try:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
-            rows = comparison.compare_with_previous(entry, sources, advance)
+            results = comparison.compare_with_previous(entry, sources, advance)
     except RankFailure as failure:
         why = f"The comparison of step times failed: {failure.summary}."
         if failure.kind == "deadline":
@@ -41,9 +41,9 @@ def compare(entry: Module, sources: Sources) -> bool:
         again = f"The next `brigade check {entry.number}` tries again."
         console.print(f"  Your points are safe. {why} {again}\n", markup=False)
         return False
-    console.print(comparison.make_table(rows, previous=entry.number - 1))
+    console.print(comparison.make_table(results, previous=entry.number - 1))
     console.print()
-    if doubts := comparison.describe_doubts(rows):
+    if doubts := comparison.describe_doubts(comparison.compute_exposed(results)):
         console.print(doubts + "\n", markup=False)
     return True
 

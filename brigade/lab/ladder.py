@@ -14,10 +14,13 @@ The ranks run `on_ranks.train`, and `plots.py` makes the tables and the picture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
+
+import torch
 
 from brigade.checks.tiny_lm import SIZES, Size
 from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module
@@ -87,33 +90,49 @@ class Variant:
 TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
 TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
 TORCH_FSDP = Variant("torch fully_shard", ("torch", "fully_shard"))
-TORCH_HSDP = replace(TORCH_FSDP, label="torch fully_shard 2-D", arguments={"hybrid": True})
 TORCH = (TORCH_DDP, TORCH_ZERO)
 ONE_PROCESS = Variant("one process")
 COMPUTATION = Variant("computation alone")  # without communication; alternates with the others
 
 
 @dataclass(frozen=True)
+class Spread:
+    """The median and the quartiles of a value over all rounds."""
+
+    median: float
+    lower: float
+    upper: float
+
+
+def compute_spread(values: Sequence[float]) -> Spread:
+    """Return the median and the quartiles of `values`, which contain one value per round."""
+    quantiles = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
+    return Spread(*torch.tensor(values, dtype=torch.float64).quantile(quantiles).tolist())
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The measurements of one variant in a finished ladder. Everything except the losses excludes the warm-up.
 
-    `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
-    is the processor time of the step, for all threads of the rank together. `collectives`, `sent_bytes` and
-    `outer_bytes` are means over ranks, per step; `sent_bytes` counts the bytes that a rank sends with ring algorithms,
-    and `outer_bytes` those in groups that span nodes. `losses` are per rank,
-    in nats per token. `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and
-    on the fullest rank (see `memory_accounting.py`). `bucket_mb` is the variant's.
+    `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `collectives`,
+    `sent_bytes` and `outer_bytes` are means over ranks, per step; `sent_bytes` counts the bytes that a rank sends with
+    ring algorithms, and `outer_bytes` those in groups that span nodes. `losses` are per rank, in nats per token.
+    `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and on the fullest rank
+    (see `memory_accounting.py`). `copied_bytes`, `allocated_bytes` and `new_views` are what the submission's own lines
+    do in one step on rank 0. `bucket_mb` is the variant's.
     """
 
     label: str
     marks: list[list[list[float]]]
-    cpu_s: list[list[float]]
     collectives: float
     sent_bytes: float
     outer_bytes: float
     losses: list[float]
     kept_bytes: Bytes
     peak_bytes: Bytes
+    copied_bytes: int = 0
+    allocated_bytes: int = 0
+    new_views: int = 0
     bucket_mb: float | None = None
 
     @property
@@ -127,7 +146,8 @@ class Measurement:
 
     @property
     def quartiles_ms(self) -> tuple[float, float]:
-        return compute_quartiles(self.step_ms)
+        spread = compute_spread(self.step_ms)
+        return spread.lower, spread.upper
 
     def compute_phase_parts_ms(self) -> dict[str, float]:
         """Return how many ms each of `PHASES` takes in the median step.
@@ -138,11 +158,6 @@ class Measurement:
         parts = [[(end - start) / (marks[-1] - marks[0]) for start, end in zip(marks, marks[1:])] for marks in slowest]
         return {phase: self.median_ms * fmean(shares) for phase, shares in zip(PHASES, zip(*parts))}
 
-    @property
-    def cpu_ms(self) -> list[float]:
-        """The processor time of the step on all ranks together, for each round."""
-        return [1e3 * sum(ranks) for ranks in zip(*self.cpu_s)]
-
     def compute_exposed_ms(self, alone: Measurement) -> list[float]:
         """Return, for each round, how much longer the step took than `alone`, the step without communication."""
         return [whole - computation for whole, computation in zip(self.step_ms, alone.step_ms)]
@@ -152,21 +167,13 @@ class Measurement:
         return fmean(self.losses)
 
 
-def compute_quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper quartile."""
-    if len(values) == 1:  # for `quantiles` before Python 3.13
-        values = [*values, *values]
-    lower, _, upper = quantiles(values, n=4, method="inclusive")
-    return lower, upper
-
-
 @dataclass(frozen=True)
 class Ladder:
     """The results of `run_benchmark`.
 
-    `expected_loss` is the loss of one process, in nats per token. `computation` is the measurement of the same steps
-    without any communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which the
-    link was made. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
+    `expected_loss` is the loss of one process, in nats per token, if it was measured. `computation` is the measurement
+    of the same steps without communication. `link` is the emulated link, made for `backward_s`, the time of backward
+    alone. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
     """
 
     workload: Workload
@@ -191,9 +198,13 @@ class Ladder:
         """Return the measurement of the variant with this label."""
         return next(variant for variant in self.variants if variant.label == label)
 
-    def compute_ratios(self, variant: Measurement, base: str = TORCH_DDP.label, what: str = "step_ms") -> list[float]:
-        """Return, for each round, the ratio of "step_ms" or "cpu_ms" to that of the variant labelled `base`."""
-        return [time / other for time, other in zip(getattr(variant, what), getattr(self.get_measurement(base), what))]
+    def compute_ratios(self, variant: Measurement, base: str = "") -> list[float]:
+        """Return, for each round, the ratio of the step time to that of the variant labelled `base`.
+
+        By default, this is torch DDP with the same buckets.
+        """
+        base = base or set_bucket_size(TORCH_DDP, variant.bucket_mb).label
+        return [time / other for time, other in zip(variant.step_ms, self.get_measurement(base).step_ms)]
 
     def list_wrong_losses(self) -> list[str]:
         """Return a sentence for every rank of a variant whose loss differs from that of one process."""
@@ -227,11 +238,20 @@ def is_wrapper(name: str) -> bool:
     return name.endswith("DDP")
 
 
+def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
+    """Return the variant with buckets of `bucket_mb` MiB and with this size in its label.
+
+    If `bucket_mb` is None, return the variant unchanged.
+    """
+    if bucket_mb is None:
+        return variant
+    return replace(variant, label=f"{variant.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
+
+
 def add_torch_variants(variants: Sequence[Variant]) -> list[Variant]:
     """Return the variants, then torch's: DDP and ZeRO, and `fully_shard` if a fully sharded variant is compared."""
     fully_sharded = any(variant.wrapper and variant.wrapper[1] == "FullyShardedDDP" for variant in variants)
-    hybrid = any(map(is_hybrid, variants))
-    return [*variants, *TORCH, *[TORCH_FSDP] * fully_sharded, *[TORCH_HSDP] * hybrid]
+    return [*variants, *TORCH, *[TORCH_FSDP] * fully_sharded]
 
 
 def is_hybrid(variant: Variant) -> bool:
@@ -259,30 +279,26 @@ def run_benchmark(
     variants: Sequence[Variant],
     sources: Sources | None = None,
     *,
-    world_size: int = 2,
-    backend: str = "gloo",
-    share_gpu: bool = False,
-    deadline: float = DEADLINE_S,
-    on_step: Callable[[], None] | None = None,
-    run: Callable[..., RankResults] = run_ranks,
+    checks_losses: bool = True,
+    **how: Any,
 ) -> Ladder:
-    """Train all variants alternately on `world_size` ranks, then train one process. Return the measurements.
+    """Train all variants alternately, then train one process if `checks_losses`. Return the measurements.
 
-    `sources` are the submission's modules (default: the solutions). `on_step` is called when a step begins. `run`
-    replaces `run_ranks`. Raise ValueError if a batch cannot be split equally among the ranks, CourseError if an
-    emulated link is requested on NCCL, and RankFailure or CourseError as `run_ranks` does.
+    The other arguments are those of `run_variants`, which says what is raised.
     """
-    sources = read_reference() if sources is None else sources
-    how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
     together = [*variants, COMPUTATION]
-    results = run_variants(workload, together, sources, world_size=world_size, run=run, **how)
-    [single_result] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
+    results = run_variants(workload, together, sources, **how)
     *measurements, computation = [make_measurement(workload, together, variant, results) for variant in together]
+    expected_loss = math.nan
+    if checks_losses:
+        alone = how | {"world_size": 1, "run": run_ranks}
+        [single_result] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, **alone)
+        expected_loss = single_result["losses"][ONE_PROCESS.label]
     return Ladder(
         workload=workload,
-        world_size=world_size,
-        backend=backend,
-        expected_loss=single_result["losses"][ONE_PROCESS.label],
+        world_size=len(results),
+        backend=how.get("backend", "gloo"),
+        expected_loss=expected_loss,
         variants=measurements,
         computation=computation,
         link=read_link(results[0]["link"]),
@@ -300,21 +316,22 @@ def dry_run(workload: Workload, variants: Sequence[Variant], sources: Sources, *
 def run_variants(
     workload: Workload,
     variants: Sequence[Variant],
-    sources: Sources,
+    sources: Sources | None = None,
     *,
-    world_size: int,
+    world_size: int = 2,
     backend: str = "gloo",
-    share_gpu: bool = False,
-    deadline: float = DEADLINE_S,
     on_step: Callable[[], None] | None = None,
     run: Callable[..., RankResults] = run_ranks,
-    stream: bool = False,
+    **options: Any,
 ) -> RankResults:
-    """Run `train` on the ranks; return its results and the events. Raise the errors of `run_benchmark`."""
-    if world_size % (workload.node_size or 1) and variants != [ONE_PROCESS]:
-        raise ValueError(f"{world_size} ranks do not form nodes of {workload.node_size}")
+    """Run `train` on the ranks; return its results and the events.
+
+    `sources` are the submission's modules (default: the solutions). `on_step` is called when a step begins. `run`
+    replaces `run_ranks`, and `options` are some of its options. Raise CourseError if the ranks cannot share a batch or
+    emulate the link, and RankFailure or CourseError as `run_ranks` does.
+    """
     if workload.batch_size % world_size:
-        raise ValueError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
+        raise CourseError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
     if workload.link and backend != "gloo":
         raise CourseError(f"an emulated link needs the backend gloo: {backend} does not wait on the CPU")
 
@@ -328,13 +345,11 @@ def run_variants(
         [asdict(variant) for variant in variants],
         world_size=world_size,
         backend=backend,
-        share_gpu=share_gpu,
         mode="emulate" if workload.link else "record",
-        packages={"submission": sources},
+        packages={"submission": read_reference() if sources is None else sources},
         seed=workload.seed,
-        deadline=deadline,
-        stream=stream,
         on_event=follow,
+        **{"deadline": DEADLINE_S, "stream": False} | options,
     )
 
 
@@ -355,6 +370,7 @@ def make_measurement(
         if launch.step in timed and launch.phase != STEP_BEFORE
     ]
     node_size = workload.node_size or len(results)
+    copied_bytes, allocated_bytes, new_views = results[0]["operations"][variant.label]
 
     def compute_mean(values: Iterable[float]) -> float:
         return sum(values) / len(results) / len(timed)
@@ -366,13 +382,15 @@ def make_measurement(
     return Measurement(
         label=variant.label,
         marks=[result["marks"][variant.label][workload.warmup :] for result in results],
-        cpu_s=[result["cpu_s"][variant.label][workload.warmup :] for result in results],
         collectives=compute_mean(1 for _ in timed_launches),
         sent_bytes=compute_mean(nbytes for nbytes, _ in sent),
         outer_bytes=compute_mean(nbytes for nbytes, is_outer in sent if is_outer),
         losses=[result["losses"][variant.label] for result in results],
         kept_bytes=find_fullest(result["kept"][variant.label] for result in results),
         peak_bytes=find_fullest(result["peaks"][variant.label] for result in results),
+        copied_bytes=copied_bytes,
+        allocated_bytes=allocated_bytes,
+        new_views=new_views,
         bucket_mb=variant.bucket_mb,
     )
 

@@ -6,31 +6,36 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import inspect
 import random
+import sys
 import time
 from dataclasses import asdict, dataclass
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block, Size, TinyLM, language_loss
 from brigade.lab import corpus
-from brigade.lab.memory_accounting import Bytes, PeakMemory, count_kept_bytes
+from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, read_link
+from brigade.rank.memory import list_tensors
+from brigade.rank.recording import is_self_copy
 
 OVERLAPPING = ("PrefetchedDDP",)  # see `TrainingSetup.overlaps`
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
 FP32_BYTES = 4
 CALIBRATION = 9  # the median backward of this many rounds sets the link, because a busy machine's speed changes
 HELD_OUT = 16  # sequences on which the final loss is computed
+COPIES = {"_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack"}
 
 
 @dataclass
@@ -42,7 +47,6 @@ class TrainingSetup:
     wrapper: nn.Module
     optimizer: torch.optim.Optimizer
     marks: list[list[float]]
-    cpu_s: list[float]
 
     @property
     def overlaps(self) -> bool:
@@ -85,7 +89,7 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
         shards_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
         stepped = wrapper if shards_buckets else model.parameters()
         optimizer = load_class(*variant["optimizer"])(stepped, base, **options)
-    return TrainingSetup(variant["label"], model, wrapper, optimizer, [], [])
+    return TrainingSetup(variant["label"], model, wrapper, optimizer, [])
 
 
 def load_class(package: str, name: str) -> type:
@@ -101,21 +105,14 @@ def load_class(package: str, name: str) -> type:
     return ZeroRedundancyOptimizer
 
 
-def shard_fully(model: nn.Module, node_size: int, hybrid: bool = False) -> nn.Module:
-    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights.
-
-    With `hybrid`, the mesh has two dimensions: each node of `node_size` ranks has a replica.
-    """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+def shard_fully(model: nn.Module) -> nn.Module:
+    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
-    if hybrid:
-        shape = dist.get_world_size() // node_size, node_size
-        mesh = init_device_mesh(device().type, shape, mesh_dim_names=("replicas", "shards"))
-    else:
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
     blocks = [fully_shard(block, mesh=mesh) for block in model.blocks]
     for block, following in zip(blocks, blocks[1:]):  # torch prefetches one unit in backward, but none in forward
         block.set_modules_to_forward_prefetch([following])
@@ -127,8 +124,9 @@ def shard_fully(model: nn.Module, node_size: int, hybrid: bool = False) -> nn.Mo
 def train(workload: dict, variants: list[dict]) -> dict:
     """Take all steps of all variants, and one more step of each variant that measures memory and is not timed.
 
-    Return, by label, "marks" and "cpu_s" (see `ladder.Measurement`), "losses" (on held-out text), "kept" and "peaks"
-    (bytes by kind). Also return the fields "link", "backward_s", "real_s" and "model_bytes" of `ladder.Ladder`.
+    Return, by label, "marks" (see `ladder.Measurement`), "losses" (on held-out text), "kept" and "peaks" (bytes by
+    kind), and "operations" (of `Operations`). Also return the fields "link", "backward_s", "real_s" and "model_bytes"
+    of `ladder.Ladder`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -138,11 +136,12 @@ def train(workload: dict, variants: list[dict]) -> dict:
     with recording.phase("construct"):
         models = [copy.deepcopy(start).to(getattr(torch, variant["dtype"])) for variant in variants]
         setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models)]
-    text = broadcast_text(corpus.read_text())
+    texts = [corpus.read_text()]
+    dist.broadcast_object_list(texts, device=device())  # another machine may have a different Python
     generator = torch.Generator().manual_seed(workload["seed"])
 
     def draw_next_batch() -> list[Tensor]:
-        whole = corpus.draw_batch(text, workload["batch_size"], workload["time"], generator)
+        whole = corpus.draw_batch(texts[0], workload["batch_size"], workload["time"], generator)
         return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
 
     calibration = Calibration(start, workload["link"])
@@ -159,47 +158,62 @@ def train(workload: dict, variants: list[dict]) -> dict:
                     setup.wrapper.start_param_sync()
             if workload["named"]:
                 recording.name_parameters(setup.model)
-            cpu = time.process_time()
             setup.marks.append(take_step(setup, *batch))
-            setup.cpu_s.append(time.process_time() - cpu)
             if setup.overlaps:
                 setup.wrapper.finish_param_sync()
     recording.note("step", step=None)  # the evaluation may communicate
     # Count before a forward gathers weights again.
     kept = {c.label: count_kept_bytes(c.model, c.wrapper, c.optimizer) for c in setups}
-    tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, HELD_OUT, workload["time"], generator))
+    held_out = corpus.draw_batch(texts[0], HELD_OUT, workload["time"], generator)
+    tokens, targets = (tensor.to(device()) for tensor in held_out)
     with torch.no_grad():
         losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
     emulated_link.use(None)
-    peaks = {c.label: measure_peak(c, tokens[:1, :1], targets[:1, :1]) for c in setups}
+    peaks, operations = {}, {}
+    for c in setups:
+        with PeakMemory(c.model, c.wrapper, c.optimizer) as memory, Operations() as counted:
+            take_step(c, tokens[:1, :1], targets[:1, :1])
+        if c.overlaps:
+            c.wrapper.finish_param_sync()
+        peaks[c.label] = memory.at_peak
+        operations[c.label] = counted.copied_bytes, counted.allocated_bytes, counted.new_views
     return {
         "marks": {c.label: c.marks for c in setups},
-        "cpu_s": {c.label: c.cpu_s for c in setups},
         "losses": losses,
         "kept": kept,
         "peaks": peaks,
+        "operations": operations,
         **calibration.get_results(),
     }
 
 
-def measure_peak(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> Bytes:
-    """Return the bytes by kind at the peak of a step on these tokens. The step also trains the variant."""
-    with PeakMemory(setup.model, setup.wrapper, setup.optimizer) as memory:
-        take_step(setup, tokens, targets)
-    if setup.overlaps:
-        setup.wrapper.finish_param_sync()
-    return memory.at_peak
+class Operations(TorchDispatchMode):
+    """A context manager that counts what the submission does: bytes copied, bytes of new memory, and new views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied_bytes = self.allocated_bytes = self.new_views = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if is_in_submission(sys._getframe(1)):
+            inputs, outputs = list_tensors([*args, *(kwargs or {}).values()]), list_tensors(result)
+            if function.overloadpacket.__name__ in COPIES and not is_self_copy(args):
+                self.copied_bytes += sum(tensor.nbytes for tensor in outputs or list_tensors(args[0]))
+            storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+            new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages]
+            self.allocated_bytes += sum(tensor.nbytes for tensor in new)
+            self.new_views += len(outputs) if function.is_view else 0
+        return result
 
 
-def broadcast_text(text: bytes) -> bytes:
-    """Return rank 0's text on every rank, because another machine may have a different Python."""
-    length = torch.tensor([len(text)], device=device())
-    dist.broadcast(length, 0)
-    whole = bytearray(text[: length.item()].ljust(length.item()))
-    shared = torch.frombuffer(whole, dtype=torch.uint8).to(device())
-    dist.broadcast(shared, 0)
-    shared = shared.cpu()
-    return ctypes.string_at(shared.data_ptr(), len(shared))
+def is_in_submission(frame: FrameType | None) -> bool:
+    """Return whether a line of the submission called torch here, directly or through one of torch's helpers."""
+    while frame and (name := frame.f_globals.get("__name__", "")).startswith("torch."):
+        if name.startswith(("torch.distributed.", "torch.optim.")):
+            return False
+        frame = frame.f_back
+    return bool(frame) and name.startswith("submission.")
 
 
 class Calibration:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich import box
 from rich.table import Table
 
-from brigade.lab.bench import Spread, make_rows
-from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, Ladder
+from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, Ladder, Spread, compute_spread
+from brigade.lab.memory_accounting import KINDS
 from brigade.lab.on_ranks import FP32_BYTES
 
 # Okabe and Ito's palette for all kinds of colour vision. The colours also differ in lightness, so they work in
@@ -48,28 +49,26 @@ def format_quartiles(spread: Spread, digits: int) -> str:
 
 def make_time_table(ladder: Ladder) -> Table:
     """Return a table of step times, with a row for each variant."""
-    headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU\nratio")
+    headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms")
     buckets = (
         ""
         if any(one.bucket_mb is not None for one in ladder.variants)
         else f"; buckets of {ladder.workload.bucket_mb:g} MiB"
     )
     table = make_empty_table(f"Step time: {describe_ranks(ladder)}{buckets}", "variant", headings)
-    for row in make_rows(ladder):
+    for one in ladder.variants:
+        ratio = compute_spread(ladder.compute_ratios(one))
         table.add_row(
-            row.variant,
-            f"{row.step_ms.median:.1f}",
-            format_quartiles(row.step_ms, 1),
-            f"{row.ratio.median:.2f}",
-            format_quartiles(row.ratio, 2),
-            f"{row.exposed_ms.median:.1f}",
-            f"{row.cpu_ratio.median:.2f}",
+            one.label,
+            f"{one.median_ms:.1f}",
+            format_quartiles(compute_spread(one.step_ms), 1),
+            f"{ratio.median:.2f}",
+            format_quartiles(ratio, 2),
+            f"{median(one.compute_exposed_ms(ladder.computation)):.1f}",
         )
     alone = ladder.computation
     table.add_section()
-    table.add_row(
-        alone.label, f"{alone.median_ms:.1f}", format_quartiles(Spread(alone.median_ms, *alone.quartiles_ms), 1)
-    )
+    table.add_row(alone.label, f"{alone.median_ms:.1f}", format_quartiles(compute_spread(alone.step_ms), 1))
     return table
 
 
@@ -83,13 +82,12 @@ def make_memory_table(ladder: Ladder) -> Table:
     table = make_empty_table("Launches and MB sent per step, and MB of memory on the fullest rank", "variant", headings)
     table.caption = "Peak: on one token per rank; gradients include buckets. Kept: between steps."
     table.caption_justify = "left"
-    for row in make_rows(ladder):
-        peak = (row.peak_param_mb, row.peak_grad_mb, row.peak_state_mb)
-        kept = (row.param_mb, row.grad_mb, row.state_mb)
-        sent = (row.sent_mb, row.outer_mb) if has_nodes else (row.sent_mb,)
-        megabytes = (format_number(value, 2) for value in (*sent, *peak, *kept))
-        step_ms = [] if has_nodes else [format_number(row.step_ms.median, 1)]
-        table.add_row(row.variant, *step_ms, f"{row.collectives:g}", *megabytes)
+    for one in ladder.variants:
+        memory = [nbytes[kind] for nbytes in (one.peak_bytes, one.kept_bytes) for kind in KINDS]
+        sent = [one.sent_bytes, *([one.outer_bytes] if has_nodes else [])]
+        megabytes = (format_number(nbytes / 1e6, 2) for nbytes in (*sent, *memory))
+        step_ms = [] if has_nodes else [format_number(one.median_ms, 1)]
+        table.add_row(one.label, *step_ms, f"{one.collectives:g}", *megabytes)
     return table
 
 
@@ -113,23 +111,24 @@ def draw_bench(ladder: Ladder, path: Path) -> None:
     The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step time. The hatched
     part is the additional time that forward and backward take compared with computation alone.
     """
-    rows = [*zip(make_rows(ladder), ladder.variants)][::-1]  # matplotlib counts upwards
+    rows = ladder.variants[::-1]  # matplotlib counts upwards
     figure = Figure(figsize=(9, 2.2 + 0.45 * len(rows)), dpi=100, layout="constrained")
     axes = figure.subplots()
     alone = ladder.computation
     alone_ms = alone.compute_phase_parts_ms()
     columns = {len(rows): ("ratio to\ntorch DDP", "launches\nper step")}
-    for position, (row, measurement) in enumerate(rows):
+    for position, measurement in enumerate(rows):
         start = 0.0
         for phase, length in measurement.compute_phase_parts_ms().items():
             style = {"color": COLOURS[phase], "edgecolor": "white"}
             axes.barh(position, length, 0.62, start, **style)
             beyond = length - alone_ms[phase] if phase in ("forward", "backward") else 0.0
-            if beyond > 0.01 * row.step_ms.median:
+            if beyond > 0.01 * measurement.median_ms:
                 axes.barh(position, beyond, 0.62, start + length - beyond, hatch="////", **style)
             start += length
-        columns[position] = (f"{row.ratio.median:.2f}", f"{row.collectives:g}")
-    spreads = [row.step_ms for row, _ in rows]
+        ratio = median(ladder.compute_ratios(measurement))
+        columns[position] = (f"{ratio:.2f}", f"{measurement.collectives:g}")
+    spreads = [compute_spread(measurement.step_ms) for measurement in rows]
     medians = [spread.median for spread in spreads]
     reach = [[s.median - s.lower for s in spreads], [s.upper - s.median for s in spreads]]
     steps = axes.errorbar(medians, range(len(rows)), xerr=reach, fmt="D", color="#d55e00", markersize=5, capsize=4)
@@ -138,7 +137,7 @@ def draw_bench(ladder: Ladder, path: Path) -> None:
         for offset, text in zip((65, 130), texts):  # points to the right of the axes
             place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
             axes.annotate(text, (1, position), (offset, 0), va="center", fontsize=10, **place)
-    axes.set_yticks(range(len(rows)), [row.variant for row, _ in rows])
+    axes.set_yticks(range(len(rows)), [measurement.label for measurement in rows])
     axes.set_xlim(0, 1.02 * max(spread.upper for spread in spreads))
     axes.set_ylim(-0.6, len(rows) + 0.4)
     axes.set_xlabel("time of one training step (ms)")

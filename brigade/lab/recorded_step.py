@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block
-from brigade.lab.comparison import is_in_submission
 from brigade.lab.memory_accounting import Bytes, count_kept_bytes
-from brigade.lab.on_ranks import TrainingSetup, build_setup
+from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import RecordingGroup
 
 STEPS = 2  # the last one is recorded, because module 9 ends a step with all-gathers; torch DDP needs one step more
-COPIES = {"_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack"}
 DIVISIONS = {"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_"}
 IN_PLACE = {"add_", "copy_", "div_", "fill_", "mul_", "zero_"}  # they need not run, because their outputs are known
 IN_PLACE |= {"_foreach_copy_", "_foreach_div_", "_foreach_mul_", "_foreach_zero_"}

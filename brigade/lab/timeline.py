@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from brigade.checks.tiny_lm import Size
@@ -32,7 +31,7 @@ from brigade.lab.ladder import (
     PHASES,
     Variant,
     Workload,
-    compute_quartiles,
+    compute_spread,
     find_step_number,
     make_measurement,
     read_reference,
@@ -235,9 +234,9 @@ def find_doubt(timeline: Timeline, lengths_ms: Sequence[float]) -> str:
     On a busy machine, ranks get the processor late: the lengths of the steps vary, and a rank notices the end of a
     collective long after it left the emulated link.
     """
-    lower, upper = compute_quartiles(lengths_ms)
-    if upper - lower > MAX_SPREAD * median(lengths_ms):
-        return f"the quartiles of the step time are {lower:.0f} and {upper:.0f} ms"
+    spread = compute_spread(lengths_ms)
+    if spread.upper - spread.lower > MAX_SPREAD * spread.median:
+        return f"the quartiles of the step time are {spread.lower:.0f} and {spread.upper:.0f} ms"
     late_ms = compute_latest_end_ms(timeline)
     if late_ms > MAX_LATE * timeline.end_ms:
         return f"a collective ended {late_ms:.0f} ms later than on the emulated link"

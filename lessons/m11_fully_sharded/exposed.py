@@ -1,11 +1,10 @@
 """Print by how much communication lengthens a step of FullyShardedDDP on an emulated link, for each prefetch depth."""
 
 from dataclasses import replace
-from statistics import median
 
 from brigade.course.modules import get_module
 from brigade.lab.experiment import run_experiment
-from brigade.lab.ladder import EMULATED, compute_quartiles, get_variant, run_benchmark
+from brigade.lab.ladder import EMULATED, compute_spread, get_variant, run_benchmark
 
 
 def main(run):
@@ -15,9 +14,9 @@ def main(run):
     results = run_benchmark(EMULATED, depths, submission, run=run)
     print(f"computation alone: {results.computation.median_ms:.0f} ms")
     for measured in results.variants:
-        exposed = measured.compute_exposed_ms(results.computation)
-        lower, upper = compute_quartiles(exposed)
-        print(f"{measured.label}: {median(exposed):.0f} ms exposed (quartiles {lower:.0f} to {upper:.0f})")
+        exposed = compute_spread(measured.compute_exposed_ms(results.computation))
+        quartiles = f"{exposed.lower:.0f} to {exposed.upper:.0f}"
+        print(f"{measured.label}: {exposed.median:.0f} ms exposed (quartiles {quartiles})")
 
 
 if __name__ == "__main__":

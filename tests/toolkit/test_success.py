@@ -10,8 +10,8 @@ from brigade.cli import check, progress_file, study, success
 from brigade.course import written
 from brigade.course.modules import CORE_MODULES, ROOT, get_module
 from brigade.course.submission import read
-from brigade.lab.bench import Spread
 from brigade.lab.comparison import describe_doubts
+from brigade.lab.ladder import Spread
 
 FIRST, SECOND = get_module(1), get_module(2)
 
@@ -103,11 +103,7 @@ def test_no_earlier_module_is_blamed_without_reason(brigade, lessons):
     ],
 )
 def test_exposed_times_that_are_noise_are_called_not_significant(spreads, sentence):
-    rows = [
-        SimpleNamespace(measurement=SimpleNamespace(label=f"{index} {name}"), exposed_ms=Spread(*spread))
-        for index, (name, spread) in enumerate(zip("AB", spreads))
-    ]
-    text = describe_doubts(rows)
+    text = describe_doubts({label: Spread(*spread) for label, spread in zip(("0 A", "1 B"), spreads)})
     assert text.startswith(sentence) and bool(text) == bool(sentence)
     assert not text or "`brigade bench --comm-ratio 0.8` measures for longer" in text
 
