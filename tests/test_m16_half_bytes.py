@@ -24,6 +24,7 @@ from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
+from helpers.places import each_step
 from helpers.zero import make_recipe
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
@@ -51,23 +52,16 @@ def make_job(buckets_per_group=1, **more):
 def test_error_does_not_grow(submission):
     """The average of normal values has a relative error of at most 0.002 on 2, 3 and 4 ranks, and none on one."""
     for run, world in enumerate(submission.worlds(2, 1, 2, 3, 4)):
-        own = [
-            [torch.randn(world * 8192, generator=g) for _ in range(2)] for g in draw_generators(submission.rng, world)
-        ]
+        own = draw_normal(submission.rng, world, [world * 8192] * 2)
         groups = None if run else [[rank] for rank in range(world)]  # first, each rank is alone in a group
         for results, calls, group in run_calls(submission, own, views=(False, True), groups=groups):
-            for rank, index, number, output, exact in list_outputs(results, calls, group):
+            limit = ERROR if len(group) > 1 else 0.0
+            right = f"on {len(group)} ranks, the average of normal values has a relative error of at most {ERROR:g}"
+            right = right if limit else "on one rank, the output is a copy of the values, without rounding"
+            for rank, output, exact, values, index in list_outputs(results, calls, group):
                 error = float((output.double() - exact).norm() / exact.norm())
-                rounded = (
-                    f"on {len(group)} ranks, the average of normal values has a relative error of at most {ERROR:g}"
-                )
-                expect(
-                    error <= (ERROR if len(group) > 1 else 0.0),
-                    rounded if len(group) > 1 else "on one rank, the output is a copy of the values, without rounding",
-                    f"the relative error is {error:.3g}",
-                    partial(diagnosis.explain_error, output, [values[number] for values in calls], index),
-                    rank=rank,
-                )
+                why = partial(diagnosis.explain_error, output, values, index)
+                expect(error <= limit, right, f"the relative error is {error:.3g}", why, rank=rank)
 
 
 @pytest.mark.points(1)
@@ -81,24 +75,16 @@ def test_exact_values(submission):
             extreme = torch.tensor([2.0**-24, -(2.0**-24), 60_000, -60_000] * world)
             own.append([whole, extreme])
         for results, calls, group in run_calls(submission, own, wires=(BF16, F16)):
-            for rank, index, number, output, exact in list_outputs(results, calls, group):
-                wrong = (output.double() - exact).abs() > FLOAT32 * exact.abs().clamp(min=0 if number else 1)
+            for place, (rank, output, exact, values, index) in enumerate(list_outputs(results, calls, group)):
+                wire, least = ((BF16, 1), (F16, 0))[place % 2]
+                wrong = (output.double() - exact).abs() > FLOAT32 * exact.abs().clamp(min=least)
                 at = int(wrong.int().argmax())
-                wire = "float16" if number else "bfloat16"
                 got, wanted = format_distinct(float(output[at]), float(exact[at]))
-                expect(
-                    not wrong.any() and bool(output.isfinite().all()),
-                    f"values that {wire} can represent are averaged with the accuracy of float32: {wanted}",
-                    f"entry {at} of the output is {got}",
-                    partial(
-                        diagnosis.explain_error,
-                        output,
-                        [values[number] for values in calls],
-                        index,
-                        (BF16, F16)[number],
-                    ),
-                    rank=rank,
-                )
+                name = str(wire).removeprefix("torch.")
+                right = f"values that {name} can represent are averaged with the accuracy of float32: {wanted}"
+                why = partial(diagnosis.explain_error, output, values, index, wire)
+                is_right = not wrong.any() and bool(output.isfinite().all())
+                expect(is_right, right, f"entry {at} of the output is {got}", why, rank=rank)
 
 
 @pytest.mark.points(1)
@@ -107,83 +93,68 @@ def test_one_all_to_all(submission):
     for world in submission.worlds(2, 4):
         groups = SUBGROUPS if world == 4 else [list(range(world))]
         size = len(groups[0])
-        own = [[torch.randn(size * 24, generator=g) for _ in range(2)] for g in draw_generators(submission.rng, world)]
+        own = draw_normal(submission.rng, world, [size * 24] * 2)
         for results, calls, group in run_calls(submission, own, views=(True, False), wires=(BF16, F16), groups=groups):
-            for rank in group if size > 1 else []:
-                for number in range(2):
-                    launched = launches(results.events[rank], number)
-                    expect_one_launch(launched, size * 24, rank)
-                    [launch] = launched
-                    expect(
-                        not launch.sync and "launch" not in launch.wait_phases,
-                        "start_reduce_scatter returns without waiting for the all_to_all",
-                        "it waits",
-                        diagnosis.BLOCKED,
-                        rank=rank,
-                    )
-            for rank, index, number, output, exact in list_outputs(results, calls, group):
-                expect(
-                    torch.allclose(output.double(), exact, atol=0.05),
-                    f"each rank of the group {join_names(group)} gets its part of the group's average",
-                    f"the output is wrong by up to {float((output.double() - exact).abs().max()):.3g}",
-                    partial(diagnosis.explain_error, output, [values[number] for values in calls], index, world=world),
-                    rank=rank,
-                )
+            for at, _, launched in each_step(results.events, 2, group if size > 1 else []):
+                expect_one_launch(launched, size * 24, at["rank"])
+                is_right = not launched[0].sync and "launch" not in launched[0].wait_phases
+                right = "start_reduce_scatter returns without waiting for the all_to_all"
+                expect(is_right, right, "it waits", diagnosis.BLOCKED, rank=at["rank"])
+            right = f"each rank of the group {join_names(group)} gets its part of the group's average"
+            for rank, output, exact, values, index in list_outputs(results, calls, group):
+                wrong = f"the output is wrong by up to {float((output.double() - exact).abs().max()):.3g}"
+                why = partial(diagnosis.explain_error, output, values, index, world=world)
+                expect(torch.allclose(output.double(), exact, atol=0.05), right, wrong, why, rank=rank)
+
+
+KEPT = {  # what must stay as it is -> what a change says
+    "kept_input": ("the input keeps its values", diagnosis.INPUT_CHANGED),
+    "kept_output": ("the output keeps its values until the wait", diagnosis.WRITTEN_EARLY),
+    "kept_rest": ("a wait writes nothing except the output", diagnosis.INPUT_CHANGED),
+    "kept_twice": ("a second wait changes nothing", diagnosis.WRITTEN_TWICE),
+}
 
 
 @pytest.mark.points(1)
 def test_several_in_flight(submission):
     """Several reductions may be in flight. The first wait, in any order, writes the output, and the second nothing."""
-    rng = submission.rng
     for world in submission.worlds(1, 2, 3):
-        numels = [world * numel for numel in (40, 40, 16, 40)]
-        own = [[torch.randn(numel, generator=g) for numel in numels] for g in draw_generators(rng, world)]
-        order = rng.choice([[2, 0, 3, 1], [3, 2, 1, 0], [1, 3, 0, 2]])
+        own = draw_normal(submission.rng, world, [world * numel for numel in (40, 40, 16, 40)])
+        order = submission.rng.choice([[2, 0, 3, 1], [3, 2, 1, 0], [1, 3, 0, 2]])
         for results, calls, group in run_calls(submission, own, views=(False, True, True, False), order=order):
-            for rank in group:
-                for number, result in enumerate(results[rank]):
-                    for key, expected, cause in (
-                        ("kept_input", "the input keeps its values", diagnosis.INPUT_CHANGED),
-                        ("kept_output", "the output keeps its values until the wait", diagnosis.WRITTEN_EARLY),
-                        ("kept_rest", "a wait writes nothing except the output", diagnosis.INPUT_CHANGED),
-                        ("kept_twice", "a second wait changes nothing", diagnosis.WRITTEN_TWICE),
-                    ):
-                        is_free = len(group) == 1 and key in ("kept_input", "kept_output")
-                        expect(is_free or result[key], expected, "its values have changed", cause, rank=rank)
-                    raced = [x for x in launches(results.events[rank], number) if x.raced or not x.waits]
-                    expect(
-                        not raced,
-                        "the tensors of a launch stay as they are until its wait",
-                        f"those of reduction {number} have changed before, or nothing waits for it",
-                        diagnosis.SHARED if raced and raced[0].waits else diagnosis.UNAWAITED,
-                        rank=rank,
-                    )
-            for rank, _, number, output, exact in list_outputs(results, calls, group):
-                expect(
-                    torch.allclose(output.double(), exact, atol=0.05),
-                    f"four reductions in flight, awaited in the order {join_names(order)}, all get their averages",
-                    f"the output of reduction {number} is wrong by up to {float((output - exact).abs().max()):.3g}",
-                    partial(diagnosis.explain_flight, output, calls, results[rank], number, group.index(rank)),
-                    rank=rank,
-                )
+            for at, _, launched in each_step(results.events, 4, group):
+                rank, number = at["rank"], at["step"]
+                for key, (right, why) in KEPT.items():
+                    is_free = len(group) == 1 and key in ("kept_input", "kept_output")
+                    is_right = is_free or results[rank][number][key]
+                    expect(is_right, right, "its values have changed", why, rank=rank)
+                raced = [x for x in launched if x.raced or not x.waits]
+                right = "the tensors of a launch stay as they are until its wait"
+                wrong = f"those of reduction {number} have changed before, or nothing waits for it"
+                why = diagnosis.SHARED if raced and raced[0].waits else diagnosis.UNAWAITED
+                expect(not raced, right, wrong, why, rank=rank)
+            right = f"four reductions in flight, awaited in the order {join_names(order)}, all get their averages"
+            for place, (rank, output, exact, _, index) in enumerate(list_outputs(results, calls, group)):
+                number = place % 4
+                wrong = f"the output of reduction {number} is wrong by up to {float((output - exact).abs().max()):.3g}"
+                why = partial(diagnosis.explain_flight, output, calls, number, index)
+                expect(torch.allclose(output.double(), exact, atol=0.05), right, wrong, why, rank=rank)
 
 
 @pytest.mark.points(1)
 def test_scratch(submission):
     """After the wait, a reduction keeps no memory, even if its handle still exists."""
     [world] = submission.worlds(2)
-    jobs = PerRank({"values": torch.randn(world * 4096, generator=g)} for g in draw_generators(submission.rng, world))
+    jobs = PerRank({"values": values} for [values] in draw_normal(submission.rng, world, [world * 4096]))
     results = submission.run(m16_half_bytes.measure_scratch, jobs, world_size=world)
+    right = "after the wait, the scratch memory of a reduction is gone, even if its handle still exists"
     for rank, result in enumerate(results):
+        launched = launches(results.events[rank])
         if world > 1:
-            expect_one_launch(launches(results.events[rank]), world * 4096, rank)
-        expect(
-            result["after"] <= 64,  # numbers may stay, tensors may not
-            "after the wait, the scratch memory of a reduction is gone, even if its handle still exists",
-            f"{result['after']} bytes are alive. In flight, there were {result['during']}",
-            partial(diagnosis.explain_scratch, result, launches(results.events[rank])),
-            rank=rank,
-        )
+            expect_one_launch(launched, world * 4096, rank)
+        wrong = f"{result['after']} bytes are alive. In flight, there were {result['during']}"
+        why = partial(diagnosis.explain_scratch, result, launched)
+        expect(result["after"] <= 64, right, wrong, why, rank=rank)  # numbers may stay, tensors may not
 
 
 @pytest.mark.parts("Parts (c) to (e): the wrapper")
@@ -206,17 +177,12 @@ def test_gradients(submission):
         require_launches(results.events, case.group, "all_to_alls and all_gathers", is_half, 2, False)
         expect_interface(results, case)
     [world] = submission.worlds(2)
-    dtypes = [(F64, True), (BF16, True), (F64, False), (F32, True)]
-    for rank, answers in enumerate(
-        submission.run(m16_half_bytes.wrap_dtypes, JOB | {"dtypes": dtypes}, world_size=world)
-    ):
-        expect(
-            answers == ["ValueError", "ValueError", None, None],
-            "trainable weights in float64 or bfloat16 raise ValueError. Frozen ones in float64 are accepted",
-            f"the four answers are {join_names([answer or 'accepted' for answer in answers])}",
-            partial(diagnosis.explain_refusals, answers),
-            rank=rank,
-        )
+    job = JOB | {"dtypes": [(F64, True), (BF16, True), (F64, False), (F32, True)]}
+    right = "trainable weights in float64 or bfloat16 raise ValueError. Frozen ones in float64 are accepted"
+    for rank, answers in enumerate(submission.run(m16_half_bytes.wrap_dtypes, job, world_size=world)):
+        wrong = f"the four answers are {join_names([answer or 'accepted' for answer in answers])}"
+        is_right = answers == ["ValueError", "ValueError", None, None]
+        expect(is_right, right, wrong, partial(diagnosis.explain_refusals, answers), rank=rank)
 
 
 @pytest.mark.points(1)
@@ -227,10 +193,9 @@ def test_launches_overlap(submission):
         jobs = case.make_jobs(proven=1, **make_job(buckets_per_group))
         results = submission.run(training.train, jobs, world_size=world)
         buckets, groups = (list_groups(case.parameters(), world, length) for length in (1, buckets_per_group))
-        for rank, events in enumerate(results.events if world > 1 else []):
-            for step in range(2):
-                expect_half(events, {"rank": rank, "step": step}, buckets)
-                expect_overlap(events, {"rank": rank, "step": step}, groups, buckets_per_group)
+        for at, events, launched in each_step(results.events if world > 1 else [], 2):
+            expect_half(launched, at, buckets)
+            expect_overlap(events, launched, at, groups, buckets_per_group)
 
 
 @pytest.mark.points(1)
@@ -242,39 +207,31 @@ def test_zero_optimizer(submission):
         jobs = case.make_jobs(recipe=recipe, **make_job(2))
         results = submission.run(m08_zero.train, jobs, world_size=world)
         expected, start = compute_weights(case, recipe), case.start()
-        moved = {name: (start[name] - value).abs().max() for name, value in expected.items()}
         scale = 0.01 * 4 * max(case.largest_entries().values())
+        right = "after 4 steps of SGD with ZeroOptimizer, the weights are those of training in one process"
         for rank in case.group:
+            why = partial(diagnosis.explain_zero, launches(results.events[rank], 0))
             for name, value in expected.items():
                 error = float((results[rank]["weights"][name] - value).abs().max())
-                expect(
-                    error <= GRADIENT * max(float(moved[name]), scale),
-                    "after 4 steps of SGD with ZeroOptimizer, the weights are those of training in one process",
-                    f"the weights differ by up to {error:.3g}",
-                    partial(diagnosis.explain_zero, launches(results.events[rank], 0)),
-                    rank=rank,
-                    parameter=name,
-                )
+                is_right = error <= GRADIENT * max(float((start[name] - value).abs().max()), scale)
+                expect(is_right, right, f"the weights differ by up to {error:.3g}", why, rank=rank, parameter=name)
         expect_same_bits([results[rank]["weights"] for rank in case.group], case.group, None, "weights")
         numel = compute_padded_numel(case.parameters().values(), world)
-        for rank in case.group if world > 1 else []:
-            for step in range(4):
-                expect_zero_bytes(launches(results.events[rank], step), numel, {"rank": rank, "step": step})
+        for at, _, launched in each_step(results.events if world > 1 else [], 4):
+            expect_zero_bytes(launched, numel, at)
         # Gradients that are whole numbers: 256 on rank 0, 255 on rank 1, ...
         inputs = [[[torch.full((200,), 256.0 - rank)]] for rank in range(world)]
         weights = {"weights": [torch.zeros(200)], "recipe": recipe | {"options": {"lr": 1.0}}}
         jobs = PerRank(make_job() | weights | {"batches": own} for own in inputs)
+        mean = 256 - (world - 1) / 2
         for rank, result in enumerate(submission.run(m08_zero.train_dots, jobs, world_size=world)):
-            mean = 256 - (world - 1) / 2
             [weight] = result["weights"].values()
             got, wanted = format_distinct(-float(weight.max()), mean)
-            expect(
-                bool(((weight + mean).abs() <= FLOAT32 * mean).all()),
-                f"a step of SGD with lr=1 subtracts the average of 256 to {257 - world}, which is {wanted}",
-                f"it subtracts {got}",
-                diagnosis.ROUNDED_AGAIN if -float(weight.max()) == float(torch.tensor(mean).bfloat16()) else "",
-                rank=rank,
-            )
+            right = f"a step of SGD with lr=1 subtracts the average of 256 to {257 - world}, which is {wanted}"
+            is_rounded = -float(weight.max()) == float(torch.tensor(mean).bfloat16())
+            why = diagnosis.ROUNDED_AGAIN if is_rounded else ""
+            is_right = bool(((weight + mean).abs() <= FLOAT32 * mean).all())
+            expect(is_right, right, f"it subtracts {got}", why, rank=rank)
 
 
 @pytest.mark.parts("Part (f): what rounding loses")
@@ -287,11 +244,10 @@ def test_error_feedback(submission):
         values[:2] = torch.tensor([1 + 2**-10, -3 * 2**-12])  # the first is 1 in bfloat16
     [world] = submission.worlds(1)
     [result] = submission.run(m16_half_bytes.compress, {"values": steps}, world_size=world)
-    expect(
-        result["errors"][0].dtype == F32 and result["errors"][0].shape == (64,) and not result["errors"][0].any(),
-        "a new ErrorFeedback(64) has an error of 64 zeros in float32",
-        f"{result['errors'][0].dtype}, {tuple(result['errors'][0].shape)}",
-    )
+    first = result["errors"][0]
+    is_right = first.dtype == F32 and first.shape == (64,) and not first.any()
+    right = "a new ErrorFeedback(64) has an error of 64 zeros in float32"
+    expect(is_right, right, f"{first.dtype}, {tuple(first.shape)}")
     expected = compress_alone(steps, lambda values, error: (values + error, values + error))
     for number, (rounded, error) in enumerate(expected):
         right = torch.equal(result["rounded"][number].float(), rounded) and result["rounded"][number].dtype == BF16
@@ -309,6 +265,11 @@ def test_error_feedback(submission):
 # ---- what the checks use
 
 
+def draw_normal(rng, world, numels):
+    """Return tensors of normal values with these lengths for each rank."""
+    return [[torch.randn(numel, generator=g) for numel in numels] for g in draw_generators(rng, world)]
+
+
 def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
     """Reduce own[rank][number]. Yield the results, the values of the group's ranks, and the group, for each group.
 
@@ -318,17 +279,9 @@ def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
     world, count = len(own), len(own[0])
     groups = groups or [list(range(world))]
     options = [{"wire_dtype": wire} if wire not in (None, BF16) else {} for wire in wires or [None] * count]
-    jobs = PerRank(
-        {
-            "groups": groups,
-            "order": order or list(range(count)),
-            "calls": [
-                {"values": value, "options": option, "is_view": is_view}
-                for value, option, is_view in zip(values, options, views or [False] * count)
-            ],
-        }
-        for values in own
-    )
+    common = {"groups": groups, "order": order or list(range(count))}
+    common |= {"options": options, "views": views or [False] * count}
+    jobs = PerRank(common | {"tensors": values} for values in own)
     results = submission.run(m16_half_bytes.reduce, jobs, world_size=world)
     for group in groups:
         yield results, [own[rank] for rank in group], group
@@ -338,38 +291,30 @@ def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
 
 
 def list_outputs(results, calls, group):
-    """Yield (rank, its position in the group, number of the call, output, exact average) for all outputs."""
+    """Yield (rank, output, exact average, the ranks' values, position in the group) for all outputs of each rank."""
     for index, rank in enumerate(group):
         for number, result in enumerate(results[rank]):
-            average = sum(values[number].double() for values in calls) / len(group)
-            yield rank, index, number, result["output"].cpu(), average.chunk(len(group))[index]
+            values = [own[number] for own in calls]
+            average = sum(value.double() for value in values) / len(group)
+            yield rank, result["output"].cpu(), average.chunk(len(group))[index], values, index
 
 
 def expect_one_launch(launched, numel, rank):
     """Expect that a reduction of `numel` elements launches one all_to_all, in 16 bits."""
-    expect(
-        [(launch.op, launch.nbytes) for launch in launched] == [("all_to_all", 2 * numel)],
-        f"a reduction of {numel} elements launches one all_to_all, of {2 * numel} bytes, and nothing else",
-        summarize(launched),
-        partial(diagnosis.explain_calls, launched, numel),
-        rank=rank,
-    )
+    is_right = [(launch.op, launch.nbytes) for launch in launched] == [("all_to_all", 2 * numel)]
+    right = f"a reduction of {numel} elements launches one all_to_all, of {2 * numel} bytes, and nothing else"
+    expect(is_right, right, summarize(launched), partial(diagnosis.explain_calls, launched, numel), rank=rank)
 
 
 def expect_same_bits(tensors_by_rank, group, step, kind="gradients"):
     """Expect all ranks of a group to have the same bits."""
     first = tensors_by_rank[0]
+    right, wrong = f"all ranks have the same bits in their {kind}", f"they differ from those of rank {group[0]}"
     for rank, tensors in zip(group, tensors_by_rank):
         for name, tensor in tensors.items():
-            expect(
-                (tensor is None and first[name] is None) or torch.equal(tensor, first[name]),
-                f"all ranks have the same bits in their {kind}",
-                f"they differ from those of rank {group[0]}",
-                diagnosis.OWN_PART if kind == "gradients" else "",
-                rank=rank,
-                step=step,
-                parameter=name,
-            )
+            is_right = (tensor is None and first[name] is None) or torch.equal(tensor, first[name])
+            why = diagnosis.OWN_PART if kind == "gradients" else ""
+            expect(is_right, right, wrong, why, rank=rank, step=step, parameter=name)
 
 
 def is_half(launched):
@@ -377,40 +322,27 @@ def is_half(launched):
     return {launch.op for launch in launched} == {"all_to_all", "all_gather"}
 
 
-def expect_half(events, at, buckets):
+def expect_half(launched, at, buckets):
     """Expect one all_to_all for each bucket, and all_gathers of as many bytes."""
-    launched = launches(events, at["step"])
-    numels = [numel for _, numel, _ in buckets]
+    nbytes = [2 * numel for _, numel, _ in buckets]
     exchanges, gathers = ([x for x in launched if x.op == op] for op in ("all_to_all", "all_gather"))
-    expect(
-        [x.nbytes for x in exchanges] == [2 * n for n in numels] and "float16" not in {x.dtype for x in exchanges},
-        f"one all_to_all in bfloat16 for each of {len(numels)} buckets, of {join_names([2 * n for n in numels])} bytes",
-        summarize(launched),
-        partial(diagnosis.explain_buckets, launched, numels),
-        **at,
-    )
-    expect(
-        sum(x.nbytes for x in gathers) == 2 * sum(numels)
-        and len(exchanges) + len(gathers) == len(launched)
-        and "float16" not in {x.dtype for x in gathers},
-        f"all_gathers of {2 * sum(numels)} bytes together, in bfloat16, and nothing else, complete the gradients",
-        summarize([x for x in launched if x.op != "all_to_all"]),
-        partial(diagnosis.explain_gathers, launched, numels),
-        **at,
-    )
-    wrong = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
-    expect(
-        not wrong,
-        "the step waits on every handle before it reads or writes the tensors",
-        f"the step did not wait for {describe_missed(len(wrong), len(launched), 'launch')}, or their tensors changed "
-        "before the wait",
-        **at,
-    )
+    is_right = [x.nbytes for x in exchanges] == nbytes and "float16" not in {x.dtype for x in exchanges}
+    right = f"one all_to_all in bfloat16 for each of {len(nbytes)} buckets, of {join_names(nbytes)} bytes"
+    why = partial(diagnosis.explain_buckets, launched, nbytes)
+    expect(is_right, right, summarize(launched), why, **at)
+    is_right = sum(x.nbytes for x in gathers) == sum(nbytes) and "float16" not in {x.dtype for x in gathers}
+    is_right &= len(exchanges) + len(gathers) == len(launched)
+    right = f"all_gathers of {sum(nbytes)} bytes together, in bfloat16, and nothing else, complete the gradients"
+    wrong = summarize([x for x in launched if x.op != "all_to_all"])
+    expect(is_right, right, wrong, partial(diagnosis.explain_gathers, gathers, nbytes), **at)
+    late = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
+    right = "the step waits on every handle before it reads or writes the tensors"
+    wrong = f"the step did not wait for {describe_missed(len(late), len(launched), 'launch')}, or their tensors "
+    expect(not late, right, wrong + "changed before the wait", **at)
 
 
-def expect_overlap(events, at, groups, buckets_per_group):
+def expect_overlap(events, launched, at, groups, buckets_per_group):
     """Expect the all_to_alls of each group during backward, before the next group is complete, and no early wait."""
-    launched = launches(events, at["step"])
     exchanges = [x for x in launched if x.op == "all_to_all"]
     ready_at = {name: place for place, name in list_ready_gradients(events, at["step"])}
     at_once = [x for x in launched if waits_at_once(x, ready_at.values())]
@@ -418,22 +350,13 @@ def expect_overlap(events, at, groups, buckets_per_group):
         own = exchanges[number * buckets_per_group : (number + 1) * buckets_per_group]
         after = groups[number + 1][-1] if number + 1 < len(groups) else []
         late = [x for x in own if x.phase != "backward" or after and x.place > max(ready_at[name] for name in after)]
-        expect(
-            not late,
-            f"during backward, group {number} is launched before the next group is complete",
-            late
-            and f"it was launched {describe_phase(late[0])}. At that time, {describe_gradients(after or names)} ready",
-            diagnosis.LATE,
-            **at,
-        )
+        right = f"during backward, group {number} is launched before the next group is complete"
+        when = describe_phase(late[0]) if late else ""
+        wrong = f"it was launched {when}. At that time, {describe_gradients(after or names)} ready"
+        expect(not late, right, wrong, diagnosis.LATE, **at)
         blocking = [x for x in own if blocks_backward(x, after, ready_at)] if after else [x for x in own if x.sync]
-        expect(
-            not blocking,
-            f"backward does not wait for group {number} before gradients of the next group are ready",
-            "it waits earlier",
-            diagnosis.BLOCKED if at_once else "",
-            **at,
-        )
+        right = f"backward does not wait for group {number} before gradients of the next group are ready"
+        expect(not blocking, right, "it waits earlier", diagnosis.BLOCKED if at_once else "", **at)
     gathers = [x for x in at_once if x.op == "all_gather"]
     right = "backward does not wait for an all_gather where it is launched"
     expect(not gathers, right, f"it waits for {summarize(gathers)}", diagnosis.BLOCKED, **at)
@@ -447,19 +370,16 @@ def waits_at_once(launch, ready):
 
 def expect_zero_bytes(launched, numel, at):
     """Expect 16-bit all_to_alls of all gradients, and float32 all_gathers of all weights in the optimizer's step."""
-    own = [x for x in launched if x.phase in ("backward", "finish")]
-    expect(
-        {x.op for x in own} == {"all_to_all"} and sum(x.nbytes for x in own) == 2 * numel,
-        f"backward and finish launch all_to_alls of {2 * numel} bytes together, and nothing else",
-        summarize(own),
-        partial(diagnosis.explain_zero, launched),
-        **at,
-    )
-    own = [x for x in launched if x.phase == "step"]
-    expect(
-        {x.op for x in own} == {"all_gather"} and sum(x.nbytes for x in own) == 4 * numel,
-        f"the optimizer's step gathers the weights in float32, {4 * numel} bytes",
-        summarize(own),
-        partial(diagnosis.explain_zero, launched),
-        **at,
-    )
+    why = partial(diagnosis.explain_zero, launched)
+    for phases, op, nbytes, right in (
+        (
+            ("backward", "finish"),
+            "all_to_all",
+            2 * numel,
+            "backward and finish launch all_to_alls of {} bytes together",
+        ),
+        (("step",), "all_gather", 4 * numel, "the optimizer's step gathers the weights in float32, {} bytes"),
+    ):
+        own = [x for x in launched if x.phase in phases]
+        is_right = {x.op for x in own} == {op} and sum(x.nbytes for x in own) == nbytes
+        expect(is_right, right.format(nbytes) + ", and nothing else", summarize(own), why, **at)

@@ -15,9 +15,7 @@ SHARED = "reductions in flight share their scratch memory."
 UNAWAITED = "nothing waits for the all_to_all."
 KEPT = "the handle keeps its scratch tensors after the wait. Set them to None."
 KEPT_ELSEWHERE = "something other than the handle keeps the scratch tensors after the wait, even without the handle."
-OWN_PART = (
-    "a rank keeps its own part of the averages in float32, and the others have it in bfloat16. Replicas drift apart."
-)
+OWN_PART = "a rank keeps its own part in float32, and the others have it in bfloat16. Replicas drift apart."
 LATE = "the reductions wait for finish_grad_sync, or for a later bucket."
 ROUNDED_AGAIN = "the average is rounded to 16 bits once more before the optimizer gets it."
 SAME_RESULT = "compress returns the same tensor in each call."
@@ -71,9 +69,9 @@ def compute_average(values, index):
     return sum(value.chunk(len(values))[index] for value in values) / len(values)
 
 
-def explain_flight(output, calls, results, number, index):
+def explain_flight(output, calls, number, index):
     """Return why the output of one of several reductions in flight is wrong."""
-    for other in range(len(results)):
+    for other in range(len(calls[0])):
         wrong = compute_average([values[other] for values in calls], index)
         if other != number and wrong.shape == output.shape and torch.allclose(output, wrong, atol=0.05):
             return SHARED
@@ -92,7 +90,7 @@ def explain_calls(launched, numel):
     return ""
 
 
-def explain_buckets(launched, numels):
+def explain_buckets(launched, nbytes):
     """Return why a step does not have one 16-bit all_to_all per bucket."""
     exchanges = [launch for launch in launched if launch.op == "all_to_all"]
     if "float16" in {launch.dtype for launch in exchanges}:
@@ -101,7 +99,7 @@ def explain_buckets(launched, numels):
         return "the gradients are reduced as in module 7. Give the wrapper a group_class of its own." * (
             {launch.op for launch in launched} == {"reduce_scatter", "all_gather"}
         )
-    if len(exchanges) < len(numels) and not Counter(x.numel for x in exchanges) - Counter(numels):
+    if len(exchanges) < len(nbytes) and not Counter(x.nbytes for x in exchanges) - Counter(nbytes):
         return "not all buckets of a group are reduced."
     return ""
 
@@ -113,12 +111,11 @@ def explain_scratch(result, launched):
     return KEPT_ELSEWHERE if result["without"] else KEPT
 
 
-def explain_gathers(launched, numels):
+def explain_gathers(gathers, nbytes):
     """Return why a step's all_gathers do not carry all averages in 16 bits."""
-    gathers = [launch for launch in launched if launch.op == "all_gather"]
     if "float16" in {launch.dtype for launch in gathers}:
         return FLOAT16
-    return WIDE_GATHER if sum(x.nbytes for x in gathers) == 4 * sum(numels) else ""
+    return WIDE_GATHER if sum(x.nbytes for x in gathers) == 2 * sum(nbytes) else ""
 
 
 def explain_refusals(answers):

@@ -21,37 +21,37 @@ PATIENCE_S = 1.0  # gloo's threads hold the tensors of a collective for a moment
 
 
 def reduce(job: dict) -> list[dict]:
-    """Start a reduction for each of job["calls"], a step each, then wait for them in the order job["order"].
+    """Start a reduction of each of job["tensors"], a step each, then wait for them in the order job["order"].
 
-    A call has "values", "options", and "is_view", whether the output is a part of the input. Return each call's output,
-    whether output and input kept their values until the wait, whether the input did afterwards, and whether the
-    output did in a second wait.
+    Each has options, and job["views"] says whether its output is a part of the input. Return each output, whether
+    output and input kept their values until the wait, whether the input did afterwards, and whether the output did in a
+    second wait.
     """
     start, group = student(PACKAGE, "start_reduce_scatter"), create_group(job)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     flights, answers = [], []
-    for step, call in enumerate(job["calls"]):
+    for step, given in enumerate(job["tensors"]):
         recording.note("step", step=step)
-        values = call["values"].to(device(), copy=True)
+        values = given.to(device(), copy=True)
         own = values.chunk(size)[rank]
-        output = own if call["is_view"] else torch.full_like(own, MARK)
+        output = own if job["views"][step] else torch.full_like(own, MARK)
         before = output.clone()
         with phase("launch"):
-            handle = start(output, values, group, **call["options"])
+            handle = start(output, values, group, **job["options"][step])
         flights.append((values, output, before, handle))
         answers.append({})
-    for (values, output, before, _), call, answer in zip(flights, job["calls"], answers):
+    for (values, output, before, _), given, answer in zip(flights, job["tensors"], answers):
         answer["kept_output"] = torch.equal(output, before)
-        answer["kept_input"] = torch.equal(values.cpu(), call["values"])
+        answer["kept_input"] = torch.equal(values.cpu(), given)
     for step in job["order"]:
         recording.note("step", step=step)
         with phase("wait"):
             flights[step][-1].wait()
-    for (values, output, before, handle), call, answer in zip(flights, job["calls"], answers):
+    for (values, output, before, handle), given, is_view, answer in zip(flights, job["tensors"], job["views"], answers):
         answer["output"] = output.clone()
-        if call["is_view"]:
+        if is_view:
             values.chunk(size)[rank].copy_(before)
-        answer["kept_rest"] = torch.equal(values.cpu(), call["values"])
+        answer["kept_rest"] = torch.equal(values.cpu(), given)
         output.fill_(MARK)
         with phase("second wait"):
             handle.wait()
