@@ -15,7 +15,7 @@ from typing import Any
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import explain_exception
 from brigade.checks.diagnose.parts import describe_part
-from brigade.checks.verdict import CheckFailed, Location, Verdict, make_not_run
+from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
 from brigade.course.submission import Sources
 from brigade.events import OPPOSITES
 from brigade.runner import machine, ranks
@@ -52,28 +52,34 @@ MAX_FRAMES = 6  # of a traceback in a message
 TURN = threading.Lock()
 
 
-@dataclass
-class CheckContext:
-    """The argument of a check. It runs scenarios on the submission and draws random cases.
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions under which checks run. The same seed gives the same random cases."""
 
-    `sources` contains the text of the submission's modules; only ranks import them. No run may continue after
-    `ends_at`, a value of time.monotonic().
-    """
-
-    sources: Sources
     seed: int = 0
     backend: str = "gloo"
     share_gpu: bool = False
-    deadline_s: float | None = None
-    ends_at: float = math.inf
+    deadline_s: float | None = None  # for one run of ranks
+    ends_at: float = math.inf  # the value of time.monotonic() by which a check has to end
     is_debugged: bool = False
+
+
+@dataclass
+class CheckContext:
+    """The argument of a check. It runs scenarios on the submission and draws random cases with `rng`.
+
+    `sources` contains the text of the submission's modules; only ranks import them.
+    """
+
+    sources: Sources
+    conditions: Conditions = Conditions()
     rng: random.Random = field(init=False)
     output: list[str] = field(init=False, default_factory=list)
     has_turn: bool = field(init=False, default=False)
     contradiction: CheckFailed | None = field(init=False, default=None)  # why the check fails even if it passes
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
+        self.rng = random.Random(self.conditions.seed)
 
     @contextlib.contextmanager
     def take_turn(self) -> Iterator[None]:
@@ -85,21 +91,9 @@ class CheckContext:
             finally:
                 self.has_turn = False
 
-    @contextlib.contextmanager
-    def _pause(self) -> Iterator[None]:
-        """Give up the turn during the block."""
-        if not self.has_turn:
-            yield
-            return
-        TURN.release()
-        try:
-            yield
-        finally:
-            TURN.acquire()
-
     def worlds(self, *sizes: int) -> list[int]:
         """Return the world sizes to check: `sizes`, or only 1 under --debug."""
-        return [1] if self.is_debugged else list(sizes)
+        return [1] if self.conditions.is_debugged else list(sizes)
 
     def case(self, model: str, world_size: int, **options: Any) -> Any:
         """Return a random training problem; see `reference.Case`."""
@@ -112,62 +106,56 @@ class CheckContext:
 
         If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.
         """
-        [results] = self._run(scenario, [args], world_size=world_size, mode=mode)
+        [results] = self._run(scenario, [args], world_size, mode)
         return results
 
     def run_each(self, scenario: Callable[..., Any], jobs_per_call: Sequence[ranks.PerRank]) -> list[ranks.RankResults]:
-        """Call the scenario once for each element of `jobs_per_call`, and return the results of each call.
-
-        The calls run one after the other on the same ranks, which saves starting new ones. Raise CheckFailed as `run`
-        does.
-        """
-        return self._run(scenario, [[jobs] for jobs in jobs_per_call], world_size=len(jobs_per_call[0]))
+        """Call the scenario once for each element of `jobs_per_call` on the same ranks: see `run`."""
+        return self._run(scenario, [[jobs] for jobs in jobs_per_call], len(jobs_per_call[0]))
 
     def _run(
         self,
         scenario: Callable[..., Any],
         args_per_call: Sequence[Sequence[Any]],
-        *,
         world_size: int,
         mode: str = "strict",
     ) -> list[ranks.RankResults]:
-        usual_s = (self.deadline_s or ranks.DEADLINE_S[self.backend]) * max(1, len(args_per_call) / 10)
-        left_s = self.ends_at - time.monotonic()
+        how = self.conditions
+        usual_s = (how.deadline_s or ranks.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
+        left_s = how.ends_at - time.monotonic()
         if left_s <= 0:
             raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
+        seed = self.rng.randrange(2**63)
+        if self.has_turn:
+            TURN.release()
         try:
-            seed = self.rng.randrange(2**63)
-            with self._pause():
-                results = ranks.run_calls(
-                    scenario,
-                    args_per_call,
-                    world_size=world_size,
-                    backend=self.backend if self.share_gpu or world_size <= machine.count_gpus() else "gloo",
-                    share_gpu=self.share_gpu,
-                    deadline=min(usual_s, left_s),
-                    mode=mode,
-                    packages={"submission": self.sources},
-                    graded=True,
-                    seed=seed,
-                    terminal=self.is_debugged,
-                )
+            results = ranks.run_calls(
+                scenario,
+                args_per_call,
+                world_size=world_size,
+                backend=how.backend if how.share_gpu or world_size <= machine.count_gpus() else "gloo",
+                share_gpu=how.share_gpu,
+                deadline=min(usual_s, left_s),
+                mode=mode,
+                packages={"submission": self.sources},
+                graded=True,
+                seed=seed,
+                terminal=how.is_debugged,
+            )
         except ranks.RankFailure as failure:
             self.output = failure.output
-            note = (
-                "The time limit for the checks of this module was reached here."
-                if failure.kind == "deadline" and left_s < usual_s
-                else ""
-            )
+            is_late = failure.kind == "deadline" and left_s < usual_s
+            note = "The time limit for the checks of this module was reached here." if is_late else ""
             raise to_failure(failure, self.sources, note) from None
+        finally:
+            if self.has_turn:
+                TURN.acquire()
         self.output = results[0].output
         self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
         return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
-        """Run a scenario only to look for a cause. Return the result of each rank, or None if the run fails.
-
-        Keep the output of the failed check's ranks.
-        """
+        """Run a scenario only to look for a cause. Return None if the run fails. Keep the failed check's output."""
         output = self.output
         try:
             return self.run(scenario, *args, world_size=world_size)
@@ -200,10 +188,11 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     if failure.part:
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
-    kind = "mismatch" if is_mismatch(failure) else failure.kind
-    is_message = bool(failure.waiting) and set(OPPOSITES) >= set(failure.waiting)
+    kind, is_message = failure.kind, bool(failure.waiting) and set(OPPOSITES) >= set(failure.waiting)
+    if kind in ("exception", "died") and any(OTHER_SIZE in text for text in [failure.message, *failure.output]):
+        kind = "mismatch"  # gloo noticed it before the monitor
     causes, expected = (CAUSES_OF_MESSAGES, EXPECTED_OF_MESSAGES) if is_message else (USUAL_CAUSES, EXPECTED)
-    cause, hypothesis = causes.get(kind, ""), f"usual for {kind}"
+    cause, hypothesis = causes.get(kind, ""), USUAL_CAUSE
     if kind == "deadlock" and failure.waiting == {"send"}:
         cause = ALL_SEND
     if kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
@@ -211,6 +200,8 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     if kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)
         note = note or ("" if cause else describe_part(failure, sources))
+    names = {Path(path).name for path, _ in sources.values()}
+    own = [frame[:3] for frame in failure.frames if frame[0] in names]
     return CheckFailed(
         Verdict(
             expected.get(kind, "every rank returns its result"),
@@ -219,23 +210,10 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
             hypothesis if cause else "",
             ending=kind,
             rank=failure.rank,
-            location=find_location(failure, sources),
+            location=own[-1] if own else None,
             error=failure.error or "",
             message=failure.message,
             note=note,
         ),
         failure.events,
     )
-
-
-def is_mismatch(failure: ranks.RankFailure) -> bool:
-    """Return whether gloo noticed before the monitor that the ranks called different collectives."""
-    texts = [failure.message, *failure.output]
-    return failure.kind in ("exception", "died") and any(OTHER_SIZE in text for text in texts)
-
-
-def find_location(failure: ranks.RankFailure, sources: Sources) -> Location | None:
-    """Return the innermost line of the submission in the failed rank's traceback, or None."""
-    names = {Path(path).name for path, _ in sources.values()}
-    own = [Location(file, line, function) for file, line, function, _ in failure.frames if file in names]
-    return own[-1] if own else None

@@ -25,7 +25,7 @@ from brigade.checks.diagnose.evidence import (
     join_names,
 )
 from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, agree, explain_tensors
-from brigade.checks.verdict import GENERAL, CheckFailed, Verdict
+from brigade.checks.verdict import GENERAL, USUAL_CAUSE, CheckFailed, Verdict
 from brigade.events import (
     Event,
     Launch,
@@ -67,7 +67,7 @@ def expect(
     """
     if not condition:
         cause = evaluate(likely_cause)
-        hypothesis = "usual launches" if cause == USUAL_LAUNCHES else ""
+        hypothesis = USUAL_CAUSE if cause == USUAL_LAUNCHES else ""
         raise CheckFailed(Verdict(expected, got, cause, hypothesis, rank=rank, step=step, parameter=parameter))
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import random
 import shlex
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from brigade.checks.collect import Check
-from brigade.checks.context import CheckContext
-from brigade.checks.server import start_server
+from brigade.checks.context import CheckContext, Conditions
 from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
@@ -24,21 +21,8 @@ from brigade.rank import dynamo_stub
 from brigade.runner import machine, ranks
 from brigade.runner.server import SERVER, ServerLost
 
-DEADLINE_DIVISOR = 4  # once a check has reached its deadline, later checks get a quarter of the usual time
 BROKEN_NOTE = "The check fails with the reference solution, too. It is not your mistake; please report it."
 HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other check runs
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The conditions under which checks run. The same seed gives the same random cases."""
-
-    seed: int = 0
-    backend: str = "gloo"
-    share_gpu: bool = False
-    deadline_s: float | None = None  # for one run of ranks
-    ends_at: float = math.inf  # the value of time.monotonic() by which a check has to end
-    is_debugged: bool = False
 
 
 def run_check(
@@ -60,15 +44,11 @@ def run_check(
     )
     context = None
     try:
-        context = CheckContext(
-            read_sources(target, check.module, prior_source, replaced) if sources is None else sources,
-            seed=derive_seed(conditions.seed, check.name),
-            backend=conditions.backend,
-            share_gpu=conditions.share_gpu,
-            deadline_s=conditions.deadline_s,
-            ends_at=conditions.ends_at,
-            is_debugged=conditions.is_debugged,
-        )
+        if sources is None:
+            sources = read_sources(target, check.module, prior_source, replaced)
+        # The seed depends on the check's name, so that running the check alone repeats its cases.
+        seed = random.Random(f"{conditions.seed}/{check.name}").randrange(2**63)
+        context = CheckContext(sources, replace(conditions, seed=seed))
         with context.take_turn():
             check.function(context)
         if context.contradiction:
@@ -79,7 +59,7 @@ def run_check(
         outcome.status = "not written" if failed.verdict.part else "failed"
         is_import = failed.verdict.error in ("ImportError", "ModuleNotFoundError")
         is_ours = is_import and not failed.verdict.location  # perhaps of a scenario
-        if is_ours and context and is_broken(check, conditions, context):
+        if is_ours and is_broken(check, conditions, sources):
             outcome.status, outcome.verdict = "error", replace(failed.verdict, ending=BROKEN, note=BROKEN_NOTE)
     except ServerLost as lost:
         outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
@@ -88,7 +68,7 @@ def run_check(
     except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash the grader
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         got, ending = f"the check could not examine what the ranks returned ({reason})", "unexamined"
-        if context and is_broken(check, conditions, context):
+        if context and is_broken(check, conditions, sources):
             got, ending = f"the check raised {reason}. {BROKEN_NOTE}", BROKEN
         outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending=ending)
         outcome.exception = error
@@ -97,9 +77,9 @@ def run_check(
     return outcome
 
 
-def is_broken(check: Check, conditions: Conditions, context: CheckContext) -> bool:
+def is_broken(check: Check, conditions: Conditions, sources: Sources) -> bool:
     """Return whether a check that raised an exception on a submission does not pass with the reference either."""
-    own = next(path for name, (path, _) in context.sources.items() if name.startswith(get_module(check.module).package))
+    own = next(path for name, (path, _) in sources.items() if name.startswith(get_module(check.module).package))
     return HAS_SOLUTIONS and (is_sealed(own) or not run_check(check, "solutions", conditions).passed)
 
 
@@ -113,51 +93,33 @@ def run_checks(
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks, or else as they finish.
 
-    A check does not run if the check that it needs did not pass. Ranks mostly wait for each other, so two checks at a
-    time use two cores better than one check. Once a check has reached its deadline, later checks get less time. After
-    `HUNG_LIMIT` such checks, no other check runs.
+    A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT` checks have reached their
+    deadline. Ranks mostly wait for each other, so two checks at a time use two cores better than one check.
     """
     hung = 0
     if len(checks) > 1:
         compile_student_files(target, max(check.module for check in checks), prior_source)
     results: dict[tuple[int, str], Future[Outcome]] = {(check.module, check.name): Future() for check in checks}
 
-    def run_next(check: Check) -> Outcome:
-        outcome = run_unless_in_vain(check)
-        results[check.module, check.name].set_result(outcome)
-        return outcome
-
     def run_unless_in_vain(check: Check) -> Outcome:
         nonlocal hung
         needed = results.get((check.module, check.needs))  # its check is earlier in the list and so has started
-        reason = f"{hung} earlier checks reached their time limit" if hung >= HUNG_LIMIT else ""
         if needed and not (first := needed.result()).passed:
-            reason = f"first {first.check.number}"
-        if reason:
-            return Outcome(
-                check, verdict=make_not_run(reason), repeat=make_repeat_command(check, target, conditions, prior_source)
-            )
-        usual_s = conditions.deadline_s or ranks.DEADLINE_S[conditions.backend]
-        is_shortened = hung > 0
-        outcome = run_check(
-            check,
-            target,
-            replace(conditions, deadline_s=usual_s / DEADLINE_DIVISOR) if is_shortened else conditions,
-            prior_source,
-        )
-        if outcome.ending == "deadline":
-            if is_shortened:
-                note = "This check got less time than usual because an earlier check reached its time limit."
-                outcome.verdict = replace(outcome.verdict, note=note)
-            hung += 1
+            outcome = Outcome(check, verdict=make_not_run(f"first {first.check.number}"))
+        elif hung >= HUNG_LIMIT:
+            outcome = Outcome(check, verdict=make_not_run(f"{hung} earlier checks reached their time limit"))
+        else:
+            outcome = run_check(check, target, conditions, prior_source)
+            hung += outcome.ending == "deadline"
+        results[check.module, check.name].set_result(outcome)
         return outcome
 
     if at_a_time == 1:
-        yield from map(run_next, checks)
+        yield from map(run_unless_in_vain, checks)
         return
     pool = ThreadPoolExecutor(at_a_time)
     try:
-        futures = [pool.submit(run_next, check) for check in checks]
+        futures = [pool.submit(run_unless_in_vain, check) for check in checks]
         for future in futures if in_order else as_completed(futures):
             yield future.result()
     except KeyboardInterrupt:
@@ -179,35 +141,30 @@ def compile_student_files(target: str | Path, number: int, prior_source: str) ->
         pass  # every check reports this error
 
 
+def start_server() -> None:
+    """Start the server from which ranks are forked, unless it is running. It imports torch in the meantime.
+
+    Isolated ranks cannot read the course's files, so they can use only modules that the server has imported.
+    """
+    SERVER.preload |= {"brigade.checks.edge_case_models", "brigade.checks.tiny_lm"}
+    SERVER.start()
+
+
 def prepare() -> None:
     """Import the modules that checks need, in this process and in the process from which ranks are forked."""
     start_server()
-    with limit_threads():
-        dynamo_stub.import_torch()
+    # The tensors of checks are small; on a busy machine, a second thread only adds waiting time.
+    limits = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
+    os.environ |= limits
+    dynamo_stub.import_torch()
+    for name in limits:
+        del os.environ[name]
     import torch
 
     import brigade.checks.reference  # noqa: F401
 
     machine.hide_gpus()  # this process computes the expected values on the CPU
     torch.set_num_threads(1)  # if torch was imported earlier; this applies to the current thread only
-
-
-@contextlib.contextmanager
-def limit_threads() -> Iterator[None]:
-    """Make torch and numpy use one thread if they are imported in this block.
-
-    The tensors of checks are small; on a busy machine, a second thread only adds waiting time.
-    """
-    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    os.environ |= dict.fromkeys(before, "1")
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def read_sources(
@@ -218,11 +175,6 @@ def read_sources(
         return read(target, number, prior_source, replaced).sources
     except CourseError as error:
         raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
-
-
-def derive_seed(seed: int, name: str) -> int:
-    """Return the seed of one check, so that running a check alone repeats its cases."""
-    return random.Random(f"{seed}/{name}").randrange(2**63)
 
 
 def choose_backend() -> str:

@@ -16,34 +16,16 @@ from brigade.course.parts import Part
 LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
 LABEL_WIDTH = 14  # the length of "Likely cause: "
 
-# How the run that led to a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
+# How the run that led to a verdict ended, other than the kinds of `RankFailure`, "unreadable" (the submission cannot be
+# read), "refused" (the check cannot run here), "lost" (something outside ended the process that starts the ranks) and
+# "unexamined" (the check itself raised an exception).
 COMPLETE = "complete"  # every rank returned a result, but not the expected one
-NOT_RUN = "not run"
+NOT_RUN = "not run"  # `got` is the reason
 BROKEN = "broken"  # the check raises an exception on the reference, too
-ENDINGS = (
-    COMPLETE,
-    *("exception", "died", "deadline", "deadlock", "mismatch", "garbled"),
-    "unreadable",  # the submission cannot be read
-    "refused",  # the check cannot run here
-    "lost",  # something outside ended the process that starts the ranks
-    "unexamined",  # the check itself raised an exception
-    BROKEN,
-    NOT_RUN,  # `got` is the reason
-)
 # Hypotheses of vague causes. A more specific cause replaces them, or is shown first.
 GENERAL = ("early_read", "ranks_disagree")
-# Hypotheses without evidence of their own: the cause is the usual one.
-USUAL_CAUSES = ("usual launches", *(f"usual for {ending}" for ending in ENDINGS))
+USUAL_CAUSE = "usual cause"  # a hypothesis without evidence of its own
 STATED, SEEN, USUAL, UNEXPLAINED, UNWRITTEN = range(5)  # what a verdict tells, from the most to the least specific
-
-
-@dataclass(frozen=True)
-class Location:
-    """A line of the submission."""
-
-    file: str
-    line: int
-    function: str
 
 
 @dataclass(frozen=True)
@@ -51,37 +33,30 @@ class Verdict:
     """The reason why a check did not pass. `got` refers to `rank`, `step` and `parameter`, if they are known.
 
     `hypothesis` is the name of the rule that found the likely cause. `part` is the part of the module that is not
-    written yet. `error` is the type of a rank's exception and `message` its text. `note` adds a fact, such as the time
-    limit of the check or the part of the module to which a failing line belongs.
+    written yet. `error` is the type of a rank's exception, `message` its text, and `location` the line of the
+    submission. `note` adds a fact, such as the time limit of the check.
     """
 
     expected: str
     got: str
     likely_cause: str = ""
     hypothesis: str = ""
-    ending: str = COMPLETE  # one of ENDINGS
+    ending: str = COMPLETE
     rank: int | None = None
     step: int | None = None
     parameter: str | None = None
     part: Part | None = None
-    location: Location | None = None
+    location: tuple[str, int, str] | None = None  # file, line, function
     error: str = ""
     message: str = ""
     note: str = ""
 
     @property
-    def where(self) -> str:
-        """The place of the failure, such as "rank 1, step 0, weight", or "" if it is unknown or in `got`."""
-        if self.ending != COMPLETE:
-            return ""
-        rank = [] if self.rank is None else [f"rank {self.rank}"]
-        step = [] if self.step is None else [f"step {self.step}"]
-        return ", ".join([*rank, *step, *filter(None, [self.parameter])])
-
-    @property
     def described(self) -> str:
-        """The value of `got` with the place of the failure in front."""
-        return f"{self.where}: {self.got}" if self.where else self.got
+        """The value of `got` with the place of the failure in front, such as "rank 1, step 0, weight"."""
+        places = (("rank ", self.rank), ("step ", self.step), ("", self.parameter or None))
+        where = ", ".join(f"{word}{place}" for word, place in places if place is not None)
+        return f"{where}: {self.got}" if where and self.ending == COMPLETE else self.got
 
     def __str__(self) -> str:
         if self.ending == NOT_RUN:
@@ -151,7 +126,7 @@ class Outcome:
         verdict = self.verdict
         if verdict.part:
             return UNWRITTEN
-        if verdict.hypothesis in USUAL_CAUSES:
+        if verdict.hypothesis == USUAL_CAUSE:
             return USUAL
         if verdict.likely_cause or verdict.ending == "unreadable":
             return SEEN if verdict.hypothesis in GENERAL else STATED

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from brigade.checks import render
 from brigade.checks.collect import Check, collect
-from brigade.checks.run import Conditions, choose_backend, prepare, run_checks
-from brigade.checks.server import start_server
+from brigade.checks.run import Conditions, choose_backend, prepare, run_checks, start_server
 from brigade.checks.verdict import NOT_RUN, Outcome
 from brigade.cli.console import console, shorten
 from brigade.cli.options import add, add_prior, add_target

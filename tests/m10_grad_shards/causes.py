@@ -102,7 +102,7 @@ def explain_failed_run(groups):
 def find_wrong_piece(verdict):
     """Return why a part of a parameter gets a gradient of another length; "" if this is not what happened."""
     lengths = re.search(r"assign a gradient of size '\[(\d+)\]' to a tensor of size '\[(\d+)\]'", verdict.message)
-    if not lengths or not verdict.location or not verdict.location.function.startswith("prepare_grad"):
+    if not lengths or not verdict.location or not verdict.location[-1].startswith("prepare_grad"):
         return ""
     return (
         f"the piece of grad_data has {lengths[1]} elements instead of {lengths[2]}, because its position in the shard "

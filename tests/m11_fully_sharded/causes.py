@@ -9,7 +9,7 @@ import torch
 
 from brigade.checks import edge_case_models
 from brigade.checks.diagnose.evidence import find_no_sync_launches, join_names
-from brigade.checks.verdict import CheckFailed
+from brigade.checks.verdict import USUAL_CAUSE, CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.causes import scale_to
@@ -366,7 +366,7 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
         ):
             return FREED_AGAIN
         return CRASHED if has_crashed else explain_freed(failed, jobs_per_call)
-    if failed.verdict.hypothesis in ("usual for mismatch", "usual for deadlock"):
+    if failed.verdict.hypothesis == USUAL_CAUSE and failed.verdict.ending in ("mismatch", "deadlock"):
         return explain_skips(submission, scenario, jobs_per_call)
     return ""
 

@@ -16,7 +16,7 @@ from mutants import list_mutants, read_reference
 from brigade.checks import render, run
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
-from brigade.checks.verdict import NOT_RUN, CheckFailed, Location, Outcome, Verdict
+from brigade.checks.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Outcome, Verdict
 from brigade.cli import check as check_command
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
@@ -52,7 +52,7 @@ def test_the_reason_why_checks_did_not_run_is_given_once():
 
 
 def test_the_most_specific_cause_comes_first():
-    vague = make_outcome(1, "it depends.", hypothesis="usual for deadlock")
+    vague = make_outcome(1, "it depends.", hypothesis=USUAL_CAUSE)
     unknown, stated = make_outcome(2), make_outcome(3, "it is summed.")
     other = make_outcome(4, "it is late.", got="one\ntwo")
     unwritten = make_outcome(5, part=Part(4, "c"))
@@ -66,7 +66,7 @@ def test_the_most_specific_cause_comes_first():
 
 
 def test_exceptions_and_crashes_are_one_whatever_their_causes():
-    line = Location("a.py", 3, "finish")
+    line = ("a.py", 3, "finish")
     raised = [
         make_outcome(n, cause, ending="exception", error="RuntimeError", message=f"{n} vs. {n * 7}", location=line)
         for n, cause in ((1, ""), (2, "the shard is empty."))
