@@ -10,10 +10,8 @@ from in_ranks import course as functions
 from brigade.checks.context import CheckContext, to_failure
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns, find_used_results
-from brigade.checks.diagnose.parts import describe_part, find_tasks
+from brigade.checks.diagnose.parts import describe_part
 from brigade.checks.verdict import CheckFailed
-from brigade.course.modules import MODULES
-from brigade.course.skeletons import make_skeleton
 from brigade.course.submission import read
 from brigade.runner.report import OTHER_SIZE, RankFailure, remove_jargon
 
@@ -98,7 +96,7 @@ def test_an_outer_optimizer_without_defaults():
         "class Outer(torch.optim.Optimizer):\n    def __init__(self, params):\n        super().__init__(params, {})\n"
     )
     likely_cause = cause("KeyError", "'lr'", own=False, text=text)
-    assert "have no 'lr'. Pass the defaults" in likely_cause and "(f.py, line 3)" in likely_cause
+    assert "have no 'lr'. Pass the defaults" in likely_cause
     assert cause("KeyError", "'layers.0.weight'", own=False, text=text) == ""
 
 
@@ -109,18 +107,11 @@ def test_an_exception_without_a_known_cause_is_placed_in_a_part():
     failure = RankFailure("exception", "rank 0 raised ZeroDivisionError", [], 0, "ZeroDivisionError", frames=frames)
     sources = {"m04_bucketed_ddp.bucketed_ddp": ("/somewhere/bucketed_ddp.py", text)}
     note = describe_part(failure, sources)
-    assert note.startswith("The line is in Bucket.finish, module 4, part (c): Wait for the all-reduce and copy")
-    assert note.endswith("run `brigade hint 4 c`.")
+    assert note == "The line is in Bucket.finish, module 4, part (c). For a hint, run `brigade hint 4 c`."
     failed = to_failure(failure, sources)
     assert failed.verdict.note == note and failed.with_cause("a known cause.").verdict.note == ""
     failure.frames = [("bucketed_ddp.py", 7, "help", "1 / 0")]
     assert describe_part(failure, sources) == ""
-
-
-def test_every_part_has_a_task():
-    for entry in MODULES:
-        tasks = [task for parts in find_tasks(make_skeleton(entry)).values() for task in parts]
-        assert tasks and all(letter and task for letter, task in tasks), f"module {entry.number}"
 
 
 def test_results_that_are_used():

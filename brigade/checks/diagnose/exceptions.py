@@ -34,24 +34,20 @@ CALLED_HOOK = "a hook is called on the line that registers it. Pass the function
 
 @dataclass(frozen=True)
 class Symptom:
-    """A rule: if an exception has the type `error` ("": any type) and `message` matches its text, `cause` explains it.
+    """A rule: `cause` explains an exception of the type `error` ("": any type) whose text matches `message`.
 
-    If `cause` is a function, it is called. If it returns "", the rule does not apply.
+    The line that raised it must match `line`, and the text of its file must match `file`. `not_own` excludes exceptions
+    from the submission's own lines. The groups of `message` fill the braces in `cause`. If `cause` is a function and
+    returns "", the rule does not apply.
     """
 
     name: str
     error: str
     message: str
     cause: str | Callable[[RankFailure, Sources], str]
-
-
-def explain_signature(failure: RankFailure, sources: Sources) -> str:
-    return "" if failure.own else "the signature differs from the one in the skeleton."
-
-
-def explain_called_hook(failure: RankFailure, sources: Sources) -> str:
-    in_backward = any("run_backward" in text or "loss.backward()" in text for *_, text in failure.frames)
-    return CALLED_HOOK if in_backward and not failure.own else ""
+    line: str = ""
+    file: str = ""
+    not_own: bool = False
 
 
 def explain_no_result(failure: RankFailure, sources: Sources) -> str:
@@ -66,77 +62,18 @@ def explain_no_return(failure: RankFailure, sources: Sources) -> str:
     return f"`return` is missing in {join_names(names)}, so the result is None." if names else ""
 
 
-def explain_unequal_shards(failure: RankFailure, sources: Sources) -> str:
-    whole, given = re.search(UNEQUAL_SHARDS, failure.message).groups()
-    return (
-        f"reduce_scatter(output, input) received an input of {given} elements, but the outputs of all ranks have "
-        f"{whole} elements in total. The output must be the rank's own shard. The input must be the whole flat tensor, "
-        "which is as long as all shards together."
-    )
-
-
-def explain_no_gradient(failure: RankFailure, sources: Sources) -> str:
-    [name] = re.search(NO_ATTRIBUTE, failure.message).groups()
-    is_used = any(f".grad.{name}" in text for *_, text in failure.frames)
-    return "the gradient of a parameter that a rank did not use is None. Treat it as zeros." if is_used else ""
-
-
-def explain_last_bucket(failure: RankFailure, sources: Sources) -> str:
-    last = failure.frames[-1][-1] if failure.frames else ""
-    cause = "an index is beyond the buffer's last bucket. The last group may have fewer buckets than the others."
-    return cause if "bucket_ranges[" in last else ""
-
-
 def explain_world_rank(failure: RankFailure, sources: Sources) -> str:
-    files = {file for file, *_ in failure.frames[-1:]}
-    text = "".join(text for path, text in sources.values() if Path(path).name in files)
     ranks = [event["ranks"] for event in get_events(failure) if event["kind"] == "launch"]
-    in_group = any(len(group) < len(failure.events) for group in ranks)
     cause = "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)."
-    return cause if in_group and re.search(r"get_rank\(\)", text) else ""
-
-
-def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
-    last = failure.frames[-1][-1] if failure.frames else ""
-    if re.search(r"zeros|ones|empty", last):
-        return "the new gradient must have its parameter's dtype and shape. Use torch.zeros_like(parameter)."
-    if re.search("dtype|different type", failure.message):
-        file = failure.frames[-1][0] if failure.frames else ""
-        text = next((text for path, text in sources.values() if Path(path).name == file), "")
-        if re.search("dtype '[^']*(BFloat16|Half)' to .* '[^']*Float'", failure.message):
-            return (
-                "the gradient has 16 bits, but its tensor is fp32, as main parameters are. Convert the gradient to the "
-                "dtype of its tensor."
-            )
-        if "torch.cat(" in text and "grad_dtype 'Double'" not in failure.message:  # nothing is wider
-            return (
-                "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one "
-                "flat tensor per dtype, and copy the pieces into p.grad."
-            )
-        if "main_grad" in text:
-            return MAIN_GRAD_AS_GRAD
-        return "p.grad must have its parameter's dtype. Convert the gradient with .to(parameter.dtype)."
-    if "device" in failure.message:
-        return "p.grad must be on the device of its parameter."
-    return "p.grad must have its parameter's shape. Copy the piece of the flat tensor into p.grad instead."
-
-
-def explain_missing_option(failure: RankFailure, sources: Sources) -> str:
-    """Name the line that constructs the outer optimizer without the inner optimizer's options."""
-    line = next((f" ({line})" for line in find_optimizer_calls(sources)), "")
-    return (
-        f"the param_groups of the outer optimizer have no {failure.message}. Pass the defaults of the inner optimizer "
-        f"to super().__init__{line}."
-    )
+    return cause if any(len(group) < len(failure.events) for group in ranks) else ""
 
 
 def explain_refusal(failure: RankFailure, sources: Sources) -> str:
     """Explain why the submission's own `raise` refuses a gradient of a step that has one synchronising backward."""
     events = get_events(failure)
     steps = [None, *(event["step"] for event in events if event["kind"] == "step")]
-    is_own = bool(failure.own and failure.frames) and failure.frames[-1][-1].startswith("raise ")
-    phase = [event["phase"] for event in events if event["kind"] != "end"][-1]  # another thread records an "end"
-    if not is_own or phase != "backward":
+    phase = [event["phase"] for event in events if event["kind"] != "end"][-1:]  # another thread records an "end"
+    if not failure.own or phase != ["backward"]:
         return ""
     launched = launches(events, steps[-1], phase="backward")
     passes = list_backward_passes(events, steps[-1])
@@ -166,8 +103,7 @@ def explain_refusal(failure: RankFailure, sources: Sources) -> str:
 def explain_leftover(failure: RankFailure, sources: Sources) -> str:
     cause = find_leftover(get_events(failure))
     files = {file for file, *_ in failure.frames}
-    uses_queue = any("LaunchQueue" in text for path, text in sources.values() if Path(path).name in files)
-    if cause and uses_queue:
+    if cause and any("LaunchQueue" in text for path, text in sources.values() if Path(path).name in files):
         cause += " For example, LaunchQueue.reset() must reset both num_pending and next_to_launch."
     return cause
 
@@ -198,12 +134,9 @@ def get_events(failure: RankFailure) -> list[Event]:
 
 OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximize|foreach|capturable|fused"
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
-FREED = (
-    "a freed weight is used. Its unit is freed too early or not gathered, or the weight is not a view of the memory "
-    "that is gathered, for example because its storage was replaced."
-)
 HOOK_RESULT = "hook returned|hooks should return"
-NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
+ASSIGNED = "assign a gradient|assigned grad"
+OTHER_DTYPE = f"({ASSIGNED}).*(dtype|different type)"
 SYMPTOMS = [
     Symptom("breakpoint", "BdbQuit", "", "you left the debugger, or a breakpoint() is still in the code. It works only "
             "with --debug, which runs one rank on this terminal."),
@@ -211,29 +144,52 @@ SYMPTOMS = [
             "`brigade reset` restores it."),
     Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value. It must return None."),
     Symptom("hook result", "RuntimeError", HOOK_RESULT, "a hook returns a value. It must return None."),
-    Symptom("called hook", "TypeError", "object is not callable", explain_called_hook),
+    Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
             "group_src and group_dst for ranks of the group."),
-    Symptom("freed", "RuntimeError", "out of bounds for storage of size 0", FREED),
+    Symptom("freed", "RuntimeError", "out of bounds for storage of size 0", "a freed weight is used. Its unit is freed "
+            "too early or not gathered, or the weight is not a view of the memory that is gathered, for example "
+            "because its storage was replaced."),
     Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
             "a rank sends a message to itself. In a group, pass group_dst and group_src, which "
             "are ranks of the group. A ring of one rank has no steps."),
     Symptom("nothing to step", "ValueError", "got an empty parameter list", "a rank owns no parameter, and torch's "
             "optimizers refuse an empty list. They accept empty param_groups: pass a list of param_groups."),
     Symptom("signature", "TypeError",
-            r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
-    Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),
-    Symptom("missing option", "KeyError", f"^'({OPTIONS})'$", explain_missing_option),
+            r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument",
+            "the signature differs from the one in the skeleton.", not_own=True),
+    Symptom("assigned gradient", "RuntimeError", ASSIGNED, "the new gradient must have its parameter's dtype and "
+            "shape. Use torch.zeros_like(parameter).", line="zeros|ones|empty"),
+    Symptom("assigned gradient", "RuntimeError", f"({ASSIGNED}).*dtype '[^']*(BFloat16|Half)' to .* '[^']*Float'",
+            "the gradient has 16 bits, but its tensor is fp32, as main parameters are. Convert the gradient to the "
+            "dtype of its tensor."),
+    Symptom("assigned gradient", "RuntimeError", f"^(?!.*grad_dtype 'Double').*{OTHER_DTYPE}",  # nothing is wider
+            "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one flat "
+            "tensor per dtype, and copy the pieces into p.grad.", file=r"torch\.cat\("),
+    Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, MAIN_GRAD_AS_GRAD, file="main_grad"),
+    Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, "p.grad must have its parameter's dtype. Convert the "
+            "gradient with .to(parameter.dtype)."),
+    Symptom("assigned gradient", "RuntimeError", f"({ASSIGNED}).*device", "p.grad must be on the device of its "
+            "parameter."),
+    Symptom("assigned gradient", "RuntimeError", ASSIGNED, "p.grad must have its parameter's shape. Copy the piece of "
+            "the flat tensor into p.grad instead."),
+    Symptom("missing option", "KeyError", f"^'({OPTIONS})'$", "the param_groups of the outer optimizer have no '{0}'. "
+            "Pass the defaults of the inner optimizer to super().__init__."),
     Symptom("no yield", "TypeError", "'NoneType' object is not an iterator", "a function decorated with "
             "@contextmanager has no yield."),
-    Symptom("no result", "AttributeError", NO_ATTRIBUTE, explain_no_result),
+    Symptom("no result", "AttributeError", "'NoneType' object has no attribute", explain_no_result),
     Symptom("no result", "TypeError", "'NoneType'", explain_no_result),
     Symptom("no return", "", "NoneType", explain_no_return),
-    Symptom("unequal shards", "", UNEQUAL_SHARDS, explain_unequal_shards),
-    Symptom("no gradient", "", NO_ATTRIBUTE, explain_no_gradient),
-    Symptom("world rank", "IndexError", "", explain_world_rank),
-    Symptom("last bucket", "IndexError", "", explain_last_bucket),
-    Symptom("refusal", "RuntimeError", "", explain_refusal),
+    Symptom("unequal shards", "", UNEQUAL_SHARDS,
+            "reduce_scatter(output, input) received an input of {1} elements, but the outputs of all ranks have {0} "
+            "elements in total. The output must be the rank's own shard. The input must be the whole flat tensor, "
+            "which is as long as all shards together."),
+    Symptom("no gradient", "", "'NoneType' object has no attribute", "the gradient of a parameter that a rank did not "
+            "use is None. Treat it as zeros.", line=r"\.grad\."),
+    Symptom("world rank", "IndexError", "", explain_world_rank, file=r"get_rank\(\)"),
+    Symptom("last bucket", "IndexError", "", "an index is beyond the buffer's last bucket. The last group may have "
+            "fewer buckets than the others.", line=r"bucket_ranges\["),
+    Symptom("refusal", "RuntimeError", "", explain_refusal, line="^raise "),
     Symptom("left over", "", "", explain_leftover),
     Symptom("no handle", "", "'wait'", explain_no_handle),
 ]  # fmt: skip
@@ -244,9 +200,14 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
     registering = [text for _, _, function, text in failure.frames[:-1] if function != "<lambda>"]
     if any(re.search(r"register_\w*hook\(", text) for text in registering) and failure.own:
         return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
+    file, _, _, line = failure.frames[-1] if failure.frames else ("", 0, "", "")
+    text = next((text for path, text in sources.values() if Path(path).name == file), "")
     for symptom in SYMPTOMS:
-        if symptom.error in ("", failure.error) and re.search(symptom.message, failure.message):
-            cause = symptom.cause if isinstance(symptom.cause, str) else symptom.cause(failure, sources)
+        match = re.search(symptom.message, failure.message)
+        is_there = match and re.search(symptom.line, line) and re.search(symptom.file, text)
+        if is_there and symptom.error in ("", failure.error) and not (symptom.not_own and failure.own):
+            cause = symptom.cause
+            cause = cause.format(*match.groups()) if isinstance(cause, str) else cause(failure, sources)
             if cause:
                 return cause, symptom.name
     return "", ""
@@ -262,38 +223,22 @@ def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             options = {keyword.arg: keyword.value for keyword in node.keywords}
-            if name in IN_PLACE and None not in options and is_false(options.get("async_op")):
+            is_async = getattr(options.get("async_op"), "value", "async_op" in options)
+            if name in IN_PLACE and None not in options and not is_async:
                 yield f"{Path(path).name}, line {node.lineno}", name
-
-
-def find_optimizer_calls(sources: Sources) -> Iterable[str]:
-    """Yield the file and line of each `super().__init__(...)` in a subclass of torch's Optimizer."""
-    for path, text in sources.values():
-        for node in ast.walk(parse(text)):
-            bases = node.bases if isinstance(node, ast.ClassDef) else []
-            if any(getattr(base, "attr", getattr(base, "id", "")) == "Optimizer" for base in bases):
-                calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
-                inits = [call for call in calls if getattr(call.func, "attr", "") == "__init__"]
-                yield from (f"{Path(path).name}, line {call.lineno}" for call in inits)
-
-
-def is_false(node: ast.expr | None) -> bool:
-    return node is None or isinstance(node, ast.Constant) and not node.value
 
 
 def find_missing_returns(texts: Iterable[str]) -> list[str]:
     """Return the functions of these texts that declare a result but never return one."""
-    names = []
-    for text in texts:
-        for node in ast.walk(parse(text)):
-            if not isinstance(node, ast.FunctionDef) or node.returns is None:
-                continue
-            nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None
-            is_written = not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in node.body)
-            is_written = is_written and not isinstance(node.body[-1], ast.Raise)
-            if is_written and not nothing and not any(map(returns_value, node.body)):
-                names.append(node.name)
-    return names
+    functions = [n for text in texts for n in ast.walk(parse(text)) if isinstance(n, ast.FunctionDef)]
+    return [
+        node.name
+        for node in functions
+        if ast.unparse(node.returns or ast.Constant(None)) != "None"
+        and not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in node.body)  # a docstring
+        and not isinstance(node.body[-1], ast.Raise)
+        and not any(map(returns_value, node.body))
+    ]
 
 
 def returns_value(node: ast.AST) -> bool:

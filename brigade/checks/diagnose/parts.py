@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from brigade.course.submission import Sources
     from brigade.runner.ranks import RankFailure
 
-TASK = re.compile(r"((?:^ *#(?! TODO).*\n)*)^ *# TODO: part \((\w)\)\n", re.MULTILINE)
+TODO = re.compile(r"^ *# TODO: part \((\w)\)\n", re.MULTILINE)
 
 
 def describe_part(failure: RankFailure, sources: Sources) -> str:
@@ -35,28 +35,18 @@ def describe_part(failure: RankFailure, sources: Sources) -> str:
                 skeletons = make_skeletons(entry).values()
             except (CourseError, OSError):
                 continue
-            parts = [task for skeleton in skeletons for task in find_tasks(skeleton).get(function, [])]
+            parts = [part for skeleton in skeletons for part in list_parts(skeleton, function)]
             if parts:
-                tasks = "; ".join(f"part ({letter}){f': {task}' if task else ''}" for letter, task in parts)
-                hint = f"For a hint, run `brigade hint {entry.number} {parts[0][0]}`."
-                return f"The line is in {function}, module {entry.number}, {tasks.rstrip('.')}. {hint}"
+                names = " and ".join(f"part ({part})" for part in parts)
+                hint = f"For a hint, run `brigade hint {entry.number} {parts[0]}`."
+                return f"The line is in {function}, module {entry.number}, {names}. {hint}"
     return ""
 
 
-def find_tasks(skeleton: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the parts of each function of a skeleton, with their tasks.
-
-    A task is the comment above the part or, if there is none, the first line of the function's docstring.
-    """
-    functions = dict(walk_functions(ast.parse(skeleton)))
-    tasks: dict[str, list[tuple[str, str]]] = {}
-    for match in TASK.finditer(skeleton):
-        line = skeleton.count("\n", 0, match.start(2)) + 1
-        task = " ".join(text.strip().removeprefix("#").strip() for text in match[1].splitlines())
-        name = find_function(skeleton, line)
-        docstring = ast.get_docstring(functions[name]) or ""
-        tasks.setdefault(name, []).append((match[2], task or docstring.partition("\n")[0]))
-    return tasks
+def list_parts(skeleton: str, function: str) -> list[str]:
+    """Return the letters of the parts in a function of a skeleton."""
+    todos = [(match[1], skeleton.count("\n", 0, match.start()) + 1) for match in TODO.finditer(skeleton)]
+    return [part for part, line in todos if find_function(skeleton, line) == function]
 
 
 def find_function(text: str, line: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,12 +34,8 @@ class Comparison:
     actual: Sequence[Tensors]
     expected: Tensors
     wrong: Sequence[Difference]
-    hypotheses: Mapping[str, Sequence[Tensors]] = field(default_factory=dict)
-    evidence: Evidence = field(default_factory=Evidence)
-
-    @property
-    def size(self) -> int:
-        return len(self.actual)
+    hypotheses: Mapping[str, Sequence[Tensors]]
+    evidence: Evidence
 
     def factors(self) -> list[float | None]:
         """Return the factor k with actual = k × expected for each wrong tensor, or None if there is no such factor."""
@@ -80,17 +76,17 @@ def missing_gradient(compared: Comparison) -> str:
 
 
 def early_read(compared: Comparison) -> str:
-    values = [entry.actual for entry in compared.wrong if entry.actual is not None]
+    values, evidence = [entry.actual for entry in compared.wrong if entry.actual is not None], compared.evidence
     if not any(value.is_floating_point() and value.isnan().any() for value in values):
         return ""
     meaning = "the result of a collective is NaN until you wait on its handle. "
-    if compared.evidence.num_unawaited:
-        count, total = compared.evidence.num_unawaited, compared.evidence.num_handles
-        ops = "".join(f", {op}" for op in compared.evidence.unawaited_ops)
-        return meaning + f"The code does not wait on {describe_missed(count, total)}{ops and f' ({ops[2:]})'}."
-    if compared.evidence.num_unawaited == 0:  # without handles, NaN comes from somewhere else
+    if evidence.num_unawaited:
+        ops = ", ".join(evidence.unawaited_ops)
+        missed = describe_missed(evidence.num_unawaited, evidence.num_handles)
+        return f"{meaning}The code does not wait on {missed}{f' ({ops})' if ops else ''}."
+    if evidence.num_unawaited == 0:  # without handles, NaN comes from somewhere else
         late = "The code waits on every handle, but it reads or copies the result before the wait."
-        return (meaning + late) * (compared.evidence.num_handles > 0)
+        return meaning + late if evidence.num_handles else ""
     return meaning + "The code does not wait on a handle, or it reads the result before the wait."
 
 
@@ -105,8 +101,7 @@ def rounded_values(compared: Comparison) -> str:
     """Explain tensors that contain only numbers of a narrower dtype and are correct to its precision."""
     for dtype in (torch.bfloat16, torch.float32):
         if all(is_rounded(entry, dtype) for entry in compared.wrong):
-            wide = str(compared.wrong[0].expected.dtype).removeprefix("torch.")
-            narrow = str(dtype).removeprefix("torch.")
+            wide, narrow = (str(each).removeprefix("torch.") for each in (compared.wrong[0].expected.dtype, dtype))
             return (
                 f"the values are rounded to {narrow}, because they pass through a {narrow} tensor. Use {wide} for that "
                 "tensor."
@@ -119,10 +114,9 @@ def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
     actual, expected = entry.actual, entry.expected
     if actual is None or not actual.is_floating_point() or actual.numel() < 2:
         return False
-    if actual.dtype.itemsize <= dtype.itemsize:
-        return False
     is_close = entry.error <= 8 * torch.finfo(dtype).eps * float(expected.double().abs().max())
-    return is_close and torch.equal(actual, actual.to(dtype).to(actual.dtype))
+    is_narrow = torch.equal(actual, actual.to(dtype).to(actual.dtype))
+    return actual.dtype.itemsize > dtype.itemsize and is_close and is_narrow
 
 
 def one_factor(compared: Comparison) -> str:
@@ -130,36 +124,30 @@ def one_factor(compared: Comparison) -> str:
     factors = compared.factors()
     if not factors or None in factors or max(factors) - min(factors) >= 1e-3 * max(factors):
         return ""
-    factor, size = factors[0], compared.size
+    factor, size = factors[0], len(compared.actual)
     world_size = compared.evidence.world_size or size
     is_all = len(compared.wrong) == size * len(compared.expected)
     several = len({entry.name for entry in compared.wrong}) > 1
     every = ("every gradient" if is_all else "every wrong tensor") if several else "the tensor"
-    averaged = (
-        1 / size,
-        f"{every} is exactly {size}× too small: it is divided again after ReduceOp.AVG has divided it.",
-    )
-    known = [
-        *[averaged] * compared.evidence.uses_avg,
-        (size, f"{every} is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
-        (
-            size / world_size,  # 1 if the group is the world
-            f"{every} is divided by the world size ({world_size}) instead of the group size ({size})"
-            + (f", or it is divided by {size} twice." if size * size == world_size else "."),
-        ),
-        (1 / size, f"{every} is exactly {size}× too small: it is divided twice."),
-        (size / 2, f"{every} is divided by 2, but the group has {size} rank{'s' * (size > 1)}."),
-        (2, f"{every} is exactly 2× too large: it is counted twice."),
+    twice = f", or it is divided by {size} twice." if size * size == world_size else "."
+    known = [  # the factor of each mistake
+        (1 / size, f"is exactly {size}× too small: it is divided again after ReduceOp.AVG has divided it."),
+        (size, f"is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
+        (size / world_size, f"is divided by the world size ({world_size}) instead of the group size ({size}){twice}"),
+        (1 / size, f"is exactly {size}× too small: it is divided twice."),
+        (size / 2, f"is divided by 2, but the group has {size} rank{'s' * (size > 1)}."),
+        (2, "is exactly 2× too large: it is counted twice."),
         (
             size / max(1, round(size / factor)),
-            f"{every} is {factor:.4g}× the expected value: it is divided by {size / factor:.0f} instead of {size}.",
+            f"is {factor:.4g}× the expected value: it is divided by {size / factor:.0f} instead of {size}.",
         ),
-    ]
-    return next((cause for value, cause in known if value != 1 and abs(factor - value) < 2e-3 * value), "")
+    ][not compared.evidence.uses_avg :]
+    causes = [cause for value, cause in known if value != 1 and abs(factor - value) < 2e-3 * value]
+    return f"{every} {causes[0]}" if causes else ""
 
 
 def several_divisions(compared: Comparison) -> str:
-    factors, size = compared.factors(), compared.size
+    factors, size = compared.factors(), len(compared.actual)
     powers = [size**k for k in (1, 2, 3, 4)]
     if size == 1 or None in factors or not all(any(abs(r * n - 1) < 2e-3 for n in powers) for r in factors):
         return ""
@@ -169,50 +157,34 @@ def several_divisions(compared: Comparison) -> str:
     )
 
 
-def displaced_entries(compared: Comparison) -> str:
-    """Explain wrong entries that are the correct entries of other positions."""
-    moved, right, margin = collect_moved_entries(compared)
-    if not len(moved):
+def misplaced_entries(compared: Comparison) -> str:
+    """Explain wrong entries that are the correct entries of other positions, or whose sum is correct."""
+    right = flatten_all(compared.expected.values())
+    is_complete = all(entry.actual is not None and entry.expected.is_floating_point() for entry in compared.wrong)
+    if not len(right) or not is_complete:
+        return ""
+    margin = 2e-6 * float(right.abs().max())  # two entries that differ by less count as equal
+    actual, expected = flatten_all(e.actual for e in compared.wrong), flatten_all(e.expected for e in compared.wrong)
+    moved = actual[~((actual - expected).abs() <= margin)]
+    if len(moved) < 8 or moved.isnan().any():
         return ""
     ordered = right.sort().values
     index = torch.searchsorted(ordered, moved).clamp(1, len(ordered) - 1)
     nearest = torch.minimum((ordered[index - 1] - moved).abs(), (ordered[index] - moved).abs())
-    if not bool((moved.abs() > margin).all()) or not bool((nearest <= margin).all()):
-        return ""
-    return (
-        "the values are correct, but they are in the wrong places: the flat tensor is split at wrong positions or in "
-        "the wrong order."
-    )
-
-
-def mixed_entries(compared: Comparison) -> str:
-    """Explain wrong entries whose sum is correct."""
-    moved, right, _ = collect_moved_entries(compared)
+    if bool((moved.abs() > margin).all()) and bool((nearest <= margin).all()):
+        return (
+            "the values are correct, but they are in the wrong places: the flat tensor is split at wrong positions or "
+            "in the wrong order."
+        )
     sums = [flatten_all(tensors.values()).sum() for tensors in compared.actual]
     is_exact = all(entry.expected.dtype == torch.float64 for entry in compared.wrong)  # else rounding changes the sum
     margin = (1e-12 if is_exact else 1e-6) * float(right.abs().sum())
-    is_sum_right = all(abs(float(each - right.sum())) < margin for each in sums)
-    if not len(moved) or compared.size == 1 or not is_sum_right:
+    if len(compared.actual) == 1 or any(abs(float(each - right.sum())) >= margin for each in sums):
         return ""
     return (
         "the sum of all entries is correct, but their positions are not: the ranks order the parameters differently. "
         "For example, a set has a different order on each rank."
     )
-
-
-def collect_moved_entries(compared: Comparison) -> tuple[Tensor, Tensor, float]:
-    """Return the wrong entries, all correct entries, and the largest difference at which two entries count as equal.
-
-    Return no wrong entries if there are too few to draw a conclusion.
-    """
-    right, nothing = flatten_all(compared.expected.values()), torch.zeros(0, dtype=torch.float64)
-    is_complete = all(entry.actual is not None and entry.expected.is_floating_point() for entry in compared.wrong)
-    if not len(right) or not is_complete:
-        return nothing, right, 0.0
-    margin = 2e-6 * float(right.abs().max())
-    actual, expected = flatten_all(e.actual for e in compared.wrong), flatten_all(e.expected for e in compared.wrong)
-    moved = actual[~((actual - expected).abs() <= margin)]
-    return (nothing if len(moved) < 8 or moved.isnan().any() else moved), right, margin
 
 
 def ranks_disagree(compared: Comparison) -> str:
@@ -232,8 +204,7 @@ HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
     rounded_values,
     one_factor,
     several_divisions,
-    displaced_entries,
-    mixed_entries,
+    misplaced_entries,
     ranks_disagree,
 )
 
