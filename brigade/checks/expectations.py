@@ -24,7 +24,7 @@ from brigade.checks.diagnose.evidence import (
     find_no_sync_launches,
     join_names,
 )
-from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, agree, explain_tensors
+from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, explain_tensors
 from brigade.checks.verdict import GENERAL, USUAL_CAUSE, CheckFailed, Verdict
 from brigade.events import (
     Event,
@@ -44,31 +44,26 @@ Hypotheses = Mapping[str, Sequence[Tensors]]  # a likely cause -> the values, by
 
 # Tolerances for the gradients of one step, relative to the largest entry of any rank's own gradient.
 ONE_STEP = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2**-7}
+MANY_STEPS = 1e-8  # for float64, relative to the largest entry; in float32, Adam amplifies rounding to 1e-2 in 20 steps
 USUAL_LAUNCHES = (
     "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of this module "
     "names."
 )
-MANY_STEPS = 1e-8  # for float64, relative to the largest entry; in float32, Adam amplifies rounding to 1e-2 in 20 steps
 
 
-def expect(
-    condition: bool,
-    expected: str,
-    got: str,
-    likely_cause: str | Callable[[], str] = "",
-    *,
-    rank: int | None = None,
-    step: int | None = None,
-    parameter: str | None = None,
-) -> None:
+def expect(condition: bool, expected: str, got: str, likely_cause: str | Callable[[], str] = "", **place: Any) -> None:
     """Raise CheckFailed unless `condition`. If the likely cause is expensive to compute, pass a function.
 
-    The message names `rank`, `step` and `parameter`, if they are given, in front of `got`.
+    The message names the place (`rank`, `step` and `parameter`, as far as they are given) in front of `got`.
     """
     if not condition:
         cause = evaluate(likely_cause)
-        hypothesis = USUAL_CAUSE if cause == USUAL_LAUNCHES else ""
-        raise CheckFailed(Verdict(expected, got, cause, hypothesis, rank=rank, step=step, parameter=parameter))
+        raise CheckFailed(Verdict(expected, got, cause, USUAL_CAUSE if cause == USUAL_LAUNCHES else "", **place))
+
+
+def evaluate(value: Any) -> Any:
+    """Return a value, or the result of a function that was passed instead."""
+    return value() if callable(value) else value
 
 
 def expect_start(
@@ -76,24 +71,35 @@ def expect_start(
     case: Case,
     kind: str = "parameters and buffers",
     *,
-    events: Sequence[Sequence[Event]] | None = None,
+    events: Sequence[Sequence[Event]],
 ) -> None:
     """Expect every rank of the case's group to start with the tensors of the group's first rank.
 
     `starts[r]` are the tensors of rank r. `kind` restricts the comparison to "parameters" or "buffers". The ranks'
     records, `events`, help to find the cause.
     """
-    expected = case.start()
+    expected, parameters = case.start(), case.parameters()
     if kind in ("parameters", "buffers"):
-        expected = {name: t for name, t in expected.items() if (name in case.parameters()) == (kind == "parameters")}
-    own = f"a rank still has its own values of {kind}: {explain_no_broadcast(events, case)}"
+        expected = {name: t for name, t in expected.items() if (name in parameters) == (kind == "parameters")}
+    kinds = {  # a mistake with only these tensors
+        "frozen parameters. Broadcast them too.": [n for n, p in parameters.items() if not p.requires_grad],
+        "transposed parameters. Copy the broadcast tensor back into them.": [
+            name for name, parameter in parameters.items() if not parameter.is_contiguous()
+        ],
+        "buffers of integers or booleans. Broadcast them too.": [
+            name for name, value in expected.items() if name not in parameters and not value.is_floating_point()
+        ],
+    }
+    own = f"a rank still has its own values of {kind}: {explain_no_broadcast(events[case.group[0]], case)}"
     world = (
         f"a rank has the {kind} of rank 0 of the world instead of those of its group's first rank: the broadcast "
         "ignores process_group."
     )
     last = f"a rank has the {kind} of the last rank of the group: the broadcast starts from the wrong rank."
     hypotheses = {
-        **suspect_one_kind(expected, case),
+        f"a rank still has its own {cause}": [{name: case.states[rank][name] for name in names} for rank in case.group]
+        for cause, names in kinds.items()
+    } | {
         own: [case.states[rank] for rank in case.group],
         world: [case.states[0]] * len(case.group),
         last: [case.states[case.group[-1]]] * len(case.group),
@@ -103,53 +109,22 @@ def expect_start(
     expect_equal(what, actual, expected, ranks=case.group, hypotheses=hypotheses, tolerance=0.0)
 
 
-def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -> str:
+def explain_no_broadcast(events: Sequence[Event], case: Case) -> str:
     """Return why the first rank's tensors do not reach the other ranks, judging by its record."""
-    if events is None:
-        return "some tensors are not broadcast, or only copies of them are."
-    sent = [x.numel for x in launches(events[case.group[0]]) if x.op == "broadcast" and x.step is None]
-    count = len(sent)
-    if not count:
+    sent = [x.numel for x in launches(events) if x.op == "broadcast" and x.step is None]
+    if not sent:
         return "nothing is broadcast."
     if not {tensor.numel() for tensor in case.start().values()}.issuperset(sent):
         return "the broadcast does not reach these tensors."
-    if count >= len(case.start()):
+    if len(sent) >= len(case.start()):
         return "copies are broadcast but not written back, or later code overwrites the result."
     is_state_dict = sorted(sent) == sorted(tensor.numel() for tensor in case.build().state_dict().values())
     missing = " state_dict() leaves out buffers with persistent=False." * is_state_dict
-    return f"the broadcast sends only {count} of the model's {len(case.start())} parameters and buffers.{missing}"
-
-
-def suspect_one_kind(expected: Tensors, case: Case) -> Hypotheses:
-    """Return one hypothesis for each kind of tensor: only tensors of this kind keep the rank's own values.
-
-    The kinds are frozen parameters, transposed parameters, and buffers of integers or booleans.
-    """
-    parameters = case.parameters()
-    kinds = {
-        "a rank still has its own frozen parameters. Broadcast them too.": {
-            name for name, parameter in parameters.items() if not parameter.requires_grad
-        },
-        "a rank still has its own transposed parameters. Copy the broadcast tensor back into them.": {
-            name for name, parameter in parameters.items() if not parameter.is_contiguous()
-        },
-        "a rank still has its own buffers of integers or booleans. Broadcast them too.": {
-            name for name, value in expected.items() if name not in parameters and not value.is_floating_point()
-        },
-    }
-    return {
-        cause: [
-            {name: value for name, value in case.states[rank].items() if name in names}
-            | {name: torch.full_like(value, 3) for name, value in expected.items() if name not in names}
-            for rank in case.group
-        ]
-        for cause, names in kinds.items()
-        if names
-    }
+    return f"the broadcast sends only {len(sent)} of the model's {len(case.start())} parameters and buffers.{missing}"
 
 
 def expect_gradients(
-    results: Sequence[Mapping[str, Any]],
+    results: RankResults,
     case: Case,
     what: str = "",
     *,
@@ -162,12 +137,10 @@ def expect_gradients(
     def make_hypotheses() -> Hypotheses:
         local = [case.gradients([rank]) for rank in case.group]
         divided = [{name: None if g is None else g / size for name, g in grads.items()} for grads in local]
-        events = getattr(results, "events", None)
-        why = "it is not reduced, or the result is not used."
-        if events:
-            has_launches = any(launch.step is not None for rank in case.group for launch in launches(events[rank]))
-            used = "only a copy of it is reduced, or the result is not copied back."
-            why = used if has_launches else "nothing is reduced."
+        launched = [launch for rank in case.group for launch in launches(results.events[rank])]
+        why = "only a copy of it is reduced, or the result is not copied back."
+        if all(launch.step is None for launch in launched):
+            why = "nothing is reduced."
         unreduced = {
             f"each rank still has its own gradient: {why}": local,
             f"each rank has its own gradient, divided by {size}: {why}": divided,
@@ -191,17 +164,26 @@ def expect_gradients(
     )
 
 
+def gather_evidence(results: RankResults, case: Case) -> Evidence:
+    """Return the evidence in the first step's records, and whether all replicas started with equal weights."""
+    evidence = collect_evidence(results.events, case)
+    if all("start" in results[rank] for rank in case.group):
+        try:
+            expect_start([result.get("start") for result in results], case, events=results.events)
+        except CheckFailed as failed:
+            return replace(evidence, mistake=failed.verdict.likely_cause or evidence.mistake)
+    return evidence
+
+
 @contextmanager
 def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
     """If a failure in the block has no specific cause, add the first cause that `causes` or the records provide."""
     try:
         yield
     except CheckFailed as failed:
-        verdict = failed.verdict
         finders: list[Callable[[], str]] = [*causes, *(partial(find_leftover, own) for own in events)]
-        is_general = not verdict.likely_cause or verdict.hypothesis in GENERAL
-        cause = next(filter(None, (find() for find in finders)), "") if is_general else ""
-        if cause:
+        is_general = not failed.verdict.likely_cause or failed.verdict.hypothesis in GENERAL
+        if cause := next(filter(None, (find() for find in finders)), "") if is_general else "":
             raise failed.with_cause(cause) from None
         raise
 
@@ -225,53 +207,26 @@ def list_steps(
             yield {"rank": rank, "step": step}, records[rank], launches(records[rank], step)
 
 
-def find_wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
-    """Explain why the weights of a rank, results[r]["start"], differ from those of the group's first rank."""
-    first = case.group[0]
-    for rank in case.group:
-        start = results[rank].get("start", {})
-        wrong = [name for name, expected in case.start().items() if name in start and not agree(start[name], expected)]
-        if wrong and first and all(agree(start[name], case.states[0][name]) for name in wrong):
-            return (
-                f"rank {rank} starts with the weights of rank 0 of the world instead of rank {first}, the first rank "
-                "of its group: the broadcast in the constructor ignores process_group."
-            )
-        if wrong and rank != first:
-            return (
-                f"rank {rank} and rank {first} start with different weights: the constructor does not broadcast the "
-                "weights."
-            )
-        if wrong:
-            return (
-                f"rank {rank} does not start with the weights that it was given: the broadcast starts from the wrong "
-                "rank."
-            )
-    return ""
-
-
-def gather_evidence(results: Sequence[Mapping[str, Any]], case: Case) -> Evidence:
-    """Return the evidence in the first step's records, and whether all replicas started with equal weights."""
-    evidence = collect_evidence(getattr(results, "events", None), case)
-    return replace(evidence, mistake=find_wrong_start(results, case) or evidence.mistake)
-
-
-def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
+def expect_weights(results: RankResults, case: Case) -> None:
     """Expect every rank of the case's group to end with the weights from training in one process."""
     what = f"after {len(case.batches[0])} steps of {case.optimizer} on {format_ranks(case.group)}, the weights "
     try:
-        with explain_failures(getattr(results, "events", [])):
+        with explain_failures(results.events):
             trained = [results[rank]["weights"] for rank in case.group]
             expect_trained(what + "equal those from training in one process", trained, case)
     except CheckFailed as failed:
-        first = find_first_step_failure(results, case)
-        raise failed.with_cause(first.likely_cause, first.hypothesis) if first else failed from None
+        try:
+            expect_gradients(results, case)
+        except CheckFailed as first:
+            raise failed.with_cause(first.verdict.likely_cause, first.verdict.hypothesis) from None
+        raise
 
 
-def expect_interface(results: Sequence[Mapping[str, Any]], case: Case) -> None:
+def expect_interface(results: RankResults, case: Case) -> None:
     """Expect every wrapper to have its model as .module and its group as .process_group."""
+    kept = "the constructor does not keep its argument in self.{}, which other modules read."
     for rank in case.group:
         interface = results[rank]["interface"]
-        kept = "the constructor does not keep its argument in self.{}, which other modules read."
         expect(interface["module"], "the wrapper's .module is the model", "it is not", kept.format("module"), rank=rank)
         ranks = interface["process_group"]
         expect(
@@ -296,25 +251,13 @@ def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
     """Expect `trained`, the weights of each of the case's ranks, to equal those from training in one process."""
 
     def make_hypotheses() -> Hypotheses:
-        accumulated, _ = case.train(zero=False)
         cause = (
             "the gradients still include those of earlier steps, as if they were never zeroed. If zero_grad sets "
             "p.grad to None, a wrapper with a buffer must zero the old gradient in the buffer."
         )
-        return {cause: [accumulated] * len(trained)}
+        return {cause: [case.train(zero=False)] * len(trained)}
 
-    weights, _ = case.train()
-    expect_equal(what, trained, weights, ranks=case.group, tolerance=MANY_STEPS, hypotheses=make_hypotheses)
-
-
-def find_first_step_failure(results: Sequence[Mapping[str, Any]], case: Case) -> Verdict | None:
-    """Return the verdict on the first step's gradients, or None if they were correct."""
-    try:
-        if all("gradients" in results[rank] for rank in case.group):
-            expect_gradients(results, case)
-    except CheckFailed as first:
-        return first.verdict
-    return None
+    expect_equal(what, trained, case.train(), ranks=case.group, tolerance=MANY_STEPS, hypotheses=make_hypotheses)
 
 
 def expect_equal(
@@ -377,8 +320,7 @@ def find_differences(
     scale: Mapping[str, float],
 ) -> list[Difference]:
     """Return the tensors that are wrong by more than `expect_equal` allows. Raise CheckFailed for a wrong shape."""
-    entries = [largest_entry(e) for e in expected.values() if e is not None]
-    peak = max([*entries, *scale.values()], default=0.0)
+    peak = max([*(largest_entry(e) for e in expected.values() if e is not None), *scale.values()], default=0.0)
     wrong = []
     for index, tensors in enumerate(actual):
         for name, wanted in expected.items():
@@ -391,13 +333,12 @@ def find_differences(
                 cause = "a piece of the flat tensor does not get the shape of its parameter."
                 shape = f"{what}. The shape of {name} is {tuple(wanted.shape)}"
                 raise CheckFailed(Verdict(shape, got, cause, "wrong_shape", rank=ranks[index], parameter=name))
-            is_zero = tensor is None and not wanted.any()
-            error = torch.zeros_like(wanted) if is_zero else absolute_difference(tensor, wanted)
+            if tensor is None and not wanted.any():
+                continue
+            error = largest_entry(absolute_difference(tensor, wanted))
             limit = tolerance if isinstance(tolerance, float) else tolerance.get(wanted.dtype, 0.0)
-            bound = limit * max(largest_entry(wanted), scale.get(name, 0.0), peak / 10)
-            most = float(error.max()) if error.numel() else 0.0
-            if not most <= bound:
-                wrong.append(Difference(index, name, tensor, wanted, most))
+            if not error <= limit * max(largest_entry(wanted), scale.get(name, 0.0), peak / 10):
+                wrong.append(Difference(index, name, tensor, wanted, error))
     return wrong
 
 
@@ -406,9 +347,24 @@ def largest_entry(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
-def evaluate(value: Any) -> Any:
-    """Return a value, or the result of a function that was passed instead."""
-    return value() if callable(value) else value
+def absolute_difference(actual: Tensor | None, expected: Tensor) -> Tensor:
+    """Return the absolute differences as a flat float64 tensor, with NaN where the actual value is NaN."""
+    wide = expected.flatten().to(torch.float64)
+    return (wide - (0 if actual is None else actual.flatten().to(torch.float64))).abs()
+
+
+def format_distinct(*numbers: float) -> list[str]:
+    """Format numbers for a message, with at least six digits, and more if unequal numbers would look the same."""
+    for digits in range(6, 18):  # 17 digits distinguish any two float64 numbers
+        texts = [f"{number:.{digits}g}" for number in numbers]
+        if len(set(texts)) >= len({repr(float(number)) for number in numbers}):
+            break
+    return texts
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return text such as "rank 0" or "ranks 1 and 3"."""
+    return f"rank{'s' * (len(ranks) > 1)} {join_names(ranks)}"
 
 
 def expect_overlap(
@@ -453,49 +409,40 @@ def expect_overlap(
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(launched, nexts) if blocks_backward(launch, after, ready_at)]
     late = [launch for launch in launched if launch.phase != "backward"]
-    cause = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
-    if gathered and not any(launch.sync for launch in blocking):
+    cause = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync." if blocking else ""
+    if gathered and blocking and not any(launch.sync for launch in blocking):
         cause = (
             f"a wait comes too early. Wait in finish_grad_sync, or after half of the gradients of the next {unit} are "
             "ready."
         )
+    allowed = f" before a gradient of the next {unit} is ready" * gathered
+    total = len(launched)
     expect(
         not blocking and not late,
-        f"backward launches all {unit}s and waits for none of them"
-        + (f" before a gradient of the next {unit} is ready" if gathered else "")
-        + setting,
-        describe_blocking(len(blocking), len(late), len(launched)),
-        cause if blocking else "",
+        f"backward launches all {unit}s and waits for none of them{allowed}{setting}",
+        f"backward waited for {describe_share(len(blocking), total)}. Launched after backward: {len(late)} of {total}",
+        cause,
         **at,
     )
     unawaited = [launch for launch in launched if step not in launch.wait_steps]
     raced = [launch for launch in launched if launch.raced]
+    cause = f"a {unit} is read or written before wait() is called on its handle."
+    if unawaited:
+        cause = f"finish_grad_sync does not call wait() on the handle of every {unit}."
     expect(
         not unawaited and not raced,
         f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}",
-        describe_unawaited(len(unawaited), len(raced), len(launched)),
-        lambda: find_leftover(events) or explain_unawaited(unawaited, unit),
+        f"the step did not wait for {describe_missed(len(unawaited), total, 'launch')}"
+        if unawaited
+        else f"the tensors of {describe_share(len(raced), total)} changed before the wait",
+        lambda: find_leftover(events) or cause,
         **at,
     )
 
 
-def describe_blocking(blocking: int, late: int, total: int) -> str:
-    """Return a sentence about launches that backward waited for, and launches that were made after backward."""
-    texts = [f"backward waited for {describe_share(blocking, total)}"] * (blocking > 0)
-    texts += [f"{describe_share(late, total)} {'was' if late == 1 else 'were'} made after backward"] * (late > 0)
-    return ", and ".join(texts)
-
-
-def describe_unawaited(unawaited: int, raced: int, total: int) -> str:
-    """Return a sentence about launches that the step did not wait for, and launches whose tensors changed early."""
-    texts = [f"the step did not wait for {describe_missed(unawaited, total, 'launch')}"] * (unawaited > 0)
-    texts += [f"the tensors of {describe_share(raced, total)} changed before the wait"] * (raced > 0)
-    return ", and ".join(texts)
-
-
 def describe_share(count: int, total: int) -> str:
     """Return the subject of a sentence about some launches, such as "2 of 6 launches" or "all 6 launches"."""
-    if total == 1:
+    if total == 1 == count:
         return "the only launch"
     return f"all {total} launches" if count == total else f"{count} of {total} launches"
 
@@ -516,13 +463,6 @@ def explain_early_launch(missing: Sequence[str], names: Sequence[str], unit: str
         return f"a {unit} does not wait for its last gradient. It must count the gradients that are ready."
     before = "the hook runs before accumulation. Use register_post_accumulate_grad_hook."
     return before if len(names) == 1 else f"the {unit} waits for one gradient too few, or {before}"
-
-
-def explain_unawaited(unawaited: Sequence[Launch], unit: str) -> str:
-    """Return why some launches are not awaited or, if there are none, why tensors change before the wait."""
-    if unawaited:
-        return f"finish_grad_sync does not call wait() on the handle of every {unit}."
-    return f"a {unit} is read or written before wait() is called on its handle."
 
 
 def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:
@@ -553,7 +493,7 @@ def require_launches(
         for step in range(steps):
             launched = launches(events[rank], step)
             idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
-            overlap = describe_idle(idle, len(launched)) if in_backward and idle else ""
+            overlap = f". Without overlap with backward: {idle} of {len(launched)}" if in_backward and idle else ""
             expect(
                 accepts(launched) and not (in_backward and start_after_backward(events[rank], step, launched)),
                 f"correct numbers earn points only with this module's launches: {kind}",
@@ -575,13 +515,6 @@ def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[
     num_last = sum(place > border for place, _ in ready)
     end = border if border >= 0 and len(reductions) > num_last + 1 else ready[-1][0] if ready else len(events)
     return len(reductions) > 1 and reductions[0].place > end
-
-
-def describe_idle(idle: int, total: int) -> str:
-    """Return an additional sentence about the launches of a step that do not overlap with backward."""
-    if idle == total:
-        return ". None of them overlaps with backward" if total > 1 else ". It does not overlap with backward"
-    return f". {idle} of them {'does' if idle == 1 else 'do'} not overlap with backward"
 
 
 def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
@@ -626,29 +559,8 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
             expect(
                 not early,
                 "backward passes inside no_sync launch nothing",
-                f"backward passes inside no_sync made {len(early)} of the step's "
-                f"{len(launches(events[rank], step))} launches",
+                f"they made {len(early)} of the step's {len(launches(events[rank], step))} launches",
                 FLAG_IGNORED if first else INNER_NO_SYNC,
                 rank=rank,
                 step=step,
             )
-
-
-def format_distinct(*numbers: float) -> list[str]:
-    """Format numbers for a message, with at least six digits, and more if unequal numbers would look the same."""
-    for digits in range(6, 18):  # 17 digits distinguish any two float64 numbers
-        texts = [f"{number:.{digits}g}" for number in numbers]
-        if len(set(texts)) >= len({repr(float(number)) for number in numbers}):
-            break
-    return texts
-
-
-def absolute_difference(actual: Tensor | None, expected: Tensor) -> Tensor:
-    """Return the absolute differences as a flat float64 tensor, with NaN where the actual value is NaN."""
-    wide = expected.flatten().to(torch.float64)
-    return (wide - (0 if actual is None else actual.flatten().to(torch.float64))).abs()
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "rank 0" or "ranks 1 and 3"."""
-    return f"rank{'s' * (len(ranks) > 1)} {join_names(ranks)}"

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from brigade.checks.diagnose.evidence import describe_missed
-from brigade.checks.expectations import agree, expect_equal, format_ranks, join_names
+from brigade.checks.diagnose.tensors import agree
+from brigade.checks.expectations import expect_equal, format_ranks, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
 from m08_zero_optimizer.expected import (

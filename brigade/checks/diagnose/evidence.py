@@ -16,7 +16,6 @@ from brigade.progress import make_signature
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
 
-Progressed = tuple[Launch, tuple[bool, int]]
 FLAG_IGNORED = (
     "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must be "
     "False, and the hook must test it before it counts or launches anything."
@@ -39,22 +38,20 @@ class Evidence:
     world_size: int | None = None  # of the run; the compared ranks may be only a part of it
 
 
-def collect_evidence(events: Sequence[Sequence[Event]] | None, case: Case, step: int | None = 0) -> Evidence:
+def collect_evidence(events: Sequence[Sequence[Event]], case: Case, step: int | None = 0) -> Evidence:
     """Return what the records of the case's group show about a step (None: about all steps)."""
-    if not events:
-        return Evidence(world_size=case.world_size)
     records = [events[rank] for rank in case.group]
     launched = [launch for record in records for launch in launches(record, step)]
     unawaited = [launch for launch in launched if not launch.sync and step not in launch.wait_steps]
     mistakes = (find_wrong_group(events, case.group), *(find_wrong_launch(record, case, step) for record in records))
     return Evidence(
-        next(filter(None, mistakes), ""),
-        any(launch.reduce_op == "AVG" for launch in launched),
-        any(launch.sync and launch.phase != "construct" for launch in launched),
-        len(unawaited),
-        sum(not launch.sync for launch in launched),
-        tuple(sorted({launch.op for launch in unawaited})),
-        case.world_size,
+        mistake=next(filter(None, mistakes), ""),
+        uses_avg=any(launch.reduce_op == "AVG" for launch in launched),
+        has_sync_launch=any(launch.sync and launch.phase != "construct" for launch in launched),
+        num_unawaited=len(unawaited),
+        num_handles=sum(not launch.sync for launch in launched),
+        unawaited_ops=tuple(sorted({launch.op for launch in unawaited})),
+        world_size=case.world_size,
     )
 
 
@@ -87,8 +84,6 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
 
     `numel` is the total number of elements of all gradients.
     """
-    readiness = list_ready_gradients(record, step)
-    last: dict[str, int] = {}
     reductions = [x for x in select_sync_launches(record, step) if x.op == "all_reduce"]
     has_one_pass = len(list_backward_passes(record, step)) == 1
     if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
@@ -100,11 +95,11 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
                 "twice, or the hook launches twice."
             )
         return "every gradient is all-reduced twice in one step."
-    for launch in reductions:
-        if launch.memory != "gradient" or launch.name is None:
-            continue
-        before = last.get(launch.name)  # the position of its previous all-reduce
-        if before is not None and not any(n == launch.name and before < at < launch.place for at, n in readiness):
+    readiness = list_ready_gradients(record, step)
+    last: dict[str | None, int] = {}  # the position of the previous all-reduce of each gradient
+    for launch in (launch for launch in reductions if launch.memory == "gradient" and launch.name):
+        before = last.get(launch.name, len(record))
+        if before < launch.place and not any(n == launch.name and before < at < launch.place for at, n in readiness):
             return f"the gradient of {launch.name} is all-reduced twice in one step."
         last[launch.name] = launch.place
     return ""
@@ -148,15 +143,25 @@ def find_leftover(events: Sequence[Event]) -> str:
     steps = [event["step"] for event in events if event["kind"] == "step" and not event.get("unsynced")]
     for step in steps[1:]:
         first, again = (
-            [(x, measure_progress(events, s, x.place)) for x in select_sync_launches(events, s)]
+            [(x.op, measure_progress(events, s, x.place)) for x in select_sync_launches(events, s)]
             for s in (steps[0], step)
         )
         reached = measure_progress(events, step, len(events)) if step == steps[-1] else None
-        due = [launch.op for launch, at in first if reached is None or at < reached]
-        if what := describe_difference(first, again, due):
+        due = [op for op, at in first if reached is None or at < reached]
+        ops = [op for op, _ in again]
+        differences = [
+            f"the number of {op} launches was {ops.count(op)}, but it was {due.count(op)} at the same point in step 0"
+            for op in due
+            if ops.count(op) < due.count(op)
+        ] + [
+            f"{op} was launched {describe_moment(*now)}, but in step 0 it was launched {describe_moment(*before)}"
+            for (_, before), (op, now) in zip(first, again)
+            if now != before
+        ]
+        if differences:
             return (
-                f"state from the previous step was not reset: in step {step}, {what}. finish_grad_sync must reset this "
-                "state."
+                f"state from the previous step was not reset: in step {step}, {differences[0]}. finish_grad_sync must "
+                "reset this state."
             )
     return ""
 
@@ -173,23 +178,6 @@ def measure_progress(events: Sequence[Event], step: int, place: int) -> tuple[bo
     return is_over, sum(at < place for at, _ in list_ready_gradients(events, step))
 
 
-def describe_difference(first: Sequence[Progressed], again: Sequence[Progressed], due: Sequence[str]) -> str:
-    """Describe how the launches of a step, `again`, differ from those of step 0, `first`.
-
-    Each launch comes with the progress of its step. `due` lists the operations of step 0 that the step should have
-    launched by now.
-    """
-    for op in dict.fromkeys(due):
-        count = sum(launch.op == op for launch, _ in again)
-        if count < due.count(op):
-            return f"the number of {op} launches was {count}, but it was {due.count(op)} at the same point in step 0"
-    for (_, before), (launch, now) in zip(first, again):
-        if now != before:
-            late, usual = describe_moment(*now), describe_moment(*before)
-            return f"{launch.op} was launched {late}, but in step 0 it was launched {usual}"
-    return ""
-
-
 def describe_moment(is_over: bool, count: int) -> str:
     """Describe a moment of a step, for example "when 2 gradients were ready"."""
     return "in finish_grad_sync" if is_over else f"when {count} gradient{' was' if count == 1 else 's were'} ready"
@@ -204,13 +192,12 @@ def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
 def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) -> str:
     """Describe a launch during backward or finish_grad_sync that runs on a group other than `group`."""
     for rank in group if events else []:
-        launched = [event for event in events[rank] if event["kind"] == "launch"]
-        others = [e["ranks"] for e in launched if e["phase"] in ("backward", "finish") and e["ranks"] != group]
-        if others:
-            groups = (
-                f"the group of ranks {join_names(others[0])}, but it trains in the group of ranks {join_names(group)}"
+        launched = [e for e in events[rank] if e["kind"] == "launch" and e["phase"] in ("backward", "finish")]
+        for other in (event["ranks"] for event in launched if event["ranks"] != group):
+            return (
+                f"rank {rank} launched a collective on the group of ranks {join_names(other)}, but it trains in the "
+                f"group of ranks {join_names(group)}. Pass group=self.process_group."
             )
-            return f"rank {rank} launched a collective on {groups}. Pass group=self.process_group."
     return ""
 
 
