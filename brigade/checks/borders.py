@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import NotedSeeds, compute_loss
@@ -27,6 +27,7 @@ from brigade.runner.ranks import list_batches
 TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves values
 STEPS = ("batches", "gradients", "tensors", "calls", "blocks")  # the lists of which a job has one entry for each step
 BEFORE = -1  # stands for the step of events before the first step
+CHECKPOINT = "checkpoint", "all_gather"  # the phase and the operation of launches that may come after the last step
 Order = tuple[list[int], dict[tuple, "int | None"]]
 
 
@@ -83,19 +84,18 @@ def find_hidden_launch(events: Sequence[Event], job: dict[str, Any], is_proven: 
     """Return how a rank's record hides a launch from checks, which count launches by step; "" if it does not.
 
     Without borders (not `is_proven`), a rank could reduce its gradients before the first step. So only one rank may
-    send anything there, in broadcasts.
+    send anything there, in broadcasts. After the last step, it may gather a checkpoint in the phase of this name.
     """
     steps = next((job[name] for name in STEPS if name in job), ())
     labels, step, senders = job.get("labels", range(len(steps))), BEFORE, set()
     if labels is None:  # its check does not count launches by step
         return ""
     for event in events:
-        is_checkpoint = "unit_type" in job and event.get("op") == "all_gather"  # of module 11, after its steps
-        if event["kind"] == "launch" and step not in (BEFORE, *labels) and not is_checkpoint:
-            return "a launch was reported after the last step"
         if event["kind"] == "launch" and step == BEFORE:
             senders.add(event["ranks"][event["root"]] if event["op"] == "broadcast" else None)
-        if event["kind"] == "step":
+        elif event["kind"] == "launch" and step not in labels and (event["phase"], event["op"]) != CHECKPOINT:
+            return "a launch was reported after the last step"
+        elif event["kind"] == "step":
             if step == BEFORE and not is_proven and (None in senders or len(senders) > 1):
                 return "something other than a broadcast from one rank was launched before the first step"
             step = event["step"]
@@ -145,33 +145,25 @@ def describe(job: dict[str, Any], batch: dict[str, Any]) -> tuple[str, tuple[int
 @functools.lru_cache(maxsize=256)
 def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None, branch: int, count: int) -> Order:
     """Return the borders of both passes in order, and the border before each other event (None: no border)."""
-    order: list[Any] = []
+    borders: list[int] = []
+    sections: dict[tuple, int | None] = {}
+
+    def note(kind: str, name: str, at: str | None) -> None:
+        sections[kind, name, at] = borders[-1] if borders else None
+
     with torch.random.fork_rng(devices=[]):
-        module = edge_case_models.MODELS[model](sizes)
-    if dtype is not None:
-        module.to(dtype)
-    recorder = Recorder(lambda event: order.append(("ready", event["name"], None)) if "name" in event else None)
+        module = edge_case_models.MODELS[model](sizes).to(dtype)
+    recorder = Recorder(lambda event: note("ready", event["name"], None) if "name" in event else None)
     recorder.watch_gradients(module)
     for name, submodule in module.named_modules():
-        note_forward(order, name, submodule)
+        submodule.register_forward_pre_hook(lambda *_, name=name: note("module", name, "start"))
+        submodule.register_forward_hook(lambda *_, name=name: note("module", name, "end"))
     x, y = torch.ones(3, sizes[0], dtype=dtype), torch.ones(3, 1, dtype=dtype)
-    seeds = NotedSeeds([0] * count, lambda number, _: order.append(number))
+    seeds = NotedSeeds([0] * count, lambda number, _: borders.append(number))
     loss = compute_loss(module, {"x": x, "y": y, "branch": branch, "borders": seeds})
     recorder.phase = "backward"
     loss.backward()
-    sections, last = {}, None
-    for entry in order:
-        if isinstance(entry, int):
-            last = entry
-        else:
-            sections[entry] = last
-    return [entry for entry in order if isinstance(entry, int)], sections
-
-
-def note_forward(order: list[Any], name: str, module: nn.Module) -> None:
-    """Append an entry when the forward of a module starts, and when it ends."""
-    module.register_forward_pre_hook(lambda *_: order.append(("module", name, "start")))
-    module.register_forward_hook(lambda *_: order.append(("module", name, "end")))
+    return borders, sections
 
 
 def compute_values(job: dict[str, Any], state: dict[str, Tensor], batch: dict[str, Any]) -> dict[int, Tensor]:

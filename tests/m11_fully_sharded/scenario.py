@@ -419,7 +419,8 @@ def train_unusually(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wr
             raise  # this is no refusal
         return {"refusal": str(error)}
     recording.note("step", step=None)
-    return results | {"weights": ddp.full_state_dict()}
+    with phase("checkpoint"):
+        return results | {"weights": ddp.full_state_dict()}
 
 
 def take_unusual_step(order: Any, ddp: nn.Module, model: nn.Module, batches: list[dict], results: dict) -> None:

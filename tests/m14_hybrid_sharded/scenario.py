@@ -82,7 +82,8 @@ def accumulate(job: dict) -> dict:
         with phase("step"):
             optimizer.step()
     recording.note("step", step=None)
-    return {"weights": ddp.full_state_dict()}
+    with phase("checkpoint"):
+        return {"weights": ddp.full_state_dict()}
 
 
 def take_step(order: str, ddp: nn.Module, batches: list[dict], other: nn.Module) -> None:
