@@ -88,12 +88,12 @@ class Case:
 
     def largest_entries(self) -> dict[str, float]:
         """Return, for each parameter, the largest entry of any rank's own gradient. Rounding errors scale with it."""
-        local = self._local_gradients(self.group, slice(None))
-        return {
-            name: max(float(g[name].double().abs().max()) for g in local if g[name] is not None)
-            for name in local[0]
-            if any(g[name] is not None for g in local)
-        }
+        largest: dict[str, float] = {}
+        for gradients in self._local_gradients(self.group, slice(None)):
+            for name, gradient in gradients.items():
+                if gradient is not None:
+                    largest[name] = max(largest.get(name, 0.0), float(gradient.double().abs().max()))
+        return largest
 
     def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:
         local = []
@@ -104,26 +104,21 @@ class Case:
             local.append(copy_gradients(model))
         return local
 
-    def train(self, zero: bool = True) -> tuple[dict[str, Tensor], list[float]]:
-        """Return the weights after all steps, and each step's loss (averaged over the group and its micro-batches).
+    def train(self, zero: bool = True) -> dict[str, Tensor]:
+        """Return the weights after all steps in one process.
 
         Without `zero`, gradients are never zeroed, so each step adds its gradients to those of all earlier steps.
         """
         model = self.build()
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
-        losses = []
         for step in range(len(self.batches[0])):
             if zero:
                 optimizer.zero_grad()
-            batches = [batch for rank in self.group for batch in self.batches[rank][step]]
-            total = 0.0
-            for batch in batches:
-                loss = compute_loss(model, batch) / len(self.group)
-                loss.backward()
-                total += loss.item()
-            losses.append(total / len(self.batches[0][step]))
+            for rank in self.group:
+                for batch in self.batches[rank][step]:
+                    (compute_loss(model, batch) / len(self.group)).backward()
             optimizer.step()
-        return {name: p.detach() for name, p in model.named_parameters()}, losses
+        return {name: p.detach() for name, p in model.named_parameters()}
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters of the model by name. Tied parameters appear once."""
@@ -140,9 +135,7 @@ class Case:
                 buffer.uniform_(0.5, 1.5)
             else:
                 buffer.random_(0, 2 if buffer.dtype == torch.bool else 100)
-        if self.dtype is not None:
-            model.to(self.dtype)
-        return edge_case_models.copy_state(model)
+        return edge_case_models.copy_state(model.to(self.dtype))
 
     def _batch(self, branch: int, rng: random.Random) -> dict[str, Any]:
         dtype = self.dtype or torch.float32

@@ -108,18 +108,14 @@ def test_training_is_that_of_one_process(optimizer):
     remove_borders(problem)
     model = build_model(problem, 0)
     stepper = OPTIMIZERS[optimizer](model.parameters())
-    losses = []
     for step in range(4):
         stepper.zero_grad()
         micro = [concatenate([problem.batches[rank][step][i] for rank in (0, 2)]) for i in range(2)]
-        micro_losses = [compute_loss(model, batch) for batch in micro]
-        sum(micro_losses).backward()
-        losses.append(sum(micro_losses).item() / 2)
+        sum(compute_loss(model, batch) for batch in micro).backward()
         stepper.step()
-    weights, reported = problem.train()
+    weights = problem.train()
     for key, value in model.named_parameters():
         torch.testing.assert_close(weights[key], value.detach(), rtol=1e-11, atol=1e-12)
-    assert reported == pytest.approx(losses)
 
 
 # ---- edge-case models
