@@ -92,15 +92,6 @@ class Tied(Plain):
         return self.layers[-1](x)
 
 
-class Frozen(Plain):
-    """The second layer and the bias of the first layer are frozen."""
-
-    def __init__(self, sizes: Sequence[int]):
-        super().__init__(sizes)
-        self.layers[1].requires_grad_(False)
-        self.layers[0].bias.requires_grad_(False)
-
-
 class Branches(Plain):
     """For each batch, `branch` selects one of two layers (-1: neither). A third layer is never used."""
 
@@ -119,14 +110,6 @@ class Branches(Plain):
         return x
 
 
-class TiedBranches(Branches):
-    """The two layers share a weight, which `named_parameters` calls left.weight."""
-
-    def __init__(self, sizes: Sequence[int]):
-        super().__init__(sizes)
-        self.right.weight = self.left.weight
-
-
 class ListedLayer(nn.Module):
     """A layer that owns a weight, and has others in a ParameterList, which has no forward of its own."""
 
@@ -140,14 +123,6 @@ class ListedLayer(nn.Module):
         for weight in self.weights:
             x = torch.tanh(x @ weight)
         return x
-
-
-class Listed(Plain):
-    """The second layer is a `ListedLayer`."""
-
-    def __init__(self, sizes: Sequence[int]):
-        super().__init__(sizes)
-        self.layers.insert(1, ListedLayer(sizes[1]))
 
 
 class Buffers(Plain):
@@ -179,15 +154,6 @@ class MixedDtypes(Plain):
         for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(border(x.to(layer.weight.dtype), number)))
         return x.float()
-
-
-class Transposed(Plain):
-    """Weights are stored transposed, so parameters and gradients are not contiguous."""
-
-    def __init__(self, sizes: Sequence[int]):
-        super().__init__(sizes)
-        for layer in self.layers:
-            layer.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
 
 
 class Reordered(Plain):
@@ -239,36 +205,51 @@ class Blocks(nn.Module):
         return self.last(x)
 
 
-class TiedBlocks(Blocks):
-    """The first and the last block share a weight."""
-
-    def __init__(self, sizes: Sequence[int]):
-        super().__init__([*sizes[:-1], sizes[2], sizes[-1]])
-        self.blocks[-1].up.weight = self.blocks[0].up.weight
-
-
-class FrozenBlocks(Blocks):
-    """The middle block, the norm of the first block, and the bias of the last layer are frozen."""
-
-    def __init__(self, sizes: Sequence[int]):
-        super().__init__(sizes)
-        for frozen in (self.blocks[len(self.blocks) // 2], self.blocks[0].norm):
-            frozen.requires_grad_(False)
-        self.last.bias.requires_grad_(False)
+def freeze(model: nn.Module, *names: str) -> nn.Module:
+    """Freeze the parameters whose names begin with one of `names`."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(names))
+    return model
 
 
-ALL = (
-    Plain, Tied, Frozen, Branches, TiedBranches, Listed, Buffers, MixedDtypes, Transposed, Reordered, Blocks,
-    TiedBlocks, FrozenBlocks,
-)  # fmt: skip
-MODELS = {model.__name__: model for model in ALL}
+def tie(model: nn.Module, name: str, other: str) -> nn.Module:
+    """Let the layer `name` use the weight of the layer `other`."""
+    model.get_submodule(name).weight = model.get_submodule(other).weight
+    return model
+
+
+def insert_listed_layer(model: Plain) -> Plain:
+    model.layers.insert(1, ListedLayer(model.layers[0].out_features))
+    return model
+
+
+def transpose(model: Plain) -> Plain:
+    """Store the weights transposed, so that parameters and gradients are not contiguous."""
+    for layer in model.layers:
+        layer.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
+    return model
+
+
+MODELS: dict[str, Callable[[Sequence[int]], nn.Module]] = (
+    {model.__name__: model for model in (Plain, Tied, Branches, Buffers, MixedDtypes, Reordered, Blocks)}
+    | {
+        "Frozen": lambda sizes: freeze(Plain(sizes), "layers.1", "layers.0.bias"),
+        "TiedBranches": lambda sizes: tie(Branches(sizes), "right", "left"),  # `named_parameters` has only left.weight
+        "Listed": lambda sizes: insert_listed_layer(Plain(sizes)),
+        "Transposed": lambda sizes: transpose(Plain(sizes)),
+        "TiedBlocks": lambda sizes: tie(
+            Blocks([*sizes[:-1], sizes[2], sizes[-1]]), f"blocks.{len(sizes) - 3}.up", "blocks.0.up"
+        ),
+        "FrozenBlocks": lambda sizes: freeze(  # the middle block, and parts of two others
+            Blocks(sizes), f"blocks.{(len(sizes) - 3) // 2}.", "blocks.0.norm", "last.bias"
+        ),
+    }
+)
 
 
 def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
     """Build the named model with these weights and buffers, including the buffers outside its `state_dict`."""
-    model = MODELS[name](sizes)
-    if dtype is not None:
-        model.to(dtype)
+    model = MODELS[name](sizes).to(dtype)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     with torch.no_grad():
         for key, value in state.items():
