@@ -14,7 +14,6 @@ from typing import Any
 
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import explain_exception
-from brigade.checks.diagnose.parts import describe_part
 from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
 from brigade.course.submission import Sources
 from brigade.events import OPPOSITES
@@ -199,7 +198,6 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         cause, hypothesis = skipped, "skipped call"
     if kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)
-        note = note or ("" if cause else describe_part(failure, sources))
     names = {Path(path).name for path, _ in sources.values()}
     own = [frame[:3] for frame in failure.frames if frame[0] in names]
     return CheckFailed(

@@ -6,10 +6,7 @@ import importlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-
-from brigade.rank.api import student
 
 
 def call_wrongly() -> dict[str, str]:
@@ -73,21 +70,3 @@ def call_lockstep_wrongly() -> dict[str, str]:
     results = [loop.step([empty]), loop.step([empty, *ragged]), *loop.run([empty, ragged[0]], 3)]
     messages["tokens"] = " ".join(str(result.num_tokens) for result in results)
     return messages
-
-
-def save_on_one_rank(module: int) -> None:
-    """Train one step with module 8 or 11, then save a checkpoint on rank 0 only, as in a training script."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if module == 8:
-        ddp = student("m07_cached_shards", "CachedDDP")(model)
-        optimizer = student("m08_zero_optimizer", "ZeroOptimizer")(ddp, torch.optim.Adam)
-        save = optimizer.state_dict
-    else:
-        ddp = student("m11_fully_sharded", "FullyShardedDDP")(model, (nn.Linear,))
-        optimizer, save = torch.optim.Adam(ddp.shards()), ddp.full_state_dict
-    for step in range(2):
-        ddp(torch.ones(2, 4)).sum().backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
-        if step == 0 and dist.get_rank() == 0:
-            save()
