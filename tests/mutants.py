@@ -66,35 +66,28 @@ class Change:
     cause: str = ""
     in_sample: bool = False
 
-    def apply(self) -> dict[str, str]:
+    def apply(self, reference: Texts | None = None) -> dict[str, str]:
         """Return the reference's files with the change in them.
 
         Raise ValueError unless every hunk occurs exactly once, and SyntaxError if a text is no longer Python.
         """
-        texts = read_reference(get_module(self.number))
-        places = []
-        for number, hunk in enumerate(self.hunks, 1):
-            found = find(hunk.old, texts.get(hunk.file, "").splitlines())
-            if len(found) != 1:
+        texts = dict(reference or read_reference(get_module(self.number)))
+        edits = []  # file, place in its text, old and new lines
+        for hunk in self.hunks:
+            old, new = ("".join(f"\n{line}" for line in lines) for lines in (hunk.old, hunk.new))
+            text = "\n" + texts.get(hunk.file, "")
+            if not hunk.old or text.count(old + "\n") != 1:
                 raise ValueError(
-                    f"{self.origin}, {self.name!r}: the old lines of hunk {number} occur {len(found)} times in "
-                    f"{hunk.file}, but must occur exactly once"
+                    f"{self.origin}, {self.name!r}: these lines occur {text.count(old)} times in {hunk.file}, but must "
+                    f"occur exactly once:{old}"
                 )
-            places.append((found[0], hunk))
-        for place, hunk in sorted(places, key=lambda pair: pair[0], reverse=True):
-            lines = texts[hunk.file].splitlines()
-            if tuple(lines[place : place + len(hunk.old)]) != hunk.old:
-                raise ValueError(f"{self.origin}, {self.name!r}: two hunks overlap")
-            lines[place : place + len(hunk.old)] = hunk.new
-            texts[hunk.file] = "\n".join(lines) + "\n"
+            edits.append((hunk.file, text.index(old + "\n"), old, new))
+        for file, place, old, new in sorted(edits, reverse=True):
+            text = "\n" + texts[file]
+            texts[file] = (text[:place] + new + text[place + len(old) :]).removeprefix("\n")
         for file, text in texts.items():
             compile(text, f"{self.name}: {file}", "exec")
         return texts
-
-
-def find(old: tuple[str, ...], lines: list[str]) -> list[int]:
-    """Return the places at which the lines `old` occur, which are none if `old` is empty."""
-    return [place for place in range(len(lines)) if old and tuple(lines[place : place + len(old)]) == old]
 
 
 def read_reference(entry: Module) -> dict[str, str]:
@@ -151,45 +144,21 @@ def parse(entry: Module, origin: str, block: str) -> Change:
     return Change(entry.number, origin, name, tuple(checks.split(", ")), tuple(hunks), cause, in_sample)
 
 
-def format_diff(before: Texts, after: Texts) -> str:
-    """Return the diff from `before` to `after`, with as little context as makes every hunk unique."""
-    lines = []
-    for file, text in before.items():
-        old, new = text.splitlines(), after[file].splitlines()
-        codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-        hunks: list[tuple[int, int]] = []
-        for start, end in [extend(old, i, j) for tag, i, j, _, _ in codes if tag != "equal"]:
-            while hunks and start <= hunks[-1][1]:  # they share lines or touch
-                first, last = hunks.pop()
-                start, end = min(first, start), max(last, end)
-            hunks.append((start, end))
-        for start, end in hunks:
-            lines.append("@@" if (start, end) != hunks[0] else f"--- a/{file}")
-            for tag, i, j, k, m in codes:
-                if tag == "equal":
-                    lines += [f" {line}".rstrip() for line in old[max(i, start) : min(j, end)]]
-                elif start <= i and j <= end:
-                    lines += [f"-{line}" for line in old[i:j]] + [f"+{line}" for line in new[k:m]]
-    return "\n".join(lines) + "\n"
-
-
-def extend(old: list[str], start: int, end: int) -> tuple[int, int]:
-    """Return the smallest range around `start` to `end` whose lines occur only once, and do not begin or end empty."""
-    for more in range(len(old)):
-        for first in range(start - more, start + 1):
-            last = end + more - (start - first)
-            if not 0 <= first < last <= len(old) or len(find(tuple(old[first:last]), old)) != 1:
-                continue
-            if (first == start or old[first]) and (last == end or old[last - 1]):
-                return first, last
-    raise ValueError("the file is empty")
-
-
 def format_entry(kind: str, name: str, checks: Sequence[str], cause: str, in_sample: bool, diff: str) -> str:
     """Return the entry of a mutant or variant for `mutants.diff` or `variants.diff`."""
     lines = [f"{kind}: {name}", f"{'passes' if kind == 'variant' else 'caught by'}: {', '.join(checks)}"]
     lines += [f"cause: {cause}"] * bool(cause) + ["sample: yes"] * in_sample
     return "\n".join([*lines, diff])
+
+
+def format_diff(before: Texts, after: Texts, context: int) -> str:
+    """Return the diff from `before` to `after`, with this number of lines around each change."""
+    diff = []
+    for file, text in before.items():
+        unified = difflib.unified_diff(text.splitlines(), after[file].splitlines(), n=context, lineterm="")
+        lines = ["@@" if line.startswith("@@") else line.rstrip() for line in list(unified)[2:]]
+        diff += [f"--- a/{file}", *lines[1:]] if lines else []
+    return "\n".join(diff) + "\n"
 
 
 def run_on_text(check: Check, text: str | Texts, conditions: Conditions) -> Outcome:
@@ -255,14 +224,19 @@ def main() -> int:
         before[path.name] = subprocess.run(show, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     if after == before:
         parser.error(f"change solutions/{entry.package} first: it is as in git's index")
-    diff = format_diff(before, after)
     file = entry.tests / f"{kind}s.diff"
+    for context in range(99):  # as few lines as make every hunk unique
+        diff = format_diff(before, after, context)
+        text = format_entry(kind, options.name, options.checks, options.cause, options.sample, diff)
+        try:
+            if parse(entry, file.name, text.partition(": ")[2]).apply(before) == after:
+                break
+        except ValueError:
+            pass
     with file.open("a") as entries:
-        entry_text = format_entry(kind, options.name, options.checks, options.cause, options.sample, diff)
-        entries.write("\n" * (entries.tell() > 0) + entry_text)
+        entries.write("\n" * (entries.tell() > 0) + text)
     for path in entry.paths:
         (ROOT / "solutions" / path).write_text(before[path.name])
-    assert read_changes(entry, file.name)[-1].apply() == after
     print(f"{file.relative_to(ROOT)} has a new {kind}, and solutions/{entry.package} is as before")
     return 0
 
