@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
 
@@ -53,161 +50,62 @@ def add_next_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--debug", "prepare for breakpoint(): run one rank without a deadline, and stop at the first failure")
 
 
-@dataclass
-class Report:
-    """Show each graded check of a module when it finishes, and keep the score.
+def check_module(entry: Module, options: argparse.Namespace, before: Outcomes) -> Iterator[Outcome]:
+    """Run a module's graded checks from this process, and yield their outcomes.
 
-    If `before` contains the outcomes of the previous run, show only the checks whose outcome has changed.
+    In the first run, the outcomes have the order of the checks. If there are outcomes of the previous run, `before`,
+    the checks that failed in it come first, then the quick ones, and each outcome comes as soon as its check has
+    finished. Raise CourseError if the checks cannot be imported, or if the options select none of them.
     """
-
-    before: Outcomes
-    is_quiet: bool = False
-    shows_prints: bool = False  # whether to show what passing checks print, too
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    def add(self, outcome: Outcome) -> None:
-        heading = outcome.check.parts
-        is_new = all(other.check.parts != heading for other in self.outcomes)
-        self.outcomes.append(outcome)
-        if self.is_quiet:
-            return
-        if heading and is_new and not self.before:
-            console.print(f"  {heading}", markup=False)
-        if not self.is_unchanged(outcome):
-            sign, colour, why = ("✓", "green", "") if outcome.passed else ("✗", "red", "")
-            if outcome.ending == NOT_RUN:
-                sign, colour, why = "-", "yellow", f" {outcome.verdict}"
-            number = "" if outcome.passed else f"{outcome.check.number}  "
-            points = f"{outcome.score}/{outcome.check.points}"
-            console.print(Text.assemble((f"  {sign} ", colour), f"{points}  {number}{outcome.check.title}{why}"))
-        if outcome.passed and self.shows_prints and (lines := render.list_printed_lines(outcome)):
-            console.print(Text(indent("\n".join(lines), " " * 9)))
-
-    def print_messages(self) -> None:
-        """Print one message for each mistake. Leave out messages that the previous run has shown."""
-        for message in render.list_messages(self.outcomes, shows_all=self.shows_prints):
-            if not all(map(self.is_unchanged, message.outcomes)):
-                console.print(Text(indent(str(message), "  ")))
-
-    def is_unchanged(self, outcome: Outcome) -> bool:
-        """Return whether the student has read the same about this check after the previous run."""
-        before = self.before.get(outcome.check)
-        if before is None or before.verdict != outcome.verdict:
-            return False
-        return outcome.passed or render.list_printed_lines(before) == render.list_printed_lines(outcome)
-
-    @property
-    def earned(self) -> int:
-        return sum(outcome.score for outcome in self.outcomes)
-
-    @property
-    def possible(self) -> int:
-        return sum(outcome.check.points for outcome in self.outcomes)
-
-    @property
-    def failed(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if not outcome.passed]
-
-    def list_unchanged(self) -> list[str]:
-        """Return a line for each check that still fails, and one for those that still pass."""
-        same = [outcome for outcome in self.outcomes if self.is_unchanged(outcome)]
-        checks = [outcome.check for outcome in same if not outcome.passed]
-        failing = [f"still fails: {check.number}  {check.title}" for check in checks]
-        passing = len(same) - len(checks)
-        return failing + [f"{passing} pass{'es' * (passing == 1)} as before"] * (passing > 0)
-
-
-def check_module(
-    entry: Module, options: argparse.Namespace, before: Outcomes | None = None, is_quiet: bool = False
-) -> Report:
-    """Run a module's graded checks from this process, first those that failed in the previous run, then the quick ones.
-
-    Raise CourseError if the checks cannot be imported, or if the options select none of them.
-    """
-    with exit_on_ctrl_c():
-        prepare()
-        try:
-            checks = collect([entry])
-        except Exception as error:
-            raise CourseError(f"the checks could not run:\n{type(error).__name__}: {error}") from None
-    if options.only:
-        checks = select(checks, options.only)
-    if options.until:
-        checks = select_until(checks, options.until)
+    prepare()
+    try:
+        checks = collect([entry])
+    except Exception as error:
+        raise CourseError(f"the checks could not run:\n{type(error).__name__}: {error}") from None
+    checks = sort_by_urgency(select(checks, options), before)
     conditions = Conditions(
         seed=random.randrange(10**6) if options.seed is None else options.seed,
         backend=options.backend or choose_backend(),
         share_gpu=options.share_gpu,
         is_debugged=options.debug,
     )
-    report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
-    # list.sort would make `checks` empty while it computes the keys.
-    order = {check: (was_fine(check, checks, report.before), add_seconds(check, report.before)) for check in checks}
-    checks = sorted(checks, key=order.__getitem__)
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
-    # After the first run, show each change at once: the first check may be the slowest.
     for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time, in_order=not before):
-        report.add(outcome)
+        yield outcome
         if options.debug and not outcome.passed:
             break
-    report.outcomes.sort(key=lambda outcome: checks.index(outcome.check))
-    return report
 
 
-def was_fine(check: Check, checks: Sequence[Check], before: Outcomes) -> bool:
-    """Return whether a check and all checks that need it passed in the previous run."""
-    dependents = [other for other in checks if other.needs == check.name]
-    return check in before and before[check].passed and all(was_fine(other, checks, before) for other in dependents)
-
-
-def add_seconds(check: Check, before: Outcomes) -> float:
-    """Return how long a check and those that it needs took together in the previous run; 0 if there was none."""
-    needed = [other for other in before if (other.module, other.name) == (check.module, check.needs)]
-    return (before[check].seconds if check in before else 0) + sum(add_seconds(other, before) for other in needed)
-
-
-def select(checks: Sequence[Check], only: str) -> list[Check]:
-    """Return the checks whose name contains one of the texts in `only`, which " or " separates.
-
-    Raise CourseError if there are none.
-    """
-    wanted = [text.strip() for text in only.split(" or ")]
-    selected = [check for check in checks if any(text in check.name for text in wanted)]
+def select(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
+    """Return the checks that --only and --until select. Raise CourseError if there are none."""
+    texts = [text.strip() for text in (options.only or "").split(" or ")]
+    selected = [check for check in checks if any(text in check.name for text in texts)]
+    if options.until:
+        until = options.until.strip("()").lower()
+        selected = [check for check in selected if "" < find_last_part(check.parts) <= until]
     if not selected:
         names = ", ".join(check.name.removeprefix("test_") for check in checks)
+        parts = ", ".join(sorted({find_last_part(check.parts) for check in checks} - {""})) or "none"
         raise CourseError(
-            f"module {checks[0].module} has no check whose name contains {only!r}; its checks are {names}"
+            f"module {checks[0].module} has no such check. --only can select {names}; --until can select these parts: "
+            f"{parts}"
         )
     return selected
 
 
-def select_until(checks: Sequence[Check], until: str) -> list[Check]:
-    """Return the checks that need only the parts up to `until`, such as "b". Raise CourseError if there are none."""
-    last = {check: find_last_part(check.parts) for check in checks}
-    selected = [check for check in checks if last[check] and last[check] <= until.strip("()").lower()]
-    if not selected:
-        parts = ", ".join(sorted({part for part in last.values() if part})) or "none"
-        raise CourseError(
-            f"module {checks[0].module} has no check that needs only the parts up to {until!r}; "
-            f"the parts after which checks can run: {parts}"
-        )
-    return selected
+def sort_by_urgency(checks: Sequence[Check], before: Outcomes) -> list[Check]:
+    """Return first the checks that did not pass in the previous run, then the quick ones.
 
-
-@contextlib.contextmanager
-def exit_on_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the program immediately during the block. Python itself waits until torch is imported.
-
-    The server of the ranks exits when it detects that this process has ended.
+    A check that another one needs comes before it. Otherwise all threads could wait for checks that have not started.
     """
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    seconds: dict[str, float] = {}  # of a check and those that it needs
+    for check in checks:
+        seconds[check.name] = seconds.get(check.needs, 0.0) + (before[check].seconds if check in before else 0.0)
+    urgent: set[str] = set()
+    for check in reversed(checks):
+        if check.name in urgent or check not in before or not before[check].passed:
+            urgent |= {check.name, check.needs}
+    return sorted(checks, key=lambda check: (check.name not in urgent, seconds[check.name]))
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -230,6 +128,25 @@ def run_check(options: argparse.Namespace) -> int:
     return watch(entries, options)
 
 
+def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
+    """Run the checks now, and again whenever a module's file is saved, until Ctrl-C."""
+    outcomes: Outcomes = {}
+    while True:
+        save_times = read_save_times(entries, options)
+        check_once(entries, options, outcomes)
+        console.print("Waiting for a file to change. Press Ctrl-C to stop.")
+        while read_save_times(entries, options) == save_times:
+            time.sleep(0.05)
+        console.clear()
+
+
+def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
+    """Return the time at which each file of the modules was last saved, or 0 for a missing file."""
+    main = [(find(Path(options.target), entry), entry) for entry in entries]
+    paths = [path.with_name(name.name) for path, entry in main if path for name in entry.paths]
+    return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
+
+
 def check_once(entries: Sequence[Module], options: argparse.Namespace, before: Outcomes) -> int:
     """Check the modules one after another, and store their outcomes in `before`. Return the exit status."""
     earned, possible = Counter(), Counter()  # points by track
@@ -245,40 +162,57 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
             possible[entry.track] += entry.points
             status = 2
             continue
-        report = check_module(entry, options, before=before)
-        seconds = time.monotonic() - started
-        for line in report.list_unchanged():
-            console.print(f"  {line}", markup=False)
-        report.print_messages()
-        before.update({outcome.check: outcome for outcome in report.outcomes})
-        not_run = sum(outcome.ending == NOT_RUN for outcome in report.outcomes)
+        outcomes: list[Outcome] = []
+        for outcome in check_module(entry, options, before):
+            is_first = all(other.check.parts != outcome.check.parts for other in outcomes)
+            if outcome.check.parts and is_first and not before:
+                console.print(f"  {outcome.check.parts}", markup=False)
+            print_outcome(outcome, shows_prints=bool(options.only))
+            outcomes.append(outcome)
+        before.update({outcome.check: outcome for outcome in outcomes})
+        outcomes.sort(key=lambda outcome: outcome.check.place)
+        for message in render.list_messages(outcomes, shows_all=bool(options.only)):
+            console.print(Text(indent(str(message), "  ")))
+        score, total = (sum(points) for points in zip(*((each.score, each.check.points) for each in outcomes)))
+        not_run = sum(outcome.ending == NOT_RUN for outcome in outcomes)
         left_out = f", {not_run} check{'s' * (not_run > 1)} not run" if not_run else ""
-        console.print(f"  {report.earned} of {report.possible} points{left_out}, {seconds:.1f} s")
-        if obstacle := find_obstacle(entry, report, options):
+        console.print(f"  {score} of {total} points{left_out}, {time.monotonic() - started:.1f} s")
+        if obstacle := find_obstacle(entry, outcomes, options):
             console.print(f"  {obstacle}", markup=False)
         console.print()
-        is_own_work = Path(options.target) != ROOT / "solutions"
-        if is_own_work and report.possible == entry.points and not options.debug:
-            if report.failed:
+        if Path(options.target) != ROOT / "solutions" and total == entry.points and not options.debug:
+            if score < total:
                 remember("failed", entry.package, hash_submission(entry, sources))
             else:
                 handle_success(entry, sources, Path(options.target), show=len(entries) == 1)
-        earned[entry.track] += report.earned
-        possible[entry.track] += report.possible
-        status = max(status, 1 if report.failed else 0)
+        earned[entry.track] += score
+        possible[entry.track] += total
+        status = max(status, int(score < total))
     if len(entries) > 1:
         totals = [f"{earned[track]} of {possible[track]} points for the {track}" for track in possible]
         console.print(", ".join(totals))
     return status
 
 
-def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) -> str:
-    """Return a sentence about the first earlier module that `entry` uses and that does not pass, or "" for none.
+def print_outcome(outcome: Outcome, shows_prints: bool) -> None:
+    """Print one line about a check. With `shows_prints`, show what a passing check prints, too."""
+    check = outcome.check
+    sign, colour, why = ("✓", "green", "") if outcome.passed else ("✗", "red", "")
+    if outcome.ending == NOT_RUN:
+        sign, colour, why = "-", "yellow", f" {outcome.verdict}"
+    number = "" if outcome.passed else f"{check.number}  "
+    line = f"{outcome.score}/{check.points}  {number}{check.title}{why}"
+    console.print(Text.assemble((f"  {sign} ", colour), line))
+    if outcome.passed and shows_prints and (lines := render.list_printed_lines(outcome)):
+        console.print(Text(indent("\n".join(lines), " " * 9)))
 
-    If it is not known whether an earlier module passes, run its checks. An unwritten module counts only if one of its
-    unwritten parts raised the exception of a failed check.
+
+def find_obstacle(entry: Module, outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
+    """Return a sentence about the first earlier module that `entry` uses and that is not known to pass, or "" for none.
+
+    An unwritten module counts only if one of its unwritten parts raised the exception of a failed check.
     """
-    parts = [outcome.verdict.part for outcome in report.failed if outcome.ending != NOT_RUN]
+    parts = [outcome.verdict.part for outcome in outcomes if not outcome.passed and outcome.ending != NOT_RUN]
     others = {part.module for part in parts if part and part.module != entry.number}
     if options.prior != "own" or options.debug or not (others or None in parts):
         return ""
@@ -286,51 +220,16 @@ def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) ->
     sources = read(target, entry.number).sources
     text = join_texts(select_files(entry, sources))
     used = {name.partition(".")[0] for name in select_used(entry, text, sources)}
+    reasons = {"fails": "does not pass all its checks", "broken": "is missing or broken", "written": "is not checked"}
     for other in MODULES[: MODULES.index(entry)]:
-        if other.package not in used and other.package not in text:
-            continue
-        state = find_state(other, target)
-        if state == "written":
-            everything = argparse.Namespace(**vars(options) | {"only": None, "until": None})
-            key = hash_submission(other, read(target, other.number).sources)
-            failed = check_module(other, everything, is_quiet=True).failed
-            if any(outcome.ending == "deadline" for outcome in failed):  # perhaps because the machine is busy
-                continue
-            state = "fails" if failed else "passes"
-            remember("passed" if state == "passes" else "failed", other.package, key)
-        if state in ("fails", "broken") or other.number in others:
-            reasons = {"fails": "does not pass all its checks", "broken": "is missing or broken"}
+        what = reasons.get(find_state(other, target), "is not written yet" if other.number in others else "")
+        if what and (other.package in used or other.package in text):
             advice = f"ask your instructor to unlock module {other.number}."
             if find(ROOT / "solutions", other):
                 advice = "use --prior reference to run these checks with the reference's module instead."
             command = f"brigade check {other.number}"
-            what = reasons.get(state, "is not written yet")
             return f"Module {other.number} {what}; start there: `{command}`. If you are stuck on it, {advice}"
     return ""
-
-
-def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
-    """Run the checks now, and again whenever a module's file is saved, until Ctrl-C. Show only what changed."""
-    outcomes: Outcomes = {}
-    while True:
-        save_times = read_save_times(entries, options)
-        check_once(entries, options, outcomes)
-        console.print("Waiting for a file to change. Press Ctrl-C to stop.")
-        while read_save_times(entries, options) == save_times:
-            time.sleep(0.05)
-        console.rule(time.strftime("%H:%M:%S"))
-
-
-def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
-    """Return the time at which each file of the modules was last saved, or 0 for a missing file."""
-    main = [(find(Path(options.target), entry), entry) for entry in entries]
-    paths = [path.with_name(name.name) for path, entry in main if path for name in entry.paths]
-    return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
-
-
-def name_track(entry: Module) -> str:
-    """Return the track of a module that is not in the core, as text to append."""
-    return "" if entry.is_core else f" ({entry.track}, in addition to the core's 100)"
 
 
 def run_next(options: argparse.Namespace) -> int:
@@ -341,28 +240,28 @@ def run_next(options: argparse.Namespace) -> int:
     # The core does not build on other modules, so these may be missing.
     entries = [entry for entry in MODULES if entry.is_core or find(Path(options.target), entry)]
     for entry in entries:
+        track = "" if entry.is_core else f" ({entry.track}, in addition to the core's 100)"
         try:
             sources = read(options.target, entry.number, options.prior).sources
             key = hash_submission(entry, sources)
-            done = recall("passed").get(entry.package) == key
+            is_done = recall("passed").get(entry.package) == key
             own = select_files(entry, sources)
-            begun = {text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()}
-            report = check_module(entry, options, is_quiet=True) if begun and not done else None
+            is_begun = {text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()}
+            outcomes = list(check_module(entry, options, {})) if is_begun and not is_done else []
         except CourseError as error:
             console.print(f"→ {error}", markup=False)
             return 1
-        if done or report and not report.failed:
+        if is_done or outcomes and all(outcome.passed for outcome in outcomes):
             remember("passed", entry.package, key)
-            console.print(f"✓ Module {entry.number}: {entry.title}, {entry.points} points{name_track(entry)}")
+            console.print(f"✓ Module {entry.number}: {entry.title}, {entry.points} points{track}")
             continue
-        state = f"{report.earned} of {report.possible} points" if report else f"{entry.points} points to earn"
-        console.print(f"→ Module {entry.number}: {entry.title}, {state}{name_track(entry)}")
+        state = f"{sum(outcome.score for outcome in outcomes)} of {entry.points} points"
+        console.print(f"→ Module {entry.number}: {entry.title}, {state}{track}")
         console.print(f"  read    {shorten(entry.lesson / 'README.md')}  ({entry.minutes} minutes for the module)")
         console.print(f"  edit    {shorten(find(Path(options.target), entry))}")
         console.print(f"  check   brigade check {entry.number} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
-        if report:
-            [message, *_] = render.list_messages(report.outcomes)
+        for message in render.list_messages(outcomes)[:1]:
             console.print(f"\n  {message.outcomes[0].check.number}  {message.outcomes[0].check.title}", markup=False)
             console.print(Text(indent(str(message), "  ")))
         return 1

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from brigade.checks import render, run
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Outcome, Verdict
-from brigade.cli import check as check_command
+from brigade.cli.check import sort_by_urgency
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.parts import Part
@@ -92,7 +91,6 @@ def test_a_check_whose_need_failed_does_not_run(at_a_time):
     ran = []
 
     def fail(submission):
-        ran.append("one")
         raise CheckFailed(Verdict("a", "b"))
 
     one = Check(1, "test_one", "One.", 1, "", 1, function=fail)
@@ -100,8 +98,7 @@ def test_a_check_whose_need_failed_does_not_run(at_a_time):
     three = Check(1, "test_three", "Three.", 1, "", 3, "test_two", function=lambda submission: ran.append("three"))
     outcomes = list(run_checks([one, two, three], "solutions", Conditions(), at_a_time=at_a_time))
     assert [str(outcome.verdict) for outcome in outcomes[1:]] == ["Not run: first 1.1.", "Not run: first 1.2."]
-    assert ran == ["one"]
-    assert list(run_checks([three], "solutions", Conditions()))[0].passed and ran == ["one", "three"]
+    assert list(run_checks([three], "solutions", Conditions()))[0].passed and ran == ["three"]
 
 
 def test_a_quick_check_does_not_wait_for_a_slow_one(monkeypatch):
@@ -116,18 +113,14 @@ def test_a_quick_check_does_not_wait_for_a_slow_one(monkeypatch):
     assert [outcome.check for outcome in outcomes] == [slow]
 
 
-def test_the_checks_that_failed_come_first_after_those_that_they_need(monkeypatch):
+def test_the_checks_that_failed_come_first_after_those_that_they_need():
     """Otherwise --watch could hang: all threads would wait for checks that have not started."""
-    entry, orders = get_module(8), []
-    monkeypatch.setattr(
-        check_command, "run_checks", lambda checks, *_, **__: orders.append([c.name for c in checks]) or []
-    )
-    options = SimpleNamespace(only="", until="", seed=1, backend="gloo", share_gpu=False, debug=False)
-    options.target, options.prior = "solutions", "own"
-    failed = [check for check in collect([entry]) if check.needs]
-    before = {check: Outcome(check, "failed" if check in failed else "passed") for check in collect([entry])}
-    check_command.check_module(entry, options, before)
-    [order] = orders
+    checks = collect([get_module(8)])
+    failed = [check for check in checks if check.needs]
+    before = {
+        check: Outcome(check, "failed" if check in failed else "passed", seconds=9 - check.place) for check in checks
+    }
+    order = [check.name for check in sort_by_urgency(checks, before)]
     assert failed and all(order.index(check.needs) < order.index(check.name) for check in failed)
     needed = {check.needs for check in failed} | {check.name for check in failed}
     assert set(order[: len(needed)]) == needed
@@ -162,29 +155,7 @@ def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
 def test_plain_pytest_names_the_check_that_has_failed_for_the_same_reason(tmp_path):
     text = (ROOT / "solutions" / get_module(1).path).read_text()
     (tmp_path / "naive_ddp.py").write_text(text.replace("dist.broadcast(", "dist.broad_cast("))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(get_module(1).checks),
-        "--target",
-        str(tmp_path),
-        "-k",
-        "start_equal",
-    ]
+    command = [sys.executable, "-m", "pytest", get_module(1).checks, "--target", tmp_path, "-k", "start_equal"]
     in_ci = os.environ | {"CI": "true"}
     shown = subprocess.run(command, cwd=ROOT, env=in_ci, capture_output=True, text=True, timeout=120).stdout
     assert shown.count("Repeat: ") == 1 and "\nsame cause as test_parameters_start_equal\n" in shown, shown
-
-
-def import_what_is_missing() -> None:
-    """A broken scenario."""
-    from brigade.checks import no_such_name  # noqa: F401
-
-
-def test_a_broken_check_is_told_apart_from_a_broken_submission():
-    broken = Check(
-        1, "test_one", "One.", 1, function=lambda submission: submission.run(import_what_is_missing, world_size=1)
-    )
-    [outcome] = run_checks([broken], "lessons", Conditions())
-    assert (outcome.status, outcome.ending) == ("error", "broken") and "not your mistake" in str(outcome.verdict)
