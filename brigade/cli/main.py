@@ -36,42 +36,19 @@ COMMANDS = (
     Command("check", "check", "Run the checks of one module or of all modules.", "brigade check 3 --watch"),
     Command("next", "check", "Show what to do next.", "brigade next"),
     Command("hint", "study", "Show the next hint for a part of a module.", "brigade hint 3"),
-    Command("answers", "study", "Show the model answers for a module that passes.", "brigade answers 3"),
     Command("reset", "study", "Restore a module's skeleton, and keep your version beside it.", "brigade reset 3"),
     Command("submit", "study", "Create the zip file that you hand in, in the current directory.", "brigade submit"),
-    Command(
-        "grade",
-        "grade",
-        "Grade one submission, or a directory of submissions.",
-        "brigade grade --submission DIR --out results.json",
-        needs_solutions=True,
-    ),
-    Command(
-        "gradebook",
-        "gradebook",
-        "Merge gradebooks, or export one for Canvas or Moodle.",
-        "brigade gradebook merge week1.csv week2.csv --keep best --out grades.csv",
-        needs_solutions=True,
-    ),
-    Command(
-        "similarity",
-        "similarity",
-        "Write a report on similar submissions of a class.",
-        "brigade similarity submissions --out report.html",
-        needs_solutions=True,
-    ),
-    Command(
-        "skeletons",
-        "skeletons",
-        "Generate the skeletons and the handout.",
-        "brigade skeletons --check",
-        needs_solutions=True,
-    ),
+    Command("grade", "grade", "Grade one submission, or a directory of submissions.",
+            "brigade grade --submission DIR --out results.json", needs_solutions=True),
+    Command("gradebook", "gradebook", "Merge gradebooks, or export one for Canvas or Moodle.",
+            "brigade gradebook merge week1.csv week2.csv --keep best --out grades.csv", needs_solutions=True),
+    Command("similarity", "similarity", "Write a report on similar submissions of a class.",
+            "brigade similarity submissions --out report.html", needs_solutions=True),
+    Command("skeletons", "skeletons", "Generate the skeletons and the handout.", "brigade skeletons --check",
+            needs_solutions=True),
     Command("bench", "lab", "Compare all core modules with torch in one run.", "brigade bench --comm-ratio 0.8"),
     Command("trace", "lab", "Draw one training step of a module as a timeline.", "brigade trace 4"),
-    Command(
-        "plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"
-    ),
+    Command("plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"),
 )  # fmt: skip
 
 

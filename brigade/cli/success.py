@@ -6,9 +6,8 @@ from pathlib import Path
 
 from brigade.cli.console import console
 from brigade.cli.progress_file import find_state, hash_submission, recall, remember
-from brigade.course.modules import CORE_MODULES, ROOT, Module
+from brigade.course.modules import CORE_MODULES, Module
 from brigade.course.submission import Sources
-from brigade.course.written import ANSWERS
 from brigade.runner.ranks import RankFailure
 
 
@@ -59,6 +58,4 @@ def list_next_steps(entry: Module, target: Path) -> list[str]:
         ]
     else:
         sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")
-    if (ROOT / "solutions" / entry.package / ANSWERS).is_file():
-        sentences.append(f"`brigade answers {entry.number}` shows the model answers to its questions.")
     return sentences
