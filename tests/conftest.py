@@ -22,7 +22,7 @@ from brigade.runner import ranks
 # jsonschema, which nbformat imports, would build 38 parsers for formats of addresses: most of nbformat's import time.
 sys.modules.setdefault("rfc3987_syntax", None)
 
-LOOP = """diagnosis docs experiments gpu_check hints messages mutants notebooks prose
+LOOP = """docs experiments gpu_check hints messages mutants notebooks prose
 requests schematic skeletons wrong_answers"""
 Done = namedtuple("Done", "returncode stdout stderr")
 

@@ -118,7 +118,7 @@ def test_the_checks_that_failed_come_first_after_those_that_they_need():
     checks = collect([get_module(8)])
     failed = [check for check in checks if check.needs]
     before = {
-        check: Outcome(check, "failed" if check in failed else "passed", seconds=9 - check.place) for check in checks
+        check: Outcome(check, "failed" if check in failed else "passed", seconds=20 - check.place) for check in checks
     }
     order = [check.name for check in sort_by_urgency(checks, before)]
     assert failed and all(order.index(check.needs) < order.index(check.name) for check in failed)
