@@ -489,19 +489,17 @@ def require_launches(
     the message counts the launches that do not overlap with backward. `explain` returns a cause for a rank's events and
     a step, or "".
     """
-    for rank in ranks if len(ranks) > 1 else []:
-        for step in range(steps):
-            launched = launches(events[rank], step)
-            idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
-            overlap = f". Without overlap with backward: {idle} of {len(launched)}" if in_backward and idle else ""
-            expect(
-                accepts(launched) and not (in_backward and start_after_backward(events[rank], step, launched)),
-                f"correct numbers earn points only with this module's launches: {kind}",
-                f"the step made {summarize(launched)}{overlap}",
-                partial(explain_launches, explain, events[rank], step),
-                rank=rank,
-                step=step,
-            )
+    for at, record, launched in list_steps(events, steps, ranks) if len(ranks) > 1 else ():
+        idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
+        overlap = f". Without overlap with backward: {idle} of {len(launched)}" if in_backward and idle else ""
+        is_right = accepts(launched) and not (in_backward and start_after_backward(record, at["step"], launched))
+        expect(
+            is_right,
+            f"correct numbers earn points only with this module's launches: {kind}",
+            f"the step made {summarize(launched)}{overlap}",
+            "" if is_right else explain(record, at["step"]) or USUAL_LAUNCHES,
+            **at,
+        )
 
 
 def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[Launch]) -> bool:
@@ -515,11 +513,6 @@ def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[
     num_last = sum(place > border for place, _ in ready)
     end = border if border >= 0 and len(reductions) > num_last + 1 else ready[-1][0] if ready else len(events)
     return len(reductions) > 1 and reductions[0].place > end
-
-
-def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
-    """Return why the launches of a step are not of the module's kind, or the usual reasons if it is unknown."""
-    return explain(events, step) or USUAL_LAUNCHES
 
 
 def overlaps(launch: Launch) -> bool:
@@ -552,15 +545,13 @@ def explain_silence(events: Sequence[Event], step: int) -> str:
 
 def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
     """Expect the backward passes inside no_sync (all passes of a step except the last) to launch nothing."""
-    for rank in ranks:
-        for step in range(steps):
-            early = find_no_sync_launches(events[rank], step)
-            first = early and early[0].place < list_backward_passes(events[rank], step)[1]
-            expect(
-                not early,
-                "backward passes inside no_sync launch nothing",
-                f"they made {len(early)} of the step's {len(launches(events[rank], step))} launches",
-                FLAG_IGNORED if first else INNER_NO_SYNC,
-                rank=rank,
-                step=step,
-            )
+    for at, record, launched in list_steps(events, steps, ranks):
+        early = find_no_sync_launches(record, at["step"])
+        first = early and early[0].place < list_backward_passes(record, at["step"])[1]
+        expect(
+            not early,
+            "backward passes inside no_sync launch nothing",
+            f"they made {len(early)} of the step's {len(launched)} launches",
+            FLAG_IGNORED if first else INNER_NO_SYNC,
+            **at,
+        )

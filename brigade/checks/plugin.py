@@ -1,14 +1,7 @@
 """The pytest plugin for graded checks: options, the `submission` fixture, points, and feedback without tracebacks.
 
 pytest selects and reports the graded checks; `run.run_check` runs them, as it does for every command. A check takes one
-argument, `submission`, which is a `CheckContext`:
-
-    @pytest.mark.points(2)
-    def test_gradients_are_averaged(submission):
-        \"""After finish_grad_sync, every gradient is the average over the group.\"""
-        case = submission.case("Plain", world_size=2)
-        results = submission.run(training.train, case.make_jobs(...), world_size=2)
-        expect_equal("...", [result["gradients"][0] for result in results], case.gradients())
+argument, `submission`, which is a `CheckContext`.
 """
 
 from __future__ import annotations
@@ -104,14 +97,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, None]:
     """Report the points of a graded check and its feedback, without a traceback."""
-    result = yield
-    report = result.get_result()
+    report = (yield).get_result()
     check, outcome = item.stash.get(CHECK, None), item.stash.get(OUTCOME, None)
     if check:
         report.brigade_points = check.points
-    if not outcome or call.when != "call":
-        return
-    if outcome.verdict and not outcome.exception:
+    if outcome and outcome.verdict and not outcome.exception and call.when == "call":
         key = (check.module, render.make_key(outcome))
         first = item.config.stash.setdefault(FIRST, {}).setdefault(key, check.name)
         report.longrepr = render.format_message(outcome) if first == check.name else f"same cause as {first}"

@@ -80,8 +80,7 @@ def run_checks(
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks, or else as they finish.
 
-    A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT` checks have reached their
-    deadline. Ranks mostly wait for each other, so two checks at a time use two cores better than one check.
+    A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT` checks reached their deadline.
     """
     hung = 0
     if len(checks) > 1:

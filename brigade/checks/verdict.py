@@ -16,9 +16,8 @@ from brigade.course.parts import Part
 LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
 LABEL_WIDTH = 14  # the length of "Likely cause: "
 
-# How the run that led to a verdict ended, other than the kinds of `RankFailure`, "unreadable" (the submission cannot be
-# read), "refused" (the check cannot run here), "lost" (something outside ended the process that starts the ranks) and
-# "unexamined" (the check itself raised an exception).
+# How the run that led to a verdict ended: one of these, or a kind of `RankFailure`, "unreadable" (the submission),
+# "refused" (the check cannot run here), "lost" (the process that starts the ranks) or "unexamined" (the check raised).
 COMPLETE = "complete"  # every rank returned a result, but not the expected one
 NOT_RUN = "not run"  # `got` is the reason
 # Hypotheses of vague causes. A more specific cause replaces them, or is shown first.

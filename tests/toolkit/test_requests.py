@@ -22,21 +22,13 @@ SHARED = {"start", "load", "params", "values", "weights", "late_weights", "probe
 LARGE = 8  # entries of a tensor; smaller ones can be equal by chance
 
 
-def list_tensors(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, torch.Tensor]]:
-    """Yield all tensors of a request with their paths."""
-    if isinstance(value, torch.Tensor):
+def walk(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    """Yield all values in nested lists, tuples and dicts with their paths."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else None
+    if items is None:
         yield path, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
-        yield from list_tensors(item, (*path, key))
-
-
-def list_numbers(value: Any) -> Iterator[int]:
-    """Yield all integers of a request."""
-    if type(value) is int:
-        yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        yield from list_numbers(item)
+    for key, item in items or ():
+        yield from walk(item, (*path, key))
 
 
 class Collected(Exception):
@@ -79,7 +71,6 @@ def test_ranks_get_only_their_own_parts_in_all_runs(entry, monkeypatch):
     monkeypatch.setattr(SERVER, "has_switch", True)
     for check in collect([entry]):
         assert run_check(check, ROOT / "solutions", Conditions(seed=3)).passed, check.name
-    assert received
     for requests in received:
         expect_own_parts(requests)
 
@@ -87,21 +78,17 @@ def test_ranks_get_only_their_own_parts_in_all_runs(entry, monkeypatch):
 def expect_own_parts(requests: list[dict[str, Any]]) -> None:
     """Expect that no rank has a seed of the case, or a tensor of another rank."""
     assert len({request["seed"] for request in requests}) == len(requests)
-    for request in requests:
-        assert all(abs(number) < 2**31 for number in list_numbers(request["calls"])), "a seed of a case"
-    own = [dict(list_tensors(request["calls"])) for request in requests]
-    for rank, tensors in enumerate(own):
-        secrets = [
-            tensor
-            for other, foreign in enumerate(own)
-            for path, tensor in foreign.items()
-            if other != rank and tensor.numel() >= LARGE and tensor.is_floating_point() and not SHARED & {*path}
-        ]
-        for path, tensor in tensors.items():
-            if SHARED & {*path} or len(tensor.unique()) < LARGE:
-                continue
-            same = [secret for secret in secrets if secret.shape == tensor.shape and torch.equal(secret, tensor)]
-            assert not same, f"rank {rank} has at {path} a tensor of another rank"
+    values = [list(walk(request["calls"])) for request in requests]
+    assert all(abs(value) < 2**31 for own in values for _, value in own if type(value) is int), "a seed of a case"
+    tensors = [
+        (rank, path, value)
+        for rank, own in enumerate(values)
+        for path, value in own
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and not SHARED & {*path}
+    ]
+    for rank, path, tensor in (entry for entry in tensors if len(entry[2].unique()) >= LARGE):
+        same = [other for other, _, value in tensors if other != rank and torch.equal(value, tensor)]
+        assert not same, f"rank {rank} has at {path} a tensor of rank {same}"
 
 
 def test_the_seeds_of_borders_stay_in_the_parent():
