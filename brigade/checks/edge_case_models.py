@@ -4,10 +4,9 @@ They register their parameters in order of use (except that Buffers registers it
 random: the number of input features, the widths of the hidden layers, and the number of output features.
 
 Between the layers are borders. In backward, a border multiplies each entry of the gradient by 1 or 1/2, as a seed of
-the batch says. A rank must ask for these factors, so it cannot compute a gradient below a border before it asks. The
-order of its questions and its launches shows which gradients it can have known at each launch. A batch with more seeds
-has borders in forward too, which multiply the activations, and borders inside of blocks. With each question, a rank
-reports some of the entries, which it cannot know before it has asked the earlier questions.
+the batch says. A rank must ask for these factors, so the order of its questions and its launches shows which gradients
+it can have known at each launch. A batch with more seeds has borders in forward and inside of blocks, too. With each
+question, a rank reports some of the entries, which it cannot know before it has asked the earlier questions.
 """
 
 from __future__ import annotations

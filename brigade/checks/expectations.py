@@ -75,8 +75,7 @@ def expect_start(
 ) -> None:
     """Expect every rank of the case's group to start with the tensors of the group's first rank.
 
-    `starts[r]` are the tensors of rank r. `kind` restricts the comparison to "parameters" or "buffers". The ranks'
-    records, `events`, help to find the cause.
+    `starts[r]` are the tensors of rank r. `kind` restricts the comparison to "parameters" or "buffers".
     """
     expected, parameters = case.start(), case.parameters()
     if kind in ("parameters", "buffers"):
@@ -273,12 +272,11 @@ def expect_equal(
 ) -> None:
     """Expect every rank's tensors to equal `expected`. None counts as zero on both sides.
 
-    `actual[i]` are the tensors of rank `ranks[i]`, by name. `hypotheses` and `evidence` (what the record shows), or
-    functions that compute them, help to find the likely cause. `tolerance` is relative to the largest of three numbers:
-    the largest entry of the expected tensor, the largest entry of the terms that were summed (`scale`, by name), and
-    1/10 of the largest entry of all tensors. If the terms of a gradient cancel, their rounding errors remain, and these
-    are as large as the errors of other gradients. In fp32, the error of a sum of n terms is about sqrt(n) * 6e-8 times
-    the size of the terms: 7e-7 for 6 examples of 24 features.
+    `actual[i]` are the tensors of rank `ranks[i]`, by name. `hypotheses` and `evidence`, or functions that compute
+    them, help to find the likely cause. `tolerance` is relative to the largest entry of the expected tensor, of the
+    terms that were summed (`scale`, by name), or of all tensors, divided by 10: if terms cancel, their rounding errors
+    remain. In fp32, the error of a sum of n terms is about sqrt(n) * 6e-8 times the size of the terms: 7e-7 for 6
+    examples of 24 features.
     """
     ranks = list(range(len(actual))) if ranks is None else list(ranks)
     wrong = find_differences(what, actual, expected, ranks, tolerance, scale or {})
@@ -377,13 +375,12 @@ def expect_overlap(
     why_late: Callable[[], str] | str = "",
     setting: str = "",
 ) -> None:
-    """Expect one launch per bucket, in order, that overlaps with backward.
+    """Expect one launch per bucket, in order, before the next bucket is complete, and a wait in finish_grad_sync only.
 
-    Each launch must come before the next bucket is complete. Backward must not wait for any launch, and
-    finish_grad_sync must wait for every launch. `buckets` contains the parameter names of each bucket, and `unit` is
-    the word for a bucket in messages. With `gathered`, backward may wait for a launch once a gradient of the next
-    bucket is ready, because the second half of the launch can start then. `why_late` is the likely cause if launches
-    are late. `events` is the record of `rank`. The expected text ends with `setting`, such as " (buckets_per_group=2)".
+    `events` is the record of `rank`. `buckets` contains the parameter names of each bucket, and `unit` is the word for
+    a bucket in messages. With `gathered`, backward may wait for a launch once a gradient of the next bucket is ready,
+    because the second half of the launch can start then. `why_late` is the likely cause if launches are late. The
+    expected text ends with `setting`, such as " (buckets_per_group=2)".
     """
     at: dict[str, Any] = {"rank": rank, "step": step}
     launched = launches(events, step)
@@ -484,10 +481,8 @@ def require_launches(
     """Fail a check whose numbers are right but whose launches are not of its module's `kind`.
 
     `accepts` decides whether the launches of a step are of that kind. It examines nothing else, so a mistake that
-    another check covers costs no points here. Call this after comparing the numbers, because a solution of an earlier
-    module computes the same numbers. A rank that is alone in its group may skip its collectives. With `in_backward`,
-    the message counts the launches that do not overlap with backward. `explain` returns a cause for a rank's events and
-    a step, or "".
+    another check covers costs no points here. A rank that is alone in its group may skip its collectives. With
+    `in_backward`, launches must not all come after backward. `explain` returns a cause for a rank's events and a step.
     """
     for at, record, launched in list_steps(events, steps, ranks) if len(ranks) > 1 else ():
         idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")

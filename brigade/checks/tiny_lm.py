@@ -61,12 +61,8 @@ class Block(nn.Module):
             return t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
         h = self.ln1(x)
-        q, k, v = (
-            rotate(split_heads(self.q(h)), cos, sin),
-            rotate(split_heads(self.k(h)), cos, sin),
-            split_heads(self.v(h)),
-        )
-        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k = (rotate(split_heads(t), cos, sin) for t in (self.q(h), self.k(h)))
+        attention = F.scaled_dot_product_attention(q, k, split_heads(self.v(h)), is_causal=True)
         x = x + self.o(attention.transpose(1, 2).flatten(-2))
         h = self.ln2(x)
         return x + self.w3(F.silu(self.w1(h)) * self.w2(h))

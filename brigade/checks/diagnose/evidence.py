@@ -108,9 +108,8 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
 def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
     """Describe a collective method that only some ranks have called, in a run that ended in a deadlock or a mismatch.
 
-    In each process group, find the first launch that the ranks made in different methods. In a "deadlock", this launch
-    may be missing on a rank. If a rank made its previous launch in the same method, it may have left the method early,
-    so do not report a cause.
+    Look for the first launch that the ranks of a group made in different methods, or in a "deadlock" not at all. If a
+    rank made its previous launch in the same method, it may have left the method early, so do not report a cause.
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
     for group, ranks in groups.items():
