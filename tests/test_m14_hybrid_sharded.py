@@ -5,16 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import (
-    MANY_STEPS,
-    ONE_STEP,
-    expect,
-    expect_equal,
-    format_distinct,
-    join_names,
-)
-from brigade.events import launches, list_backward_passes, list_ready_gradients, summarize
+from brigade.checks.expectations import MANY_STEPS, ONE_STEP, expect, expect_equal, format_distinct, join_names
+from brigade.events import list_backward_passes, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
+from helpers.places import each_step
 from m11_fully_sharded import scenario as fully_sharded
 from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, train_plain
 from m11_fully_sharded.scenario import UNIT_TYPES
@@ -61,23 +55,17 @@ def test_traffic(submission):
         (10**6, 1, 4, 2, 4),
         (10**6, 4, 1, 2, 4),
     ]
-    cases += [
-        (rng.randint(1, 2 * 10**9), rng.randint(1, 64), rng.randint(1, 16), rng.randint(1, 9), 4) for _ in range(9)
-    ]
+    cases += [tuple(rng.randint(1, most) for most in (2 * 10**9, 64, 16, 9)) + (4,) for _ in range(9)]
     [(_, answers)] = submission.run(scenarios.plan, [], [*cases, cases[0][:4]], world_size=1)
     for arguments, got in zip([*cases, cases[0]], answers):
         numel, replicas, shards, micro_batches, itemsize = arguments
-        nbytes = numel * itemsize
-        inner = 3 * micro_batches * nbytes * (shards - 1) / shards
-        expected = [inner, 2 * nbytes / shards * (replicas - 1) / replicas]
-        for name, value, right in zip(("inner", "outer"), got, expected):
-            right_text, text = format_distinct(right, value)
-            expect(
-                abs(value - right) <= 1 + 1e-9 * right,
-                f"plan_traffic{arguments} has {name} = {right_text} bytes",
-                f"{text} bytes",
-                partial(diagnosis.explain_traffic, got, expected, arguments),
-            )
+        inner = 3 * micro_batches * numel * itemsize * (shards - 1) / shards
+        expected = [inner, 2 * numel * itemsize / shards * (replicas - 1) / replicas]
+        why = partial(diagnosis.explain_traffic, got, expected, arguments)
+        for name, value, exact in zip(("inner", "outer"), got, expected):
+            right_text, text = format_distinct(exact, value)
+            right = f"plan_traffic{arguments} has {name} = {right_text} bytes"
+            expect(abs(value - exact) <= 1 + 1e-9 * exact, right, f"{text} bytes", why)
 
 
 # ---- the wrapper
@@ -155,9 +143,8 @@ def test_collectives(submission):
         ("Buffers", [0, 2], 1, {}),
     ]
     for case, grid, results in run_cases(submission, scenarios.train, settings, steps=2, hidden_layers=4):
-        for rank in case.group:
-            for step in range(2):
-                expect_collectives(results.events, step, grid, rank)
+        for at, _, launched in each_step(results.events, 2, case.group):
+            expect_collectives(results.events, launched, grid, at)
 
 
 @pytest.mark.points(3)
@@ -167,9 +154,8 @@ def test_overlap(submission):
     options = DOUBLE | {"steps": 2, "hidden_layers": 6, "forward_borders": True, "proven": 1}
     settings = [("Blocks", ALL, 2, {}), ("Blocks", ALL, 1, {"arguments": {"prefetch": 0}})]
     for case, grid, results in run_cases(submission, scenarios.train, settings, **options):
-        for rank in case.group if len(grid.nodes) > 1 else []:
-            for step in range(2):
-                expect_overlap(results.events[rank], step, grid, rank)
+        for at, events, launched in each_step(results.events, 2, case.group if len(grid.nodes) > 1 else []):
+            expect_overlap(events, launched, grid, at)
 
 
 @pytest.mark.parts("Part (f): accumulation, and what module 11 promises")
@@ -182,9 +168,8 @@ def test_no_replica_sync(submission):
     few = {"steps": 2, "orders": orders[:2]}
     settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
     for case, grid, results in run_cases(submission, scenarios.accumulate, settings, **options):
-        for rank in case.group:
-            for step, order in enumerate(orders[: len(case.batches[0])]):
-                expect_accumulation(results.events[rank], step, order, grid, rank)
+        for at, events, launched in each_step(results.events, len(case.batches[0]), case.group):
+            expect_accumulation(events, launched, orders[at["step"]], grid, at)
         evidence = partial(diagnosis.explain_nodes, results, grid)
         expect_trained(results, case, "weights after steps of three micro-batches", evidence=evidence)
 
@@ -303,48 +288,37 @@ def split(launched, groups):
     return crossing, inner, [x for x in launched if x not in crossing and x not in inner]
 
 
-def expect_collectives(events, step, grid, rank):
+def expect_collectives(events, launched, grid, at):
     """Expect the collectives of a step in a rank's two groups, and none in other groups."""
-    at, groups, launched = {"rank": rank, "step": step}, grid.get_groups(rank), launches(events[rank], step)
+    groups, whole = grid.get_groups(at["rank"]), grid.list_numels()
     crossing, inner, others = split(launched, groups)
-    whole = grid.list_numels()
     expected = sorted(numel // grid.shards for numel in whole) if len(groups[1]) > 1 else []
-    expect(
-        all(x.op == "all_reduce" for x in crossing) and sorted(x.numel for x in crossing) == expected,
-        f"a step makes {len(expected) or 'no'} all-reduces in the replica group {groups[1]}"
-        + (f", of {join_names(expected, 9)} elements" if expected else ""),
-        f"in this group it makes {summarize(crossing)}",
-        partial(diagnosis.explain_crossing, events, grid, rank, crossing),
-        **at,
-    )
+    is_right = all(x.op == "all_reduce" for x in crossing) and sorted(x.numel for x in crossing) == expected
+    right = f"a step makes {len(expected) or 'no'} all-reduces in the replica group {groups[1]}"
+    right += f", of {join_names(expected, 9)} elements" if expected else ""
+    why = partial(diagnosis.explain_crossing, events, grid, at["rank"], crossing)
+    expect(is_right, right, f"in this group it makes {summarize(crossing)}", why, **at)
     right = f"all collectives of a step are in the shard group {groups[0]} or in the replica group {groups[1]}"
     expect(not others, right, f"{summarize(others)} in {join_names({str(x.ranks) for x in others})}", **at)
     units = [a + b for a, b in zip(grid.list_units(True), grid.list_units(False))]
     times = 2 if grid.is_resharded else 1
     wanted = {"all_gather": sorted(units[0] + sum(units[1:], []) * times), "reduce_scatter": sorted(whole)}
-    got = {
-        op: sorted(x.numel for x in inner if x.op == op and x.numel > 16) for op in {x.op for x in inner} | {*wanted}
-    }
+    got = {op: sorted(x.numel for x in inner if x.op == op and x.numel > 16) for op in {x.op for x in inner}}
     got = {op: numels for op, numels in got.items() if numels}
-    expect(
-        grid.shards == 1 or got == wanted,
-        f"in the shard group, a step gathers the root once and each other unit {times} times, and reduces each once: "
-        f"{sum(map(sum, wanted.values()))} elements with padding",
-        f"{sum(map(sum, got.values()))} elements: {summarize(inner, 20)}",
-        **at,
-    )
+    right = f"in the shard group, a step gathers the root once and each other unit {times} times, and reduces each "
+    right += f"once: {sum(map(sum, wanted.values()))} elements with padding"
+    wrong = f"{sum(map(sum, got.values()))} elements: {summarize(inner, 20)}"
+    expect(grid.shards == 1 or got == wanted, right, wrong, **at)
 
 
-def expect_overlap(events, step, grid, rank):
+def expect_overlap(events, launched, grid, at):
     """Expect each unit's all-reduce between its reduce-scatter and the gradients of the next unit but one."""
-    at = {"rank": rank, "step": step}
-    crossing, inner, _ = split(launches(events, step), grid.get_groups(rank))
+    crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
     reduced = [x for x in inner if x.op == "reduce_scatter"]
     units = find_units(build(grid.case), UNIT_TYPES[grid.unit_type])
-    ready = {unit: [] for unit in range(len(units))}
-    for place, name in list_ready_gradients(events, step):
+    count, ready = len(units), {unit: [] for unit in range(len(units))}
+    for place, name in list_ready_gradients(events, at["step"]):
         ready[next(unit for unit, names in enumerate(units) if name in names)].append(place)
-    count = len(units)
     right = f"a step of {count} units makes {count} reduce-scatters and {count} all-reduces"
     expect(len(reduced) in (count, 0) and len(crossing) == count, right, summarize(crossing + reduced), **at)
     end = next(place for place, event in enumerate(events) if place > max(ready[0]) and event.get("phase") == "step")
@@ -358,29 +332,21 @@ def expect_overlap(events, step, grid, rank):
         is_awaited = bool(launch.waits) and launch.waits[0] < end
         expect(is_awaited, f"a rank waits for {name} before the optimizer's step", "it does not", **at)
         if unit >= 3:
-            expect(
-                launch.place < min(ready[unit - 2]),
-                f"{name} is launched before the first gradient of unit {unit - 2} is ready",
-                "it is launched later",
-                partial(diagnosis.explain_late, crossing, sum(ready.values(), [])),
-                **at,
-            )
-            expect(
-                launch.waits[0] > max(ready[unit - 2]),
-                f"no rank waits for {name} before the last gradient of unit {unit - 2} is ready",
-                "the rank waited earlier",
-                diagnosis.AWAITED_AT_ONCE,
-                **at,
-            )
+            right = f"{name} is launched before the first gradient of unit {unit - 2} is ready"
+            is_last = crossing[0].place > max(sum(ready.values(), []))
+            why = diagnosis.IN_FINISH if is_last else ""
+            expect(launch.place < min(ready[unit - 2]), right, "it is launched later", why, **at)
+            right = f"no rank waits for {name} before the last gradient of unit {unit - 2} is ready"
+            is_right = launch.waits[0] > max(ready[unit - 2])
+            expect(is_right, right, "the rank waited earlier", diagnosis.AWAITED_AT_ONCE, **at)
     raced = [x for x in crossing if x.raced]
     expect(not raced, "no shard's gradient changes before wait()", f"{len(raced)} of {count} changed", **at)
 
 
-def expect_accumulation(events, step, order, grid, rank):
+def expect_accumulation(events, launched, order, grid, at):
     """Expect all-reduces only after the last backward of a step has begun, and a reduction for each finish."""
-    at = {"rank": rank, "step": step}
-    crossing, inner, _ = split(launches(events, step), grid.get_groups(rank))
-    last, count = list_backward_passes(events, step)[-1], len(grid.list_numels())
+    crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
+    last, count = list_backward_passes(events, at["step"])[-1], len(grid.list_numels())
     early = [x for x in crossing if x.place < last]
     reduced = [x for x in inner if x.op == "reduce_scatter"]
     finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1}[order]

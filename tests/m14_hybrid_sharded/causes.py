@@ -15,20 +15,13 @@ WORLD = "the broadcast starts from rank 0 of the world instead of the grid's fir
 LAST = "the broadcast starts from the last rank of a group."
 NOT_CROSSED = "gradients are averaged inside each node only, not across nodes."
 SUMMED = "gradients are summed over the replicas, not averaged."
-DIVIDED_TWICE = (
-    "gradients are divided once too often. Module 11 has averaged over the shard group: divide by the number of "
-    "replicas, once."
-)
+DIVIDED_TWICE = "gradients are divided once too often. Module 11 has averaged over the shard group already."
 UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
 OTHER_GROUP = "all collectives except the all-reduce belong to the shard group, and this is another one."
 NO_REPLICAS = "with one replica there is nothing to average across nodes, so launch nothing."
 ON_SHARD_GROUP = "the gradient is all-reduced in the shard group. Use the replica group."
-ON_DEFAULT_GROUP = (
-    "the gradient is all-reduced in the default group. Use the replica group: other ranks have other shards."
-)
-IN_FINISH = (
-    "all all-reduces are launched in the finish. Launch each in shard_reduced, where module 11 adds the average."
-)
+ON_DEFAULT_GROUP = "the gradient is all-reduced in the default group, with other shards. Use the replica group."
+IN_FINISH = "all all-reduces are launched in the finish. Launch each in shard_reduced, when its average is there."
 SYNC = "the launch blocks. Use async_op=True."
 AWAITED_AT_ONCE = "the all-reduce is awaited where it is launched, so nothing overlaps. Wait for it in the finish."
 BLOCK_IGNORED = "a backward in no_replica_sync crosses: its flag is not tested, or an inner block sets it again."
@@ -142,8 +135,3 @@ def explain_nodes(results, grid):
 
     differ = all(map(are_equal, grid.nodes)) and not are_equal([node[0] for node in grid.nodes])
     return Evidence(mistake=PARTLY if differ else "")
-
-
-def explain_late(crossing, ready):
-    """Return why an all-reduce is launched too late. `ready` has the places of a step's gradients."""
-    return IN_FINISH if crossing[0].place > max(ready) else ""
