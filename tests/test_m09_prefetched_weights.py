@@ -12,6 +12,7 @@ from brigade.events import launches, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits
+from helpers.places import each_step
 from helpers.zero import draw_case, expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
@@ -69,28 +70,13 @@ def test_step_waits_for_no_weights(submission):
         case = submission.case(model, world, steps=3, hidden_layers=5)
         jobs = make_jobs(case, make_recipe("SGD"), per_group)
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
-        groups = list_forward_groups(build(case), world, per_group)
-        for rank, events in enumerate(results.events):
-            for step in range(3):
-                launched = [x for x in launches(events, step, phase="step") if x.op == "all_gather"]
-                expect(
-                    sorted(launch.numel for launch in launched) == sorted(numel for _, numel, _ in groups),
-                    f"step launches one all-gather for each of {len(groups)} groups, of "
-                    f"{join_names(sorted(numel for _, numel, _ in groups))} elements",
-                    summarize(launched),
-                    partial(diagnosis.explain_gathers, launched, launches(events), [numel for _, numel, _ in groups]),
-                    rank=rank,
-                    step=step,
-                )
-                awaited = [launch for launch in launched if is_awaited_in_step(launch)]
-                expect(
-                    not awaited,
-                    "step returns without waiting for the weights",
-                    f"it waits for {len(awaited)} of {len(launched)} all-gathers",
-                    partial(diagnosis.explain_early_wait, awaited, launched),
-                    rank=rank,
-                    step=step,
-                )
+        numels = sorted(numel for _, numel, _ in list_forward_groups(build(case), world, per_group))
+        right = f"step launches one all-gather for each of {len(numels)} groups, of {join_names(numels)} elements"
+        for at, events, launched in each_step(results.events, 3):
+            gathers = [x for x in launched if x.op == "all_gather" and x.phase == "step"]
+            why = partial(diagnosis.explain_gathers, gathers, launches(events), numels)
+            expect(sorted(x.numel for x in gathers) == numels, right, summarize(gathers), why, **at)
+            expect_not_awaited(gathers, "step returns without waiting for the weights", at)
 
 
 @pytest.mark.points(4)
@@ -105,37 +91,9 @@ def test_weights_are_awaited_just_before_use(submission):
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         module = build(case)
         expected = count_waits(module, list_forward_groups(module, world, per_group, bucket_numel))
-        for rank, events in enumerate(results.events):
-            for step in range(2, 4):  # in the first forward, it is unknown which modules are called
-                gathers = [x for x in launches(events, step - 1, phase="step") if x.op == "all_gather"]
-                expect(
-                    all(launch.waits for launch in gathers),
-                    f"forward waits for all {len(gathers)} all-gathers of the previous step",
-                    f"it never waits for {sum(not launch.waits for launch in gathers)} of them",
-                    partial(diagnosis.explain_never_awaited, events),
-                    rank=rank,
-                    step=step,
-                )
-                actual, where = locate_waits(events, step, gathers), describe_waits(expected)
-                expect(
-                    {name: count for name, count in actual.items() if count}
-                    == {name: count for name, count in expected.items() if count},
-                    f"forward waits for groups just before the module that needs them first: {where}",
-                    describe_waits(actual) or "no wait",
-                    partial(diagnosis.explain_places, actual, expected, model == "Listed", gathers, events),
-                    rank=rank,
-                    step=step,
-                )
-                starts = [place for place, event in enumerate(events) if event["kind"] == "module"]
-                order = sorted(gathers, key=lambda launch: bisect(starts, launch.waits[0]))  # free inside of one hook
-                expect(
-                    order == gathers or model == "Listed",  # the wrapper waits for the groups of a ParameterList first
-                    "step launches the all-gathers in the order in which forward waits for them",
-                    f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order",
-                    diagnosis.LAUNCH_ORDER,
-                    rank=rank,
-                    step=step,
-                )
+        for at, events, _ in each_step(results.events, 4):
+            if at["step"] >= 2:  # in the first forward, it is unknown which modules are called
+                expect_places(events, at, expected, model == "Listed")
 
 
 @pytest.mark.points(2)
@@ -150,38 +108,23 @@ def test_groups_that_no_forward_used(submission):
             for [batch] in job["batches"][1:]:
                 batch["branch"] = -1 if model == "Branches" else 1  # `right`, or all other blocks
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
-        for rank, events in enumerate(results.events):
-            for step in range(4):
-                early = find_early_module(events, step)
-                expect(
-                    not early,
-                    "a module runs only when its own weights are complete, even if it shares a weight or a group with "
-                    "a layer that forward skips",
-                    f"{early and early['name']} starts with incomplete weights: {join_names(list_incomplete(early))}",
-                    partial(diagnosis.explain_forward, events, list(case.parameters()), step),
-                    rank=rank,
-                    step=step,
-                )
-                gathers = [x for x in launches(events, step) if x.op == "all_gather"]
-                awaited = [launch for launch in gathers if is_awaited_in_step(launch)]
-                expect(
-                    not awaited,
-                    "step returns without waiting for the weights, also for those that the next forward does not use",
-                    f"it waits for {len(awaited)} of {len(gathers)} all-gathers",
-                    partial(diagnosis.explain_early_wait, awaited, gathers),
-                    rank=rank,
-                    step=step,
-                )
-                end = find_write(events, step + 1)
-                left = [x for x in gathers if x.raced or not any(place < end for place in x.waits)]
-                expect(
-                    not left,
-                    "the next step waits for a group that forward has not used before it writes its weights",
-                    f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them before",
-                    partial(diagnosis.explain_unused, left, events, step),
-                    rank=rank,
-                    step=step,
-                )
+        for at, events, launched in each_step(results.events, 4):
+            early = find_early_module(events, at["step"])
+            right = (
+                "a module runs only when its own weights are complete, even if it shares a weight or a group with a "
+            )
+            right += "layer that forward skips"
+            wrong = f"{early and early['name']} starts with incomplete weights: {join_names(list_incomplete(early))}"
+            why = partial(diagnosis.explain_forward, events, list(case.parameters()), at["step"])
+            expect(not early, right, wrong, why, **at)
+            gathers = [x for x in launched if x.op == "all_gather"]
+            right = "step returns without waiting for the weights, also for those that the next forward does not use"
+            expect_not_awaited(gathers, right, at)
+            end = find_write(events, at["step"] + 1)
+            left = [x for x in gathers if x.raced or not any(place < end for place in x.waits)]
+            right = "the next step waits for a group that forward has not used before it writes its weights"
+            wrong = f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them before"
+            expect(not left, right, wrong, partial(diagnosis.explain_unused, left, events, at["step"]), **at)
         require_prefetch(results.events, range(world))
 
 
@@ -241,6 +184,32 @@ def expect_unsharded(submission, jobs, case, recipe, is_shared, results):
     if is_shared:
         require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
     require_prefetch(results.events, case.group if len(case.group) > 1 else [])
+
+
+def expect_not_awaited(gathers, right, at):
+    """Expect the optimizer's step that has launched these all-gathers to wait for none of them."""
+    awaited = [launch for launch in gathers if is_awaited_in_step(launch)]
+    why = partial(diagnosis.explain_early_wait, awaited, gathers)
+    expect(not awaited, right, f"it waits for {len(awaited)} of {len(gathers)} all-gathers", why, **at)
+
+
+def expect_places(events, at, expected, is_listed):
+    """Expect the forward of a step to wait for the groups just before the modules that need them, in launch order."""
+    gathers = [x for x in launches(events, at["step"] - 1, phase="step") if x.op == "all_gather"]
+    right = f"forward waits for all {len(gathers)} all-gathers of the previous step"
+    wrong = f"it never waits for {sum(not launch.waits for launch in gathers)} of them"
+    expect(all(launch.waits for launch in gathers), right, wrong, diagnosis.NOTHING_AWAITED, **at)
+    actual = locate_waits(events, at["step"], gathers)
+    is_right = all(actual.get(name, 0) == expected.get(name, 0) for name in {*actual, *expected})
+    right = f"forward waits for groups just before the module that needs them first: {describe_waits(expected)}"
+    why = partial(diagnosis.explain_places, actual, expected, is_listed, gathers, events)
+    expect(is_right, right, describe_waits(actual) or "no wait", why, **at)
+    starts = [place for place, event in enumerate(events) if event["kind"] == "module"]
+    order = sorted(gathers, key=lambda launch: bisect(starts, launch.waits[0]))  # free inside of one hook
+    is_right = order == gathers or is_listed  # the wrapper waits for the groups of a ParameterList first
+    right = "step launches the all-gathers in the order in which forward waits for them"
+    wrong = f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order"
+    expect(is_right, right, wrong, diagnosis.LAUNCH_ORDER, **at)
 
 
 def build(case):
@@ -346,14 +315,10 @@ def is_awaited_in_step(launch):
 
 def require_prefetch(events_by_rank, ranks):
     """Require that weights are gathered, and that step does not wait for them."""
+    right = "correct weights earn points only if step returns without waiting for the weights"
     for rank in ranks:
         gathers = [x for x in launches(events_by_rank[rank], phase="step") if x.op == "all_gather"]
-        expect(
-            not all(is_awaited_in_step(launch) for launch in gathers),
-            "correct weights earn points only if step returns without waiting for the weights",
-            f"step launches {len(gathers)} all-gathers and waits for all of them"
-            if gathers
-            else "step gathers no weights",
-            diagnosis.AS_MODULE_8,
-            rank=rank,
-        )
+        wrong = f"step launches {len(gathers)} all-gathers and waits for all of them"
+        wrong = wrong if gathers else "step gathers no weights"
+        is_right = not all(is_awaited_in_step(launch) for launch in gathers)
+        expect(is_right, right, wrong, diagnosis.AS_MODULE_8, rank=rank)

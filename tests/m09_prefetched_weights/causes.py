@@ -12,32 +12,13 @@ from m09_prefetched_weights import scenario as m09_prefetched_weights
 
 AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launch them; forward waits."
 SOME_AWAITED = "step waits for some of the all-gathers that it launches. It may only launch them; forward waits."
-NEVER_AWAITED = "the forward pre-hook of the module that owns these weights does not wait for their group."
-INCOMPLETE = (
-    "a module ran, or an optimizer stepped, with weights that had not arrived. The strict process group fills the "
-    "outputs of an all-gather with NaN until its handle is awaited."
-)
-NOTHING_AWAITED = (
-    "no all-gather is ever awaited, although finish_param_sync is called. wait_for must call finish_param_sync of each "
-    "group that is in flight."
-)
-LAUNCH_ORDER = (
-    "the groups are launched in the order of the buffers, which contain the parameters in reverse. Forward needs the "
-    "group of the first registered parameter first."
-)
-UNUSED = (
-    "a group that forward did not wait for is still in flight when the next step begins. step must wait for it before "
-    "the inner optimizer writes weights."
-)
-WRITTEN_FIRST = (
-    "step waits for an all-gather of the previous step only after the inner optimizer has written new weights, which "
-    "the old ones then overwrite. It must wait before."
-)
+INCOMPLETE = "weights that had not arrived were used. The outputs of an all-gather are NaN until its handle is awaited."
+NOTHING_AWAITED = "no all-gather is ever awaited. wait_for must call finish_param_sync of each group in flight."
+LAUNCH_ORDER = "the groups are launched in the order of the buffers, in reverse. Forward needs the first layer first."
+UNUSED = "a group that forward did not use is still in flight. step must wait for it before it writes weights."
+WRITTEN_FIRST = "step waits for old weights only after the inner optimizer has written new ones, which they overwrite."
 NOT_IN_EVALUATION = "no hook waits for the weights in an evaluation, that is, in eval mode and without gradients."
-IN_CHAIN = (
-    "step launches only some groups, and forward launches the others, as Megatron-LM does. Here, step must launch all "
-    "groups: ranks whose forwards skip different modules would otherwise launch different all-gathers."
-)
+IN_CHAIN = "step launches some groups and forward the others, as Megatron-LM does. Here, step must launch all groups."
 PHASES = {  # of the ways to read weights, one for each step after the first
     "ddp.state_dict()": ["ddp.state_dict()"],
     "a second step": ["step"],
@@ -46,14 +27,8 @@ PHASES = {  # of the ways to read weights, one for each step after the first
 READINGS = {
     "ddp.state_dict()": "the wrapper's state_dict does not wait for the weights that are on their way.",
     "step": "step does not wait for the weights of the previous step.",
-    "load_state_dict": (
-        "load_state_dict reads weights that are still on their way. It needs them if the checkpoint has no main "
-        "parameters."
-    ),
-    "add_param_group": (
-        "add_param_group reads weights that are still on their way. It needs them for the main parameters of the new "
-        "group."
-    ),
+    "load_state_dict": "load_state_dict reads weights that are on their way, if the checkpoint has no main parameters.",
+    "add_param_group": "add_param_group needs weights that are on their way for the main parameters of the new group.",
 }
 
 
@@ -116,12 +91,6 @@ def explain_unused(left, events, step):
     return WRITTEN_FIRST if is_late else UNUSED
 
 
-def explain_never_awaited(events):
-    """Return why forward never waits for an all-gather."""
-    gathers = [launch for launch in launches(events, phase="step") if launch.op == "all_gather"]
-    return NEVER_AWAITED if any(launch.waits for launch in gathers) else NOTHING_AWAITED
-
-
 @contextlib.contextmanager
 def explain_incomplete(submission, jobs, results, case):
     """Explain wrong weights in the block by a wrong group, or if they are NaN, by what did not wait for them.
@@ -150,8 +119,7 @@ def find_unfinished(events_by_rank):
             which = join_names([name_place(place, len(last)) for place in left])
             return (
                 f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers: the one"
-                f"{'s' * (len(left) > 1)} launched {which}. It must pass every group to wait_for, which must wait for "
-                "each of them that is in flight."
+                f"{'s' * (len(left) > 1)} launched {which}. It must pass every group to wait_for."
             )
     return ""
 
@@ -197,15 +165,13 @@ def explain_forward(events, trainable, step=1):
         if not others & {event.get("name") for event in forward}:
             return (
                 f"{owner} shares {join_names(late)} with {join_names(sorted(others))}, which this forward skips. Each "
-                "module that owns a parameter must wait for its group in its own pre-hook, even if another module owns "
-                "it too."
+                "module that owns a parameter must wait for its group, even if another module owns it too."
             )
         arrived = [name for name in event["own"] if name not in incomplete]
         if arrived:
             return (
-                f"{owner} runs with {join_names(arrived)} complete, but {join_names(late)} incomplete. The parameters "
-                "of a module may be in several groups. groups_of must list all of them, and before_forward must wait "
-                "for all of them."
+                f"{owner} runs with {join_names(arrived)} complete, but {join_names(late)}, in another group, "
+                "incomplete. groups_of must list all of them, and before_forward must wait for all of them."
             )
         return (
             f"{owner} runs before its weights have arrived. Its own pre-hook must wait for the groups of its "
@@ -214,31 +180,23 @@ def explain_forward(events, trainable, step=1):
     first = next(iter(started.values()), set())  # when the model's own forward began
     silent = [owner for owner, names in owned.items() if owner not in started and first.intersection(names)]
     if silent:
-        return (
-            f"forward does not call {join_names(silent)}, so no hook waits for these weights. The wrapper's forward "
-            "must wait for the groups of modules that are never called."
-        )
+        never = f"forward does not call {join_names(silent)}, so no hook waits for these weights."
+        return f"{never} The wrapper's forward must wait for them."
     return ""
 
 
 def explain_gathers(gathers, launched, numels):
     """Return why step does not launch one all-gather per group, of these `numels`. `launched` are all launches."""
+    elsewhere = sorted({launch.phase for launch in launched if launch.op == "all_gather"})
     if not gathers:
-        elsewhere = sorted({launch.phase for launch in launched if launch.op == "all_gather"})
-        return (
-            f"the all-gathers are launched only in {join_names(elsewhere)}, and the link is idle until then. step must "
-            "launch them."
-            if elsewhere
-            else "step does not gather the weights."
-        )
+        late = f"the all-gathers are launched only in {join_names(elsewhere)}, and the link is idle until then."
+        return late if elsewhere else "step does not gather the weights."
     extra, missing = Counter(launch.numel for launch in gathers), Counter(numels)
     extra, missing = sorted((extra - missing).elements()), sorted((missing - extra).elements())
-    if missing and any(launch.op == "all_gather" and launch.phase == "forward" for launch in launched):
+    if missing and "forward" in elsewhere:
         return IN_CHAIN
-    if missing and extra:
-        return f"step gathers {join_names(extra)} elements instead of {join_names(missing)}."
-    elements = f"{join_names(extra or missing)} elements"
-    return f"step launches an all-gather of {elements} again." if extra else f"step does not gather {elements}."
+    what = f"an all-gather of {join_names(extra or missing)} elements"
+    return f"step launches {what} again." if extra else f"step does not launch {what}."
 
 
 def explain_early_wait(awaited, launched):
@@ -250,38 +208,26 @@ def explain_early_wait(awaited, launched):
 
 def explain_places(actual, expected, is_listed, gathers, events):
     """Return why forward waits for the launches `gathers` in the wrong places, according to the rank's record."""
-    total = sum(expected.values())
-    if actual.get("", 0) == total:
+    surplus = {name: actual.get(name, 0) - expected.get(name, 0) for name in {*actual, *expected}}
+    if actual.get("", 0) == sum(expected.values()):
         if not any(event["kind"] == "hooks" and event["count"] for event in events):
             return "no module has a forward pre-hook, so the wrapper's forward waits for all groups."
         return (
             "modules have forward pre-hooks, but the wrapper's forward waits for all groups before they run. It may "
-            "wait only for the groups of modules that have never been called, and a module owns only its direct "
-            "parameters (recurse=False), not those of its submodules."
+            "wait only for modules that were never called, and a module owns only its direct parameters."
         )
-    after = [name for name, count in actual.items() if count and name.startswith("the end of")]
-    if after:
+    if any(count and name.startswith("the end of") for name, count in actual.items()):
         return "forward waits after a module has run, so this module used incomplete weights."
-    if is_listed and actual.get("", 0) < expected.get("", 0):
-        return (
-            "nothing waits in time for the weights of a module whose forward is never called, such as a ParameterList. "
-            "The wrapper's own forward must wait for them."
-        )
-    if actual.get("", 0) > expected.get("", 0):
+    if is_listed and surplus[""] < 0:
+        return "nothing waits in time for the weights of a ParameterList, which has no forward. The wrapper's must."
+    if surplus[""] > 0:
         return "the wrapper's forward waits for groups that a module's pre-hook should wait for."
-    early = [name for name, count in actual.items() if count > expected.get(name, 0)]
-    if not early and len(gathers) < total:
-        return f"step launches only {len(gathers)} of {total} all-gathers. It must launch all of them; forward waits."
-    if not early:
-        awaited = [x for x in gathers if x.sync or (x.wait_phases[0], x.wait_steps[0]) == ("step", x.step)]
-        silent = [name for name, count in expected.items() if name and count > actual.get(name, 0)]
-        if awaited or not silent or sum(actual.values()) >= total:
-            return explain_early_wait(awaited, gathers) if awaited else "some groups are awaited before forward begins."
+    if early := [name for name in actual if surplus[name] > 0]:
         return (
-            f"no hook of {join_names(silent)} waits for its own weights, although its forward is called. Every module "
-            "that directly owns parameters needs a hook, even if it has submodules too."
+            f"forward waits before {join_names(early)} for groups that other modules should wait for. A group belongs "
+            "to the first module, in call order, that directly owns one of its parameters."
         )
-    return (
-        f"forward waits before {join_names(early)} for groups that other modules should wait for. A group belongs to "
-        "the first module, in call order, that directly owns one of its parameters."
-    )
+    if awaited := [x for x in gathers if x.sync or (x.wait_phases[0], x.wait_steps[0]) == ("step", x.step)]:
+        return explain_early_wait(awaited, gathers)
+    silent = [name for name in expected if name and surplus[name] < 0]
+    return f"no hook of {join_names(silent)} waits for its own weights, although its forward is called."
