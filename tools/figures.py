@@ -33,8 +33,8 @@ from brigade.course.modules import (
 )
 from brigade.course.submission import read
 from brigade.lab import memory_over_step
+from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import Variant, get_variant, is_hybrid
-from brigade.lab.script import run_to_status
 from brigade.lab.timeline import trace
 from brigade.lab.timeline_plot import describe_lengths, draw
 from brigade.runner.ranks import run_ranks

@@ -20,7 +20,7 @@ from brigade.checks.collect import collect, import_from_tests
 from brigade.checks.run import Conditions, prepare
 from brigade.checks.run import run_checks as run_graded_checks
 from brigade.course.modules import MODULES, CourseError, Module, get_module
-from brigade.lab.script import run_to_status
+from brigade.lab.experiment import run_to_status
 from brigade.runner import machine
 from brigade.runner.ranks import RankFailure
 

@@ -22,8 +22,8 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.lab.experiment import run_to_status
 from brigade.lab.notebook import make_import_path
-from brigade.lab.script import run_to_status
 
 OVERVIEW = ROOT / "notebooks" / "00_overview.ipynb"
 EXECUTED = "executed"  # the key in a notebook's metadata for the result of `hash_code`

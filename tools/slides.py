@@ -26,7 +26,7 @@ from nbconvert import SlidesExporter
 from nbformat import NotebookNode
 
 from brigade.course.modules import ROOT
-from brigade.lab.script import run_to_status
+from brigade.lab.experiment import run_to_status
 from tools.notebook_files import list_notebooks
 
 TEMPLATE = ROOT / "tools" / "slides.html.j2"

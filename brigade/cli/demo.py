@@ -13,7 +13,7 @@ from brigade.checks.collect import import_from_tests
 from brigade.cli.console import console
 from brigade.cli.main import main as brigade
 from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, REFERENCE, ROOT, get_module
-from brigade.lab.script import run_to_status, show_progress
+from brigade.lab.experiment import run_to_status, show_progress
 from brigade.runner import ranks
 
 ROUNDS = 12  # steps per variant

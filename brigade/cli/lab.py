@@ -21,7 +21,7 @@ from brigade.course.modules import (
     select_modules,
 )
 from brigade.course.submission import read, resolve_target
-from brigade.lab.script import explain_failure, show_progress
+from brigade.lab.experiment import explain_failure, show_progress
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources

@@ -28,7 +28,7 @@ def handle_success(entry: Module, sources: Sources, target: Path, show: bool) ->
 def compare(entry: Module, sources: Sources) -> bool:
     """Print the comparison with the previous module, or the reason why it failed. Return whether it succeeded."""
     from brigade.lab import comparison
-    from brigade.lab.script import show_progress
+    from brigade.lab.experiment import show_progress
 
     try:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:

@@ -5,11 +5,9 @@
     ladder.compute_ratios(ladder.variants[0])   the same in each round, as a multiple of torch DDP's
     ladder.list_wrong_losses()                  sentences about variants that do not train as one process does
 
-All variants run in the same ranks and alternate. In each round, every variant takes one step on the same batch, after a
-barrier, in an order that is shuffled for every round. A slow moment of the machine therefore affects all variants, and
-ratios are taken within a round. Times of different runs are not comparable.
-
-The ranks run `on_ranks.train`, and `plots.py` makes the tables and the picture.
+All variants run in the same ranks (`on_ranks.train`) and alternate. In each round, every variant takes one step on the
+same batch, after a barrier, in an order that is shuffled for every round. A slow moment of the machine therefore
+affects all variants, and ratios are taken within a round. Times of different runs are not comparable.
 """
 
 from __future__ import annotations
@@ -227,15 +225,10 @@ def get_variant(entry: Module) -> Variant:
         for one in TRAINING_MODULES
         if one.number <= entry.number
         for name in one.public
-        if is_wrapper(name)
+        if name.endswith("DDP")
     ]
-    optimizer = None if is_wrapper(entry.public[-1]) else (entry.package, entry.public[-1])
-    return Variant(f"{entry.number} {entry.public[-1]}", wrappers[-1], optimizer)
-
-
-def is_wrapper(name: str) -> bool:
-    """Return whether a public name is the name of a wrapper."""
-    return name.endswith("DDP")
+    last = entry.package, entry.public[-1]
+    return Variant(f"{entry.number} {last[1]}", wrappers[-1], None if last[1].endswith("DDP") else last)
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
@@ -243,9 +236,8 @@ def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
 
     If `bucket_mb` is None, return the variant unchanged.
     """
-    if bucket_mb is None:
-        return variant
-    return replace(variant, label=f"{variant.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
+    label = f"{variant.label}, {bucket_mb:g} MiB" if bucket_mb else variant.label
+    return replace(variant, label=label, bucket_mb=bucket_mb)
 
 
 def add_torch_variants(variants: Sequence[Variant]) -> list[Variant]:
@@ -363,28 +355,21 @@ def make_measurement(
 ) -> Measurement:
     """Return the measurement of one variant from the results and the events of the ranks."""
     timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, workload.rounds)}
-    timed_launches = [
-        launch
+    node_size = workload.node_size or len(results)
+    sent = [
+        (count_sent_bytes(launch.op, launch.nbytes, len(launch.ranks)), spans_nodes(launch.ranks, node_size))
         for events in results.events
         for launch in launches(events)
         if launch.step in timed and launch.phase != STEP_BEFORE
     ]
-    node_size = workload.node_size or len(results)
+    num_steps = len(results) * len(timed)
     copied_bytes, allocated_bytes, new_views = results[0]["operations"][variant.label]
-
-    def compute_mean(values: Iterable[float]) -> float:
-        return sum(values) / len(results) / len(timed)
-
-    sent = [
-        (count_sent_bytes(launch.op, launch.nbytes, len(launch.ranks)), spans_nodes(launch.ranks, node_size))
-        for launch in timed_launches
-    ]
     return Measurement(
         label=variant.label,
         marks=[result["marks"][variant.label][workload.warmup :] for result in results],
-        collectives=compute_mean(1 for _ in timed_launches),
-        sent_bytes=compute_mean(nbytes for nbytes, _ in sent),
-        outer_bytes=compute_mean(nbytes for nbytes, is_outer in sent if is_outer),
+        collectives=len(sent) / num_steps,
+        sent_bytes=sum(nbytes for nbytes, _ in sent) / num_steps,
+        outer_bytes=sum(nbytes for nbytes, is_outer in sent if is_outer) / num_steps,
         losses=[result["losses"][variant.label] for result in results],
         kept_bytes=find_fullest(result["kept"][variant.label] for result in results),
         peak_bytes=find_fullest(result["peaks"][variant.label] for result in results),

@@ -25,10 +25,10 @@ from brigade.checks.tiny_lm import SIZES, Size
 from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
+from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, Workload, get_variant, read_reference, run_variants
 from brigade.lab.memory_accounting import COLOURS, KINDS, Bytes
 from brigade.lab.on_ranks import FP32_BYTES
-from brigade.lab.script import run_to_status
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -226,7 +226,7 @@ def show_memory(target: str) -> int:
     """Measure the target's variants, print the table and write the picture. Return the exit status."""
     from rich.console import Console
 
-    from brigade.lab.script import show_progress
+    from brigade.lab.experiment import show_progress
 
     console = Console(highlight=False, soft_wrap=True)
     entries, sources, left_out = select_written(target, CORE_MODULES)

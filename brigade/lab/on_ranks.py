@@ -10,6 +10,7 @@ import inspect
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from types import FrameType
@@ -224,10 +225,9 @@ class Calibration:
 
     def __init__(self, model: nn.Module, wanted: dict | None):
         self.model = model
-        self.wanted = wanted
+        self.wanted = read_link(wanted)
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        self.backward_s: list[float] = []
-        self.real_s: list[float] = []
+        self.times: list[list[float]] = []  # of each round: backward alone, and a real all-reduce of all gradients
 
     def measure(self, tokens: Tensor, targets: Tensor) -> None:
         """Time backward alone and one real all-reduce of all gradients; append the means over the ranks."""
@@ -236,47 +236,38 @@ class Calibration:
         emulated_link.use(None)
         recording.note("step", step=None)  # the following events belong to no step
         loss = language_loss(self.model(tokens), targets)
-        synchronize()
-        dist.barrier()
-        marks = [time.perf_counter()]
-        loss.backward()
-        synchronize()
-        marks.append(time.perf_counter())
+        backward_s = time_together(loss.backward)
         flat = torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
         self.model.zero_grad()
-        dist.barrier()
-        marks.append(time.perf_counter())
-        dist.all_reduce(flat)
-        synchronize()
-        marks.append(time.perf_counter())
-        times = torch.tensor([marks[1] - marks[0], marks[3] - marks[2]], dtype=torch.float64).to(device())
+        real_s = time_together(lambda: dist.all_reduce(flat))
+        times = torch.tensor([backward_s, real_s], dtype=torch.float64).to(device())
         dist.all_reduce(times)
-        backward_s, real_s = (times / dist.get_world_size()).tolist()
-        self.backward_s.append(backward_s)
-        self.real_s.append(real_s)
-        emulated_link.use(self.make_link(self.backward_s[-CALIBRATION:]))
+        self.times.append((times / dist.get_world_size()).tolist())
+        emulated_link.use(self.make_link(self.times[-CALIBRATION:]))
 
-    def make_link(self, backward_s: list[float]) -> Link | None:
-        """Return the requested link for a backward that takes the median of `backward_s`.
-
-        Return None if no link is wanted or nothing has been measured.
-        """
-        if not self.wanted or not backward_s:
-            return None
-        wanted = read_link(self.wanted)
-        if isinstance(wanted, Pace):
-            return wanted.link(median(backward_s), self.model_bytes, dist.get_world_size())
-        return wanted
+    def make_link(self, times: list[list[float]]) -> Link | None:
+        """Return the requested link for a backward that takes the median of `times`, or None if none is wanted."""
+        if isinstance(self.wanted, Pace) and times:
+            backward_s = median(backward_s for backward_s, _ in times)
+            return self.wanted.link(backward_s, self.model_bytes, dist.get_world_size())
+        return None if isinstance(self.wanted, Pace) else self.wanted
 
     def get_results(self) -> dict[str, Any]:
         """Return fields of `Ladder`: the medians "backward_s" and "real_s", the resulting "link", and "model_bytes"."""
-        link = self.make_link(self.backward_s)
-        return {
-            "link": asdict(link) if link else None,
-            "backward_s": median(self.backward_s or [0.0]),
-            "real_s": median(self.real_s or [0.0]),
-            "model_bytes": self.model_bytes,
-        }
+        link = self.make_link(self.times)
+        backward_s, real_s = map(median, zip(*self.times or [(0.0, 0.0)]))
+        link = asdict(link) if link else None
+        return {"link": link, "backward_s": backward_s, "real_s": real_s, "model_bytes": self.model_bytes}
+
+
+def time_together(call: Callable[[], Any]) -> float:
+    """Return how many seconds a call takes that all ranks begin at the same time."""
+    synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
 
 
 def synchronize() -> None:

@@ -10,19 +10,18 @@ a ring algorithm (`emulated_link.Link`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
-from brigade.course.modules import TRAINING_MODULES, find_module
+from brigade.course.modules import TRAINING_MODULES
 from brigade.lab.ladder import TORCH_DDP, Variant, get_variant
-from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import list_cases
-from brigade.lab.memory_accounting import KINDS, Bytes
-from brigade.lab.program import Machine, Program, Setting, record, simulate
+from brigade.lab.memory_accounting import KINDS
+from brigade.lab.program import OPTIMIZERS, Machine, Program, Setting, list_groups, simulate
 from brigade.rank.emulated_link import Link, count_sent_bytes
 
 if TYPE_CHECKING:
@@ -38,45 +37,66 @@ GPT3 = {
 MODELS = SIZES | GPT3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-
 # NVIDIA H100 Tensor Core GPU datasheet, SXM. Its rates for Tensor Cores are "with sparsity"; dense matrices reach half.
 # fp32 is the rate without Tensor Cores: torch does not use TF32 for matrices unless it is allowed (since torch 1.12,
 # `torch.backends.cuda.matmul.allow_tf32`). With TF32, an H100 reaches 494.7 TFLOPS.
 DEVICE = "H100"
-DEVICE_TFLOPS = {"fp32": 67.0, "bf16": PEAK_FLOPS / 1e12}
+DEVICE_TFLOPS = {"fp32": 67.0, "bf16": 989.4}
 DEVICE_MEMORY_GB = 80
 DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
+UTILISATION = 0.4  # the fraction of the peak that computation reaches
 
-LEAST_GAIN = 0.99  # hybrid sharding pays if its step is at most this many times as long
+# Names, latencies and rates of links. Rates are nominal, in one direction: NVLink 4 from the H100 datasheet (900 GB/s
+# in both together); PCI Express 4.0 with 16 lanes of 16 GT/s and 128b/130b encoding; Ethernet from its name. Latencies
+# are those that NCCL assumes for one message of a ring with its Simple protocol, on NVLink, PCI and network: `hwLat` in
+# its src/graph/tuning.cc, commit b6475625. The 8.4 us that NCCL adds once per launch are left out.
+NETWORK_LATENCY_S = 14e-6
+LINKS = {
+    "nvlink4": ("NVLink 4", Link(3.4e-6, 450e9)),
+    "pcie4": ("PCI Express 4.0 x16", Link(5.7e-6, 16e9 * 16 * (128 / 130) / 8)),
+    "100gbe": ("100 Gbit/s Ethernet", Link(NETWORK_LATENCY_S, 100e9 / 8)),
+    "10gbe": ("10 Gbit/s Ethernet", Link(NETWORK_LATENCY_S, 10e9 / 8)),
+}
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The predicted step of one variant.
-
-    `outer_bytes` are those of `sent_bytes` that go to other nodes. `memory` contains the bytes that rank 0 keeps
-    between two steps, by kind. `exposed_s` is how much longer the step takes than this variant's own computation.
-    `copied_bytes` is that of `Program`.
-    """
+    """The predicted step of one variant. `outer_bytes` are those of `sent_bytes` that go to other nodes."""
 
     label: str
-    launches: int
+    program: Program
+    step_s: float
     sent_bytes: float
     outer_bytes: float
-    copied_bytes: int
-    step_s: float
-    exposed_s: float
-    memory: Bytes
+
+    @property
+    def exposed_s(self) -> float:
+        """How much longer the step takes than this variant's own computation. Rounding could make it negative."""
+        return max(0.0, self.step_s - self.program.computation_s)
 
     @property
     def memory_bytes(self) -> int:
-        return sum(self.memory.values())
+        """The bytes that rank 0 keeps between two steps."""
+        return sum(self.program.memory.values())
 
 
 def make_model(size: Size, dtype: str = "fp32") -> TinyLM:
     """Return a model of this size and dtype on the meta device."""
     with torch.device("meta"):
         return TinyLM(size).to(DTYPES[dtype])
+
+
+def make_setting(
+    model: TinyLM,
+    world_size: int,
+    bucket_mb: float,
+    machine: Machine,
+    optimizer: str = "adamw",
+    node_size: int | None = None,
+) -> Setting:
+    """Return the setting in which a model is trained. `optimizer` is the name of one of `OPTIMIZERS`."""
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    return Setting(list_groups(model), world_size, bucket_mb, OPTIMIZERS[optimizer], machine, dtype, node_size)
 
 
 def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
@@ -122,37 +142,11 @@ def plan(programs: dict[str, Program | str], link: Link) -> list[PlannedStep]:
     for label, program in programs.items():
         if isinstance(program, str):
             continue
-        step_s = simulate(program.instructions, link).end_s
         sent = [(count_sent_bytes(one.op, one.nbytes, one.num_ranks), one.last_rank) for one in program.launches]
         outer = sum(nbytes for nbytes, last in sent if link.between((0, last)) is link.outer)
-        exposed_s = max(0.0, step_s - program.computation_s)  # rounding can make an exposed time of zero negative
-        launches, copied = len(program.launches), program.copied_bytes
-        sent_bytes = sum(nbytes for nbytes, _ in sent)
-        steps.append(PlannedStep(label, launches, sent_bytes, outer, copied, step_s, exposed_s, program.memory))
+        step_s = simulate(program.instructions, link).end_s
+        steps.append(PlannedStep(label, program, step_s, sum(nbytes for nbytes, _ in sent), outer))
     return steps
-
-
-def compare_with_hybrid(setting: Setting, link: Link) -> str:
-    """Return a sentence about the numbers of ranks with which one replica per node makes the step shorter.
-
-    The numbers of nodes are powers of two, up to the setting's. Return "" if a module is not written.
-    """
-    pair = [get_variant(find_module(name)) for name in ("FullyShardedDDP", "HybridShardedDDP")]
-    planned, shorter = [], []
-    ranks = 2 * setting.node_size
-    while ranks <= setting.world_size:
-        steps = plan(record(pair, replace(setting, world_size=ranks)), link)
-        if len(steps) < len(pair):
-            return ""
-        fully, hybrid = steps
-        planned.append(f"{ranks}")
-        if hybrid.step_s < LEAST_GAIN * fully.step_s:
-            shorter.append(f"{ranks} ranks ({hybrid.step_s / fully.step_s:.2f} times as long)")
-        ranks *= 2
-    return (
-        f"Planned for {', '.join(planned)} ranks: the step of {pair[1].label} is at least 1 % shorter than that of "
-        f"{pair[0].label} " + (f"with {', '.join(shorter)}." if shorter else "with none of them.")
-    )
 
 
 def format_size(number: float) -> str:
@@ -182,7 +176,7 @@ def make_plan_table(steps: Sequence[PlannedStep], title: str, has_nodes: bool) -
             f"{step.step_s / seconds:,.{digits}f}",
             f"{step.step_s / torch_s:.2f}",
             f"{step.exposed_s / seconds:,.{digits}f}",
-            *([f"{step.launches:,}"] if not has_nodes else []),
-            *(format_size(nbytes / size) for nbytes in (*sent, step.memory[KINDS[-1]], step.memory_bytes)),
+            *([f"{len(step.program.launches):,}"] if not has_nodes else []),
+            *(format_size(nbytes / size) for nbytes in (*sent, step.program.memory[KINDS[-1]], step.memory_bytes)),
         )
     return table

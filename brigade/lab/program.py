@@ -47,15 +47,8 @@ class Machine:
     copy_bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """An optimizer, and the number of values that it keeps per element, without AdamW's step counter."""
-
-    label: str
-    values: int
-
-
-OPTIMIZERS = {"adamw": Optimizer("AdamW", 2), "sgd": Optimizer("SGD with momentum", 1)}
+# Optimizers, and the number of values that each keeps per element, without AdamW's step counter. SGD has momentum.
+OPTIMIZERS = {"adamw": 2, "sgd": 1}
 Groups = list[tuple[bool, list[list[int]]]]
 
 
@@ -72,15 +65,15 @@ def list_groups(model: Any) -> Groups:
 class Setting:
     """The training run to plan: the parameters, the ranks, the buckets, the optimizer and the machine.
 
-    `groups` are those of `list_groups`, `dtype` is the name of the parameters' dtype, and `bucket_mb` is in MiB. A node
-    consists of `node_size` ranks (None: all ranks).
-    Gradients become ready in the reverse order of the parameters' registration, as in TinyLM.
+    `groups` are those of `list_groups`, `bucket_mb` is in MiB, and `optimizer` is the number of values per element.
+    `dtype` is the name of the parameters' dtype. A node consists of `node_size` ranks (None: all ranks). Gradients
+    become ready in the reverse order of the parameters' registration, as in TinyLM.
     """
 
     groups: Groups
     world_size: int
     bucket_mb: float
-    optimizer: Optimizer
+    optimizer: int
     machine: Machine
     dtype: str = "float32"
     node_size: int | None = None
@@ -145,11 +138,6 @@ class Program:
         return [one for one in self.instructions if isinstance(one, Launch)]
 
     @property
-    def copied_bytes(self) -> int:
-        """The bytes that copies, divisions and additions of gradients read and write."""
-        return sum(one.nbytes for one in self.instructions if isinstance(one, Compute) and one.kind == "copy")
-
-    @property
     def computation_s(self) -> float:
         """The time of the step's own computation. Copies belong to communication."""
         return sum(one.seconds for one in self.instructions if isinstance(one, Compute) and one.kind != "copy")
@@ -169,7 +157,7 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
     """
     sources = read_reference() if sources is None else sources
     ranks = setting.world_size, setting.node_size
-    shape = setting.groups, setting.dtype, ranks, setting.bucket_mb, setting.optimizer.values
+    shape = setting.groups, setting.dtype, ranks, setting.bucket_mb, setting.optimizer
     texts = {name: text for name, (_, text) in sources.items()}
     cases = [asdict(variant) for variant in variants]
     paths = [STORED / f"{hash_content(shape, texts, case, hash_course())}.json" for case in cases]

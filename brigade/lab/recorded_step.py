@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,11 @@ class Log(TorchDispatchMode):
         if id(launch) in self.waiting:
             self.waiting.discard(id(launch))
             self.note("wait", launch)
+
+    def wait_for_futures(self) -> None:
+        """Append waits for the launches whose futures may have been awaited, which nobody sees."""
+        for launch in self.futures.values():
+            self.wait(launch)
 
     def launch(self, **fields: Any) -> int:
         """Append a launch and return its number. `RecordingGroup` calls this."""
@@ -161,25 +166,6 @@ def describe(function: Any) -> tuple[str, bool]:
     return name, function.is_view or name.startswith("new_") or name.endswith("_like")
 
 
-class Future(torch.futures.Future):
-    """The future of a launch. To read it in Python is to wait for the launch."""
-
-    def __init__(self, wait: Callable[[], Any], value: list[Tensor]):
-        super().__init__()
-        self._note_wait = wait
-        self.set_result(value)
-
-    def wait(self) -> Any:
-        self._note_wait()
-        return super().wait()
-
-    value = wait
-
-    def then(self, callback: Callable[[Any], Any]) -> Any:
-        self._note_wait()
-        return super().then(callback)
-
-
 class Work(dist.Work):
     """The handle of a launch."""
 
@@ -200,7 +186,9 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future:
         for tensor in self._outputs:
             self._log.futures[id(tensor.untyped_storage())] = self._launch
-        return Future(self.wait, self._outputs)
+        future = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
 
 
 class PlannedGroup(RecordingGroup):
@@ -365,11 +353,11 @@ def take_step(log: Log, setup: TrainingSetup) -> None:
     loss = setup.wrapper(torch.empty(1, device="meta"))
     log.phase = "backward"
     loss.backward()
-    for launch in [*log.futures.values()]:
-        log.wait(launch)
+    log.wait_for_futures()
     log.phase = "finish"
     if hasattr(setup.wrapper, "finish_grad_sync"):
         setup.wrapper.finish_grad_sync()
+        log.wait_for_futures()
     log.phase = "step"
     setup.optimizer.step()
     log.phase = "outside"

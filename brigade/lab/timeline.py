@@ -37,9 +37,9 @@ from brigade.lab.ladder import (
     read_reference,
     run_variants,
 )
-from brigade.lab.plan import make_model
+from brigade.lab.plan import make_model, make_setting
 from brigade.lab.plots import NAMES
-from brigade.lab.program import OPTIMIZERS, Machine, Setting, list_groups, record
+from brigade.lab.program import Machine, record
 from brigade.rank.emulated_link import Link, read_link
 
 # A model with few but large parameters, so that the collectives are visible.
@@ -290,8 +290,7 @@ def plan_launches(
     model = make_model(workload.size)
     machine = Machine(1.0, (1.0,) * len([*model.parameters()]), math.inf, math.inf)  # only the launches count
     bucket_mb = workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb
-    groups = list_groups(model)
-    setting = Setting(groups, world_size, bucket_mb, OPTIMIZERS["sgd"], machine, node_size=workload.node_size)
+    setting = make_setting(model, world_size, bucket_mb, machine, "sgd", workload.node_size)
     recorded = record([variant], setting, sources)[variant.label]
     launched = [] if isinstance(recorded, str) else recorded.launches
     return launched, any(launch.phase == "forward" for launch in launched)

@@ -12,15 +12,12 @@ only rank 0 continues, and the other processes end. A watchdog in each process e
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -84,7 +81,6 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     from brigade.rank.failure import describe
 
     module, sources = find_sources(function)
-    deadline_s = how.deadline_s
     record = RankRecord()
 
     def take(event: Event) -> None:
@@ -105,45 +101,25 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "calls": [args],
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
-    watchdog = start_timer(deadline_s, stop_at_deadline, deadline_s, rank, record, files)
-    timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog ends the process first
+    is_done = threading.Event()
+    watched = is_done, how.deadline_s, rank, record, files
+    threading.Thread(target=stop_at_deadline, args=watched, daemon=True).start()
+    timeout = timedelta(seconds=how.deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog ends the process first
+    gathered: list[Any] = [None] * size
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-        start_timer(CONNECTING_S, stop_unconnected, CONNECTING_S, rank)
         store = dist.PrefixStore("brigade", store)
         [result] = inside.perform(request, take, store, local_rank, timeout)
-        gathered = gather_results(result, record.events)
+        events = list(record.events)  # the gather is recorded too
+        dist.gather_object((result, events), gathered if rank == 0 else None)
     except CourseError:
         raise
     except Exception as error:
         raise make_failure(error, describe(error, request["packages"]), rank, record) from None
-    watchdog.cancel()
+    is_done.set()
     if rank:
         exit_process(0)
     return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
-
-
-def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
-    """On rank 0, return (result, events) of every rank. On the other ranks, return an empty list."""
-    import torch
-    from torch import distributed as dist
-
-    from brigade.ipc import wire
-
-    recorded = json.dumps(events).encode()  # encoded now, because the gather is recorded too
-    packed = bytearray(zlib.compress(wire.encode([result, recorded]), level=1))
-    length = torch.tensor([len(packed)])
-    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)  # tensors on the CPU use gloo, whatever the backend is
-    longest = max(int(entry) for entry in lengths)
-    local_packed = torch.frombuffer(packed.ljust(longest), dtype=torch.uint8)
-    all_packed = [torch.empty_like(local_packed) for _ in lengths] if dist.get_rank() == 0 else None
-    dist.gather(local_packed, all_packed)
-    gathered = []
-    for entry, size in zip(all_packed or [], lengths):
-        value, recorded = wire.decode(zlib.decompress(ctypes.string_at(entry.data_ptr(), int(size))))
-        gathered.append((value, json.loads(recorded)))
-    return gathered
 
 
 def make_failure(error: Exception, description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
@@ -160,37 +136,28 @@ def make_failure(error: Exception, description: dict[str, Any], rank: int, recor
     return RankFailure("exception", summary, frames, rank, description["type"], message=message)
 
 
-def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:
-    """Return a started timer, which calls `function` in its own thread after `after_s` seconds.
+def stop_at_deadline(
+    is_done: threading.Event, deadline_s: float, rank: int, record: RankRecord, files: set[str]
+) -> None:
+    """Print where this process is, and end it, if it cannot connect to the other ranks or the deadline passes.
 
-    If the process ends earlier, the function is not called.
+    This runs in its own thread. The process may be unable to exit normally.
     """
-    timer = threading.Timer(after_s, function, args)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-def stop_unconnected(after_s: float, rank: int) -> None:
-    """If this process is not connected to all other ranks yet, end it with a message about the usual cause."""
     from torch import distributed as dist
 
-    if not dist.is_initialized():
-        exit_with_message(f"stopped after {after_s:g} s: rank {rank} on {socket.gethostname()}: a peer {UNREACHABLE}")
-
-
-def stop_at_deadline(deadline_s: float, rank: int, record: RankRecord, files: set[str]) -> None:
-    """Print where this process is, and end it because the deadline has passed."""
-    stop_unconnected(deadline_s, rank)
     who = f"rank {rank} on {socket.gethostname()}"
-    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
-    where = lines[-1] if lines else ""
-    exit_with_message(f"stopped after {deadline_s:g} s: {who} {record.describe_activity()}{where}")
-
-
-def exit_with_message(message: str) -> None:
-    """Print the message and end this process immediately, because it may be unable to exit normally."""
+    connecting_s = min(CONNECTING_S, deadline_s)
+    if is_done.wait(connecting_s):
+        return
+    if not dist.is_initialized():
+        message = f"stopped after {connecting_s:g} s: {who}: a peer {UNREACHABLE}"
+    elif is_done.wait(deadline_s - connecting_s):
+        return
+    else:
+        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
+        where = lines[-1] if lines else ""
+        message = f"stopped after {deadline_s:g} s: {who} {record.describe_activity()}{where}"
     print(f"brigade: {message}", file=sys.stderr, flush=True)
     time.sleep(LAST_WORDS_S)
     os._exit(1)

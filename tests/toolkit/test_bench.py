@@ -338,3 +338,22 @@ def test_a_broken_connection_differs_from_one_that_never_existed(message, said, 
     monkeypatch.setattr(torchrun, "OTHERS_FIRST_S", 0.0)
     description = {"message": message, "type": "RuntimeError", "frames": []}
     assert said in str(torchrun.make_failure(RuntimeError(message), description, 0, RankRecord()))
+
+
+@pytest.mark.extended
+def test_two_hosts_train_as_one_process_does(tmp_path):
+    """Two network namespaces are joined by a link of a known rate. An all-reduce takes the time of the wire."""
+    mbit_per_s, file = 500, tmp_path / "bench.json"
+    command = [str(ROOT / "tests" / "two_hosts.sh"), f"{mbit_per_s}mbit", "--modules", "1", *SMALL, "--json", file]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"TMPDIR": str(tmp_path), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run([*map(str, command)], **how)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0 and done.stdout.count("Step time: 2 ranks (gloo)") == 1, done.stderr
+    content = json.loads(file.read_text())
+    for row in content["rows"]:
+        assert row["losses"] == pytest.approx([content["expected_loss"]] * 2, abs=1e-6), row["variant"]
+    transfer_ms = 8e3 * content["rows"][0]["sent_mb"] / mbit_per_s  # module 1 sends all gradients once
+    assert 0.9 * transfer_ms <= content["real_all_reduce_ms"]  # tc lets a burst of 256 kB pass immediately

@@ -1,12 +1,14 @@
 """The capstone: all strategies of its engine train like one process, and its table has the numbers of docs/plan.md."""
 
 import importlib.util
-import json
 
 import pytest
 
-from brigade.cli.main import main
-from brigade.course.modules import ROOT
+from brigade.course.modules import ROOT, get_module
+from brigade.lab import plan
+from brigade.lab.ladder import get_variant
+from brigade.lab.program import record
+from brigade.rank.emulated_link import Link
 
 FOLDER = ROOT / "lessons" / "capstone"
 SPEC = importlib.util.spec_from_file_location("engine", FOLDER / "engine.py")
@@ -50,12 +52,14 @@ def test_the_table_has_the_numbers_of_the_plan():
 
 
 @pytest.mark.extended
-def test_module_14_has_the_numbers_of_a_plan_with_two_nodes(capsys):
-    main(["plan", "--model", "xl", "--dp", "8", "--node-size", "4", "--node-link", "100gbe", "--json"])
-    [row] = [one for one in json.loads(capsys.readouterr().out)["variants"] if one["label"].startswith("14 ")]
-    inner, outer = row["sent_bytes"] - row["outer_bytes"], row["outer_bytes"]
-    sent, *kept = (f"{nbytes / 1e9:.2f}" for nbytes in (inner, *row["memory"].values()))
-    cells = ["14", f"{sent} + {outer / 1e9:.2f}", *kept]
+def test_module_14_has_the_numbers_of_a_plan_with_two_nodes():
+    model, link = plan.make_model(plan.MODELS["xl"]), Link(1e-6, 1e9, outer=Link(1e-6, 1e9), node_size=4)
+    machine = plan.make_machine(plan.count_backward_flops(model, 1, 1), 1.0, 1.0)
+    setting = plan.make_setting(model, 8, 25.0, machine, node_size=4)
+    [step] = plan.plan(record([get_variant(get_module(14))], setting), link)
+    inner = step.sent_bytes - step.outer_bytes
+    sent, *kept = (f"{nbytes / 1e9:.2f}" for nbytes in (inner, *step.program.memory.values()))
+    cells = ["14", f"{sent} + {step.outer_bytes / 1e9:.2f}", *kept]
     assert cells in list_rows(read())
 
 

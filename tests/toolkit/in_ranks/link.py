@@ -72,24 +72,6 @@ def wait_for_the_link(count: int) -> dict[str, float]:
     }
 
 
-def count_from_own_launch(name: str, *args: Any) -> Any:
-    """Call another function on a wrong link: each rank counts the time from its own launch."""
-    free_at = 0.0
-    ends: dict[int, tuple[float, float]] = {}
-
-    def add(self: emulated_link.LaunchSeries, link: emulated_link.Link, op: str, nbytes: float) -> int:
-        nonlocal free_at
-        seconds = link.seconds(op, nbytes, len(self._ranks))
-        start = max(free_at, time.perf_counter())
-        free_at = start + seconds
-        ends[len(ends)] = start, free_at
-        return len(ends) - 1
-
-    emulated_link.LaunchSeries.add = add
-    emulated_link.LaunchSeries.get_times = lambda self, number: ends[number]
-    return globals()[name](*args)
-
-
 def train_with_a_late_rank(late: int, late_s: float, ranks: list[int] | None) -> None:
     """Take three steps with a model of 8 parameters. Rank `late` sleeps before and during each backward.
 
@@ -113,22 +95,6 @@ def train_with_a_late_rank(late: int, late_s: float, ranks: list[int] | None) ->
             ddp.finish_grad_sync()
         if ranks:
             dist.all_reduce(torch.ones(8))
-
-
-def every_op_with_a_late_rank(late: int, late_s: float) -> None:
-    """Run five kinds of collectives. Rank `late` launches each of them late."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    x, whole = torch.ones(12), torch.ones(12 * size)
-    for launch in (
-        lambda: dist.broadcast(x, 0),
-        lambda: dist.reduce(x, 0),
-        lambda: dist.all_gather_into_tensor(whole, x),
-        lambda: dist.reduce_scatter_tensor(x, whole),
-        lambda: dist.gather(x, list(whole.chunk(size)) if rank == 0 else None, 0),
-    ):
-        if rank == late:
-            time.sleep(late_s)
-        launch()
 
 
 def launch_in_two_groups() -> None:
