@@ -2,13 +2,13 @@
 are counted down; launches wait in a deque; the sum is divided after the reduce-scatter."""
 
 import collections
-import contextlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 from ..m05_grad_buffer.grad_buffer import plan_layout
 from ..m08_zero_optimizer.zero_optimizer import ZeroOptimizer
 
@@ -35,7 +35,7 @@ class Family:
         return slice(a // self.size, b // self.size)
 
 
-class GradShardedDDP(nn.Module):
+class GradShardedDDP(GradSyncMixin, nn.Module):
     def __init__(self, module, bucket_numel=40_000_000, max_live_buckets=2, grad_dtype=None, process_group=None):
         super().__init__()
         if not max_live_buckets >= 1:
@@ -49,7 +49,7 @@ class GradShardedDDP(nn.Module):
                 by_dtype[p.dtype].append(p)
         self.grad_buffers = [Family(params, bucket_numel, grad_dtype, rank, self.size) for params in by_dtype.values()]
         self.buckets = [(f, b) for f in self.grad_buffers for b in range(len(f.layout.bucket_ranges))]
-        self.memory, self.live, self.quiet, self.gather_grads = {}, collections.deque(), False, False
+        self.memory, self.live, self.gather_grads = {}, collections.deque(), False
         self.start()
         for f in self.grad_buffers:
             for i, p in enumerate(f.params):
@@ -75,7 +75,7 @@ class GradShardedDDP(nn.Module):
         offset = f.layout.param_ranges[i][0] - f.layout.bucket_ranges[b][0]
         self.room(f, b)[offset : offset + p.numel()] += p.grad.reshape(-1)
         p.grad = None
-        if not self.quiet:
+        if self.require_grad_sync:
             self.missing[f, b] -= 1
             while self.waiting and self.missing[self.waiting[0]] == 0:
                 self.send(*self.waiting.popleft())
@@ -99,14 +99,6 @@ class GradShardedDDP(nn.Module):
         while self.live:
             self.collect()
         self.start()
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        before, self.quiet = self.quiet, True
-        try:
-            yield
-        finally:
-            self.quiet = before
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad()

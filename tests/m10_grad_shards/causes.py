@@ -1,6 +1,7 @@
 """Likely causes of failures of module 10's checks."""
 
 import contextlib
+import copy
 import re
 from collections import defaultdict
 from functools import partial
@@ -13,43 +14,29 @@ from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.expected import compute_weights
 from m10_grad_shards import scenario as m10_grad_shards
 
-WHOLE_AT_START = (
-    "the constructor allocates the gradients of all buckets, as module 5's GradBuffer does. Allocate a bucket when its "
-    "first gradient is ready."
-)
-TOO_EARLY = (
-    "backward waits for a reduce-scatter before it must launch the next bucket, so nothing overlaps. Wait for the "
-    "oldest live bucket only if a launch would exceed max_live_buckets, just before this launch."
-)
+WHOLE_AT_START = "the constructor allocates the gradients of all buckets. Allocate a bucket at its first gradient."
+TOO_EARLY = "backward waits before it must, so nothing overlaps. Wait just before a launch that would exceed the limit."
 LATE = "finish_grad_sync launches buckets that were already complete during backward."
 NO_LAUNCH = "backward launches no bucket. The gradient hook that completes a bucket must launch it."
+SUMMED = "the reduce-scatter sums over the ranks, and the code does not divide the sum by the group size."
 NO_VALUE_ERROR = "the constructor does not check max_live_buckets."
 GRADIENTS_LEFT = "the hook copies p.grad into the bucket and does not set it to None."
 NOT_SCATTERED = "gradients are averaged on every rank, as in module 5, or not at all."
 NARROW_SUM = "gradients accumulate in the parameters' dtype. In bfloat16, 256 + 1 is 256."
-CLIPPED_COPY = (
-    "clip_grad_norm_ does not change grad_data, and step takes the gradients from there again. With 16-bit weights, "
-    "part.shard.grad is only an fp32 copy. Scale the views of grad_data."
-)
+CLIPPED_COPY = "clip_grad_norm_ does not scale the views of grad_data: part.shard.grad is only an fp32 copy of them."
 CLIPPED_ONLY_THERE = "clip_grad_norm_ scales grad_data, but step does not use the scaled gradients."
 NEVER_CLEARED = "zero_grad does not clear the shards, so every step adds to the gradients of all earlier steps."
 KEPT_BY_WRAPPER = "ddp.zero_grad() does not clear the shards. It must set grad_data to zero."
 KEPT_BY_OPTIMIZER = (
-    "ddp.zero_grad() clears the shards, but optimizer.zero_grad() does not. The optimizer's zero_grad must call "
-    "ddp.zero_grad()."
+    "ddp.zero_grad() clears the shards, but optimizer.zero_grad() does not. It must call ddp.zero_grad()."
 )
-SECOND_BACKWARD = (
-    "the gradients of a second backward before finish_grad_sync are lost or wrong, because its bucket is already on "
-    "the way. Raise RuntimeError if the bucket is already launched."
-)
+SECOND_BACKWARD = "a second backward loses gradients, because its bucket is already on the way. Raise RuntimeError."
 UNSYNCED = "finish_grad_sync loses the gradients of a step whose backward passes are all inside no_sync."
 POINTS = {
     "two": "the second finish_grad_sync overwrites the shards. It must add to them.",
     "after step": "step clears the shards. Only zero_grad does.",
     "after optimizer.zero_grad()": KEPT_BY_OPTIMIZER,
-    "after ddp.zero_grad(set_to_none=False)": (
-        "ddp.zero_grad() clears the shards only with set_to_none=True. It must always clear them."
-    ),
+    "after ddp.zero_grad(set_to_none=False)": "ddp.zero_grad() clears the shards only with set_to_none=True.",
     "after a second backward": SECOND_BACKWARD,
     "after a second backward inside no_sync": SECOND_BACKWARD,
     "after ddp.zero_grad(set_to_none=False) and finish_grad_sync": (
@@ -114,15 +101,9 @@ def explain_left(nbytes, gradients, buckets, kept):
     """Return why `nbytes` are alive after finish_grad_sync: `gradients` in p.grad, and `kept` in the shards."""
     if gradients:
         return GRADIENTS_LEFT
-    if nbytes - kept == sum(buckets):
-        return (
-            f"after finish_grad_sync, all {len(buckets)} whole buckets are still alive, although their reduce-scatters "
-            "are complete. Drop every reference to a bucket after the wait."
-        )
-    return (
-        f"after finish_grad_sync, {nbytes - kept} bytes beside the shards are still alive. Drop every reference to "
-        "them."
-    )
+    are_whole = nbytes - kept == sum(buckets)
+    what = f"all {len(buckets)} whole buckets" if are_whole else f"{nbytes - kept} bytes beside the shards"
+    return f"after finish_grad_sync, {what} are still alive. Drop every reference to a bucket after the wait."
 
 
 def explain_bytes(hook, result, events, buckets, world, max_live):
@@ -132,33 +113,21 @@ def explain_bytes(hook, result, events, buckets, world, max_live):
     launched = [launch for launch in launches(events, hook["step"]) if launch.op == "reduce_scatter"]
     growth = [hook["nbytes"] for hook in hooks if hook["step"] == 0]
     if growth and growth[0] - kept >= whole:
-        return (
-            f"at the first gradient hook, all {len(buckets)} buckets are already allocated. Allocate a bucket when its "
-            "own first gradient is ready."
-        )
+        return f"at the first gradient hook, all {len(buckets)} buckets exist. Allocate each when it is needed."
     if finished[0] > kept + max(buckets) // world:
         return explain_left(finished[0], result["left"][0], buckets, kept)
     if growth == sorted(growth) and growth[-1] >= whole + kept:
         return "no bucket is freed during backward. Free each bucket after the wait for its reduce-scatter."
     if count_live(launched) > max_live:
         return explain_unbounded(launched, max_live)
-    if hook["left"]:
-        return GRADIENTS_LEFT
     return "after the wait for a reduce-scatter, its bucket or its output stays alive. Drop every reference to both."
 
 
 def explain_launches(launched, numels):
     """Return why there is not one reduce-scatter per bucket."""
-    if not launched:
-        return "no reduce-scatter is launched."
     if len(launched) == 1 and len(numels) > 1:
         return "one launch carries all buckets."
     return "a bucket is launched twice, a bucket is missing, or the buckets do not follow module 5's rule."
-
-
-def explain_late(launched):
-    """Return why buckets are launched after backward."""
-    return LATE if any(launch.phase == "backward" for launch in launched) else NO_LAUNCH
 
 
 def explain_unbounded(launched, max_live):
@@ -184,7 +153,7 @@ def count_live(launched):
 
 def explain_sum(result):
     """Return why the largest sum of 300 micro-batches, whose gradients are all 1, is not 300."""
-    return NARROW_SUM if result["largest"] == 256 else GRADIENTS_LEFT if result["is_left"] else ""
+    return NARROW_SUM if result["largest"] == 256 else ""
 
 
 def explain_clipping(result):
@@ -196,18 +165,13 @@ def explain_clipping(result):
 
 def explain_volume(launched, op, numel, dtype, is_wider):
     """Return why the launches have another volume. `is_wider` says whether grad_dtype is wider than the weights."""
-    if any(launch.op == "all_reduce" for launch in launched):
-        return "an all-reduce sends twice the bytes of a reduce-scatter."
     others = sorted({launch.dtype for launch in launched} - {dtype})
     if others:
         if op == "all_gather":
             return f"weights are sent in {join_names(others)}. They must be sent in their own dtype."
-        rule = (
-            "grad_dtype is wider than the parameters, so buckets and shards must have grad_dtype."
-            if is_wider
-            else "grad_dtype is narrower than the parameters, so it must be ignored."
-        )
-        return f"gradients are sent in {join_names(others)}. {rule}"
+        rule = "wider than the parameters, so buckets and shards must have grad_dtype"
+        rule = rule if is_wider else "narrower than the parameters, so it must be ignored"
+        return f"gradients are sent in {join_names(others)}. grad_dtype is {rule}."
     total = sum(launch.numel for launch in launched if launch.op == op)
     return "something is sent twice." if total > numel else "some buckets are missing."
 
@@ -215,36 +179,21 @@ def explain_volume(launched, op, numel, dtype, is_wider):
 def suspect_mistakes(case, recipe):
     """Return causes, and the weights to which each of them leads: mistakes in averaging and clearing gradients."""
     size = len(case.group)
-    return {
-        "the reduce-scatter sums over the ranks, and the code does not divide the sum by the group size.": partial(
-            compute_weights, case, recipe | {"loss_scale": size}
-        ),
-        "gradients are divided twice by the number of ranks.": partial(
-            compute_weights, case, recipe | {"loss_scale": 1 / size}
-        ),
-        NEVER_CLEARED: partial(compute_weights, case, recipe | {"never_zero": True}),
+    changes = {
+        SUMMED: {"loss_scale": size},
+        "gradients are divided twice by the number of ranks.": {"loss_scale": 1 / size},
+        NEVER_CLEARED: {"never_zero": True},
     }
+    return {cause: partial(compute_weights, case, recipe | change) for cause, change in changes.items()}
 
 
 def suspect_accumulation(case, recipe, finish_each):
     """Return causes, and the weights to which each of them leads: mistakes in accumulating micro-batches."""
-    last = [[step[-1:] for step in batches] for batches in case.batches]
-    rule = (
-        "A finish must add the averages to the shards, not overwrite them."
-        if finish_each
-        else "In no_sync, a hook must add the gradient to the bucket, not overwrite it."
-    )
-    cause = f"only the last micro-batch of each step counts. {rule}"
+    last = copy.copy(case)
+    last.batches = [[step[-1:] for step in batches] for batches in case.batches]
+    rule = "In no_sync, a hook must add the gradient to the bucket, not overwrite it."
+    rule = "A finish must add the averages to the shards, not overwrite them." if finish_each else rule
     return {
-        cause: partial(compute_with_batches, case, recipe, last),
+        f"only the last micro-batch of each step counts. {rule}": partial(compute_weights, last, recipe),
         NEVER_CLEARED: partial(compute_weights, case, recipe | {"never_zero": True}),
     }
-
-
-def compute_with_batches(case, recipe, batches):
-    """Return the weights of one process that trains on other batches."""
-    before, case.batches = case.batches, batches
-    try:
-        return compute_weights(case, recipe)
-    finally:
-        case.batches = before

@@ -162,7 +162,7 @@ def copy_shards(ddp: nn.Module) -> torch.Tensor:
 def accumulate_many(job: dict) -> dict[str, float]:
     """Accumulate many equal micro-batches, all but the last inside no_sync. Then clip gradients in another model.
 
-    Return the "largest" entry of the shards, whether a p.grad "is_left", and what `clip` returns.
+    Return the "largest" entry of the shards, and what `clip` returns.
     """
     ddp = wrap(job, m08_zero.Dots([weight.to(device()) for weight in job["weights"]]))
     inputs = [x.to(device()) for x in job["inputs"]]
@@ -172,8 +172,7 @@ def accumulate_many(job: dict) -> dict[str, float]:
     with phase("backward"):
         ddp(inputs).backward()
     ddp.finish_grad_sync()
-    is_left = any(p.grad is not None for p in ddp.parameters())
-    return {"largest": find_largest(ddp), "is_left": is_left} | clip(job, inputs)
+    return {"largest": find_largest(ddp)} | clip(job, inputs)
 
 
 def clip(job: dict, inputs: list[torch.Tensor]) -> dict[str, float]:
