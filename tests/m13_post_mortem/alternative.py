@@ -1,41 +1,14 @@
 """Module 13 in another style: named tuples, one table with (group, number) as key, and sets of ranks."""
 
 import json
+from collections import namedtuple
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
-
-class Call(NamedTuple):
-    group: str
-    ranks: tuple
-    number: int
-    op: str
-    sizes: tuple
-    dtype: str
-    line: str
-
-
-class Trace(NamedTuple):
-    rank: int
-    world_size: int
-    calls: tuple
-    has_ended: bool = False
-    num_lost: int = 0
-
-
-class Divergence(NamedTuple):
-    group: str
-    number: int
-    calls: dict
-
-
-class Finding(NamedTuple):
-    kind: str
-    ranks: list
-    group: str | None
-    number: int | None
-    text: str
+Call = namedtuple("Call", "group ranks number op sizes dtype line")
+Trace = namedtuple("Trace", "rank world_size calls has_ended num_lost", defaults=(False, 0))
+Divergence = namedtuple("Divergence", "group number calls")
+Finding = namedtuple("Finding", "kind ranks group number text")
 
 
 def load_trace(path):
