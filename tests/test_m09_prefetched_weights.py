@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from brigade.checks import edge_case_models
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names
+from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names, list_steps
 from brigade.events import launches, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits
-from helpers.places import each_step
 from helpers.zero import draw_case, expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
@@ -72,7 +71,7 @@ def test_step_waits_for_no_weights(submission):
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         numels = sorted(numel for _, numel, _ in list_forward_groups(build(case), world, per_group))
         right = f"step launches one all-gather for each of {len(numels)} groups, of {join_names(numels)} elements"
-        for at, events, launched in each_step(results.events, 3):
+        for at, events, launched in list_steps(results.events, 3):
             gathers = [x for x in launched if x.op == "all_gather" and x.phase == "step"]
             why = partial(diagnosis.explain_gathers, gathers, launches(events), numels)
             expect(sorted(x.numel for x in gathers) == numels, right, summarize(gathers), why, **at)
@@ -91,7 +90,7 @@ def test_weights_are_awaited_just_before_use(submission):
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         module = build(case)
         expected = count_waits(module, list_forward_groups(module, world, per_group, bucket_numel))
-        for at, events, _ in each_step(results.events, 4):
+        for at, events, _ in list_steps(results.events, 4):
             if at["step"] >= 2:  # in the first forward, it is unknown which modules are called
                 expect_places(events, at, expected, model == "Listed")
 
@@ -108,7 +107,7 @@ def test_groups_that_no_forward_used(submission):
             for [batch] in job["batches"][1:]:
                 batch["branch"] = -1 if model == "Branches" else 1  # `right`, or all other blocks
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
-        for at, events, launched in each_step(results.events, 4):
+        for at, events, launched in list_steps(results.events, 4):
             early = find_early_module(events, at["step"])
             right = (
                 "a module runs only when its own weights are complete, even if it shares a weight or a group with a "

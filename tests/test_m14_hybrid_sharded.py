@@ -5,10 +5,17 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, ONE_STEP, expect, expect_equal, format_distinct, join_names
+from brigade.checks.expectations import (
+    MANY_STEPS,
+    ONE_STEP,
+    expect,
+    expect_equal,
+    format_distinct,
+    join_names,
+    list_steps,
+)
 from brigade.events import list_backward_passes, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
-from helpers.places import each_step
 from m11_fully_sharded import scenario as fully_sharded
 from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, train_plain
 from m11_fully_sharded.scenario import UNIT_TYPES
@@ -143,7 +150,7 @@ def test_collectives(submission):
         ("Buffers", [0, 2], 1, {}),
     ]
     for case, grid, results in run_cases(submission, scenarios.train, settings, steps=2, hidden_layers=4):
-        for at, _, launched in each_step(results.events, 2, case.group):
+        for at, _, launched in list_steps(results.events, 2, case.group):
             expect_collectives(results.events, launched, grid, at)
 
 
@@ -154,7 +161,7 @@ def test_overlap(submission):
     options = DOUBLE | {"steps": 2, "hidden_layers": 6, "forward_borders": True, "proven": 1}
     settings = [("Blocks", ALL, 2, {}), ("Blocks", ALL, 1, {"arguments": {"prefetch": 0}})]
     for case, grid, results in run_cases(submission, scenarios.train, settings, **options):
-        for at, events, launched in each_step(results.events, 2, case.group if len(grid.nodes) > 1 else []):
+        for at, events, launched in list_steps(results.events, 2, case.group if len(grid.nodes) > 1 else []):
             expect_overlap(events, launched, grid, at)
 
 
@@ -168,7 +175,7 @@ def test_no_replica_sync(submission):
     few = {"steps": 2, "orders": orders[:2]}
     settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
     for case, grid, results in run_cases(submission, scenarios.accumulate, settings, **options):
-        for at, events, launched in each_step(results.events, len(case.batches[0]), case.group):
+        for at, events, launched in list_steps(results.events, len(case.batches[0]), case.group):
             expect_accumulation(events, launched, orders[at["step"]], grid, at)
         evidence = partial(diagnosis.explain_nodes, results, grid)
         expect_trained(results, case, "weights after steps of three micro-batches", evidence=evidence)

@@ -17,6 +17,7 @@ from brigade.checks.expectations import (
     expect_start,
     format_distinct,
     join_names,
+    list_steps,
     require_launches,
 )
 from brigade.checks.reference import draw_generators
@@ -24,7 +25,6 @@ from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
-from helpers.places import each_step
 from helpers.zero import make_recipe
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
@@ -95,7 +95,7 @@ def test_one_all_to_all(submission):
         size = len(groups[0])
         own = draw_normal(submission.rng, world, [size * 24] * 2)
         for results, calls, group in run_calls(submission, own, views=(True, False), wires=(BF16, F16), groups=groups):
-            for at, _, launched in each_step(results.events, 2, group if size > 1 else []):
+            for at, _, launched in list_steps(results.events, 2, group if size > 1 else []):
                 expect_one_launch(launched, size * 24, at["rank"])
                 is_right = not launched[0].sync and "launch" not in launched[0].wait_phases
                 right = "start_reduce_scatter returns without waiting for the all_to_all"
@@ -122,7 +122,7 @@ def test_several_in_flight(submission):
         own = draw_normal(submission.rng, world, [world * numel for numel in (40, 40, 16, 40)])
         order = submission.rng.choice([[2, 0, 3, 1], [3, 2, 1, 0], [1, 3, 0, 2]])
         for results, calls, group in run_calls(submission, own, views=(False, True, True, False), order=order):
-            for at, _, launched in each_step(results.events, 4, group):
+            for at, _, launched in list_steps(results.events, 4, group):
                 rank, number = at["rank"], at["step"]
                 for key, (right, why) in KEPT.items():
                     is_free = len(group) == 1 and key in ("kept_input", "kept_output")
@@ -193,7 +193,7 @@ def test_launches_overlap(submission):
         jobs = case.make_jobs(proven=1, **make_job(buckets_per_group))
         results = submission.run(training.train, jobs, world_size=world)
         buckets, groups = (list_groups(case.parameters(), world, length) for length in (1, buckets_per_group))
-        for at, events, launched in each_step(results.events if world > 1 else [], 2):
+        for at, events, launched in list_steps(results.events if world > 1 else [], 2):
             expect_half(launched, at, buckets)
             expect_overlap(events, launched, at, groups, buckets_per_group)
 
@@ -217,7 +217,7 @@ def test_zero_optimizer(submission):
                 expect(is_right, right, f"the weights differ by up to {error:.3g}", why, rank=rank, parameter=name)
         expect_same_bits([results[rank]["weights"] for rank in case.group], case.group, None, "weights")
         numel = compute_padded_numel(case.parameters().values(), world)
-        for at, _, launched in each_step(results.events if world > 1 else [], 4):
+        for at, _, launched in list_steps(results.events if world > 1 else [], 4):
             expect_zero_bytes(launched, numel, at)
         # Gradients that are whole numbers: 256 on rank 0, 255 on rank 1, ...
         inputs = [[[torch.full((200,), 256.0 - rank)]] for rank in range(world)]
