@@ -5,10 +5,10 @@
     ranks.read_events()       for each rank, the events that it has recorded so far (see `recording.py`)
     ranks.stop()              end the ranks; they also end with the notebook's process, however that ends
 
-A rank is an ipyparallel engine with an initialised default process group that records every collective. The reference
-solutions are importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` runs a cell on
-rank 1 only. If a cell misses its deadline, a sentence for each rank says what the rank was doing, and the ranks end.
-For timings that need clean processes, use `ladder.py` and `timeline.py`.
+A rank is a process with an initialised default process group that records every collective. The reference solutions are
+importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` runs a cell on rank 1 only. If a
+cell misses its deadline, a sentence for each rank says what the rank was doing, and the ranks end. For timings that
+need clean processes, use `ladder.py` and `timeline.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from __future__ import annotations
 import ast
 import atexit
 import contextlib
-import json
+import io
+import linecache
 import os
+import pickle
+import queue
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.skeletons import BEGIN, END
@@ -40,20 +45,12 @@ from brigade.runner.machine import count_cores, count_gpus, make_gloo_environmen
 from brigade.runner.report import describe_exit
 
 if TYPE_CHECKING:
-    from ipyparallel import AsyncResult
     from IPython.display import Markdown
 
-MARK = "BRIGADE_NOTEBOOK"  # the environment variable that contains the ranks' directory, in all of their processes
 START_S = 60.0
-# An engine is ready only after its second heartbeat, so the period is short. `Ranks` itself detects dead engines.
-CONTROLLER = (
-    "--nodb",
-    "--IPController.use_threads=True",
-    "--HeartMonitor.period=300",
-    "--HeartMonitor.max_heartmonitor_misses=1000000",
-)
-ENGINE = ("--IPEngine.enable_nanny=False", "--IPEngine.max_heartbeat_misses=0", f"--IPEngine.timeout={START_S}")
 GRACE_S = 2.0  # after one rank has failed, the others have this much time to finish
+ENDED = "ended"
+CELL = "<cell>"  # the name of the file of a cell's code, in tracebacks
 
 
 class RanksError(Exception):
@@ -73,13 +70,19 @@ def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float
     global _running
     if _running:
         _running.stop()
-    _running = Ranks(deadline_s)
-    try:
-        _running.start(n, mode)
-    except BaseException:
-        _running.stop()
-        raise
+    _running = Ranks(n, mode, deadline_s)
+    _running.wait_for_start()
+    with contextlib.suppress(ImportError):
+        from IPython import get_ipython
+
+        if shell := get_ipython():
+            shell.register_magic_function(run_cell, "cell", "px")
     return _running
+
+
+def run_cell(options: str, code: str) -> None:
+    """Run a `%%px` cell on all ranks, or with `%%px -t 1` on rank 1."""
+    _running.run(code, [int(options.removeprefix("-t"))] if options.strip() else None)
 
 
 _running: Ranks | None = None
@@ -88,33 +91,16 @@ _running: Ranks | None = None
 class Ranks:
     """The ranks of a notebook, returned by `start_ranks`. The object is also a context manager."""
 
-    world_size: int
-    backend: str
-
-    def __init__(self, deadline_s: float):
-        self.deadline_s = deadline_s
-        self._directory, lock = make_locked_directory()
-        self._guard = start_guard(self._directory, lock)
-        self._client: Any = None
-        self._controller: subprocess.Popen | None = None
-        self._engines: list[subprocess.Popen] = []
-        atexit.register(self.stop)
-
-    def start(self, n: int | None, mode: str) -> None:
-        import ipyparallel
-
-        self._controller = self._spawn("controller", *CONTROLLER)
-        gpus = count_gpus()  # imports torch while the controller is starting
+    def __init__(self, n: int | None, mode: str, deadline_s: float):
+        gpus = count_gpus()
         self.world_size = n or (gpus if gpus >= 2 else 2)
         self.backend = "nccl" if gpus >= max(2, self.world_size) else "gloo"
-        connection = {"IPP_CONNECTION_INFO": json.dumps(self._read_connection("engine"))}
-        for rank in range(self.world_size):
-            self._engines.append(self._spawn("engine", *ENGINE, f"--IPEngine.id={rank}", **connection, RANK=str(rank)))
-        self._client = ipyparallel.Client(self._read_connection("client"), profile_dir=str(self._directory))
-        try:
-            self._client.wait_for_engines(self.world_size, timeout=START_S, interactive=False)
-        except TimeoutError:
-            raise self._make_start_error() from None
+        self.deadline_s = deadline_s
+        self._directory, self._lock = make_locked_directory()
+        self._events: list[list[Event]] = [[] for _ in range(self.world_size)]
+        self._processes: list[subprocess.Popen] = []
+        self._connections: list[Connection] = []
+        atexit.register(self.stop)
         request = {
             "world_size": self.world_size,
             "backend": self.backend,
@@ -125,9 +111,29 @@ class Ranks:
             "threads": max(1, count_cores() // self.world_size),
             "seed": 0,
         }
-        everyone = range(self.world_size)
-        self._finish(self._client[:].apply_async(become_rank, request), everyone, START_S)
-        self._activate_magics()
+        for rank in range(self.world_size):
+            self._start_rank(request | {"rank": rank})
+
+    def _start_rank(self, request: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs, open(self._directory / f"output-{request['rank']}", "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from brigade.lab.notebook import serve; serve({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                # Even the search for a temporary directory leaves a file if the process is killed during the search.
+                env=os.environ | {"PYTHONPATH": make_import_path(), "TMPDIR": str(self._directory)},
+                start_new_session=True,  # so that interrupting a cell does not interrupt the ranks
+            )
+        self._processes.append(process)
+        self._connections.append(Connection(ours.detach()))
+        self._send(request["rank"], request)
+
+    def wait_for_start(self) -> None:
+        """Wait until all ranks have a process group. Raise RanksError if they do not start."""
+        self._finish(range(self.world_size), START_S)
 
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
         """Execute Python text on all ranks (or on `ranks`), as a `%%px` cell does, and show what they print.
@@ -135,40 +141,32 @@ class Ranks:
         Raise RanksError if a rank raises an exception, dies or misses the deadline. In the last two cases, all ranks
         are terminated.
         """
-        self._require_running()
-        ranks = list(range(self.world_size) if ranks is None else ranks)
-        result = self._client[ranks].execute(code, silent=False, block=False)
-        try:
-            self._finish(result, ranks, self.deadline_s)
-        finally:
-            if result.ready():
-                result.display_outputs()
+        self._execute(code, "exec", range(self.world_size) if ranks is None else ranks)
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return the value of a variable on every rank."""
-        self._require_running()
-        result = self._client[:].pull(name, block=False)
-        return self._finish(result, range(self.world_size), self.deadline_s)
+        return self._execute(name, "eval", range(self.world_size))
 
     def read_events(self) -> list[list[Event]]:
         """Return, for each rank, the events that it recorded since it was started."""
-        files = [self._directory / f"events-{rank}" for rank in range(self.world_size)]
-        return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        return [[*events] for events in self._events]
 
     def stop(self) -> None:
         """End all ranks, whatever they are doing. A second call has no effect."""
         atexit.unregister(self.stop)
-        if self._client:
-            self._client.close()
-            self._client = None
-        end_everything(self._directory)
-        for process in [self._controller, *self._engines]:
-            if process:
-                process.wait()
-        self._guard.communicate()  # closes the guard's input, so that the guard ends
+        for process, connection in zip(self._processes, self._connections):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            connection.close()
+        if self._directory.exists():
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock)
+        self._processes.clear()
+        self._connections.clear()
 
     def __repr__(self) -> str:
-        return f"{self.world_size} ranks on {self.backend}" if self._client else "ranks that have ended"
+        return f"{self.world_size} ranks on {self.backend}" if self._processes else "ranks that have ended"
 
     def __enter__(self) -> Ranks:
         return self
@@ -176,105 +174,125 @@ class Ranks:
     def __exit__(self, *exception: Any) -> None:
         self.stop()
 
-    def _spawn(self, part: str, *options: str, **environment: str) -> subprocess.Popen:
-        own = {MARK: str(self._directory), "IPYTHONDIR": str(self._directory), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        own |= {"TORCHINDUCTOR_CACHE_DIR": str(self._directory / "inductor"), "PYTHONPATH": make_import_path()}
-        # Even the search for a temporary directory leaves a file if the process is killed during the search.
-        own |= {"TMPDIR": str(self._directory)}
-        with open(self._directory / "output", "ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", f"ipyparallel.{part}", f"--profile-dir={self._directory}", *options],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | own | environment,
-                start_new_session=True,  # so that interrupting a cell does not interrupt the ranks
-            )
-
-    def _read_connection(self, side: str) -> dict[str, Any]:
-        """Wait for the file in which the controller describes its connections for `side`. Return its content."""
-        file = self._directory / "security" / f"ipcontroller-{side}.json"
-        ends_at = time.monotonic() + START_S
-        while time.monotonic() < ends_at and self._controller.poll() is None:
-            with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
-                return json.loads(file.read_text())
-            time.sleep(0.05)
-        raise self._make_start_error()
-
-    def _make_start_error(self) -> RanksError:
-        return RanksError("the ranks did not start:\n" + (self._directory / "output").read_text()[-2000:])
-
-    def _require_running(self) -> None:
-        if self._client is None:
+    def _execute(self, code: str, mode: str, ranks: Sequence[int]) -> list[Any]:
+        if not self._processes:
             raise RanksError("the ranks have ended; ranks = start_ranks() starts new ones")
+        for rank in ranks:
+            self._send(rank, (code, mode))
+        return self._finish(ranks, self.deadline_s)
 
-    def _finish(self, result: AsyncResult, ranks: Sequence[int], deadline_s: float) -> Any:
+    def _send(self, rank: int, message: Any) -> None:
+        with contextlib.suppress(OSError):  # the rank has died, which `_finish` reports
+            self._connections[rank].send_bytes(pickle.dumps(message))
+
+    def _finish(self, ranks: Sequence[int], deadline_s: float) -> list[Any]:
         """Wait for the ranks and return their values. If a rank fails, the others have `GRACE_S` seconds to finish."""
-        parts = dict(zip(ranks, result.split()))
+        endings: dict[int, tuple[str, Any]] = {}  # how each rank ended, and its value or a traceback
+        printed: dict[int, list[str]] = {rank: [] for rank in ranks}
+        pending = {self._connections[rank]: rank for rank in ranks}
         ends_at = time.monotonic() + deadline_s
         reason = f"stopped after {deadline_s:g} s"
-        failed = False
         try:
-            while not result.wait(0.1):
-                if not failed and any(self._has_failed(rank, part) for rank, part in parts.items()):
-                    failed, ends_at = True, min(ends_at, time.monotonic() + GRACE_S)
-                    reason = "a rank failed, and the others cannot continue"
-                if time.monotonic() > ends_at:
-                    break
+            while pending and (ready := wait([*pending], max(0.0, ends_at - time.monotonic()))):
+                for connection in ready:
+                    rank = pending[connection]
+                    kind, content = self._receive(rank)
+                    if kind == "event":
+                        self._events[rank].append(content)
+                    elif kind == "printed":
+                        printed[rank].append(content)
+                    else:
+                        endings[rank] = kind, content
+                        del pending[connection]
+                        if kind != ENDED:
+                            ends_at = min(ends_at, time.monotonic() + GRACE_S)
+                            reason = "a rank failed, and the others cannot continue"
         except KeyboardInterrupt:
             reason = "interrupted"
-        descriptions = [f"rank {rank} {self._describe_rank(rank, part)}" for rank, part in parts.items()]
-        if not result.ready():
-            for rank, part in parts.items():
-                if part.stdout:
-                    print(f"[stdout:{rank}]\n{part.stdout}", end="")
+        for rank, texts in printed.items():
+            if texts:
+                print(f"[stdout:{rank}] \n{''.join(texts)}", end="")
+        lines = [f"rank {rank} {endings[rank][0] if rank in endings else self._describe(rank)}" for rank in ranks]
+        if pending or any(process.poll() is not None for process in self._processes):
             self.stop()
-            raise RanksError(
-                "\n".join([reason, *descriptions, "All ranks were ended; ranks = start_ranks() starts new ones."])
-            )
-        if not result.successful():
-            raised = next(part for part in parts.values() if not part.successful())
-            raise RanksError("\n".join([*descriptions, raised.exception().traceback]))
-        return result.get()
+            advice = "All ranks were ended; ranks = start_ranks() starts new ones."
+            raise RanksError("\n".join([reason, *lines, advice]))
+        if tracebacks := [content for kind, content in endings.values() if kind != ENDED]:
+            raise RanksError("\n".join([*lines, tracebacks[0]]))
+        return [endings[rank][1] for rank in ranks]
 
-    def _has_failed(self, rank: int, part: AsyncResult) -> bool:
-        return self._engines[rank].poll() is not None or (part.ready() and not part.successful())
+    def _receive(self, rank: int) -> tuple[str, Any]:
+        """Return the next message of a rank: see `serve`."""
+        try:
+            return pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            output = (self._directory / f"output-{rank}").read_text(errors="replace")[-2000:]
+            return f"died ({describe_exit(self._processes[rank].wait())})\n{output}".strip(), None
 
-    def _describe_rank(self, rank: int, part: AsyncResult) -> str:
+    def _describe(self, rank: int) -> str:
         """Return text such as: waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched"""
-        if part.ready() and part.successful():
-            return "ended"
-        if part.ready():
-            return f"raised {part.exception().ename}: {part.exception().evalue}"
-        if self._engines[rank].poll() is not None:
-            return f"died ({describe_exit(self._engines[rank].returncode)})"
         progress = Progress(self.world_size)
-        for peer, events in enumerate(self.read_events()):
+        for peer, events in enumerate(self._events):
             for event in events:
                 progress.add(peer, event)
         return progress.describe_activity(rank)
 
-    def _activate_magics(self) -> None:
-        from ipyparallel.client.magics import ParallelMagics
-        from IPython import get_ipython
 
-        run = self.run
+# The code below runs in the ranks.
 
-        class Magics(ParallelMagics):
-            """ipyparallel's magics, with a deadline."""
 
-            def parallel_execute(self, cell: str, block: bool | None = None, **options: Any) -> Any:
-                if block is False:
-                    return super().parallel_execute(cell, block=False, **options)
-                targets = self.view.targets
-                if isinstance(targets, int):
-                    targets = [targets]
-                return run(cell, None if targets == "all" else targets)
+def serve(descriptor: int) -> None:
+    """Become a rank and run cells until the notebook's process ends. Cells share the variables of `__main__`.
 
-        if shell := get_ipython():
-            view = self._client[:]
-            view.block = True
-            shell.register_magics(Magics(shell, view))
+    Messages to the notebook are pairs: ("event", event), ("printed", text), ("ended", value of the expression) or
+    ("raised ValueError: ...", traceback).
+    """
+    connection, lock = Connection(descriptor), threading.Lock()
+    cells: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+    request = pickle.loads(connection.recv_bytes())
+
+    def send(kind: str, content: Any) -> None:
+        message = pickle.dumps((kind, content))
+        with lock:
+            connection.send_bytes(message)
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                cells.put(pickle.loads(connection.recv_bytes()))
+        shutil.rmtree(request["directory"], ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)  # also ends what the cells have started
+
+    threading.Thread(target=receive, daemon=True).start()
+    sys.stdout = sys.stderr = Printer(lambda text: send("printed", text))
+    from brigade.rank import main as rank
+
+    work = {"module": "torch.distributed", "function": "get_rank", "calls": [[]]}  # a placeholder: cells come later
+    rank.run(request | work, lambda event: send("event", event))
+    send(ENDED, None)
+    variables = sys.modules["__main__"].__dict__
+    while True:
+        code, mode = cells.get()
+        linecache.cache[CELL] = len(code), None, code.splitlines(keepends=True), CELL  # for tracebacks
+        try:
+            send(ENDED, eval(compile(code, CELL, mode), variables))
+        except BaseException as error:
+            lines = traceback.format_exception(error.with_traceback(error.__traceback__.tb_next))
+            send(f"raised {type(error).__name__}: {error}", "".join(lines))
+
+
+class Printer(io.TextIOBase):
+    """A stream that passes its text on."""
+
+    def __init__(self, write: Callable[[str], None]):
+        self._write = write
+
+    def write(self, text: str) -> int:
+        self._write(text)
+        return len(text)
+
+
+# The code below serves the notebook.
 
 
 def read_solutions() -> Sources:
@@ -282,61 +300,9 @@ def read_solutions() -> Sources:
     return {name: text for entry in MODULES for name, text in read("solutions", entry.number).sources.items()}
 
 
-def become_rank(request: dict[str, Any]) -> None:
-    """Turn an engine into a rank. Its events go to a file, which can be read even while the rank hangs."""
-    from brigade.rank import main as rank
-
-    number = int(os.environ["RANK"])
-    record = open(Path(request["directory"]) / f"events-{number}", "w", buffering=1)  # noqa: SIM115
-    function = {
-        "module": "torch.distributed",
-        "function": "get_rank",
-        "calls": [[]],
-    }  # a placeholder: the work comes cell by cell
-    rank.run(request | function | {"rank": number}, lambda event: record.write(json.dumps(event) + "\n"))
-
-
 def make_import_path() -> str:
     """Return the course's directory plus PYTHONPATH, because a notebook may have been started in any directory."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def start_guard(directory: Path, lock: int) -> subprocess.Popen:
-    """Start a process that ends the ranks and removes their directory after this process has ended, however it ends.
-
-    The new process holds the lock. If it is killed too, `temporary.sweep` removes the directory later.
-    """
-    program = "import sys; from brigade.lab.notebook import guard; guard(sys.argv[1])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(directory)],
-        stdin=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": make_import_path()},
-        pass_fds=[lock],
-        start_new_session=True,
-    )
-    os.close(lock)
-    return process
-
-
-def guard(directory: str) -> None:
-    """Wait until the notebook's process closes its end of standard input or dies, then end everything."""
-    sys.stdin.read()
-    end_everything(Path(directory))
-
-
-def end_everything(directory: Path) -> None:
-    """Kill all processes that were started for this directory, including their children, and remove the directory."""
-    give_up = time.monotonic() + 10
-    any_left = True
-    while any_left and time.monotonic() < give_up:
-        any_left = False
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # the process has ended meanwhile, or is not ours
-                if process.environ().get(MARK) == str(directory):
-                    process.kill()
-                    any_left = True
-        time.sleep(0.05 * any_left)
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def show(number: int, name: str) -> Markdown:

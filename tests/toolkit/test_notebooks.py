@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,7 @@ import nbformat
 import psutil
 import pytest
 
-from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.course.modules import ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_plots import draw_step_times
@@ -74,54 +72,26 @@ def expect_nothing_left(temporary: Path, within_s: float) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
-    """Yield two ranks with an emulated link. The notebooks themselves test the other modes."""
-    with start_ranks(2, mode="emulate") as ranks:
+    with start_ranks(2) as ranks:
         yield ranks
 
 
-def test_a_cell_is_what_every_rank_does(two_ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cell_runs_on_every_rank_or_on_one(two_ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     two_ranks.run(
         "import torch, torch.distributed as dist\n"
         "x = torch.tensor([1.0 + dist.get_rank()])\n"
         "dist.all_reduce(x)\n"
-        "value = x.item()\n"
         "print('I am', dist.get_rank())"
     )
-    printed = capsys.readouterr().out.split()
-    assert " ".join(printed) == "[stdout:0] I am 0 [stdout:1] I am 1"
-    assert two_ranks["value"] == [3.0, 3.0]
+    two_ranks.run("x *= 2", ranks=[1])
+    assert capsys.readouterr().out.split() == ["[stdout:0]", "I", "am", "0", "[stdout:1]", "I", "am", "1"]
+    assert two_ranks["x.tolist()"] == [[3.0], [6.0]]
     assert [[launch.op for launch in launches(events)] for events in two_ranks.read_events()] == [["all_reduce"]] * 2
-
-
-def test_a_link_is_emulated_between_the_ranks_of_a_notebook(two_ranks: Ranks) -> None:
-    before = [len(launches(events)) for events in two_ranks.read_events()]
-    two_ranks.run(
-        "import time, torch, torch.distributed as dist\n"
-        "from brigade.rank import emulated_link\n"
-        "emulated_link.use(emulated_link.Link(latency_s=0.05, bytes_per_s=1e9))\n"
-        "time.sleep(0.2 * dist.get_rank())\n"
-        "dist.all_reduce(torch.ones(4))\n"
-        "emulated_link.use(None)"
-    )
-    [first], [second] = (launches(events)[count:] for count, events in zip(before, two_ranks.read_events()))
-    assert first.began == second.began >= max(first.start, second.start)
-    assert min(first.end, second.end) >= first.began + 0.1
-
-
-def test_solutions_are_importable(two_ranks: Ranks) -> None:
-    names = [f"from solutions.{m.package}.{m.name} import {', '.join(m.public)}" for m in MODULES]
-    two_ranks.run("\n".join(names))
-
-
-def test_one_rank_alone(two_ranks: Ranks) -> None:
-    two_ranks.run("who = 'everyone'")
-    two_ranks.run("who = 'rank 1'", ranks=[1])
-    assert two_ranks["who"] == ["everyone", "rank 1"]
 
 
 def test_an_exception_names_its_rank(two_ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="rank 0 ended\nrank 1 raised ValueError: on purpose"):
-        two_ranks.run("import os\nif os.environ['RANK'] == '1': raise ValueError('on purpose')")
+        two_ranks.run("if dist.get_rank(): raise ValueError('on purpose')")
     two_ranks.run("still = 'there'")
     assert two_ranks["still"] == ["there", "there"]
 
@@ -143,7 +113,7 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
     assert lines[1].startswith("rank 0 waits in all_reduce #")
     assert lines[1].endswith("(float32, 20 B), which rank 1 never launched")
     assert lines[2] == "rank 1 ended"
-    assert "[stdout:0]\nbefore" in capsys.readouterr().out
+    assert "[stdout:0] \nbefore" in capsys.readouterr().out
     expect_nothing_left(temporary, within_s=1)
     with pytest.raises(RanksError, match="the ranks have ended"):
         two_ranks.run("1")
@@ -160,7 +130,7 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
     notebook = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert notebook.stdout.readline() == "ready\n"
-        assert len(find_left_behind(temporary)) > 4
+        assert len(find_left_behind(temporary)) >= 4
     finally:
         os.kill(notebook.pid, signal.SIGKILL)
         notebook.communicate()
@@ -169,37 +139,24 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_stored_with_the_outputs_of_its_code(path: Path) -> None:
-    assert path.is_file(), f"there is no {path.relative_to(ROOT)}, the demo of its module"
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert notebook.metadata.kernelspec.name == "python3"
-    executed = notebook.metadata[EXECUTED]
-    assert executed == hash_code(notebook), "code has changed since `make notebooks`"
+    assert notebook.metadata[EXECUTED] == hash_code(notebook), "code has changed since `make notebooks`"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
-    assert all(set(cell.metadata) <= {"tags", "slideshow"} for cell in notebook.cells)
     assert [list_errors(cell) for cell in code] == [list_expected_errors(cell) for cell in code]
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_stored_outputs_are_small_and_from_no_particular_machine(path: Path) -> None:
     text = path.read_text()
-    assert len(text) < 300_000
     images = re.compile(r'"image/png": "([^"]*)"')
-    assert all(len(image) * 3 / 4 < 60_000 for image in images.findall(text))
-    text = images.sub("", text)
+    assert len(text) < 300_000 and all(len(image) * 3 / 4 < 60_000 for image in images.findall(text))
     for private in (str(ROOT), str(Path.home()), tempfile.gettempdir(), "widget-view"):
-        assert private not in text
-    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text)
+        assert private not in images.sub("", text)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_ends_with_a_run_sheet_and_has_slides(path: Path) -> None:
     *cells, sheet = nbformat.read(path, as_version=4).cells
-    assert 8 <= len(cells) <= 16
-    rows = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]*)\|$", sheet.source, re.MULTILINE)
+    minutes = re.findall(r"^\| (\d+) \|", sheet.source, re.MULTILINE)
     [total] = re.findall(r"^## Run sheet\n\nThis takes about (\d+) minutes\.$", sheet.source, re.MULTILINE)
-    assert 4 <= len(rows) <= 7 and sum(int(minutes) for minutes, *_ in rows) == int(total)
+    assert sum(map(int, minutes)) == int(total)
     slides = [cell.metadata.slideshow.slide_type for cell in (*cells, sheet)]
     assert slides[0] == "slide" and slides[-1] == "skip" and set(slides) <= {"slide", "subslide", "skip", "-"}
 
@@ -225,22 +182,10 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
     expect_nothing_left(temporary, within_s=15)
 
 
-def list_student_parts(entry: object) -> list[str]:
-    """Return the names of the functions with a part for students. Methods are named Class.method."""
-    text = (ROOT / "solutions" / entry.path).read_text()
-    functions = []
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef):
-            functions += [(f"{node.name}.{each.name}", each) for each in node.body if isinstance(each, ast.FunctionDef)]
-        elif isinstance(node, ast.FunctionDef):
-            functions.append((node.name, node))
-    return [name for name, node in functions if "### BEGIN SOLUTION" in ast.get_source_segment(text, node)]
-
-
-@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
-def test_show_has_the_solution_without_its_marks(entry: object) -> None:
-    for name in list_student_parts(entry):
-        text = re.fullmatch(r"```python\n(.*)\n```", show(entry.number, name).data, re.DOTALL)[1]
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_show_has_the_solution_without_its_marks(path: Path) -> None:
+    for number, name in re.findall(r'show\((\d+), \\"([\w.]+)\\"\)', path.read_text()):
+        text = re.fullmatch(r"```python\n(.*)\n```", show(int(number), name).data, re.DOTALL)[1]
         assert re.match(rf"(@contextmanager\n)?def {name.rpartition('.')[2]}\(", text)
         assert "SOLUTION" not in text and '"""' not in text
         compile(text, "shown", "exec")

@@ -25,13 +25,14 @@ import torch
 from brigade.lab.notebook import start_ranks
 ranks = start_ranks(2)
 assert ranks.backend == "nccl"
-def reduce():
-    import torch, torch.distributed as dist
-    from brigade.rank.api import device
-    tensor = torch.ones(3, device=device())
-    dist.all_reduce(tensor)
-    return str(device()), tensor.tolist()
-values = ranks._client[:].apply_sync(reduce)
+ranks.run('''
+import torch, torch.distributed as dist
+from brigade.rank.api import device
+tensor = torch.ones(3, device=device())
+dist.all_reduce(tensor)
+value = str(device()), tensor.tolist()
+''')
+values = ranks["value"]
 assert values == [("cuda:0", [2.0] * 3), ("cuda:1", [2.0] * 3)], values
 ranks.stop()
 """
