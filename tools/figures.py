@@ -32,8 +32,7 @@ from brigade.course.modules import (
     get_module,
 )
 from brigade.course.submission import read
-from brigade.lab import memory_over_step
-from brigade.lab.experiment import run_to_status
+from brigade.lab import memory
 from brigade.lab.ladder import Variant, get_variant, is_hybrid
 from brigade.lab.timeline import trace
 from brigade.lab.timeline_plot import describe_lengths, draw
@@ -117,7 +116,7 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
             print(f"{path.relative_to(ROOT)} written")
         if entry.track == ADVANCED and not only_computed:
             path = entry.lesson / "memory.png"
-            memory_over_step.draw(memory_over_step.measure(variants), path)
+            memory.draw_step(memory.measure_step(variants), path)
             print(f"{path.relative_to(ROOT)} written")
     return status
 
@@ -126,9 +125,9 @@ def draw_checkpointing(variant: Variant, path: Path) -> None:
     """Draw the memory of a step with and without activation checkpointing, as a PNG file."""
     curves = []
     for name, is_checkpointed in (("Without", False), ("With", True)):
-        [curve] = memory_over_step.measure([variant], tokens=TOKENS, is_checkpointed=is_checkpointed)
+        [curve] = memory.measure_step([variant], tokens=TOKENS, is_checkpointed=is_checkpointed)
         curves.append(replace(curve, label=f"{name} activation checkpointing of each block"))
-    memory_over_step.draw(curves, path)
+    memory.draw_step(curves, path)
 
 
 def draw_wire(errors: dict[str, Sequence[float]], path: Path) -> None:

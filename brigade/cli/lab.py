@@ -272,10 +272,10 @@ def draw_timelines(
 
 def draw_memory(variants: list[Variant], sources: Sources, picture: Path, options: argparse.Namespace) -> None:
     """Draw how many bytes are allocated on rank 0 during a step of each variant, and print the extremes."""
-    from brigade.lab import memory_over_step
+    from brigade.lab import memory
 
-    curves = memory_over_step.measure(variants, sources, bucket_mb=options.bucket_mb, world_size=options.ranks)
-    memory_over_step.draw(curves, picture)
+    curves = memory.measure_step(variants, sources, bucket_mb=options.bucket_mb, world_size=options.ranks)
+    memory.draw_step(curves, picture)
     for curve in curves:
         lowest, highest = curve.between_steps / 1e6, curve.peak / 1e6
         console.print(f"{curve.label}: at most {highest:.2f} MB on rank 0, {lowest:.2f} MB between steps")

@@ -1,34 +1,49 @@
-"""Count the bytes that each variant keeps on a rank between two steps, and draw them: python -m brigade.lab.memory
+"""Count the bytes that a rank keeps between two steps and during a step, and draw them: python -m brigade.lab.memory
 
     measured = measure()
     measured[0].find_fullest(4)     bytes by kind of the first variant, on the fullest of 4 ranks
+    curves = measure_step([get_variant(get_module(10))])
+    draw_step(curves, Path("out/memory-10.png"))
 
-Parameters, gradients and optimizer state are counted in the ranks (see `memory_accounting.py`), after two steps of
+Between steps, parameters, gradients and optimizer state are counted (see `memory_accounting.py`) after two steps of
 AdamW. The picture also shows the peak of the second step, and the formulas of ZeRO stage 1 (arXiv 1910.02054). For P
 fp32 parameters on N ranks, the formula gives 4P + 4P + 8P/N bytes: only the state is sharded. Every rank keeps all
 gradients, both in the formula and here, although it needs only 1/N of them after the reduce-scatter. Stage 2 frees the
 rest.
 
-rich and matplotlib are imported where they are used, because `brigade plan` needs only the formulas.
+During a step (`brigade trace N --memory`), the bytes are counted from storages (`rank/memory.py`) at every gradient
+hook, before every layer's forward, and after the phases of the step. The ranks use the strict process group, in which
+a handle keeps no memory after its wait. Everything that is not a parameter, a gradient or optimizer state counts as
+"activations and buckets", including the full buckets of module 10.
+
+Ranks and `brigade plan` import this file, so rich and matplotlib are imported where they are used.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from brigade.checks.tiny_lm import SIZES, Size
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
 from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, Workload, get_variant, read_reference, run_variants
-from brigade.lab.memory_accounting import COLOURS, KINDS, Bytes
-from brigade.lab.on_ranks import FP32_BYTES
+from brigade.lab.memory_accounting import KINDS, Bytes, list_tensors_by_kind
+from brigade.lab.on_ranks import FP32_BYTES, build_setup
+from brigade.lab.experiment import run_to_status
+from brigade.rank.api import device
+from brigade.rank.memory import LiveMemory
+from brigade.runner.ranks import run_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +53,10 @@ WORKLOAD = Workload(batch_size=4, time=8, rounds=2, warmup=0, learning_rate=1e-3
 ZERO = find_module("ZeroOptimizer")
 PICTURE = ZERO.lesson / "memory.png"
 DEADLINE_S = 120.0
+REST = "activations and buckets"
+TOKENS = (1, 16)  # (sequences, tokens) of `measure_step`: few, so that activations do not hide the rest
+COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # from Okabe and Ito's palette
+HATCHES = dict(zip((*KINDS, REST), ("", "////", "....", "")))
 
 
 @dataclass(frozen=True)
@@ -117,26 +136,25 @@ def measure(
     sources: Sources | None = None,
     *,
     entries: Sequence[Module] = CORE_MODULES,
-    on_step: Callable[[], None] | None = None,
 ) -> list[VariantBytes]:
     """Train every variant of `list_cases(entries)` for two steps on each number of ranks, and count the bytes.
 
-    `sources` are the submission's modules (default: the solutions). `on_step` is called when a step begins. Raise
-    RankFailure or CourseError as `run_variants` does.
+    `sources` are the submission's modules (default: the solutions). Raise RankFailure or CourseError as `run_variants`
+    does.
     """
     cases = list_cases(entries)
     variants = [variant for variant, _ in cases]
     sources = read_reference() if sources is None else sources
     workload = replace(WORKLOAD, size=size)
-    how = {"deadline": DEADLINE_S, "on_step": on_step}
-    results = {n: run_variants(workload, variants, sources, world_size=n, **how) for n in world_sizes}
-    kept, peaks = (
-        [{n: [rank[what][variant.label] for rank in ranks] for n, ranks in results.items()} for variant in variants]
-        for what in ("kept", "peaks")
-    )
+    results = {n: run_variants(workload, variants, sources, world_size=n, deadline=DEADLINE_S) for n in world_sizes}
     numel = results[world_sizes[0]][0]["model_bytes"] // FP32_BYTES
+
+    def select(what: str, label: str) -> dict[int, list[Bytes]]:
+        return {n: [rank[what][label] for rank in ranks] for n, ranks in results.items()}
+
     return [
-        VariantBytes(variant.label, formula, numel, *found) for (variant, formula), *found in zip(cases, kept, peaks)
+        VariantBytes(one.label, formula, numel, select("kept", one.label), select("peaks", one.label))
+        for one, formula in cases
     ]
 
 
@@ -148,18 +166,14 @@ def make_memory_table(measured: Sequence[VariantBytes]) -> Table:
     title = f"MB on the fullest rank after two steps of AdamW, P = {measured[0].numel} parameters"
     headings = [f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes]
     table = make_empty_table(title, "variant", ["para-\nmeters", "gradi-\nents", *headings])
-    parameters, gradients, state = KINDS
-
-    def add_row(label: str, find_bytes: Callable[[int], Bytes], **style: Any) -> None:
-        by_world_size = [*map(find_bytes, world_sizes)]
-        numbers = [by_world_size[-1][parameters], by_world_size[-1][gradients]]
-        numbers += [*(nbytes[state] for nbytes in by_world_size), *map(sum_bytes, by_world_size)]
-        table.add_row(label, *(f"{number / 1e6:.2f}" for number in numbers), **style)
-
     for entry, following in zip(measured, [*measured[1:], None]):
-        add_row(entry.label, entry.find_fullest)
+        rows = [(entry.label, entry.find_fullest)]
         if not following or following.formula != entry.formula:
-            add_row(entry.formula.text, entry.compute_expected, style="italic", end_section=True)
+            rows.append((entry.formula.text, entry.compute_expected))
+        for label, find_bytes in rows:
+            found = [*map(find_bytes, world_sizes)]
+            numbers = [*found[-1].values()][:2] + [one[KINDS[-1]] for one in found] + [*map(sum_bytes, found)]
+            table.add_row(label, *(f"{number / 1e6:.2f}" for number in numbers), end_section=len(rows) > 1)
     return table
 
 
@@ -183,17 +197,9 @@ def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
         more = [peak - start for peak, start in zip(peaks, starts)]
         style = {"color": "white", "edgecolor": "#555555", "hatch": "////", "linewidth": 0.8}
         axes.barh(positions, more, 0.66, starts, label="more at the peak of a step", **style)
-        axes.scatter(
-            [sum_bytes(entry.compute_expected(n)) / 1e6 for entry in rows],
-            positions,
-            s=28,
-            marker="D",
-            color="#d55e00",
-            edgecolor="white",
-            linewidth=0.8,
-            zorder=3,
-            label="formula",
-        )
+        expected = [sum_bytes(entry.compute_expected(n)) / 1e6 for entry in rows]
+        marks = {"s": 28, "marker": "D", "color": "#d55e00", "edgecolor": "white", "linewidth": 0.8, "zorder": 3}
+        axes.scatter(expected, positions, label="formula", **marks)
         for position, start, peak in zip(positions, starts, peaks):
             axes.text(peak + 0.03 * widest, position, f"{start:.1f} → {peak:.1f}", va="center", fontsize=10)
         axes.set_title(f"{n} ranks: MB between steps → at the peak", loc="left", fontsize=10)
@@ -202,11 +208,136 @@ def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(positions, [entry.label for entry in rows])
     (formula, *handles), (_, *names) = panels[0].get_legend_handles_labels()
-    formulas = dict.fromkeys(entry.formula.text for entry in measured)
-    names.append(f"formula: {' or '.join(formulas)}")
+    names.append(f"formula: {' or '.join(dict.fromkeys(entry.formula.text for entry in measured))}")
     figure.legend([*handles, formula], names, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The bytes by kind at several points of a variant's step. `phases[i]` and `nbytes[i]` belong to point i."""
+
+    label: str
+    phases: list[str]
+    nbytes: list[Bytes]
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes that are alive at a point."""
+        return max(map(sum_bytes, self.nbytes))
+
+    @property
+    def between_steps(self) -> int:
+        """The bytes that are alive after the step."""
+        return sum_bytes(self.nbytes[-1])
+
+
+def measure_step(
+    variants: Sequence[Variant],
+    sources: Sources | None = None,
+    *,
+    size: Size = SIZES["tiny"],
+    bucket_mb: float = 0.25,
+    world_size: int = 2,
+    tokens: tuple[int, int] = TOKENS,
+    is_checkpointed: bool = False,
+) -> list[Curve]:
+    """Train each variant for two steps of SGD with momentum, then return rank 0's bytes in the third step.
+
+    If `is_checkpointed`, backward computes the activations of each block again. `bucket_mb` is in MiB. Raise
+    RankFailure or CourseError as `run_ranks` does. torch DDP runs in mode "record", because a strict group cannot see
+    where DDP's reducer waits.
+    """
+    workload = {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01, "optimizer": "SGD"}
+    workload |= {"node_size": None, "tokens": tokens, "is_checkpointed": is_checkpointed}
+    packages = {"submission": read_reference() if sources is None else sources}
+    curves = []
+    for variant in variants:
+        mode = "record" if variant.wrapper and variant.wrapper[0] == "torch" else "strict"
+        how = {"world_size": world_size, "mode": mode, "packages": packages, "deadline": DEADLINE_S}
+        points = run_ranks(trace_memory, asdict(variant), workload, **how)[0]
+        curves.append(Curve(variant.label, *map(list, zip(*points))))
+    return curves
+
+
+def draw_step(curves: Sequence[Curve], path: Path) -> None:
+    """Draw one panel for each curve, with equal scales, as a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.8 + 2.1 * len(curves)), dpi=100, layout="constrained")
+    panels = figure.subplots(len(curves), 1, sharey=True, squeeze=False)[:, 0]
+    for curve, axes in zip(curves, panels):
+        lower = [0.0] * len(curve.nbytes)
+        for kind, colour in COLOURS.items():
+            upper = [below + point[kind] / 1e6 for below, point in zip(lower, curve.nbytes)]
+            style = {"facecolor": colour, "hatch": HATCHES[kind], "edgecolor": "#333333", "lw": 0.5, "label": kind}
+            axes.fill_between(range(len(lower)), lower, upper, step="post", **style)
+            lower = upper
+        for place, (before, phase) in enumerate(zip(curve.phases, curve.phases[1:]), 1):
+            if phase != before:
+                axes.axvline(place, color="#333333", linestyle=":", lw=1)
+        labels = {phase: (phase, "left", 3) for phase in curve.phases if phase not in ("finish", "step")}
+        if short := [phase for phase in ("finish", "step") if phase in curve.phases]:  # one label, on the left
+            labels[short[0]] = ", ".join(short), "right", -3
+        for phase, (label, side, offset) in labels.items():
+            coordinates = (curve.phases.index(phase), 1), (offset, -2), ("data", "axes fraction"), "offset points"
+            axes.annotate(label, *coordinates, va="top", ha=side, fontsize=9)
+        title = f"{curve.label}: at most {curve.peak / 1e6:.1f} MB, {curve.between_steps / 1e6:.1f} MB between steps"
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlim(0, len(curve.nbytes) - 1)
+        axes.set_ylim(0, 1.15 * max(curve.peak for curve in curves) / 1e6)
+        axes.set_ylabel("MB on rank 0")
+        axes.set_xticks([])
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("points of one step: before each layer's forward, and after each gradient")
+    handles, _ = panels[-1].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
+    """Return (phase, bytes by kind) for each point of the third training step. This runs in the ranks."""
+    torch.manual_seed(0)
+    model = TinyLM(Size(**workload["size"])).to(device())
+    for block in model.blocks if workload["is_checkpointed"] else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    points: list[tuple[str, Bytes]] = []
+    phase = "forward"
+    with LiveMemory(model.parameters()) as memory:
+        setup = build_setup(variant, model, workload)
+
+        def note_memory(*_: object) -> None:
+            nbytes = memory.count(**list_tensors_by_kind(model, setup.wrapper, setup.optimizer))
+            points.append((phase, {REST: nbytes.pop("other"), **nbytes}))
+
+        for module in model.modules():  # the wrapper's own hooks run first
+            if not list(module.children()):
+                module.register_forward_pre_hook(note_memory)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(note_memory)
+        tokens = torch.randint(model.size.vocabulary, workload["tokens"], device=device())
+        for _ in range(3):
+            points.clear()
+            phase = "forward"
+            note_memory()
+            setup.optimizer.zero_grad()
+            note_memory()
+            loss = language_loss(setup.wrapper(tokens), tokens)
+            phase = "backward"
+            note_memory()
+            loss.backward()
+            del loss
+            phase = "finish"
+            note_memory()
+            if hasattr(setup.wrapper, "finish_grad_sync"):
+                setup.wrapper.finish_grad_sync()
+            phase = "step"
+            note_memory()
+            setup.optimizer.step()
+            note_memory()
+    return points
 
 
 def main() -> int:
@@ -226,15 +357,11 @@ def show_memory(target: str) -> int:
     """Measure the target's variants, print the table and write the picture. Return the exit status."""
     from rich.console import Console
 
-    from brigade.lab.experiment import show_progress
-
     console = Console(highlight=False, soft_wrap=True)
     entries, sources, left_out = select_written(target, CORE_MODULES)
     for sentence in left_out:
         console.print(sentence, markup=False)
-    num_steps = WORKLOAD.rounds * len(list_cases(entries)) * len(WORLD_SIZES)
-    with show_progress("training steps", num_steps) as advance:
-        measured = measure(sources=sources, entries=entries, on_step=advance)
+    measured = measure(sources=sources, entries=entries)
     console.print(make_memory_table(measured))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
     draw_memory(measured, picture)

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from brigade.rank.memory import LiveMemory, list_tensors
 
 KINDS = ("parameters", "gradients", "optimizer state")
-COLOURS = dict(zip(KINDS, ("#0072b2", "#e69f00", "#009e73")))  # from Okabe and Ito's palette
 
 Bytes = dict[str, int]  # kind -> number of bytes
 

@@ -13,7 +13,7 @@ from lab_files import make_submission, png_size
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
-from brigade.lab import ladder, memory_over_step, timeline, timeline_plot, timeline_view
+from brigade.lab import ladder, memory, timeline, timeline_plot, timeline_view
 from brigade.rank.emulated_link import Link
 from tools import figures
 
@@ -250,7 +250,7 @@ def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
 
 def test_memory_over_a_step(tmp_path):
     """On two ranks, module 10 keeps half of module 8's gradients, plus a few buckets during backward."""
-    zero1, zero2 = memory_over_step.measure(
+    zero1, zero2 = memory.measure_step(
         [ladder.get_variant(get_module(number)) for number in (8, 10)],
         size=Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256),
         bucket_mb=0.05,
@@ -260,7 +260,7 @@ def test_memory_over_a_step(tmp_path):
     assert zero1.between_steps - zero2.between_steps == gradients[1]
     assert zero2.peak > zero2.between_steps and zero2.peak < zero1.peak
     assert list(dict.fromkeys(zero2.phases)) == ["forward", "backward", "finish", "step"]
-    memory_over_step.draw([zero1, zero2], tmp_path / "new" / "memory.png")
+    memory.draw_step([zero1, zero2], tmp_path / "new" / "memory.png")
     assert png_size(tmp_path / "new" / "memory.png") == (900, 500)
 
 
