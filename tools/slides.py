@@ -1,9 +1,8 @@
 """Write a deck of slides for each notebook, or for the notebook of one module: python -m tools.slides 4
 
 A deck is one HTML file that needs no network: it contains reveal.js, its styles, the figures and the formulas. The
-notebooks' metadata (`slideshow.slide_type`) and the headings determine where slides begin. The deck shows figures and
-excerpts from the solutions without the code that produces them. It also shows the outputs of long code cells without
-their code. Outputs that are too large for one slide get several, because letters keep their size.
+notebooks' metadata (`slideshow.slide_type`) and the headings determine where slides begin. The deck shows code only
+together with a few lines of printed text. Every figure and every excerpt from a solution has a slide of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import argparse
 import base64
 import io
-import itertools
-import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,10 +31,7 @@ OUTPUT = ROOT / "out" / "slides"
 REVEAL = resources.files("sphinx_revealjs") / "_static" / "revealjs"
 STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
 SCRIPTS = ("dist/reveal.js", "plugin/notes/notes.js")
-SHOWN = {"image/png", "text/markdown"}  # outputs that a deck shows without their code
-LONGEST, WIDTH = 20, 78  # lines of code that fit on a slide, and characters that fit into a line
-LINE_PX, WIDTH_PX, FIGURE = 30, 1150, 17  # a line's height, a slide's width, and a figure's greatest height in lines
-MOST_ROWS = 10  # of a table
+LONGEST = 20  # lines that fit on a slide
 NOTES = {"slideshow": {"slide_type": "notes"}}
 FORMULA_PT = 22
 
@@ -87,52 +81,13 @@ def split_cell(cell: NotebookNode) -> Iterator[NotebookNode]:
             yield nbformat.v4.new_markdown_cell(shorten(section), metadata=kind)
             yield nbformat.v4.new_markdown_cell(section, metadata=NOTES)
         return
-    outputs = [part for output in cell.outputs for part in divide_output(output)]
-    sizes = [count_lines(output) for output in outputs]
-    slides, free = [[]], LONGEST - count_text(cell.source)
-    if sum(sizes) > free or any(SHOWN & output.get("data", {}).keys() for output in outputs):
-        cell.metadata["transient"] = {"remove_source": True}
-        slides, free = [], -1
-    for output, size in zip(outputs, sizes):
-        if size > free:
-            slides.append([])
-            free = LONGEST
-        slides[-1].append(output)
-        free -= size
-    for shown in slides:
-        yield nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata, outputs=shown)
-
-
-def divide_output(output: NotebookNode) -> Iterator[NotebookNode]:
-    """Print many short lines in two columns, and a long table as two tables."""
-    table = output.get("data", {}).get("text/markdown", "")
-    if table.startswith("|") and table.count("\n") > MOST_ROWS:
-        head, rows = table.splitlines()[:2], table.splitlines()[2:]
-        for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            yield nbformat.v4.new_output("display_data", {"text/markdown": "\n".join(head + part)})
+    texts = [cell.source, *(output.get("text") or "\n".join(output.get("traceback", [])) for output in cell.outputs)]
+    if sum(len(text.splitlines()) for text in texts) <= LONGEST and not any("data" in one for one in cell.outputs):
+        yield cell
         return
-    lines = output.get("text", "").splitlines()
-    if len(lines) > LONGEST:
-        middle = len(lines) // 2  # or the first line before it that is not indented
-        cut = next((index for index in range(middle, middle // 2, -1) if not lines[index].startswith(" ")), middle)
-        columns = itertools.zip_longest(lines[:cut], lines[cut:], fillvalue="")
-        output.text = "\n".join(f"{left:<{WIDTH // 2}}{right}" for left, right in columns)
-    yield output
-
-
-def count_lines(output: NotebookNode) -> int:
-    """Return in place of how many lines a slide can show this output."""
-    data = output.get("data", {})
-    if "image/png" in data:
-        header = base64.b64decode(data["image/png"][:32])
-        width, height = int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
-        return min(FIGURE, math.ceil(height / width * WIDTH_PX / LINE_PX))
-    text = output.get("text") or data.get("text/markdown") or data.get("text/plain") or "\n".join(output.traceback)
-    return LONGEST if text.startswith("|") else count_text(text)
-
-
-def count_text(text: str) -> int:
-    return sum(1 + len(line) // WIDTH for line in text.splitlines() if not line.startswith("```"))
+    cell.metadata["transient"] = {"remove_source": True}
+    for output in cell.outputs:
+        yield nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata, outputs=[output])
 
 
 def shorten(markdown: str) -> str:

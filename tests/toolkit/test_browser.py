@@ -117,7 +117,7 @@ def test_every_slide_fits_with_letters_for_the_last_row(page, tmp_path, notebook
             Reveal.slide(h, v);
             const zoom = slide.getBoundingClientRect().width / slide.offsetWidth / Reveal.getScale();
             const letters = shown.map((element) => parseFloat(getComputedStyle(element).fontSize) * zoom);
-            return {h, v, fits: slide.scrollHeight <= 750, isEmpty: !shown.length, smallest: Math.min(99, ...letters)};
+            return {h, v, fits: slide.clientHeight <= 750, isEmpty: !shown.length, smallest: Math.min(99, ...letters)};
         })"""
     )
     assert [slide for slide in slides if not slide["fits"] or slide["isEmpty"] or slide["smallest"] < 24] == []
