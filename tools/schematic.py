@@ -99,24 +99,15 @@ def make_timeline(label: str, program: Program, simulation: Simulation, network:
     collectives = [
         Collective(
             0,
-            range(launch.num_ranks),
             launch.op,
-            number,
-            None,
-            "float32",
-            launch.nbytes,
-            1,
-            "",
+            1e3 * start_s,
+            1e3 * end_s,
+            join_numbers(launch.param_indices),
             launched_ms=1e3 * launched_s,
-            start_ms=1e3 * start_s,
-            end_ms=1e3 * end_s,
-            waited_ms=None,
             row=int(network.between((0, launch.last_rank)) is network.outer),
-            line=None,
-            label=join_numbers(launch.param_indices),
             latency_ms=1e3 * network.between((0, launch.last_rank)).seconds(launch.op, 0, launch.num_ranks),
         )
-        for number, (launch, launched_s, start_s, end_s) in enumerate(simulation.transfers)
+        for launch, launched_s, start_s, end_s in simulation.transfers
     ]
     memory = []
     if program.memory["parameters"] < LAYERS * LAYER_BYTES:

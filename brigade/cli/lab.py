@@ -199,16 +199,13 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     page = "write the interactive timeline, an HTML page, to this file (default: out/trace-N.html)"
     add(parser, "--html FILE", page)
     add_link_arguments(parser, f"an all-reduce of all gradients takes {COMM_RATIO} times as long as backward")
-    add(parser, "--real-link", "do not emulate a link; time the collectives as this machine runs them")
 
 
 def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N: draw a step of module N as a timeline, or with --memory, its memory."""
     entry = get_module(options.number)
     require_training(entry)
-    link, node_size = choose_link(options, options.ranks, None if options.real_link else COMM_RATIO)
-    if link and options.real_link:
-        raise CourseError("--real-link emulates no link: leave it out, or leave out the options that describe a link")
+    link, node_size = choose_link(options, options.ranks, COMM_RATIO)
     sources = read(options.target, entry.number, options.prior).sources
     kinds = ["memory"] if options.memory else ["png", "html", "json"]
     files = {kind: resolve_results_file(getattr(options, "png" if kind == "memory" else kind)) for kind in kinds}

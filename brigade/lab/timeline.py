@@ -3,12 +3,10 @@
     [timeline] = trace([get_variant(get_module(3))])
     make_chrome_trace([timeline])     the step for https://ui.perfetto.dev and chrome://tracing
 
-`timeline_plot.py` draws timelines.
+`timeline_plot.py` draws timelines. `timeline_view.py` writes an interactive page.
 
-`timeline_view.py` writes an interactive page.
-
-The workload's link is emulated (`emulated_link.py`). With `link=None`, collectives take their real time on this
-machine. Ranks compute on the CPU, because on a GPU, the events show when work was queued, not when it ran.
+The workload's link is emulated (`emulated_link.py`). Ranks compute on the CPU, because on a GPU, the events show when
+work was queued, not when it ran.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ WORKLOAD = replace(
 EXPOSED = ("wait", "finish", "copy")  # kinds of spans that one process would not need
 GAP_S = 1e-4  # shorter waits are ignored
 MAX_SPREAD = 0.25  # of the step time, between its quartiles, relative to the median
-MAX_LATE = 0.1  # of the step time, by which a recorded end may be later than the link's
 
 
 @dataclass(frozen=True)
@@ -72,48 +69,35 @@ class Span:
     label: str = ""
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective on one rank. It was launched at `launched_ms`, and ran from `start_ms` to `end_ms`.
+@dataclass(frozen=True, kw_only=True)
+class Collective(Span):
+    """One collective on one rank: its operation is `kind`, and it ran from `start_ms` to `end_ms`.
 
-    An emulated link carries one collective at a time, so `start_ms` is later than the launch if another rank launched
-    later or if the link was busy. (If there are nodes, each rank has two links.) If the end was not recorded,
-    `end_ms` is the end of the step. The rank waited for the collective until `waited_ms`; None means that it never
-    waited. `number` is the one that `number_launches` gives, and `parts` counts the tensors in a coalesced launch.
-    `name` is the parameter's name, if the launch is on a single parameter. Collectives that overlap have different
-    values of `row`, starting at 0. `line` is the line of the wrapper that launched the collective, if it is known.
-    `label` is the text of the collective in the picture, in which the first `latency_ms` are dark.
+    A link carries one collective at a time, so `start_ms` is later than `launched_ms` if another rank launched later or
+    if the link was busy. If the end was not recorded, `end_ms` is the end of the step. The rank waited for the
+    collective until `waited_ms`; None means that it never waited. If there are nodes, each rank has two links:
+    collectives on different links have different values of `row`, starting at 0. `label` is the number that
+    `number_launches` gives. In the picture, the first `latency_ms` are dark. `launch` is the recorded launch, or None
+    in a schematic.
     """
 
-    rank: int
-    ranks: Sequence[int]  # of the group
-    op: str
-    number: int
-    name: str | None
-    dtype: str
-    nbytes: int
-    parts: int
-    phase: str
     launched_ms: float
-    start_ms: float
-    end_ms: float
-    waited_ms: float | None
-    row: int
-    line: str | None
-    label: str
+    waited_ms: float | None = None
+    row: int = 0
     latency_ms: float = 0.0
+    launch: Launch | None = None
 
     @property
     def title(self) -> str:
         """The operation and its number, such as "all-reduce 3", or the parameter's name instead of the number."""
-        return f"{self.op.replace('_', '-')} {self.name or self.number}"
+        return f"{self.kind.replace('_', '-')} {self.launch.name or self.label}"
 
     @property
     def labels(self) -> list[str]:
         """The possible labels of the collective in `timeline_view.py`, the longest first."""
-        number, size = str(self.number), f"{self.nbytes / 1e6:.2g} MB"
-        short = (self.name or "").removesuffix(".weight")
-        return [*([f"{short}, {size}", short] if short else []), f"{number}: {size}", number]
+        size = f"{self.launch.nbytes / 1e6:.2g} MB"
+        short = (self.launch.name or "").removesuffix(".weight")
+        return [*([f"{short}, {size}", short] if short else []), f"{self.label}: {size}", self.label]
 
 
 @dataclass(frozen=True)
@@ -129,7 +113,7 @@ class Timeline:
     world_size: int
     spans: list[Span]
     launched: list[Collective]
-    link: Link | None
+    link: Link
     backward_ms: float
     memory: Sequence[Span] = ()
     doubt: str = ""
@@ -152,15 +136,8 @@ class Timeline:
         return f"{self.end_ms:.0f} ms, {' to '.join(map(str, exposed[:1] + exposed[1:][-1:]))} ms exposed{warning}"
 
     @property
-    def memory_lanes(self) -> list[str]:
-        """The labels of `memory`, each once."""
-        return list(dict.fromkeys(span.label for span in self.memory))
-
-    @property
     def link_text(self) -> str:
         """A sentence about the link that carried the gradients."""
-        if self.link is None:
-            return "No link is emulated: the ranks share this machine's cores and communicate through its memory."
         return f"The link is emulated, {self.link.description}; backward alone takes {self.backward_ms:.0f} ms."
 
     def get_span(self, rank: int, kind: str) -> Span:
@@ -172,10 +149,6 @@ class Timeline:
         spans = [span for span in self.spans if span.rank == rank and span.kind in EXPOSED]
         merged = merge_intervals([(1e-3 * span.start_ms, 1e-3 * span.end_ms) for span in spans])
         return 1e3 * sum(end - start for start, end in merged)
-
-    def find_backward_end_ms(self, rank: int) -> float:
-        """Return when a rank's backward ended, in ms since the start of the step."""
-        return max(span.end_ms for span in self.spans if span.rank == rank and span.kind == "backward")
 
     def get_collectives(self, rank: int) -> list[Collective]:
         """Return the collectives of a rank, in launch order."""
@@ -223,39 +196,12 @@ def trace(
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
             numbers = number_launches(rank_launches, *planned)
             launched += make_collectives(rank, rank_launches, numbers, zero, link)
-        line = Timeline(variant.label, world_size, spans, launched, link, 1e3 * results[0]["backward_s"])
-        timelines.append(replace(line, doubt=find_doubt(line, lengths)))
+        spread = compute_spread(lengths)
+        is_noisy = spread.upper - spread.lower > MAX_SPREAD * spread.median
+        doubt = f"the quartiles of the step time are {spread.lower:.0f} and {spread.upper:.0f} ms" if is_noisy else ""
+        backward_ms = 1e3 * results[0]["backward_s"]
+        timelines.append(Timeline(variant.label, world_size, spans, launched, link, backward_ms, doubt=doubt))
     return timelines
-
-
-def find_doubt(timeline: Timeline, lengths_ms: Sequence[float]) -> str:
-    """Return why a timeline may contradict what it should show, or "". `lengths_ms` are the lengths of all steps.
-
-    On a busy machine, ranks get the processor late: the lengths of the steps vary, and a rank notices the end of a
-    collective long after it left the emulated link.
-    """
-    spread = compute_spread(lengths_ms)
-    if spread.upper - spread.lower > MAX_SPREAD * spread.median:
-        return f"the quartiles of the step time are {spread.lower:.0f} and {spread.upper:.0f} ms"
-    late_ms = compute_latest_end_ms(timeline)
-    if late_ms > MAX_LATE * timeline.end_ms:
-        return f"a collective ended {late_ms:.0f} ms later than on the emulated link"
-    return ""
-
-
-def compute_latest_end_ms(timeline: Timeline) -> float:
-    """Return by how much any recorded end of a collective is later than its end on the emulated link.
-
-    A link carries one collective at a time, and starts it when the last rank has launched it.
-    """
-    late_ms = 0.0
-    free_ms: dict[Link, float] = defaultdict(float)
-    for same in zip(*map(timeline.get_collectives, range(timeline.world_size))) if timeline.link else ():
-        link = timeline.link.between(same[0].ranks)
-        free_ms[link] = max(free_ms[link], *(one.launched_ms for one in same))
-        free_ms[link] += 1e3 * link.seconds(same[0].op, same[0].nbytes, len(same[0].ranks))
-        late_ms = max(late_ms, *(one.end_ms - free_ms[link] for one in same))
-    return late_ms
 
 
 def number_launches(launched: Sequence[Launch], planned: Sequence[program.Launch], by_unit: bool) -> list[int]:
@@ -308,44 +254,26 @@ def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, f
 
 
 def make_collectives(
-    rank: int, launched: Sequence[Launch], numbers: Sequence[int], zero: float, network: Link | None
+    rank: int, launched: Sequence[Launch], numbers: Sequence[int], zero: float, network: Link
 ) -> list[Collective]:
-    """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`.
-
-    Those on an emulated link share a row.
-    """
-    rows: list[float] = []  # when the last collective of each row ended
-    links: list[Link] = []  # of each row
+    """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`."""
+    free: dict[Link, float] = {}  # when the last collective of each link ended, which may be later than expected
     collectives = []
     for launch, number in zip(launched, numbers):
-        start, row = launch.began or launch.start, 0
-        if network:  # the previous collective may have ended late
-            link = network.between(launch.ranks)
-            links += [link] * (link not in links)
-            row = links.index(link)
-            start = max([start, *rows[row : row + 1]])
-        else:
-            row = next((i for i, end in enumerate(rows) if end <= start), len(rows))
-        end = max(start, launch.end)
-        rows[row : row + 1] = [end]
+        link = network.between(launch.ranks)
+        start = max(launch.began or launch.start, free.get(link, 0.0))
+        free[link] = max(start, launch.end)
         collectives.append(
             Collective(
                 rank,
-                launch.ranks,
                 launch.op,
-                number,
-                launch.name,
-                launch.dtype,
-                launch.nbytes,
-                launch.parts,
-                launch.phase,
+                1e3 * (start - zero),
+                1e3 * (free[link] - zero),
+                str(number),
                 launched_ms=1e3 * (launch.start - zero),
-                start_ms=1e3 * (start - zero),
-                end_ms=1e3 * (end - zero),
                 waited_ms=None if launch.wait_end is None else 1e3 * (launch.wait_end - zero),
-                row=row,
-                line=launch.line,
-                label=str(number),
+                row=[*free].index(link),
+                launch=launch,
             )
         )
     return collectives
@@ -355,43 +283,36 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the timelines in Chrome's Trace Event Format, with one process per rank and timeline.
 
     Times are in microseconds. An arrow leads from a launch to its collective if the collective did not start
-    immediately. Collectives that overlap have separate threads, because slices of one thread must not overlap.
+    immediately. Collectives of different links have separate threads.
     """
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
-    for index, timeline in enumerate(timelines):
-        for rank in range(timeline.world_size):
-            process = index * timeline.world_size + rank
-            collectives = timeline.get_collectives(rank)
-            threads = {0: "computation", 1: "communication"}
-            threads |= {row + 1: f"communication {row + 1}" for row in {c.row for c in collectives} if row}
-            names = [("process_name", 0, {"name": f"{timeline.label}, rank {rank}"})]
-            names += [("process_sort_index", 0, {"sort_index": process})]
-            names += [("thread_name", thread, {"name": name}) for thread, name in threads.items()]
-            metadata += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
-            for span in timeline.spans:
-                if span.rank == rank:
-                    name = NAMES.get(span.kind, span.kind)
-                    events.append(make_slice(name, "computation", process, 0, span.start_ms, span.end_ms))
-            for collective in collectives:
-                lane = process, collective.row + 1
-                args = {
-                    "bytes": collective.nbytes,
-                    "dtype": collective.dtype,
-                    "tensors": collective.parts,
-                    "launched in": collective.phase,
-                    "launched at (ms)": round(collective.launched_ms, 3),
-                    "waited for until (ms)": None if collective.waited_ms is None else round(collective.waited_ms, 3),
-                }
-                events.append(
-                    make_slice(collective.title, collective.op, *lane, collective.start_ms, collective.end_ms, args)
-                )
-                if collective.launched_ms < collective.start_ms:
-                    arrow = {"name": "launch", "cat": collective.op, "id": len(events), "pid": process}
-                    events.append(arrow | {"ph": "s", "tid": 0, "ts": convert_to_us(collective.launched_ms)})
-                    events.append(
-                        arrow | {"ph": "f", "bp": "e", "tid": lane[1], "ts": convert_to_us(collective.start_ms)}
-                    )
+    for process, (timeline, rank) in enumerate((line, rank) for line in timelines for rank in range(line.world_size)):
+        collectives = timeline.get_collectives(rank)
+        threads = {0: "computation", 1: "communication"}
+        threads |= {one.row + 1: f"communication {one.row + 1}" for one in collectives if one.row}
+        names = [("process_name", 0, {"name": f"{timeline.label}, rank {rank}"})]
+        names += [("process_sort_index", 0, {"sort_index": process})]
+        names += [("thread_name", thread, {"name": name}) for thread, name in threads.items()]
+        metadata += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
+        for span in timeline.spans:
+            if span.rank == rank:
+                name = NAMES.get(span.kind, span.kind)
+                events.append(make_slice(span, process, 0, name, "computation", {}))
+        for one in collectives:
+            args = {
+                "bytes": one.launch.nbytes,
+                "dtype": one.launch.dtype,
+                "tensors": one.launch.parts,
+                "launched in": one.launch.phase,
+                "launched at (ms)": round(one.launched_ms, 3),
+                "waited for until (ms)": None if one.waited_ms is None else round(one.waited_ms, 3),
+            }
+            events.append(make_slice(one, process, one.row + 1, one.title, one.kind, args))
+            if one.launched_ms < one.start_ms:
+                arrow = {"name": "launch", "cat": one.kind, "id": len(events), "pid": process}
+                events.append(arrow | {"ph": "s", "tid": 0, "ts": convert_to_us(one.launched_ms)})
+                events.append(arrow | {"ph": "f", "bp": "e", "tid": one.row + 1, "ts": convert_to_us(one.start_ms)})
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # an enclosing slice comes first
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
 
@@ -402,13 +323,11 @@ def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
     path.write_text(json.dumps(make_chrome_trace(timelines)))
 
 
-def make_slice(
-    name: str, category: str, process: int, thread: int, start_ms: float, end_ms: float, args: dict | None = None
-) -> dict[str, Any]:
+def make_slice(span: Span, process: int, thread: int, name: str, category: str, args: dict) -> dict[str, Any]:
     """Return a "complete" event of Chrome's format. Times in ms become microseconds."""
-    start, end = convert_to_us(start_ms), convert_to_us(end_ms)
-    length = {"ts": start, "dur": end - start}
-    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **length, "args": args or {}}
+    start, end = convert_to_us(span.start_ms), convert_to_us(span.end_ms)
+    times = {"ts": start, "dur": end - start}
+    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **times, "args": args}
 
 
 def convert_to_us(ms: float) -> int:

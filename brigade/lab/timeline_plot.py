@@ -59,7 +59,12 @@ def describe_lengths(timelines: Sequence[Timeline]) -> str:
 
 def compute_height(timeline: Timeline) -> float:
     """Return the height of a timeline's panel, in units in which the lane of computation has the height 0.8."""
-    return LANES * timeline.world_size - 0.35 + MEMORY_LANES * len(timeline.memory_lanes)
+    return LANES * timeline.world_size - 0.35 + MEMORY_LANES * len(list_memory(timeline))
+
+
+def list_memory(timeline: Timeline) -> list[str]:
+    """Return the labels of a schematic's memory, each once."""
+    return list(dict.fromkeys(span.label for span in timeline.memory))
 
 
 def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
@@ -92,7 +97,7 @@ def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Return the legend's entries for everything that the timelines contain."""
     launched = [collective for timeline in timelines for collective in timeline.launched]
     kinds = {span.kind for timeline in timelines for span in timeline.spans}
-    ops = {collective.op for collective in launched}
+    ops = {collective.kind for collective in launched}
     rest = ["latency"] * any(collective.latency_ms for collective in launched)
     rest += ["memory"] * any(timeline.memory for timeline in timelines)
 
@@ -127,18 +132,19 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
                 if span.kind in EXPOSED:
                     draw_block(span.start_ms, span.end_ms, top + 0.84, 0.12, "exposed")
                 labels.append((span.label, (span.start_ms, span.end_ms), (top, 0.8), span.kind))
+        ends = [span.end_ms for span in timeline.spans if span.rank == rank and span.kind == "backward"]
         collectives = timeline.get_collectives(rank)
         depth = 1 + max((collective.row for collective in collectives), default=0)  # rows share the lane's height
         for collective in collectives:
             block = top + 1.25 + collective.row / depth, 1 / depth
             free_ms = collective.start_ms + collective.latency_ms
-            draw_block(collective.start_ms, collective.end_ms, *block, collective.op, 0.7)
+            draw_block(collective.start_ms, collective.end_ms, *block, collective.kind, 0.7)
             draw_block(collective.start_ms, free_ms, *block, "latency")
-            labels.append((collective.label, (free_ms, collective.end_ms), block, collective.op))
+            labels.append((collective.label, (free_ms, collective.end_ms), block, collective.kind))
         launched = [collective.launched_ms for collective in collectives]
         axes.plot(launched, [top + 1.1] * len(launched), **LAUNCHED)
-        axes.plot(2 * [timeline.find_backward_end_ms(rank)], [top - 0.1, top + 2.35], **BACKWARD_END)
-    for lane, name in enumerate(timeline.memory_lanes):
+        axes.plot(2 * [max(ends)], [top - 0.1, top + 2.35], **BACKWARD_END)
+    for lane, name in enumerate(list_memory(timeline)):
         top = LANES * timeline.world_size - 0.2 + MEMORY_LANES * lane
         ticks[name] = top + 0.2
         for span in timeline.memory:

@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from brigade.lab.ladder import PHASES
-from brigade.lab.timeline import Timeline
+from brigade.lab.timeline import Collective, Span, Timeline
 from brigade.lab.timeline_plot import OTHER, STYLES, name_kind
 
 TEMPLATE, WIDGETS = (Path(__file__).with_name(name) for name in ("timeline_view.html", "widgets.js"))
-FIELDS = {  # the page's name of each field of a collective
-    **{name: name for name in ("rank", "labels", "row", "dtype", "phase", "line")},
-    **{"kind": "op", "name": "title", "bytes": "nbytes", "tensors": "parts"},
-    **{name: f"{name}_ms" for name in ("start", "end", "launched", "waited")},
-}
 
 
 def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the page's data, ready for JSON: the timelines, and a style for each kind of block. Times are in ms."""
-    ops = {collective.op for timeline in timelines for collective in timeline.launched}
+    ops = {collective.kind for timeline in timelines for collective in timeline.launched}
     kinds = [*PHASES, "wait", *(op for op in [*STYLES, *sorted(ops - STYLES.keys())] if op in ops)]
     styles = {kind: STYLES.get(kind, OTHER) for kind in kinds}
     return {
@@ -29,28 +24,24 @@ def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
             kind: {"name": name_kind(kind), "colour": style["facecolor"], "hatch": style.get("hatch", "")[:1]}
             for kind, style in styles.items()
         },
-        "timelines": [describe_timeline(timeline) for timeline in timelines],
+        "timelines": [
+            {"label": one.label, "count": one.count, "lengths": one.lengths, "link": one.link_text}
+            | {"world_size": one.world_size, "end": one.end_ms}
+            | {"spans": [*map(describe, one.spans)], "collectives": [*map(describe, one.launched)]}
+            for one in timelines
+        ],
     }
 
 
-def describe_timeline(timeline: Timeline) -> dict[str, Any]:
-    """Return the data of one timeline for `make_view`."""
-    spans = [
-        {"rank": one.rank, "kind": one.kind, "name": name_kind(one.kind), "labels": [one.kind]}
-        | {"start": one.start_ms, "end": one.end_ms}
-        for one in timeline.spans
-    ]
-    collectives = [{key: getattr(one, name) for key, name in FIELDS.items()} for one in timeline.launched]
-    return {
-        "label": timeline.label,
-        "count": timeline.count,
-        "lengths": timeline.lengths,
-        "link": timeline.link_text,
-        "world_size": timeline.world_size,
-        "end": timeline.end_ms,
-        "spans": spans,
-        "collectives": collectives,
-    }
+def describe(span: Span) -> dict[str, Any]:
+    """Return the data of one block for `make_view`."""
+    view = {"rank": span.rank, "kind": span.kind, "start": span.start_ms, "end": span.end_ms}
+    if not isinstance(span, Collective):
+        return view | {"name": name_kind(span.kind), "labels": [span.kind]}
+    launch = span.launch
+    view |= {"name": span.title, "labels": span.labels, "row": span.row}
+    view |= {"launched": span.launched_ms, "waited": span.waited_ms, "phase": launch.phase, "line": launch.line}
+    return view | {"bytes": launch.nbytes, "dtype": launch.dtype, "tensors": launch.parts}
 
 
 def save_html(timelines: Sequence[Timeline], path: Path) -> None:

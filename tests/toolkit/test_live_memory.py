@@ -9,7 +9,7 @@ import torch
 from in_ranks import strict as functions
 from torch import nn
 
-from brigade.rank.memory import LiveMemory, uncounted
+from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import RankFailure, run_ranks
 
 NUMEL, NBYTES = 1000, 4000
@@ -59,13 +59,6 @@ def test_a_block_has_one_kind():
         hidden = make()
         counted = memory.count(parameters=parts, gradients=[None, flat, "text"])
         assert counted == {"parameters": NBYTES, "gradients": 0, "other": hidden.nbytes}
-
-
-def test_copies_of_the_course_do_not_count():
-    with LiveMemory() as memory:
-        with uncounted():
-            copy = make()
-        assert copy.numel() == NUMEL and memory.total() == 0
 
 
 def test_a_strict_group_keeps_no_memory_after_the_wait():

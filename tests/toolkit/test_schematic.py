@@ -49,16 +49,15 @@ def test_the_exposed_time_follows_from_the_cost_model(number):
 
 
 def test_coalesced_groups_are_gathered_after_they_are_reduced():
-    ops = [(collective.op, collective.label) for collective in compute(6).launched]
+    ops = [(collective.kind, collective.label) for collective in compute(6).launched]
     assert ops == [(op, group) for group in ("5 4", "3 2", "1 0") for op in ("reduce_scatter", "all_gather")]
-    assert compute(7).launched == compute(6).launched and compute(7).spans == compute(6).spans
 
 
 def test_weights_are_gathered_after_the_step_or_during_the_next_forward():
     for number in (8, 9):
         timeline = compute(number)
         [step] = [span for span in timeline.spans if span.kind == "step"]
-        gathers = [collective for collective in timeline.launched if collective.op == "all_gather"]
+        gathers = [collective for collective in timeline.launched if collective.kind == "all_gather"]
         assert step.end_ms - step.start_ms == pytest.approx(STEP_MS / 2)
         assert [gather.launched_ms for gather in gathers] == 3 * [step.end_ms]
     forward = [span for span in timeline.spans if span.kind == "forward"]
@@ -68,7 +67,8 @@ def test_weights_are_gathered_after_the_step_or_during_the_next_forward():
 
 def test_memory_exists_only_while_it_is_needed():
     buckets, units = compute(10), compute(11)
-    assert buckets.memory_lanes == ["bucket 5 4", "bucket 3 2", "bucket 1 0"]
+    assert [span.label for span in buckets.memory] == ["bucket 5 4", "bucket 3 2", "bucket 1 0"]
+    assert find_living(buckets, BACKWARD_END_MS - LAYERS * BACKWARD_MS) == []
     last = next(span for span in buckets.spans if span.kind == "step")
     assert max(span.end_ms for span in buckets.memory) == pytest.approx(last.start_ms - 1.5 * COPY_MS)
     for span in units.spans:
@@ -76,6 +76,8 @@ def test_memory_exists_only_while_it_is_needed():
             time_ms = (span.start_ms + span.end_ms) / 2
             living = [one.label for one in units.memory if one.start_ms < time_ms < one.end_ms]
             assert {"unit 0", f"unit {span.label}"} <= {*living} and len(living) <= 3
+    gathered = [collective.label for collective in units.launched if collective.kind == "all_gather"]
+    assert sorted(gathered) == sorted([*"012345", *"12345"])
 
 
 WITH_SCHEMATIC = [entry for entry in TRAINING_MODULES if (entry.lesson / "schematic.png").is_file()]
