@@ -33,9 +33,9 @@ from brigade.course.modules import (
     get_module,
 )
 from brigade.course.submission import read
+from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import get_variant, is_hybrid
 from brigade.lab.memory import draw_step, measure_step
-from brigade.lab.experiment import run_to_status
 from brigade.lab.timeline import Timeline, trace
 from brigade.lab.timeline_plot import describe_lengths, draw
 from brigade.runner.ranks import run_ranks

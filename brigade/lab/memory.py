@@ -40,7 +40,6 @@ from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, Workload, get_variant, read_reference, run_variants
 from brigade.lab.memory_accounting import KINDS, Bytes, list_tensors_by_kind
 from brigade.lab.on_ranks import FP32_BYTES, build_setup
-from brigade.lab.experiment import run_to_status
 from brigade.rank.api import device
 from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import run_ranks

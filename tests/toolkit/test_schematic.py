@@ -68,7 +68,6 @@ def test_weights_are_gathered_after_the_step_or_during_the_next_forward():
 def test_memory_exists_only_while_it_is_needed():
     buckets, units = compute(10), compute(11)
     assert [span.label for span in buckets.memory] == ["bucket 5 4", "bucket 3 2", "bucket 1 0"]
-    assert find_living(buckets, BACKWARD_END_MS - LAYERS * BACKWARD_MS) == []
     last = next(span for span in buckets.spans if span.kind == "step")
     assert max(span.end_ms for span in buckets.memory) == pytest.approx(last.start_ms - 1.5 * COPY_MS)
     for span in units.spans:
@@ -76,8 +75,6 @@ def test_memory_exists_only_while_it_is_needed():
             time_ms = (span.start_ms + span.end_ms) / 2
             living = [one.label for one in units.memory if one.start_ms < time_ms < one.end_ms]
             assert {"unit 0", f"unit {span.label}"} <= {*living} and len(living) <= 3
-    gathered = [collective.label for collective in units.launched if collective.kind == "all_gather"]
-    assert sorted(gathered) == sorted([*"012345", *"12345"])
 
 
 WITH_SCHEMATIC = [entry for entry in TRAINING_MODULES if (entry.lesson / "schematic.png").is_file()]
