@@ -127,12 +127,12 @@ def draw(submission, kinds, repetitions=REPETITIONS):
 
 
 def ask(submission, function, drawn):
-    """Return what the submission's function returns for the traces of each job."""
+    """Yield the traces of each job, and what the submission's function returns for them."""
     [world] = submission.worlds(1)
-    texts = submission.run(
-        scenarios.examine, {"function": function, "jobs": json.dumps([job[2] for job in drawn])}, world_size=world
-    )
-    return json.loads(texts[0])
+    traces = [job[2] for job in drawn]
+    job = {"function": function, "jobs": json.dumps(traces)}
+    [text] = submission.run(scenarios.examine, job, world_size=world)
+    return zip(traces, json.loads(text))
 
 
 def describe_row(row):
@@ -155,64 +155,47 @@ def describe_place(place):
 
 def expect_alignment(submission, drawn):
     """Expect align to return the calls that the definition asks for."""
-    for (_, _, traces), got in zip(drawn, ask(submission, "align", drawn)):
+    for traces, got in ask(submission, "align", drawn):
         expected = sorted([*key, describe_row(row)] for key, row in jobs.align(traces).items())
         right, returned = list_numbers(expected), list_numbers(got)
-        expect(
-            got == expected,
-            f"for {jobs.describe(traces)}, align returns {right}",
-            f"it returned {returned}{' with other calls' if returned == right else ''}",
-            partial(diagnosis.explain_alignment, traces, got, expected),
-        )
+        wrong = f"it returned {returned}{' with other calls' if returned == right else ''}"
+        why = partial(diagnosis.explain_alignment, traces, got, expected)
+        expect(got == expected, f"for {jobs.describe(traces)}, align returns {right}", wrong, why)
 
 
 def expect_divergence(submission, drawn):
     """Expect find_divergence to return the place that the definition asks for."""
-    for (_, _, traces), got in zip(drawn, ask(submission, "find_divergence", drawn)):
+    for traces, got in ask(submission, "find_divergence", drawn):
         place = jobs.choose_divergence(traces)
         expected = place and [*place[:2], describe_row(place[2])]
-        expect(
-            got == expected,
-            f"for {jobs.describe(traces)}, find_divergence returns {describe_place(expected)}",
-            describe_place(got),
-            partial(diagnosis.explain_place, traces, got, expected),
-        )
+        right = f"for {jobs.describe(traces)}, find_divergence returns {describe_place(expected)}"
+        why = partial(diagnosis.explain_place, traces, got, expected)
+        expect(got == expected, right, describe_place(got), why)
 
 
 def expect_finding(submission, kinds):
     """Expect diagnose to find the fault that each job was made with."""
     drawn = [jobs.lose_some(submission.rng, job) for job in draw(submission, kinds)]
-    for (kind, culprits, traces), (got_kind, ranks, *place, text) in zip(drawn, ask(submission, "diagnose", drawn)):
-        where = jobs.choose_divergence(traces)
-        group, number, row = where or (None, None, {})
-        expect(
-            (got_kind, ranks) == (kind, culprits),
-            f"for {jobs.describe(traces)}, diagnose finds {kind!r} and the culprits {culprits}",
-            f"it found {got_kind!r} and the culprits {ranks}",
-            partial(diagnosis.explain_finding, traces, kind, culprits, got_kind, ranks),
-        )
-        has_place = kind not in ("dead", "healthy")
-        expect(
-            place == ([group, number] if has_place else [None, None]),
-            f"the finding {kind!r} has the place of find_divergence"
-            if has_place
-            else f"the finding {kind!r} has no place",
-            f"group and number are {place}",
-        )
+    for (kind, culprits, _), (traces, answer) in zip(drawn, ask(submission, "diagnose", drawn)):
+        got_kind, ranks, *place, text = answer
+        right = f"for {jobs.describe(traces)}, diagnose finds {kind!r} and the culprits {culprits}"
+        wrong = f"it found {got_kind!r} and the culprits {ranks}"
+        why = partial(diagnosis.explain_finding, traces, kind, culprits, got_kind, ranks)
+        expect((got_kind, ranks) == (kind, culprits), right, wrong, why)
+        has_place, words = kind not in ("dead", "healthy"), [str(rank) for rank in culprits]
+        group, number, row = jobs.choose_divergence(traces) if has_place else (None, None, {})
+        right = f"the finding {kind!r} has {'the place of find_divergence' if has_place else 'no place'}"
+        expect(place == [group, number], right, f"group and number are {place}")
         calls = [call for call in row.values() if call]
         if kind == "circular":  # both places are in groups of two ranks, which wait for each other
             circle = [row for group, (_, row) in jobs.find_divergences(traces).items() if group != "0"]
             calls = [call for row in circle for call in row.values() if call]
-        words = [str(rank) for rank in culprits]
         if has_place:
             words += [str(number), *(word for call in calls for word in (call["op"], call["line"]))]
         if kind in ("ended", "behind"):
             lines = {t["calls"][-1]["line"] for t in traces if t["rank"] in culprits and t["calls"]}
-            expect(
-                not lines or any(line in text for line in lines),
-                f"the text names the line of a culprit's last call, one of {sorted(lines)}",
-                f"the text is {text!r}",
-            )
+            right = f"the text names the line of a culprit's last call, one of {sorted(lines)}"
+            expect(not lines or any(line in text for line in lines), right, f"the text is {text!r}")
         expect_words(text, words, f"the text of the finding {kind!r}")
 
 
