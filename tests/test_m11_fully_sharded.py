@@ -16,6 +16,7 @@ from brigade.checks.expectations import (
     explain_failures,
     format_distinct,
     join_names,
+    list_steps,
 )
 from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
@@ -34,6 +35,7 @@ NAMED_TREES = (
     ("names that begin alike", "Layer"),
 )
 TIED_TREES = ("tied across layers", "tied inside a layer", "tied to the root", "one layer twice")
+DOUBLE = {"dtype": torch.float64}
 
 
 # ---- part (a): units
@@ -62,29 +64,26 @@ def test_tied_parameters_belong_to_the_root(submission):
 @pytest.mark.points(2)
 def test_forward_schedule(submission):
     """During forward, each unit is gathered once, as early as `prefetch` allows but no earlier."""
-    for case, actions in plan_schedules(submission, backward=False):
-        expect_order(case, actions, list(range(case[0])), list(range(case[0])))
+    for call, actions in plan_schedules(submission, backward=False):
+        expect_order(call, actions, list(range(call[0])), list(range(call[0])))
         reduced = [unit for action, unit in actions if action == "reduce"]
-        expect(not reduced, f"{call(case)} reduces nothing", f"it reduces {name_units(reduced)}")
+        expect(not reduced, f"plan_schedule{call} reduces nothing", f"it reduces {name_units(reduced)}")
 
 
 @pytest.mark.points(2)
 def test_backward_schedule(submission):
     """Backward computes units in reverse order, reduces each before the next computes, and does not gather the root."""
-    for case, actions in plan_schedules(submission, backward=True):
-        order = list(reversed(range(case[0])))
-        expect_order(case, actions, order, order[:-1])
+    for call, actions in plan_schedules(submission, backward=True):
+        order = list(reversed(range(call[0])))
+        expect_order(call, actions, order, order[:-1])
         for unit in order:
             places = [place for place, action in enumerate(actions) if action == ("reduce", unit)]
-            done = actions.index(("compute", unit))
             limit = actions.index(("compute", unit - 1)) if unit else len(actions)
-            expect(
-                len(places) == 1 and done < places[0] < limit,
-                f"{call(case)} reduces unit {unit} once, after it computes"
-                + (f" and before unit {unit - 1} computes" if unit else ""),
-                f"it returned {actions}",
-                partial(diagnosis.explain_reduce, actions, places, done),
-            )
+            is_right = len(places) == 1 and actions.index(("compute", unit)) < places[0] < limit
+            right = f"plan_schedule{call} reduces unit {unit} once, after it computes"
+            right += f" and before unit {unit - 1} computes" if unit else ""
+            why = partial(diagnosis.explain_reduce, actions, places)
+            expect(is_right, right, f"it returned {actions}", why)
 
 
 # ---- part (c): a flat shard
@@ -95,45 +94,31 @@ def test_backward_schedule(submission):
 def test_each_rank_has_its_part(submission):
     """shards() returns 1-D parameters: for each unit and dtype, this rank's 1/N of the padded trainable parameters."""
     [world] = submission.worlds(3)
-    kinds = {"Blocks": {}, "TiedBlocks": {}, "FrozenBlocks": {}, "Plain": {"unit_type": "Linear"}}
+    kinds = {"Blocks": ("Block", torch.float64), "TiedBlocks": ("Block", None), "FrozenBlocks": ("Block", None)}
+    kinds["Plain"] = ("Linear", None)
     cases = [submission.case(model, world, hidden_layers=3) for model in kinds]
-    jobs = [case.make_jobs(**JOB | more) for case, more in zip(cases, kinds.values())]
-    jobs[0] = PerRank(job | {"cast": torch.float64} for job in jobs[0])
-    all_results = run_each(submission, scenarios.construct, jobs)
-    for number, (case, (model, more), results) in enumerate(zip(cases, kinds.items(), all_results)):
-        kind = (more.get("unit_type", "Block"), torch.float64 if number == 0 else None)
-        units = lay_out(case, *kind)
+    jobs = [case.make_jobs(unit_type=kinds[case.model][0], cast=kinds[case.model][1]) for case in cases]
+    for case, results in zip(cases, run_each(submission, scenarios.construct, jobs)):
+        units = lay_out(case, *kinds[case.model])
         expected = [(layout["numel"] // world, dtype) for unit in units for dtype, (layout, _) in unit.items()]
         for rank, result in enumerate(results):
-            got = [(shard.numel(), shard.dtype) for shard in result["shards"]]
-            expect(
-                got == expected and all(shard.dim() == 1 for shard in result["shards"]),
-                f"shards() of {model} are 1-D, 1/{world} of each padded flat tensor: {describe_sizes(expected)}",
-                describe_sizes(got),
-                partial(diagnosis.explain_sizes, got, expected, case, *kind),
-                rank=rank,
-            )
-            expect(
-                all(result["trainable"]),
-                "shards() are trainable nn.Parameters",
-                "one is a plain tensor, or has requires_grad=False",
-                rank=rank,
-            )
-            expect(
-                world == 1 or result["kept"] <= sum(shard.nbytes for shard in result["shards"]),
-                f"shards() take {sum(shard.nbytes for shard in result['shards'])} bytes of memory ({model})",
-                f"their storages take {result['kept']} bytes",
-                diagnosis.KEPT_WHOLE,
-                rank=rank,
-            )
-            cause = partial(diagnosis.explain_memory, result["alive"], result["storages"])
-            expect_none(result["alive"], "after construction full weights have no memory", cause, rank=rank)
-        start = {name: value for name, value in case.start().items() if case.parameters()[name].requires_grad}
+            got, nbytes = [(x.numel(), x.dtype) for x in result["shards"]], sum(x.nbytes for x in result["shards"])
+            right = f"shards() of {case.model} are 1-D, 1/{world} of each padded flat tensor: {name_sizes(expected)}"
+            why = partial(diagnosis.explain_sizes, got, expected, case, *kinds[case.model])
+            is_flat = all(shard.dim() == 1 for shard in result["shards"])
+            expect(got == expected and is_flat, right, name_sizes(got), why, rank=rank)
+            wrong = "one is a plain tensor, or has requires_grad=False"
+            expect(all(result["trainable"]), "shards() are trainable nn.Parameters", wrong, rank=rank)
+            right, wrong = f"shards() take {nbytes} bytes of memory", f"their storages take {result['kept']} bytes"
+            expect(world == 1 or result["kept"] <= nbytes, right, wrong, diagnosis.KEPT_WHOLE, rank=rank)
+            is_copied = result["storages"] == len(result["alive"]) > 1
+            why = diagnosis.COPIED if is_copied else diagnosis.NEVER_FREED
+            expect_none(result["alive"], "after construction full weights have no memory", why, rank=rank)
         values = join_shards([result["shards"] for result in results], units, case)
         expect_equal(
-            f"the shards of all ranks, one after the other, are the weights of rank 0 ({model})",
+            f"the shards of all ranks, one after the other, are the weights of rank 0 ({case.model})",
             [values],
-            {name: value.to(values[name].dtype) for name, value in start.items()},
+            {name: case.start()[name].to(value.dtype) for name, value in values.items()},
             hypotheses=partial(diagnosis.suspect_parts, case, units),
             tolerance=0.0,
         )
@@ -147,18 +132,16 @@ def test_each_rank_has_its_part(submission):
 def test_shards_have_average_gradients(submission):
     """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
     [world] = submission.worlds(3)
-    cases = [
-        submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
-    ]
+    cases = [submission.case("Blocks", world, **DOUBLE, hidden_layers=4, micro_batches=count) for count in (1, 2)]
     all_results = run_each(submission, scenarios.train, [case.make_jobs(**JOB, finish_each=True) for case in cases])
-    for number, (case, results) in enumerate(zip(cases, all_results)):
+    for finishes, case, results in zip((1, 2), cases, all_results):
         expect_nothing_whole(results, case)
         expect_shapes(results, case)
-        expect_all_shards(results, results.events, case, finishes=number + 1)
+        expect_all_shards(results, results.events, case, finishes=finishes)
+        more = ", and those of a second backward and finish are added" * (finishes > 1)
         with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
             expect_equal(
-                "after finish_grad_sync the shards have the average of the gradients"
-                + (", and those of a second backward and finish are added" if number else ""),
+                f"after finish_grad_sync the shards have the average of the gradients{more}",
                 [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
                 case.gradients(),
                 hypotheses=partial(diagnosis.suspect_gradients, case),
@@ -174,22 +157,18 @@ def test_parameters_stay_views(submission):
     case = submission.case("Blocks", world, hidden_layers=3)
     [results] = run_each(submission, scenarios.describe_views, [case.make_jobs(**JOB)])
     for rank, result in enumerate(results):
-        expected = "when all units are gathered and freed again, every parameter keeps its storage"
-        expect_none(result["moved"], expected, diagnosis.REPLACED, "got another storage", rank=rank)
+        right = "when all units are gathered and freed again, every parameter keeps its storage"
+        expect_none(result["moved"], right, diagnosis.REPLACED, "got another storage", rank=rank)
         for number, unit in enumerate(lay_out(case)):
             for layout, names in unit.values():
-                views = [result["views"][name] for name in names]  # (number of the storage, first element)
-                expected = [start for start, _ in layout["param_ranges"]]
-                expect(
-                    [start for _, start in views] == expected and len({storage for storage, _ in views}) == 1,
-                    f"the parameters of unit {number} are views of one flat tensor, at elements {join_names(expected)}",
-                    f"at elements {join_names([start for _, start in views])} of "
-                    f"{len({storage for storage, _ in views})} storages",
-                    diagnosis.COPIED if len({s for s, _ in views}) == len(views) > 1 else diagnosis.OTHER_LAYOUT,
-                    rank=rank,
-                )
-        expected = "after full_state_dict full weights have no memory"
-        expect_none(result["alive"], expected, diagnosis.NEVER_FREED, rank=rank)
+                storages, starts = zip(*(result["views"][name] for name in names))
+                expected, count = tuple(start for start, _ in layout["param_ranges"]), len(set(storages))
+                right = f"the parameters of unit {number} are views of one flat tensor, at elements "
+                wrong = f"at elements {join_names(starts)} of {count} storages"
+                why = diagnosis.COPIED if count == len(names) > 1 else diagnosis.OTHER_LAYOUT
+                expect(starts == expected and count == 1, right + join_names(expected), wrong, why, rank=rank)
+        right = "after full_state_dict full weights have no memory"
+        expect_none(result["alive"], right, diagnosis.NEVER_FREED, rank=rank)
     gathered = [result["gathered"] for result in results]
     expect_equal("gathered weights are those of rank 0", gathered, case.start(), tolerance=0.0)
 
@@ -210,12 +189,11 @@ def test_weights_equal_plain_training(submission):
         ),
     ):
         steps = 20 if world == 2 else 5
-        case = submission.case(model, world, steps=steps, dtype=torch.float64, hidden_layers=3, **options)
+        case = submission.case(model, world, steps=steps, **DOUBLE, hidden_layers=3, **options)
         [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB | more)])
-        own = [results[rank] for rank in case.group]
-        expect_shapes(own, case, more.get("unit_type", "Block"))
-        expect_nothing_whole(own, case, more.get("unit_type", "Block"))
-        expect_trained(own, case, train_plain(case)[0], f"weights after {steps} steps of {case.optimizer} ({model})")
+        own, unit_type = [results[rank] for rank in case.group], more.get("unit_type", "Block")
+        expect_shapes(own, case, unit_type)
+        expect_plain(own, case, f"weights after {steps} steps of {case.optimizer} ({model})", unit_type=unit_type)
         expect_interface(results, case)
 
 
@@ -225,27 +203,20 @@ def test_weights_are_freed(submission):
     [world] = submission.worlds(2)
     prefetches = (1, 2, 0)
     layers = (12, 5, 5)  # full gradients of 11 blocks take more than the bound allows, whatever their sizes
-    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=n) for n in layers]
-    jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}) for p, case in zip(prefetches, cases)]
-    jobs[-1] = PerRank(job | {"forward": "checkpointed"} for job in jobs[-1])
-    all_results = run_each(submission, scenarios.measure, jobs)
-    for prefetch, case, results in zip(prefetches, cases, all_results):
-        units = find_units(build(case), UNIT_TYPES["Block"])
-        unit_of = {name: unit for unit, names in enumerate(units) for name in names}
-        whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
+    cases = [submission.case("Blocks", world, steps=2, **DOUBLE, hidden_layers=n) for n in layers]
+    jobs = [
+        case.make_jobs(**JOB, arguments={"prefetch": prefetch}, forward="checkpointed" if prefetch == 0 else "")
+        for prefetch, case in zip(prefetches, cases)
+    ]
+    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenarios.measure, jobs)):
         for rank, result in enumerate(results):
-            expect_nothing_held(result, case, rank)
             expect_none(result["after"], ALL_FREED, diagnosis.ROOT_STAYS, rank=rank)
-            for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
-                expect_bounded(entry, alone, unit_of, whole, prefetch, result["whole"], rank)
+        unit_of = expect_little_memory(results, case, prefetch, itemsize=8)
+        for rank, result in enumerate(results):
             unsynced = sorted({unit_of[name] for name in result["unsynced"]} - {0})
-            expect(
-                len(unsynced) <= prefetch + 1,
-                f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory",
-                f"{name_units(unsynced)} have memory",
-                diagnosis.KEPT_IN_NO_SYNC,
-                rank=rank,
-            )
+            right = f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory"
+            wrong = f"{name_units(unsynced)} have memory"
+            expect(len(unsynced) <= prefetch + 1, right, wrong, diagnosis.KEPT_IN_NO_SYNC, rank=rank)
 
 
 @pytest.mark.points(2)
@@ -254,15 +225,13 @@ def test_gathers_and_reductions_overlap(submission):
     """A rank waits for a gather only when it needs the unit, and for a reduction only after the next unit computes."""
     [world] = submission.worlds(2)
     prefetches = (1, 2, 0)
-    more = {"dtype": torch.float64, "hidden_layers": 5, "forward_borders": True}
+    more = DOUBLE | {"hidden_layers": 5, "forward_borders": True}
     cases = [submission.case("Blocks", world, steps=2, **more) for _ in prefetches]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}, proven=1) for p, case in zip(prefetches, cases)]
-    all_results = run_each(submission, scenarios.train, jobs)
-    for prefetch, case, results in zip(prefetches, cases, all_results):
+    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenarios.train, jobs)):
         units = find_units(build(case), UNIT_TYPES["Block"])
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                expect_overlap(events, step, units, prefetch, rank)
+        for at, events, launched in list_steps(results.events, 2):
+            expect_overlap(events, launched, units, prefetch, at)
 
 
 @pytest.mark.points(1)
@@ -274,20 +243,15 @@ def test_volume(submission):
     """
     [world] = submission.worlds(3)
     options = ((True, ""), (False, ""), (True, "checkpointed"))
-    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=4) for _ in options]
+    cases = [submission.case("Blocks", world, steps=2, **DOUBLE, hidden_layers=4) for _ in options]
     jobs = [
         case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}, forward=forward)
         for (reshard, forward), case in zip(options, cases)
     ]
-    all_results = run_each(submission, scenarios.train, jobs)
-    for (reshard, forward), case, results in zip(options, cases, all_results):
-        for step in range(2):
-            for rank, events in enumerate(results.events):
-                expect_volume(events, step, case, rank, 1 + reshard)
-        expect_nothing_whole(results, case)
-        expect_trained(
-            results, case, train_plain(case)[0], f"weights after 2 steps {forward and f'with {forward} blocks'}"
-        )
+    for (reshard, forward), case, results in zip(options, cases, run_each(submission, scenarios.train, jobs)):
+        for at, _, launched in list_steps(results.events, 2):
+            expect_volume(launched, case, at, 1 + reshard)
+        expect_plain(results, case, "weights after 2 steps" + f" with {forward} blocks" * bool(forward))
 
 
 @pytest.mark.points(1)
@@ -296,25 +260,20 @@ def test_accumulation(submission):
     """Inside no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
     micro, crossed = 3, 2
     [world] = submission.worlds(2)
-    case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
+    case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, **DOUBLE, hidden_layers=4)
     jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1, crossed=crossed)
     [results] = run_each(submission, scenarios.train, [jobs])
     names = [name for name, p in case.parameters().items() if p.requires_grad]
-    for rank, result in enumerate(results):
-        for step, accumulated in enumerate(result["accumulated"]):
-            expect(
-                accumulated == names,
-                "after a backward in no_sync, every parameter has its full gradient in p.grad"
-                + " (forward ran outside no_sync)" * (step == crossed),
-                f"{len(accumulated)} of {len(names)} parameters have one",
-                partial(diagnosis.explain_accumulated, results.events[rank], step, crossed),
-                rank=rank,
-                step=step,
-            )
-        for step in range(1, 3):
-            expect_volume(results.events[rank], step, case, rank, 2, micro, is_crossed=step == crossed)
-    expect_nothing_whole(results, case)
-    expect_trained(results, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
+    for at, events, launched in list_steps(results.events, 3):
+        accumulated = results[at["rank"]]["accumulated"][at["step"]]
+        right = "after a backward in no_sync, every parameter has its full gradient in p.grad"
+        right += " (forward ran outside no_sync)" * (at["step"] == crossed)
+        wrong = f"{len(accumulated)} of {len(names)} parameters have one"
+        why = partial(diagnosis.explain_accumulated, events, at["step"], crossed)
+        expect(accumulated == names, right, wrong, why, **at)
+        if at["step"]:
+            expect_volume(launched, case, at, 2, micro)
+    expect_plain(results, case, f"weights after 3 steps of {micro} micro-batches")
 
 
 @pytest.mark.points(1)
@@ -322,7 +281,7 @@ def test_clipping(submission):
     """clip_grad_norm_ returns the norm of all gradients, and multiplies every shard's gradient by the same factor."""
     [world] = submission.worlds(3)
     groups = [[1, 2], [0]] if world == 3 else [list(range(world))]
-    case = submission.case("TiedBlocks", world, steps=4, dtype=torch.float64, hidden_layers=3, group=groups[0])
+    case = submission.case("TiedBlocks", world, steps=4, **DOUBLE, hidden_layers=3, group=groups[0])
     limit = sorted(train_plain(case, max_norm=float("inf"))[1])[2]  # this clips about half of the steps
     mixed = submission.case("MixedDtypes", world, hidden_layers=3, group=groups[0])
     half = train_plain(mixed, max_norm=float("inf"))[1][0] / 2
@@ -339,17 +298,15 @@ def test_clipping(submission):
         got, dtype = result["norms"][0]
         rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
         wanted_text, got_text = format_distinct(norms[0], got)
-        expect(
-            abs(got - norms[0]) <= rounding * norms[0],
-            f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
-            f"it returned {got_text}",
-            partial(diagnosis.explain_norm, [r["gradients"][0] for r in results], case.group, got, results.events),
-            rank=rank,
-        )
+        right = f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}"
+        gradients = [result["gradients"][0] for result in results]
+        why = partial(diagnosis.explain_norm, gradients, case.group, got, results.events)
+        expect(abs(got - norms[0]) <= rounding * norms[0], right, f"it returned {got_text}", why, rank=rank)
     what = f"weights after 4 steps with gradients clipped to the norm {limit:.4g}"
     # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
     suspects = partial(diagnosis.suspect_clipping, case, limit)
-    expect_trained(own, case, weights, what, 1e-5, otherwise=diagnosis.NOT_SCALED, hypotheses=suspects)
+    more = {"tolerance": 1e-5, "otherwise": diagnosis.NOT_SCALED, "hypotheses": suspects}
+    expect_plain(own, case, what, weights, **more)
     own = [mixed_results[rank] for rank in mixed.group]
     expect_all_shards(own, mixed_results.events, mixed, "Linear")
     expect_scaled(own, mixed, half)
@@ -362,35 +319,33 @@ def test_checkpoints(submission):
     The same holds for full_optimizer_state_dict, which the skeleton contains.
     """
     first, *others = submission.worlds(2, 3, 1)
-    half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB, "FrozenBlocks": JOB}
-    common = {"steps": 2 * half, "dtype": torch.float64, "hidden_layers": 3, "optimizer": "adam"}
-    cases = [submission.case(model, 3, **common) for model in kinds]
-    jobs = [select_jobs(case, more, first, slice(half)) for case, more in zip(cases, kinds.values())]
+    half, unit_types = 2, {"Buffers": "Linear", "TiedBlocks": "Block", "FrozenBlocks": "Block"}
+    common = DOUBLE | {"steps": 2 * half, "hidden_layers": 3, "optimizer": "adam"}
+    cases = [submission.case(model, 3, **common) for model in unit_types]
+    jobs = [select_jobs(case, first, slice(half), unit_type=unit_types[case.model]) for case in cases]
     stored = []
     for case, saved in zip(cases, run_each(submission, scenarios.train, jobs)):
         plain = build(case)
         for rank, result in enumerate(saved):
-            expect_state_dict(result["weights"], plain.state_dict(), result["gradients"][0], rank)
+            expect_state_dict(result["weights"], plain.state_dict(), rank)
         weights, _, optimizer = train_plain(case, range(half), range(first))
-        expect_nothing_whole(saved, case, kinds[case.model]["unit_type"])
-        expect_trained(saved, case, weights, f"the state dict after {half} steps")
-        expect_optimizer_state([result["optimizer"] for result in saved], optimizer["state"])
+        what, unit_type = f"the state dict after {half} steps", unit_types[case.model]
+        expect_plain(saved, case, what, weights, unit_type=unit_type)
+        expect_optimizer_state([result["optimizer"] for result in saved if result["optimizer"]], optimizer)
+        is_shared = any(result["is shared"] for result in saved)
+        right = "in full_optimizer_state_dict, no two parameters share a tensor such as `step`"
+        wrong = "some do, so a plain optimizer that loads it counts a step several times"
+        expect(not is_shared, right, wrong)
         plain.load_state_dict(saved[0]["weights"])
         stored.append((case, plain, saved[0]["weights"], saved[0]["optimizer"], optimizer))
-        expect(
-            not any(result["is shared"] for result in saved),
-            "in full_optimizer_state_dict, no two parameters share a tensor such as `step`",
-            "some do, so a plain optimizer that loads it counts a step several times",
-        )
     for world, is_plain, (case, plain, state, own, optimizer) in zip(others, (False, True), stored[1:]):
         start = {name: p.detach().clone() for name, p in plain.named_parameters()}
         what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
-        source = optimizer if own and is_plain else own
-        jobs = select_jobs(case, JOB | {"load": (state, source)}, world, slice(half, None))
+        load = (state, optimizer if own and is_plain else own)
+        jobs = select_jobs(case, world, slice(half, None), **JOB, load=load)
         [results] = run_each(submission, scenarios.train, [jobs])
-        earlier = optimizer if all(result["resumed"] for result in results) else None
-        resumed, *_ = train_plain(case, range(half, 2 * half), range(world), start=start, state=earlier)
-        expect_trained(results, case, resumed, what, otherwise=diagnosis.NOT_OWN_PART)
+        resumed, *_ = train_plain(case, range(half, 2 * half), range(world), start=start, state=own and optimizer)
+        expect_trained(results, case, what, resumed, otherwise=diagnosis.NOT_OWN_PART)
 
 
 @pytest.mark.points(1)
@@ -398,49 +353,38 @@ def test_checkpoints(submission):
 def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
-    case = submission.case("FrozenBlocks", world, steps=4, dtype=torch.float64, hidden_layers=4)
+    case = submission.case("FrozenBlocks", world, steps=4, **DOUBLE, hidden_layers=4)
     [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB)])
     expect_shapes(results, case)
-    for rank, events in enumerate(results.events):
-        reduced = sorted(x.numel for x in launches(events, 0) if x.op == "reduce_scatter")
-        trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
-        expect(
-            reduced == trainable,
-            f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements",
-            f"reduce-scatters of {join_names(reduced)} elements",
-            partial(diagnosis.explain_reduced, reduced, case),
-            rank=rank,
-            step=0,
-        )
-    expect_nothing_whole(results, case)
-    expect_trained(results, case, train_plain(case)[0], "weights after 4 steps with frozen parameters")
+    trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
+    right = f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements"
+    for at, _, launched in list_steps(results.events, 1):
+        reduced = sorted(x.numel for x in launched if x.op == "reduce_scatter")
+        why = partial(diagnosis.explain_reduced, reduced, case)
+        expect(reduced == trainable, right, f"reduce-scatters of {join_names(reduced)} elements", why, **at)
+    expect_plain(results, case, "weights after 4 steps with frozen parameters")
 
 
 @pytest.mark.points(1)
 def test_skipped_units(submission):
     """A rank that skips a unit still joins its gathers and reductions. A missing gradient counts as zero."""
     [world] = submission.worlds(3)
-    common = {"steps": 2, "dtype": torch.float64, "hidden_layers": 5}
+    common = DOUBLE | {"steps": 2, "hidden_layers": 5}
     cases = [
         submission.case("Blocks", world, **common, branches=[0b0011, 0b1010, 0b0001], micro_batches=2),
         submission.case("Blocks", world, **common, branches=[0b1111, 0b0110, 0b1100]),
     ]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": number}) for number, case in enumerate(cases)]
     all_results = run_each(submission, scenarios.train, jobs)
-    what = "weights after 2 steps in which each rank skips different blocks"
     for case, results in zip(cases, all_results):
-        expect_nothing_whole(results, case)
         expect_all_shards(results, results.events, case)
-        expect_trained(results, case, train_plain(case)[0], what)
+        expect_plain(results, case, "weights after 2 steps in which each rank skips different blocks")
     for rank, events in [pair for results in all_results for pair in enumerate(results.events)]:
         forgotten = [x for x in launches(events) if x.step is not None and not x.waits]
-        expect(
-            not forgotten,
-            "a rank waits for every gather and reduction, also for those of a unit that it skips",
-            f"it never waits for {len(forgotten)} of {len(launches(events))} launches",
-            partial(diagnosis.explain_forgotten, forgotten),
-            rank=rank,
-        )
+        right = "a rank waits for every gather and reduction, also for those of a unit that it skips"
+        wrong = f"it never waits for {len(forgotten)} of {len(launches(events))} launches"
+        is_gather = {x.op for x in forgotten} == {"all_gather"}
+        expect(not forgotten, right, wrong, diagnosis.FREED_IN_FLIGHT if is_gather else "", rank=rank)
 
 
 @pytest.mark.points(1)
@@ -492,41 +436,30 @@ def test_mixed_precision(submission):
         what = "(compute_dtype={}, reduce_dtype={})".format(*dtypes)
         expect_dtypes(results, compute, reduce, what)
         expect_shapes(results, case)
-        expect_nothing_whole(results, case)
-        weights, first = train_mixed(case, compute, reduce)
         for rank, result in enumerate(results):
-            kept = {str(shard.dtype).removeprefix("torch.") for shard in result["gradients"][0]}
-            expect(
-                kept == {"float32"},
-                f"the gradients of shards are float32, as the parameters were {what}",
-                join_names(sorted(kept)),
-                diagnosis.NARROW_SHARDS,
-                rank=rank,
-            )
+            kept = name_dtypes(result["gradients"][0])
+            right = f"the gradients of shards are float32, as the parameters were {what}"
+            expect(kept == "float32", right, kept, diagnosis.NARROW_SHARDS, rank=rank)
             sums = torch.cat(result["gradients"][0])
-            expect(
-                reduce != torch.bfloat16 or not sums.equal(sums.to(reduce).float()),
-                f"the averages of two finishes are added in float32 {what}",
-                "every sum has a value that bfloat16 can represent",
-                diagnosis.NARROW_SUMS,
-                rank=rank,
-            )
+            is_narrow = reduce == torch.bfloat16 and sums.equal(sums.to(reduce).float())
+            right = f"the averages of two finishes are added in float32 {what}"
+            wrong = "every sum has a value that bfloat16 can represent"
+            expect(not is_narrow, right, wrong, diagnosis.NARROW_SUMS, rank=rank)
+        weights, first = train_mixed(case, compute, reduce)
         exact = 2e-5 if results[0]["device"] == "cpu" else 2**-5  # a GPU rounds in other places
+        suspects = [partial(diagnosis.suspect_casts, case, compute, reduce, which) for which in (0, 1)]
         with diagnosis.explain_garbage(results.events):
             expect_equal(
                 f"gradients of the shards after two backward passes and finishes {what}",
                 [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
                 first,
-                hypotheses=partial(diagnosis.suspect_casts, case, compute, reduce, 1),
+                hypotheses=suspects[1],
                 tolerance=exact if reduce != torch.bfloat16 else max(exact, 2**-7),
             )
-        expect_trained(
-            results,
-            case,
-            weights | {"scale": results[0]["weights"]["scale"]},
-            f"weights after 2 steps {what}",
-            exact if reduce != torch.bfloat16 else max(exact, 1e-3),
-            hypotheses=partial(diagnosis.suspect_casts, case, compute, reduce, 0),
+        tolerance = exact if reduce != torch.bfloat16 else max(exact, 1e-3)
+        weights |= {"scale": results[0]["weights"]["scale"]}
+        expect_plain(
+            results, case, f"weights after 2 steps {what}", weights, tolerance=tolerance, hypotheses=suspects[0]
         )
 
 
@@ -538,13 +471,7 @@ def test_mixed_precision_memory(submission):
     case = submission.case("Blocks", world, steps=2, dtype=torch.float32, hidden_layers=5)
     jobs = case.make_jobs(**JOB, arguments={"prefetch": 0, "compute_dtype": torch.bfloat16})
     [results] = run_each(submission, scenarios.measure, [jobs])
-    unit_of = {name: unit for unit, names in enumerate(find_units(build(case), UNIT_TYPES["Block"])) for name in names}
-    whole = [sum(layout["numel"] * 2 for layout, _ in unit.values()) for unit in lay_out(case)]
-    for rank, result in enumerate(results):
-        expect_nothing_held(result, case, rank)
-        for entry, alone in zip(result["boundaries"], result["bare"]):
-            if entry["direction"] == "forward":
-                expect_bounded(entry, alone, unit_of, whole, 0, result["whole"], rank)
+    expect_little_memory(results, case, prefetch=0, itemsize=2, directions=("forward",))
 
 
 # ---- helpers
@@ -554,23 +481,17 @@ ALL_FREED = "after finish_grad_sync, the full weights of every unit are freed"
 
 def expect_dtypes(results, compute, reduce, what):
     """Expect gathers in one dtype, those of frozen weights too, and reductions in another."""
-    for rank, events in enumerate(results.events):
-        for launch in (launch for launch in launches(events) if launch.step is not None):
-            dtype = str(compute if launch.op == "all_gather" else reduce).removeprefix("torch.")
-            kind = "weights are gathered" if launch.op == "all_gather" else "gradients are reduced"
-            expect(
-                launch.dtype == dtype,
-                f"{kind} in {dtype} {what}",
-                f"{launch.op} of {launch.numel} {launch.dtype}, at {launch.line}",
-                diagnosis.REDUCED_NARROW
-                if launch.op != "all_gather" and str(compute) == f"torch.{launch.dtype}"
-                else "",
-                rank=rank,
-                step=launch.step,
-            )
+    for at, _, launched in list_steps(results.events, 2):
+        for launch in launched:
+            is_gather = launch.op == "all_gather"
+            dtype = str(compute if is_gather else reduce).removeprefix("torch.")
+            right = f"{'weights are gathered' if is_gather else 'gradients are reduced'} in {dtype} {what}"
+            wrong = f"{launch.op} of {launch.numel} {launch.dtype}, at {launch.line}"
+            is_narrow = not is_gather and str(compute) == f"torch.{launch.dtype}"
+            expect(launch.dtype == dtype, right, wrong, diagnosis.REDUCED_NARROW if is_narrow else "", **at)
 
 
-def select_jobs(case, more, world, steps):
+def select_jobs(case, world, steps, **more):
     """Return the jobs of the first `world` ranks for a slice of the case's steps."""
     return PerRank(job | {"batches": job["batches"][steps]} for job in case.make_jobs(**more)[:world])
 
@@ -579,61 +500,46 @@ def expect_units(submission, cases):
     """Expect plan_units to return the units of these trees. The order of the names in a unit is free."""
     [answers] = submission.run(scenarios.plan_units, cases, world_size=1)
     for (tree, types), answer in zip(cases, answers):
-        model = scenarios.make_tree(tree)
-        expected = find_units(model, UNIT_TYPES[types])
-        names = join_names([unit_type.__name__ for unit_type in UNIT_TYPES[types]])
-        expect(
-            [sorted(unit) for unit in answer] == [sorted(unit) for unit in expected],
-            f"for {describe_tree(model)}, the units of type {names} are {expected}",
-            f"{answer}",
-            partial(diagnosis.explain_units, model, UNIT_TYPES[types], answer, expected),
-        )
+        model, unit_types = scenarios.make_tree(tree), UNIT_TYPES[types]
+        expected = find_units(model, unit_types)
+        names = join_names([unit_type.__name__ for unit_type in unit_types])
+        is_right = [sorted(unit) for unit in answer] == [sorted(unit) for unit in expected]
+        right = f"for {describe_tree(model)}, the units of type {names} are {expected}"
+        why = partial(diagnosis.explain_units, model, unit_types, answer, expected)
+        expect(is_right, right, f"{answer}", why)
 
 
 def describe_tree(module):
     """Return a short description of a tree: the types of its submodules that have types of units."""
-    parts = [
-        f"{name} = {type(submodule).__name__}"
-        for name, submodule in module.named_modules(remove_duplicate=False)
-        if name and not isinstance(submodule, (torch.nn.ModuleList, scenarios.Leaf)) and type(submodule) in TYPES
-    ]
-    return f"a module with {join_names(parts)}"
-
-
-TYPES = (scenarios.Layer, scenarios.WideLayer, scenarios.Expert)
+    types = (scenarios.Layer, scenarios.WideLayer, scenarios.Expert)
+    named = module.named_modules(remove_duplicate=False)
+    return (
+        f"a module with {join_names([f'{name} = {type(one).__name__}' for name, one in named if type(one) in types])}"
+    )
 
 
 def plan_schedules(submission, backward):
-    """Return pairs of a case, (num_units, prefetch, backward), and the actions that plan_schedule returns for it."""
+    """Return pairs of arguments, (num_units, prefetch, backward), and the actions that plan_schedule returns."""
     cases = [(units, prefetch, backward) for units in range(1, 7) for prefetch in range(units + 2)]
     cases.append((submission.rng.randint(20, 40), submission.rng.randint(3, 9), backward))
     [answers] = submission.run(scenarios.plan_schedules, cases, world_size=1)
     return [(case, [tuple(action) for action in actions]) for case, actions in zip(cases, answers)]
 
 
-def call(case):
-    return f"plan_schedule{case}"
-
-
-def expect_order(case, actions, computed, gathered):
+def expect_order(call, actions, computed, gathered):
     """Expect a schedule to compute and gather these units in this order, each as early as `prefetch` allows."""
+    _, prefetch, backward = call
     for action, expected in (("compute", computed), ("gather", gathered)):
         got = [unit for kind, unit in actions if kind == action]
-        expect(
-            got == expected,
-            f"{call(case)} {action}s {name_units(expected)}" + ", in this order" * (len(expected) > 1),
-            f"it {action}s {name_units(got)}. It returned {actions}",
-            partial(diagnosis.explain_order, action, got, expected, case),
-        )
+        right = f"plan_schedule{call} {action}s {name_units(expected)}" + ", in this order" * (len(expected) > 1)
+        wrong = f"it {action}s {name_units(got)}. It returned {actions}"
+        expect(got == expected, right, wrong, partial(diagnosis.explain_order, action, got, expected, backward))
     for position, unit in enumerate(computed):
         before = [u for kind, u in actions[: actions.index(("compute", unit))] if kind == "gather"]
-        allowed = [u for u in computed[: position + case[1] + 1] if u in gathered]
-        expect(
-            before == allowed,
-            f"when unit {unit} computes, {call(case)} has gathered {name_units(allowed)}",
-            f"it has gathered {name_units(before)}. It returned {actions}",
-            partial(diagnosis.explain_prefetch, before, allowed, unit),
-        )
+        allowed = [u for u in computed[: position + prefetch + 1] if u in gathered]
+        right = f"when unit {unit} computes, plan_schedule{call} has gathered {name_units(allowed)}"
+        wrong = f"it has gathered {name_units(before)}. It returned {actions}"
+        expect(before == allowed, right, wrong, diagnosis.TOO_FAR if len(before) > len(allowed) else diagnosis.TOO_FEW)
 
 
 def name_units(units):
@@ -641,47 +547,49 @@ def name_units(units):
     return f"unit{'s' * (len(units) > 1)} {join_names(units, 50)}" if units else "no unit"
 
 
-def describe_sizes(sizes):
+def name_sizes(sizes):
     return join_names([f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes], 12)
+
+
+def name_dtypes(tensors):
+    return join_names(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+
+
+def expect_nothing_whole(results, case, unit_type="Block"):
+    """Expect no full weights or gradients after each finish_grad_sync."""
+    right = "after finish_grad_sync p.grad is None for every parameter of the model"
+    for rank, result in enumerate(results):
+        for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
+            expect_none(alive, ALL_FREED, diagnosis.ROOT_STAYS, rank=rank, step=step)
+            cause = partial(diagnosis.explain_whole, whole, case, unit_type)
+            expect_none(whole, right, cause, "have a gradient", rank=rank, step=step)
+
+
+def expect_plain(results, case, what, weights=None, *, unit_type="Block", **options):
+    """Expect these weights, by default those of plain training, and nothing whole after a finish."""
+    expect_nothing_whole(results, case, unit_type)
+    expect_trained(results, case, what, weights, **options)
 
 
 def expect_shapes(results, case, unit_type="Block"):
     """Expect each rank to have 1/N of every unit's padded trainable parameters."""
     size = len(case.group)
     expected = [layout["numel"] // size for unit in lay_out(case, unit_type) for layout, _ in unit.values()]
+    right = f"each of {size} ranks trains shards of {join_names(expected)} elements"
     for rank, result in zip(case.group, results):
-        expect(
-            result["numels"] == expected,
-            f"each of {size} ranks trains shards of {join_names(expected)} elements",
-            f"shards of {join_names(result['numels'])} elements",
-            rank=rank,
-        )
-
-
-def expect_nothing_whole(results, case, unit_type="Block"):
-    """Expect no full weights or gradients after each finish_grad_sync."""
-    for rank, result in enumerate(results):
-        for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
-            expect_none(alive, ALL_FREED, diagnosis.ROOT_STAYS, rank=rank, step=step)
-            expected = "after finish_grad_sync p.grad is None for every parameter of the model"
-            cause = partial(diagnosis.explain_whole, whole, case, unit_type)
-            expect_none(whole, expected, cause, "have a gradient", rank=rank, step=step)
+        expect(result["numels"] == expected, right, f"shards of {join_names(result['numels'])} elements", rank=rank)
 
 
 def expect_all_shards(results, events, case, unit_type="Block", finishes=1):
     """Expect every shard to have a gradient after each step, which calls finish_grad_sync `finishes` times."""
     names = [names for unit in lay_out(case, unit_type) for _, names in unit.values()]
+    right = "after finish_grad_sync every shard has a gradient, which is zero for weights that no rank used"
     for rank, result in zip(case.group, results):
         for step, missing in enumerate(result["missing"]):
-            expect(
-                not missing,
-                "after finish_grad_sync every shard has a gradient, which is zero for weights that no rank used",
-                f"shard.grad is None for {len(missing)} of {len(names)} shards. The first of them is the shard of "
-                f"{join_names(names[missing[0]]) if missing else ''}",
-                partial(diagnosis.explain_missing, launches(events[rank], step), len(names) * finishes),
-                rank=rank,
-                step=step,
-            )
+            wrong = f"shard.grad is None for {len(missing)} of {len(names)} shards. The first of them is the shard of "
+            wrong += join_names(names[missing[0]]) if missing else ""
+            why = partial(diagnosis.explain_missing, launches(events[rank], step), len(names) * finishes)
+            expect(not missing, right, wrong, why, rank=rank, step=step)
 
 
 def expect_scaled(results, case, limit):
@@ -692,35 +600,32 @@ def expect_scaled(results, case, limit):
     gradients = [[grad.double() for grad in result["gradients"][0]] for result in results]
     norm = sum(float(grad.square().sum()) for grads in gradients for grad in grads) ** 0.5
     for rank, grads, result in zip(case.group, gradients, results):
-        got = result["norms"][0][0]
-        expect(
-            abs(got - norm) <= 2**-6 * norm,
-            f"clip_grad_norm_ returns the norm of the gradients of all dtypes, {norm:.4g}",
-            f"it returned {got:.4g}",
-            rank=rank,
-        )
-        pairs = list(zip(grads, result["clipped"][0]))
+        got, pairs = result["norms"][0][0], list(zip(grads, result["clipped"][0]))
+        right = f"clip_grad_norm_ returns the norm of the gradients of all dtypes, {norm:.4g}"
+        expect(abs(got - norm) <= 2**-6 * norm, right, f"it returned {got:.4g}", rank=rank)
         wrong = [new for old, new in pairs if not (old * limit / norm - new).abs().max() <= 2**-6 * old.abs().max()]
-        dtypes = sorted({str(new.dtype).removeprefix("torch.") for new in wrong})
-        expect(
-            not wrong,
-            f"clip_grad_norm_ multiplies the gradients of shards of all dtypes by {limit / norm:.4g}",
-            f"those of {join_names(dtypes)} are not multiplied by it",
-            diagnosis.NOT_SCALED,
-            rank=rank,
-        )
+        right = f"clip_grad_norm_ multiplies the gradients of shards of all dtypes by {limit / norm:.4g}"
+        got = f"those of {name_dtypes(wrong)} are not multiplied by it"
+        expect(not wrong, right, got, diagnosis.NOT_SCALED, rank=rank)
 
 
-def expect_nothing_held(result, case, rank):
-    """Expect construction to leave no copy of the weights. Memory for one more set of shards is allowed."""
+def expect_little_memory(results, case, prefetch, itemsize, directions=("forward", "backward")):
+    """Expect bounded memory at each boundary of `measure` in these directions. Return the units of parameters.
+
+    Construction may leave memory for one more set of shards, but no copy of the weights.
+    """
+    units = find_units(build(case), UNIT_TYPES["Block"])
+    unit_of = {name: unit for unit, names in enumerate(units) for name in names}
+    whole = [sum(layout["numel"] * itemsize for layout, _ in unit.values()) for unit in lay_out(case)]
     total = sum(p.nbytes for p in build(case).parameters())
-    expect(
-        result["held"] <= total * 3 // 4,
-        f"besides shards() and the parameters, construction leaves at most {total * 3 // 4} bytes in memory",
-        f"{result['held']} bytes, and all weights have {total}",
-        diagnosis.COPIES["forward"],
-        rank=rank,
-    )
+    for rank, result in enumerate(results):
+        right = f"besides shards() and the parameters, construction leaves at most {total * 3 // 4} bytes in memory"
+        wrong = f"{result['held']} bytes, and all weights have {total}"
+        expect(result["held"] <= total * 3 // 4, right, wrong, diagnosis.COPIES, rank=rank)
+        for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
+            if entry["direction"] in directions:
+                expect_bounded(entry, alone, unit_of, whole, prefetch, result["whole"], rank)
+    return unit_of
 
 
 def expect_bounded(entry, alone, unit_of, whole, prefetch, uncleared, rank):
@@ -729,65 +634,49 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, uncleared, rank):
     After finish_grad_sync, the parameters in `uncleared` have full gradients.
     """
     name, direction = entry["name"], entry["direction"]
-    unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
+    is_backward = direction == "backward"
+    unit = unit_of[name] if is_backward else unit_of.get(f"{name}.weight", 0)
     alive = sorted({unit_of[parameter] for parameter in entry["alive"]} - {0})
-    window = range(unit, unit + prefetch + 1) if direction == "forward" else range(unit - prefetch, unit + 1)
-    fits = set(alive) <= set(window) if unit else len(alive) <= prefetch + 1
+    window = range(unit - prefetch, unit + 1) if is_backward else range(unit, unit + prefetch + 1)
     where = f"in {direction}, at {name} in {f'unit {unit}' if unit else 'the root'},"
     where += entry["kind"] and f" {entry['kind']},"
     more = f"{prefetch + 1} other unit{'s' * (prefetch > 0)}"
     allowed = name_units([u for u in window if 0 < u < len(whole)]) if unit else more
-    expect(
-        fits,
-        f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
-        f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory",
-        partial(diagnosis.explain_alive, alive, unit, direction, prefetch),
-        rank=rank,
-    )
-    bound = whole[0] + sum(whole[u] for u in alive)
-    expect(
-        entry["bytes"]["weights"] <= bound,
-        f"{where} full weights take at most {bound} bytes",
-        f"they take {entry['bytes']['weights']} bytes",
-        rank=rank,
-    )
+    fits = set(alive) <= set(window) if unit else len(alive) <= prefetch + 1
+    right = f"{where} at most the root and {allowed} have memory (prefetch={prefetch})"
+    wrong = f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory"
+    expect(fits, right, wrong, partial(diagnosis.explain_alive, alive, unit, direction, prefetch), rank=rank)
+    bound, nbytes = whole[0] + sum(whole[u] for u in alive), entry["bytes"]["weights"]
+    expect(nbytes <= bound, f"{where} full weights take at most {bound} bytes", f"they take {nbytes} bytes", rank=rank)
     if entry["kind"] == "with no_sync":
         return  # full gradients stay
     # Full gradients: of the root, of the unit that computes, and of two whose reductions, to a half, are in flight.
-    copies = entry["bytes"]["other"] - alone["bytes"]["other"]
-    largest = sorted(whole[1:])[-3:]
-    bound = whole[0] + sum(largest) + sum(largest[1:]) // 2 if direction == "backward" else min(whole[1:]) // 2
-    what = "full gradients and copies" if direction == "backward" else "copies of weights"
-    expect(
-        copies <= bound,
-        f"{where} {what} take at most {bound} bytes more than in the bare model",
-        f"they take {copies} bytes more",
-        diagnosis.WHOLE_GRADIENTS if direction == "backward" and uncleared else diagnosis.COPIES[direction],
-        rank=rank,
-    )
+    copies, largest = entry["bytes"]["other"] - alone["bytes"]["other"], sorted(whole[1:])[-3:]
+    bound = whole[0] + sum(largest) + sum(largest[1:]) // 2 if is_backward else min(whole[1:]) // 2
+    what = "full gradients and copies" if is_backward else "copies of weights"
+    right = f"{where} {what} take at most {bound} bytes more than in the bare model"
+    why = diagnosis.COPIES
+    if is_backward:
+        why = diagnosis.WHOLE_GRADIENTS if uncleared else diagnosis.LATE_RELEASE
+    expect(copies <= bound, right, f"they take {copies} bytes more", why, rank=rank)
 
 
-def expect_overlap(events, step, units, prefetch, rank):
+def expect_overlap(events, launched, units, prefetch, at):
     """Expect each gather and each reduction of a step to have time to finish while units compute."""
-    at = {"rank": rank, "step": step}
     unit_of = {name: unit for unit, names in enumerate(units) for name in names}
-    computes, leaves, enters = find_borders(events, step)
+    computes, leaves, enters = find_borders(events, at["step"])
     ready: dict[int, list[int]] = {}
-    for place, name in list_ready_gradients(events, step):
+    for place, name in list_ready_gradients(events, at["step"]):
         ready.setdefault(unit_of[name], []).append(place)
-    launched = launches(events, step)
     forward = [x for x in launched if x.op == "all_gather" and x.phase == "forward"]
     backward = [x for x in launched if x.op == "all_gather" and x.phase != "forward"]
-    reduced = [x for x in launched if x.op == "reduce_scatter"]
-    count = len(units)
-    expect(
-        [len(forward), len(backward), len(reduced)] == [count, count - 1, count],
-        f"a step of {count} units gathers {count} in forward and {count - 1} in backward, and reduces {count}",
-        summarize(launched, 30),
-        **at,
-    )
+    reduced, count = [x for x in launched if x.op == "reduce_scatter"], len(units)
+    right = f"a step of {count} units gathers {count} in forward and {count - 1} in backward, and reduces {count}"
+    is_right = [len(forward), len(backward), len(reduced)] == [count, count - 1, count]
+    expect(is_right, right, summarize(launched, 30), **at)
     for launch in launched:
         expect(not launch.sync, "every launch is asynchronous", f"{launch.op} is not", diagnosis.SYNC, **at)
+    late = {"forward": diagnosis.LATE_GATHER, "backward": diagnosis.OTHER_PREFETCH.format("begin_backward")}
     directions = (  # with the unit that must not compute before a gather, and after what a rank may wait for it
         ("forward", zip(range(1, count), forward[1:]), lambda unit: max(unit - prefetch, 1), computes, leaves),
         ("backward", zip(range(count - 1, 0, -1), backward), lambda unit: min(unit + prefetch, count - 1), enters, {}),
@@ -795,41 +684,20 @@ def expect_overlap(events, step, units, prefetch, rank):
     for direction, gathers, find_ahead, begins, ends in directions:
         for unit, gather in gathers:
             ahead, earlier = find_ahead(unit), ends.get(unit - 1, max(ready.get(unit + 1, [-1])))
-            expect(
-                gather.place < begins[ahead],
-                f"during {direction}, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})",
-                "the gather was launched later",
-                diagnosis.LATE_GATHER if direction == "forward" else diagnosis.OTHER_PREFETCH["backward"],
-                **at,
-            )
-            expect(
-                gather.waits and gather.waits[0] > earlier,
-                f"during {direction}, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
-                "the rank waited earlier" if gather.waits else "the rank never waited",
-                diagnosis.EARLY_WAIT,
-                **at,
-            )
+            right = f"during {direction}, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})"
+            expect(gather.place < begins[ahead], right, "the gather was launched later", late[direction], **at)
+            right = f"during {direction}, no rank waits for unit {unit} before its turn (prefetch={prefetch})"
+            wrong = "the rank waited earlier" if gather.waits else "the rank never waited"
+            expect(gather.waits and gather.waits[0] > earlier, right, wrong, diagnosis.EARLY_WAIT, **at)
     for unit, launch in zip(range(count - 1, -1, -1), reduced):
-        expect(
-            launch.place > max(ready[unit]) and (unit < 2 or launch.place < min(ready[unit - 1])),
-            f"during backward, unit {unit} is reduced when its gradients are ready, before unit {unit - 1} computes",
-            "the reduce-scatter was launched earlier or later",
-            **at,
-        )
-        expect(
-            bool(launch.waits),
-            f"a rank waits for the reduction of {f'unit {unit}' if unit else 'the root'}",
-            "it never waits",
-            diagnosis.UNAWAITED["reduce_scatter"],
-            **at,
-        )
-        expect(
-            unit == 0 or launch.is_polled or launch.waits[0] > max(ready[unit - 1]),
-            f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed",
-            "the rank waited earlier",
-            diagnosis.EARLY_REDUCE_WAIT,
-            **at,
-        )
+        is_right = launch.place > max(ready[unit]) and (unit < 2 or launch.place < min(ready[unit - 1]))
+        right = f"unit {unit} is reduced when its gradients are ready, before unit {unit - 1} computes in backward"
+        expect(is_right, right, "the reduce-scatter was launched earlier or later", **at)
+        right = f"a rank waits for the reduction of {f'unit {unit}' if unit else 'the root'}"
+        expect(bool(launch.waits), right, "it never waits", diagnosis.UNAWAITED["reduce_scatter"], **at)
+        is_right = unit == 0 or launch.is_polled or launch.waits[0] > max(ready[unit - 1])
+        right = f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed"
+        expect(is_right, right, "the rank waited earlier", diagnosis.EARLY_REDUCE_WAIT, **at)
     raced = [x for x in launched if x.raced]
     expect(not raced, "no tensor changes before wait()", f"{len(raced)} of {len(launched)} changed", **at)
 
@@ -851,71 +719,45 @@ def find_borders(events, step):
     return computes, leaves, enters
 
 
-def expect_volume(events, step, case, rank, gathers, passes=1, is_crossed=False):
-    """Expect a step to reduce each unit once, and each of its `passes` to gather it `gathers` times, the root once.
-
-    If `is_crossed`, the forward of its last pass was in no_sync, but the backward was not.
-    """
+def expect_volume(launched, case, at, gathers, passes=1):
+    """Expect a step to reduce each unit once, and each of its `passes` to gather it `gathers` times, the root once."""
     numels = [sum(layout["numel"] for layout, _ in unit.values()) for unit in lay_out(case)]
     expected = {
         "all_gather": sorted((numels[:1] + numels[1:] * gathers) * passes),
         "reduce_scatter": sorted(numels),
     }
-    launched = drop_flags(launches(events, step))
+    launched = drop_flags(launched)
     got = {op: sorted(x.numel for x in launched if x.op == op) for op in {x.op for x in launched}}
-    expect(
-        got == expected,
+    right = (
         f"each forward and backward gathers each unit {gathers} time{'s' * (gathers > 1)} and the root once; a step "
-        f"reduces each once. This is {sum(map(sum, expected.values()))} elements with padding",
-        f"{sum(map(sum, got.values()))} elements: {summarize(launched, 20)}",
-        partial(diagnosis.explain_volume, got, expected, passes, is_crossed),
-        rank=rank,
-        step=step,
     )
+    right += f"reduces each once. This is {sum(map(sum, expected.values()))} elements with padding"
+    wrong = f"{sum(map(sum, got.values()))} elements: {summarize(launched, 20)}"
+    expect(got == expected, right, wrong, partial(diagnosis.explain_volume, got, expected), **at)
 
 
 def expect_optimizer_state(states, expected):
-    """Expect the state dict of each rank's optimizer to have the entries of a plain optimizer, `expected`.
-
-    A wrapper without full_optimizer_state_dict has None.
-    """
-    for rank, state in enumerate(states):
-        got, wanted = (
-            {n: {key: tuple(value.shape) for key, value in entry.items()} for n, entry in entries.items()}
-            for entries in (state["state"] if state else expected, expected)
-        )
-        expect(
-            got == wanted,
-            f"full_optimizer_state_dict has entries for parameters {join_names(wanted, 50)}: {[*wanted.values()][:1]}",
-            f"entries for parameters {join_names(sorted(got), 50)}: {[*got.values()][:1]}",
-            rank=rank,
-        )
-    for number, entry in expected.items() if None not in states else ():
-        expect_equal(
-            f"the optimizer's state of parameter {number} in full_optimizer_state_dict",
-            [state["state"][number] for state in states],
-            entry,
-            tolerance=MANY_STEPS,
-        )
+    """Expect the state dict of each rank's optimizer to have the entries of a plain optimizer, `expected`."""
+    actual, wanted = [flatten_state(state) for state in states], flatten_state(expected)
+    for rank, entries in enumerate(actual):
+        right = f"full_optimizer_state_dict has {len(wanted)} entries: {join_names(wanted, 12)}"
+        expect(entries.keys() == wanted.keys(), right, f"it has {join_names(entries, 12)}", rank=rank)
+    expect_equal("full_optimizer_state_dict has a plain optimizer's state", actual, wanted, tolerance=MANY_STEPS)
 
 
-def expect_state_dict(state, plain, shards, rank):
-    """Expect a state dict to have the keys, dtypes and shapes of the plain module's, on the CPU.
+def flatten_state(state):
+    """Return the tensors of an optimizer's state dict by text such as "exp_avg of parameter 3"."""
+    entries = sorted(state["state"].items())
+    return {f"{key} of parameter {number}": value for number, entry in entries for key, value in entry.items()}
 
-    `shards` are the gradients of this rank's shards.
-    """
-    expect(
-        list(state) == list(plain),
-        f"full_state_dict has the keys of the plain module's state_dict, {join_names(plain, 4)}",
-        f"it has {join_names(state, 4)}",
-        rank=rank,
-    )
+
+def expect_state_dict(state, plain, rank):
+    """Expect a state dict to have the keys, dtypes and shapes of the plain module's, on the CPU."""
+    right = f"full_state_dict has the keys of the plain module's state_dict, {join_names(plain, 4)}"
+    expect(list(state) == list(plain), right, f"it has {join_names(state, 4)}", rank=rank)
     for name, value in plain.items():
-        expect(
-            (state[name].dtype, state[name].shape, state[name].device.type) == (value.dtype, value.shape, "cpu"),
-            f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)} on the CPU",
-            f"{state[name].dtype}, {tuple(state[name].shape)}, {state[name].device}",
-            partial(diagnosis.explain_entry, state[name], value, shards),
-            rank=rank,
-            parameter=name,
-        )
+        got = (state[name].dtype, tuple(state[name].shape), state[name].device.type)
+        right = f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)} on the CPU"
+        why = diagnosis.CONVERTED if got[0] != value.dtype else ""
+        is_right = got == (value.dtype, tuple(value.shape), "cpu")
+        expect(is_right, right, join_names(got), why, rank=rank, parameter=name)

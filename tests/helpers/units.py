@@ -38,7 +38,7 @@ def expect_orders(submission, world, orders, options, dtype=torch.float64, toler
                 scenarios.EVALUATION not in order and order not in scenarios.UNSYNCED,
                 f"a step {what} is right",
                 f"RuntimeError: {results[refused[0]]['refusal']}",
-                diagnosis.REFUSED if order == (scenarios.EVALUATION, scenarios.PLACES[1]) else "",
+                diagnosis.FORGOTTEN_BACKWARD if order == (scenarios.EVALUATION, scenarios.PLACES[1]) else "",
                 rank=refused[0],
             )
             continue
@@ -48,12 +48,16 @@ def expect_orders(submission, world, orders, options, dtype=torch.float64, toler
             expected = f"after the finish of a step {what}, all full weights are freed"
             expect_none(result["alive"], expected, diagnosis.ROOT_STAYS, rank=rank)
         otherwise = partial(diagnosis.explain_order_of_calls, order, results.events, len(lay_out(case)))
-        expect_trained(results, case, train_plain(case)[0], f"weights after 2 steps {what}", tolerance, otherwise)
+        expect_trained(results, case, f"weights after 2 steps {what}", None, tolerance, otherwise)
 
 
-def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
-    """Expect each rank's state dict to have the weights `expected`. `otherwise` is a likely cause, or finds one."""
+def expect_trained(results, case, what, expected=None, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
+    """Expect each rank's state dict to have the weights `expected`, by default those of plain training.
+
+    `otherwise` is a likely cause, or finds one.
+    """
     events = getattr(results, "events", [])
+    expected = train_plain(case)[0] if expected is None else expected
     for rank, result in enumerate(results):
         other = [name for name, value in expected.items() if result["weights"][name].dtype != value.dtype]
         expect(

@@ -13,15 +13,7 @@ from brigade.checks.verdict import USUAL_CAUSE, CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.causes import scale_to
-from m11_fully_sharded.expected import (
-    build,
-    cut_shards,
-    find_units,
-    join_shards,
-    lay_out,
-    train_mixed,
-    train_plain,
-)
+from m11_fully_sharded.expected import build, cut_shards, find_units, join_shards, lay_out, train_mixed, train_plain
 from m11_fully_sharded.scenario import DISCARDED, EVALUATION, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
 
 # Units
@@ -35,18 +27,12 @@ EMPTY = "a unit without parameters is omitted."
 # Schedule
 ROOT_GATHERED = "backward does not gather the root: it stays until the end of backward."
 FORWARD_ORDER = "backward visits the units in reverse."
-TOO_FEW = (
-    "when a unit computes, it and the next `prefetch` units must be gathered. Here one of them is gathered too late, "
-    "or never."
-)
+TOO_FEW = "one of the units that are needed here, up to `prefetch` ahead, is gathered too late, or never."
 TOO_FAR = "a unit is gathered too far ahead: at most `prefetch` units after the one that computes may be gathered."
 
 # Flat shards
 NEVER_FREED = "`reshard` never releases the memory. Resize the storage of the flat tensor to 0 bytes."
-COPIED = (
-    "no two parameters share a storage, so they are copies. Set each parameter's `.data` to its view of the flat "
-    "tensor."
-)
+COPIED = "no two parameters share a storage: they are copies. Set each `.data` to its view of the flat tensor."
 UNSHARDED = "shards() returns the model's own parameters: nothing is sharded."
 WHOLE = "each rank keeps the whole flat tensor, not one of N equal parts."
 FROZEN_SHARDS = "the shard of frozen parameters is trainable. It must have requires_grad=False, as they do."
@@ -57,148 +43,67 @@ OTHER_LAYOUT = "the views are not at the places that `layout.param_ranges` says.
 OVERWRITTEN = "the second reduction replaces shard.grad instead of adding to it."
 SUMMED = "gradients are summed over the ranks but not divided by the group size."
 UNAWAITED = {
-    "reduce_scatter": (
-        "`finish_reduce` must wait before it adds the average, and `finish_grad_sync` must wait for the last reduction."
-    ),
+    "reduce_scatter": "`finish_reduce` must wait, and `finish_grad_sync` must wait for the last reduction.",
     "all_gather": '`reach` must wait for the weights in the action "compute".',
 }
-NOT_CLONED = "a shard is a view of the full tensor, so `reshard` frees the shard too. Keep a copy of this rank's part."
-KEPT_WHOLE = (
-    "a shard is a view of a larger tensor, which stays in memory as long as the shard. Copy this rank's part only."
-)
+NOT_CLONED = "a shard is a view of the full tensor, so `reshard` frees the shard too. Copy this rank's part."
+KEPT_WHOLE = "a shard is a view of a larger tensor, which stays in memory. Copy this rank's part only."
 FREED_FIRST = "the constructor reads a flat tensor that it has freed. Copy this rank's part before `reshard`."
 SHARDED_FIRST = "weights are freed before they are broadcast. Broadcast first: shards are parts of rank 0's weights."
 BYTES = "`resize_` of a storage counts bytes, not elements. Resize it to the tensor's nbytes."
 NOT_RESIZED = "the full tensor has no memory when its all-gather is launched. `unshard` must resize its storage first."
-UNWRITTEN = (
-    "every handle is awaited, so these numbers come from memory that nothing has written. Start full gradients from "
-    "zeros: a parameter without a gradient, and the padding, must contribute zeros."
-)
-NARROW_SHARDS = (
-    "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype: only full weights and "
-    "full gradients are cast."
-)
+UNWRITTEN = "the numbers come from memory that nothing has written. Start full gradients, and padding, from zeros."
+NARROW_SHARDS = "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype."
 NARROW_SUMS = "averages are added to `shard.grad` in `reduce_dtype`, not in the parameters' dtype."
 INTEGERS = "integer arguments are cast to `compute_dtype`. Only floating-point tensors may be cast."
-KEYWORDS = (
-    "the keyword arguments of a unit are not cast to `compute_dtype`. If all arguments are positional, training works."
-)
-INPUTS = (
-    "a floating-point argument is not cast to `compute_dtype`. `cast_inputs` must cast all of them, of `ddp(...)` and "
-    "of every unit."
-)
+KEYWORDS = "the keyword arguments of a unit are not cast to `compute_dtype`. Positional ones are."
+INPUTS = "a floating-point argument is not cast to `compute_dtype`. Cast all of them, of `ddp(...)` and of every unit."
 REDUCED_NARROW = "gradients are reduced in `compute_dtype`. Cast them to `reduce_dtype` before the reduction."
 DIVIDED_EARLY = "gradients are divided in `compute_dtype`. Cast them to `reduce_dtype` first."
+NOTHING_CAST = "weights are not rounded: nothing computes in compute_dtype."
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
 # Wrapper
-ROOT_STAYS = (
-    "they are not freed at the end of backward. During backward, `leave` must free every unit, also the root, and "
-    "finish_grad_sync must complete the schedule."
-)
+ROOT_STAYS = "at the end of backward they are not freed. In backward, `leave` must free every unit, also the root."
 NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
-OTHER_PREFETCH = {
-    "forward": (
-        "units are gathered before forward reaches them. If plan_schedule passes its checks, `forward` does not give "
-        "it the wrapper's `prefetch`."
-    ),
-    "backward": (
-        "the schedule of backward has the gather too late. If plan_schedule passes its checks, `begin_backward` does "
-        "not give it the wrapper's `prefetch`."
-    ),
-}
-COPIES = {
-    "forward": "there are copies of full weights besides the parameters.",
-    "backward": (
-        "full gradients are kept too long. Wait for the reduction of a unit before the next one starts, and then "
-        "release its full gradients."
-    ),
-}
+OTHER_PREFETCH = "if plan_schedule passes its checks, `{}` does not give it the wrapper's `prefetch`."
+COPIES = "there are copies of full weights besides the parameters."
+LATE_RELEASE = "full gradients are kept too long. Release them when their reduction ends, before the next one starts."
 SYNC = "the launch blocks. Use async_op=True."
 LATE_GATHER = "the gather is launched too late: the schedule has it `prefetch` units ahead."
 EARLY_WAIT = "a gather is awaited where it is launched. Wait for it only before its unit computes."
 EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run until the next unit has computed."
-GATHERED_AGAIN = (
-    "without reshard_after_forward, the weights are still in memory during backward, so do not gather them again."
-)
-REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
+GATHERED_AGAIN = "without reshard_after_forward, backward finds the weights in memory and must not gather them again."
 READ_EARLY = "the wrapper reads the flag of no_sync during forward. `begin_backward` must read it."
 REDUCED_EARLY = "a backward in no_sync launches reduce-scatters. `begin_backward` must leave its reduce actions out."
 NOT_KEPT = "a backward in no_sync reduces nothing, but it does not leave the full gradients in p.grad."
 OWN_NORM = "it is the norm of this rank's own shards. Sum the squares over all ranks."
-SUM_OF_NORMS = (
-    "the norms of the shards are added without squaring them. Add the squares of all norms, over shards and ranks, and "
-    "then take the square root."
-)
-NO_ZEROS = (
-    "all shards are reduced, but `finish_reduce` (part (g)) does not set shard.grad after every reduction. It must do "
-    "so even if the average is zero everywhere."
-)
+SUM_OF_NORMS = "the norms of the shards are added without squaring them. Take the root of the sum of all squares."
+NO_ZEROS = "`finish_reduce` (part (g)) must set shard.grad after each reduction, even if the average is zero."
 OTHER_GROUP = "the norm includes the ranks of another group. Pass self.process_group to the all-reduce."
 NOT_SCALED = "the gradients of all shards must be scaled by max_norm / norm, but at most 1."
+SCALED_UP = "gradients whose norm is below max_norm are scaled up. They must not change."
 NOT_OWN_PART = "load_full_state_dict must load into each shard this rank's own part of the flat tensor."
 CONVERTED = "full_state_dict converts the weights to another dtype. Return them in the dtype of the shards."
 FROZEN_REDUCED = "frozen parameters have no gradients. `start_reduce` must not reduce their flat tensor."
-NEVER_REDUCED = (
-    "a unit is not reduced in this step. Every backward outside no_sync must perform the reduce actions of all units, "
-    "and `start_reduce` must reduce all their trainable flat tensors."
-)
-SKIPPED = (
-    "ranks that skip a unit do not perform the same actions as the other ranks. `reach` must perform every action of a "
-    "skipped unit, also its reduction, with zeros as gradients."
-)
-UNFINISHED = (
-    "a backward in no_sync left actions undone, because the rank skips units. The end of the backward must perform "
-    "them."
-)
+NEVER_REDUCED = "a unit is not reduced. A backward outside no_sync must reduce all trainable flat tensors of all units."
+SKIPPED = "`reach` must perform every action of a unit that this rank skips, also its reduction, with zeros."
+UNFINISHED = "a backward in no_sync left out actions of skipped units. The end of the backward must perform them."
 ROOT_FREED = "the root is freed before forward has ended. `leave` must not free the root in forward."
-REFUSED = "an evaluation may come at any place. After one between forward and backward, the backward is still due."
-NOT_REFUSED = (
-    "a step with {} uses weights that are freed. The wrapper must gather them again or raise RuntimeError: see "
-    "`pre_backward`."
-)
-LOST_HANDLE = (
-    "a forward between backward and finish makes the wrapper lose the handle of a reduction in flight. Nothing waits "
-    "for this reduction."
-)
-LOST_AT_FINISH = (
-    "finish_grad_sync after a backward in no_sync must reduce the gradients that were accumulated in p.grad."
-)
-STALE = (
-    "a forward that is discarded gathers weights, and the step changes them. The next forward must gather every unit "
-    "again, the root too."
-)
+NOT_REFUSED = "a step with {} uses freed weights. Gather them again or raise RuntimeError: see `pre_backward`."
+LOST_HANDLE = "a forward between backward and finish makes the wrapper lose the handle of a reduction in flight."
+LOST_AT_FINISH = "a finish after backwards in no_sync must reduce the gradients that were accumulated in p.grad."
+STALE = "the step changes the weights that a discarded forward gathers. The next forward must gather every unit again."
 KEPT_IN_NO_SYNC = "a backward in no_sync does not free the units. `leave` must free them in every backward."
-FREED_BETWEEN = "an evaluation between a forward and its backward frees weights that this backward needs. "
-ROOT_BETWEEN = FREED_BETWEEN + "As long as a backward is due, an evaluation must not free the root."
-FORGOTTEN_BACKWARD = (
-    "an evaluation comes between a forward and its backward, and this backward gathers nothing. After the evaluation, "
-    "the backward is still due."
-)
-UNITS_BETWEEN = (
-    FREED_BETWEEN + "Without reshard_after_forward, an evaluation must not free any unit as long as a backward is due."
-)
-AFTER_OTHER = (
-    "the forward after {}, or its backward, uses weights that are freed. Each forward must start a new schedule and "
-    "gather all units again."
-)
-KEPT_AFTER_EVALUATION = (
-    "an evaluation has no backward that frees the weights. If no backward is due, the end of a forward must free all "
-    "units and the root."
-)
-FREED_IN_FLIGHT = (
-    'a unit is freed while its all-gather is in flight. The action "compute" must wait for the all-gather (part (j)), '
-    "also if this rank skips the unit."
-)
-FREED_AGAIN = (
-    "a unit with activation checkpointing is computed again in backward, and this forward frees the unit. In backward, "
-    "free a unit only when its backward has ended."
-)
-EMPTIED = (
-    "parameter.data was replaced by an empty tensor, so the parameter lost its shape. `reshard` must resize the "
-    "storage to 0 bytes and leave parameter.data as it is."
-)
+ROOT_BETWEEN = "as long as a backward is due, an evaluation must not free the root, which this backward needs."
+FORGOTTEN_BACKWARD = "an evaluation may come between a forward and its backward, and then the backward is still due."
+UNITS_BETWEEN = "without reshard_after_forward, an evaluation must not free any unit as long as a backward is due."
+AFTER_OTHER = "the forward after {}, or its backward, uses freed weights. Each forward must gather all units again."
+KEPT_AFTER_EVALUATION = "an evaluation has no backward that frees weights. If none is due, its end must free them all."
+FREED_IN_FLIGHT = 'a unit is freed while its all-gather is in flight. "compute" must wait, also for a skipped unit.'
+FREED_AGAIN = "a unit that is computed again in backward is freed by this forward. Free it when its backward has ended."
+EMPTIED = "parameter.data is now an empty tensor, so the parameter lost its shape. `reshard` must resize the storage."
 CRASHED = "a freed weight is used: on the CPU this crashes the process. Its unit is freed too early or not gathered."
 
 
@@ -230,30 +135,23 @@ def explain_units(model, unit_types, answer, expected):
     return BEGINNING if any(set(unit) > set(other) for unit in got[1:] for other in wanted[1:]) else ""
 
 
-def explain_order(action, got, expected, case):
+def explain_order(action, got, expected, is_backward):
     """Return why the units of an action are wrong."""
-    if action == "gather" and case[2] and 0 in got:
+    if action == "gather" and is_backward and 0 in got:
         return ROOT_GATHERED
-    if case[2] and got == sorted(got) and len(got) > 1:
+    if is_backward and got == sorted(got) and len(got) > 1:
         return FORWARD_ORDER
     return TOO_FEW if action == "gather" and len(got) < len(expected) else ""
 
 
-def explain_prefetch(before, allowed, unit):
-    """Return why other units than allowed are gathered when a unit computes."""
-    return TOO_FAR if len(before) > len(allowed) else TOO_FEW
-
-
-def explain_reduce(actions, places, done):
-    """Return why the reduce actions of a unit, at these places of a schedule, are wrong. It computes at `done`."""
+def explain_reduce(actions, places):
+    """Return why the reduce actions of a unit, at these places of a schedule, are wrong."""
     for place, (action, unit) in enumerate(actions):
         if action == "reduce" and ("compute", unit) in actions[place:]:
             return f"unit {unit} is reduced before it has computed. Reduce the unit that has just computed."
-    if not places:
-        return "this unit is never reduced."
-    if len(places) > 1:
-        return "this unit is reduced more than once."
-    return "this unit is reduced too late: the reduction must run while the next unit computes."
+    if len(places) == 1:
+        return "this unit is reduced too late: the reduction must run while the next unit computes."
+    return "this unit is reduced more than once." if places else "this unit is never reduced."
 
 
 # ---- flat shards
@@ -272,11 +170,6 @@ def explain_sizes(got, expected, case, unit_type, cast):
     return FROZEN_SHARDS if sizes and Counter(got) == Counter(expected + sizes) else ""
 
 
-def explain_memory(alive, storages):
-    """Return why parameters, in this number of storages, have memory after construction."""
-    return COPIED if storages == len(alive) > 1 else NEVER_FREED
-
-
 def explain_unawaited(records):
     """Return which launches of a step no rank waits for, if they are all of one kind."""
     launched = [x for events in records for x in launches(events) if x.step is not None]
@@ -286,6 +179,11 @@ def explain_unawaited(records):
     [(op, count)] = forgotten.items()
     total = sum(x.op == op for x in launched)
     return f"no rank waits for {count} of {total} launches of {op}, whose results are NaN until then. {UNAWAITED[op]}"
+
+
+def is_all_awaited(records):
+    """Return whether the ranks have waited for all their launches."""
+    return bool(records) and all(x.waits for events in records for x in launches(events))
 
 
 def suspect_parts(case, units):
@@ -305,22 +203,23 @@ def suspect_gradients(case):
 
 def suspect_casts(case, compute_dtype, reduce_dtype, which):
     """Return the weights (`which` is 0) or the first gradients (1) that mixed precision has after some mistakes."""
-    hypotheses = {}
-    if compute_dtype == torch.bfloat16:
-        hypotheses[NARROW_SHARDS] = train_mixed(case, compute_dtype, reduce_dtype, kept=torch.bfloat16)
-        hypotheses[DIVIDED_EARLY] = train_mixed(case, compute_dtype, reduce_dtype, is_divided_early=True)
-        hypotheses["weights are not rounded: nothing computes in compute_dtype."] = train_mixed(
-            case, torch.float32, reduce_dtype
-        )
-    return {cause: [values[which]] * len(case.group) for cause, values in hypotheses.items()}
+    if compute_dtype != torch.bfloat16:
+        return {}
+    mistakes = {NARROW_SHARDS: {"kept": torch.bfloat16}, DIVIDED_EARLY: {"is_divided_early": True}, NOTHING_CAST: {}}
+    return {
+        cause: [
+            train_mixed(case, torch.float32 if cause == NOTHING_CAST else compute_dtype, reduce_dtype, **how)[which]
+        ]
+        * len(case.group)
+        for cause, how in mistakes.items()
+    }
 
 
 def explain_whole(whole, case, unit_type):
     """Return why these parameters of a model still have gradients."""
-    units = find_units(build(case), UNIT_TYPES[unit_type])
-    for number, names in enumerate(units):
+    for number, names in enumerate(find_units(build(case), UNIT_TYPES[unit_type])):
         if whole == names:
-            name = "the root" if number == 0 else f"unit {number}"
+            name = f"unit {number}" if number else "the root"
             return f"{name} is never reduced: its action is not in the schedule, or it is not performed."
     return WHOLE_GRADIENTS
 
@@ -342,39 +241,39 @@ def explain_run(submission, scenario, jobs_per_call):
 
 def explain_failure(failed, submission, scenario, jobs_per_call):
     """Return a more specific cause than that of the failure, or ""."""
-    if failed.verdict.error == "FreedShardError":
-        return NOT_CLONED if "full weights" in failed.verdict.message else ""
-    if sizes := re.search(r"all_gather needs (\d+) bytes.* has (\d+) bytes", failed.verdict.message):
-        return explain_too_small(failed, int(sizes[1]), int(sizes[2]))
-    if failed.verdict.error == "FreedTensorError":
-        return SHARDED_FIRST if failed.verdict.message.startswith("broadcast") else explain_in_flight(failed)
-    if "shape '[0]' is invalid" in failed.verdict.message:
+    verdict, first = failed.verdict, jobs_per_call[0][0]
+
+    def succeeds(change):
+        """Return whether all calls succeed after each job is updated with change(job, job of rank 0)."""
+        changed = [PerRank(job | change(job, jobs[0]) for job in jobs) for jobs in jobs_per_call]
+        return all(submission.try_run(scenario, jobs, world_size=len(jobs)) is not None for jobs in changed)
+
+    if verdict.error == "FreedShardError":
+        return NOT_CLONED if "full weights" in verdict.message else ""
+    if sizes := re.search(r"all_gather needs (\d+) bytes.* has (\d+) bytes", verdict.message):
+        gather = next(x for x in reversed(launches(failed.events[verdict.rank])) if x.op == "all_gather")
+        return {str(gather.numel): BYTES, "0": NOT_RESIZED}.get(sizes[2], "")
+    if verdict.error == "FreedTensorError":
+        return SHARDED_FIRST if verdict.message.startswith("broadcast") else explain_in_flight(failed)
+    if "shape '[0]' is invalid" in verdict.message:
         return EMPTIED
-    if "dtype" in failed.verdict.message and jobs_per_call[0][0].get("forward") == "scaled":
-        if succeeds(submission, scenario, jobs_per_call, lambda *_: {"forward": "scaled, by position"}):
-            return KEYWORDS
+    if first.get("forward") == "scaled":
+        if "used as indices" in verdict.message:
+            return INTEGERS
         uncast = "got:? Float and BFloat16|float != c10::BFloat16|dtypes of a block's arguments"
-        return INPUTS if re.search(uncast, failed.verdict.message) else ""
-    if "used as indices" in failed.verdict.message and jobs_per_call[0][0].get("forward") == "scaled":
-        return INTEGERS
-    has_crashed = failed.verdict.ending == "died"
-    if has_crashed or failed.verdict.hypothesis == "freed":
-        if "order" in jobs_per_call[0][0]:
+        if "dtype" in verdict.message and succeeds(lambda *_: {"forward": "scaled, by position"}):
+            return KEYWORDS
+        return INPUTS if re.search(uncast, verdict.message) else ""
+    if verdict.ending == "died" or verdict.hypothesis == "freed":
+        if "order" in first:
             return explain_unusual(failed, jobs_per_call)
-        if any(jobs[0].get("forward") == "checkpointed" for jobs in jobs_per_call) and succeeds(
-            submission, scenario, jobs_per_call, lambda *_: {"forward": ""}
-        ):
+        is_checkpointed = any(jobs[0].get("forward") == "checkpointed" for jobs in jobs_per_call)
+        if is_checkpointed and succeeds(lambda *_: {"forward": ""}):
             return FREED_AGAIN
-        return CRASHED if has_crashed else explain_freed(failed, jobs_per_call)
-    if failed.verdict.hypothesis == USUAL_CAUSE and failed.verdict.ending in ("mismatch", "deadlock"):
-        return explain_skips(submission, scenario, jobs_per_call)
+        return CRASHED if verdict.ending == "died" else explain_freed(failed, jobs_per_call)
+    if verdict.hypothesis == USUAL_CAUSE and verdict.ending in ("mismatch", "deadlock"):
+        return explain_skips(succeeds, jobs_per_call)
     return ""
-
-
-def succeeds(submission, scenario, jobs_per_call, change):
-    """Return whether all calls of a scenario succeed after each job is updated with change(job, job of rank 0)."""
-    changed = [PerRank(job | change(job, jobs[0]) for job in jobs) for jobs in jobs_per_call]
-    return all(submission.try_run(scenario, jobs, world_size=len(jobs)) is not None for jobs in changed)
 
 
 def find_wrong_group(records, jobs_per_call):
@@ -395,19 +294,32 @@ def find_wrong_group(records, jobs_per_call):
 def explain_freed(failed, jobs_per_call):
     """Return why a rank used a freed weight, if the constructor did so or if the weight is the root's."""
     rank, shape = failed.verdict.rank, re.search(r"sizes \[([\d, ]+)\]", failed.verdict.message)
-    if failed.events[rank][-1]["phase"] == "construct":
+    phase = failed.events[rank][-1]["phase"]
+    if phase == "construct":
         return FREED_FIRST
-    is_forward = failed.events[rank][-1]["phase"] == "forward"
-    return ROOT_FREED if is_forward and shape and is_late_root(shape[1], [jobs[rank] for jobs in jobs_per_call]) else ""
+    return ROOT_FREED if phase == "forward" and shape and is_late_root(shape[1], jobs_per_call, rank) else ""
+
+
+def is_late_root(shape, jobs_per_call, rank):
+    """Return whether only parameters of the root have this shape, or its transpose, and none in its first submodule.
+
+    The forward that uses such a parameter has already used the root.
+    """
+    shape = [int(size) for size in shape.split(",")]
+    found = []
+    for job in (jobs[rank] for jobs in jobs_per_call):
+        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"])
+        root = find_units(model, UNIT_TYPES[job["unit_type"]])[0]
+        owner = root[0].rpartition(".")[0] if root else ""
+        names = [name for name, p in model.named_parameters() if list(p.shape) in (shape, shape[::-1])]
+        found += [name in root and name.rpartition(".")[0] != owner for name in names]
+    return bool(found) and all(found)
 
 
 def explain_unusual(failed, jobs_per_call):
     """Return why a step of `train_unusually` used a freed weight, if its order of calls alone is enough for it."""
     events = failed.events[failed.verdict.rank]
-    numbers = [event["number"] for event in events if event["kind"] == "order"]
-    if not numbers:
-        return ""
-    job = jobs_per_call[numbers[-1]][0]
+    job = jobs_per_call[[event["number"] for event in events if event["kind"] == "order"][-1]][0]
     order = job["order"]
     if order == (EVALUATION, PLACES[1]):
         if not job["arguments"]["reshard_after_forward"]:
@@ -426,17 +338,7 @@ def explain_order_of_calls(order, records, num_units):
     if order == UNSYNCED[0]:
         return LOST_AT_FINISH
     gathers = [x for x in launches(records[0], 1) if x.op == "all_gather"]
-    if order == (DISCARDED, PLACES[3]) and len(gathers) < 3 * num_units - 1:
-        return STALE
-    return ""
-
-
-def explain_too_small(failed, needed, present):
-    """Return why the output of an all-gather needs more bytes than its storage has."""
-    gather = next(x for x in reversed(launches(failed.events[failed.verdict.rank])) if x.op == "all_gather")
-    if present == gather.numel:
-        return BYTES
-    return NOT_RESIZED if present == 0 and needed == gather.nbytes else ""
+    return STALE if order == (DISCARDED, PLACES[3]) and len(gathers) < 3 * num_units - 1 else ""
 
 
 @contextlib.contextmanager
@@ -445,8 +347,7 @@ def explain_garbage(records):
     try:
         yield
     except CheckFailed as failed:
-        is_awaited = bool(records) and all(x.waits for events in records for x in launches(events))
-        cause = explain_unawaited(records) or UNWRITTEN * is_awaited
+        cause = explain_unawaited(records) or UNWRITTEN * is_all_awaited(records)
         raise (failed.with_cause(cause) if cause and failed.verdict.hypothesis == "early_read" else failed) from None
 
 
@@ -457,31 +358,7 @@ def explain_in_flight(failed):
     return FREED_IN_FLIGHT if waits and launched.get(waits[-1]) == "all_gather" else ""
 
 
-def explain_forgotten(forgotten):
-    """Return why a rank that skips units never waits for these launches."""
-    ops = {launch.op for launch in forgotten}
-    if ops == {"all_gather"}:
-        return FREED_IN_FLIGHT
-    return UNAWAITED["reduce_scatter"] if ops == {"reduce_scatter"} else ""
-
-
-def is_late_root(shape, jobs):
-    """Return whether only parameters of the root have this shape, or its transpose, and none in its first submodule.
-
-    The forward that uses such a parameter has already used the root.
-    """
-    shape = [int(size) for size in shape.split(",")]
-    found = []
-    for job in jobs:
-        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"])
-        root = find_units(model, UNIT_TYPES[job["unit_type"]])[0]
-        owner = root[0].rpartition(".")[0] if root else ""
-        names = [name for name, p in model.named_parameters() if list(p.shape) in (shape, shape[::-1])]
-        found += [name in root and name.rpartition(".")[0] != owner for name in names]
-    return bool(found) and all(found)
-
-
-def explain_skips(submission, scenario, jobs_per_call):
+def explain_skips(succeeds, jobs_per_call):
     """Return why ranks launch different collectives, if they do not do so when they skip the same units."""
     branches = [  # branches[rank][step] is the list of the branches of the micro-batches
         [[micro["branch"] for micro in step] for job in jobs_of_rank for step in job["batches"]]
@@ -489,70 +366,49 @@ def explain_skips(submission, scenario, jobs_per_call):
     ]
     if all(steps == branches[0] for steps in branches):
         return ""
-    if not succeeds(submission, scenario, jobs_per_call, lambda _, first: {"batches": first["batches"]}):
+    if not succeeds(lambda _, first: {"batches": first["batches"]}):
         return ""
     has_no_sync = any(len(step) > 1 for step in branches[0])
-    is_unfinished = has_no_sync and succeeds(
-        submission, scenario, jobs_per_call, lambda job, _: {"batches": [step[-1:] for step in job["batches"]]}
-    )
+    is_unfinished = has_no_sync and succeeds(lambda job, _: {"batches": [step[-1:] for step in job["batches"]]})
     return UNFINISHED if is_unfinished else SKIPPED
 
 
 def explain_alive(alive, unit, direction, prefetch):
     """Return why other units than allowed have memory at a boundary."""
     if not unit:
-        return OTHER_PREFETCH["forward"] if direction == "forward" else IN_THE_ROOT
+        return OTHER_PREFETCH.format("forward") if direction == "forward" else IN_THE_ROOT
     distances = [other - unit if direction == "forward" else unit - other for other in alive]
     return TOO_FAR if max(distances) > prefetch else NOT_FREED
 
 
-def explain_volume(got, expected, passes, is_crossed):
-    """Return why a step launches other collectives than expected. All its `passes` except the last are in no_sync.
-
-    If `is_crossed`, the forward of the last pass was in no_sync, but the backward was not. In earlier steps, both were
-    outside, and everything was reduced.
-    """
-    counts = {op: len(got.get(op, [])) - len(numels) for op, numels in expected.items()}
-    if is_crossed and "reduce_scatter" not in got:
-        return READ_EARLY
-    if counts["reduce_scatter"] > 0:
-        return REDUCED_AGAIN * (passes > 1)
+def explain_volume(got, expected):
+    """Return why a step launches other collectives than expected."""
     if Counter(got.get("reduce_scatter")) < Counter(expected["reduce_scatter"]):
         return NEVER_REDUCED
-    return GATHERED_AGAIN if counts["all_gather"] > 0 else ""
+    return GATHERED_AGAIN if len(got.get("all_gather", [])) > len(expected["all_gather"]) else ""
 
 
 def suspect_clipping(case, max_norm):
     """Return mistakes of clip_grad_norm_, with the weights that each of them gives."""
-    causes = {
-        "gradients are not clipped: clip_grad_norm_ does not scale the gradients of the shards.": {
-            "max_norm": float("inf")
-        },
-        "gradients whose norm is below max_norm are scaled up. They must not change.": {
-            "max_norm": max_norm,
-            "clip": scale_to,
-        },
-    }
-    return {cause: [train_plain(case, **how)[0]] * len(case.group) for cause, how in causes.items()}
+    mistakes = {NOT_SCALED: {"max_norm": math.inf}, SCALED_UP: {"max_norm": max_norm, "clip": scale_to}}
+    return {cause: [train_plain(case, **how)[0]] * len(case.group) for cause, how in mistakes.items()}
 
 
 def explain_norm(gradients, group, got, records):
     """Return why a norm over the group is wrong. gradients[rank] are the gradients of the shards of any rank."""
     of_all = [torch.stack([torch.linalg.vector_norm(grad) for grad in shards]) for shards in gradients]
-    if len(group) < len(of_all) and is_close(got, float(torch.cat(of_all).square().sum().sqrt())):
-        return OTHER_GROUP
     norms = [of_all[rank] for rank in group]
-    if math.isnan(got) and all(x.waits for events in records for x in launches(events)):
-        return UNWRITTEN
-    if any(is_close(got, float(own.square().sum().sqrt())) for own in norms):
-        return OWN_NORM
     total = float(torch.cat(norms).sum())
-    return SUM_OF_NORMS if is_close(got, total) or is_close(got, total**0.5) else ""
-
-
-def is_close(got, value):
-    """Return whether two norms agree up to float32 rounding."""
-    return abs(got - value) <= 1e-5 * value
+    if math.isnan(got) and is_all_awaited(records):
+        return UNWRITTEN
+    for cause, values in (
+        (OTHER_GROUP, [torch.cat(of_all).norm()] if len(group) < len(of_all) else []),
+        (OWN_NORM, [own.norm() for own in norms]),
+        (SUM_OF_NORMS, [total, total**0.5]),
+    ):
+        if any(abs(got - float(value)) <= 1e-5 * float(value) for value in values):
+            return cause
+    return ""
 
 
 def explain_accumulated(events, step, crossed):
@@ -560,8 +416,7 @@ def explain_accumulated(events, step, crossed):
 
     In step `crossed`, forward was outside no_sync. In earlier steps, it was inside, and full gradients were in p.grad.
     """
-    is_reduced = any(launch.op == "reduce_scatter" for launch in find_no_sync_launches(events, step))
-    if is_reduced:
+    if any(launch.op == "reduce_scatter" for launch in find_no_sync_launches(events, step)):
         return READ_EARLY if step == crossed else REDUCED_EARLY
     return NOT_KEPT
 
@@ -584,9 +439,3 @@ def explain_reduced(reduced, case):
     if surplus and not missing and surplus <= frozen:
         return FROZEN_REDUCED
     return NEVER_REDUCED if missing and not surplus else ""
-
-
-def explain_entry(got, expected, shards):
-    """Return why an entry of full_state_dict is wrong. `shards` are the gradients of this rank's shards."""
-    dtypes = {shard.dtype for shard in shards if shard is not None}
-    return CONVERTED if expected.dtype in dtypes and got.dtype not in dtypes else ""

@@ -304,7 +304,7 @@ def evaluate(ddp: nn.Module, batch: dict) -> None:
 def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Load state dicts if there are some, train, and return the results with the final full state dict.
 
-    The job may have: "load", a state dict and an optimizer's state dict or None; "clip", the largest norm;
+    The job may have: "load", a state dict and an optimizer's; "clip", the largest norm;
     "finish_each", to call finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer"; "interrupted", a step
     in which exceptions end the no_sync blocks; "crossed", a step in which either a forward or its backward is inside
     no_sync, but not both; "drop", to accumulate gradients that are then cleared. torch.empty returns tensors of NaN, so
@@ -314,17 +314,14 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
     model = build(job)
     change_forward(model, job.get("forward", ""))
     ddp = wrap(job, model)
-    state, optimizer_state = job.get("load", (None, None))
-    if state:
+    optimizer = OPTIMIZERS[job["optimizer"]](shards := list(ddp.shards()))
+    if "load" in job:
+        state, optimizer_state = job["load"]
         ddp.load_full_state_dict(state)
         with phase("checkpoint"):
             ddp.full_state_dict()
-    shards = list(ddp.shards())
-    optimizer = OPTIMIZERS[job["optimizer"]](shards)
-    load = getattr(ddp, "load_full_optimizer_state_dict", None)  # given, but an answer may do without
-    is_resumed = bool(load and optimizer_state)
-    if is_resumed:
-        load(optimizer, optimizer_state)
+        if optimizer_state:
+            ddp.load_full_optimizer_state_dict(optimizer, optimizer_state)
     keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated")
     results: dict[str, list] = {key: [] for key in keys}
     for step in range(len(job["batches"])):
@@ -347,10 +344,11 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
     recording.note("step", step=None)
     with phase("checkpoint"):
         state = ddp.full_state_dict()
-        save = getattr(ddp, "full_optimizer_state_dict", None) if "load" not in job and "clip" not in job else None
-        saved = save(optimizer) if save and job["optimizer"] == "adam" else None
-    addresses = [value.data_ptr() for entry in (saved["state"].values() if saved else ()) for value in entry.values()]
-    results |= {"optimizer": saved, "resumed": is_resumed, "is shared": len({*addresses}) < len(addresses)}
+        is_saved = job["optimizer"] == "adam" and hasattr(ddp, "full_optimizer_state_dict")  # given, but may be absent
+        saved = ddp.full_optimizer_state_dict(optimizer) if is_saved else None
+    entries = saved["state"].values() if is_saved else ()
+    addresses = [value.data_ptr() for entry in entries for value in entry.values()]
+    results |= {"optimizer": saved, "is shared": len({*addresses}) < len(addresses)}
     results["interface"] = describe_interface(ddp, model)
     return results | {"weights": state, "numels": [shard.numel() for shard in shards], "device": device().type}
 
