@@ -55,7 +55,8 @@ def explain_point(name, points):
         yield
     except CheckFailed as failed:
         is_kept = "zero_grad" in name and points["after ddp.zero_grad()"].any()
-        cause = KEPT_BY_WRAPPER if is_kept else POINTS.get(name) or (UNSYNCED if not points[name].any() else "")
+        is_lost = points[name] is not None and not points[name].any()
+        cause = KEPT_BY_WRAPPER if is_kept else POINTS.get(name) or UNSYNCED * is_lost
         raise (failed.with_cause(cause) if cause else failed) from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,17 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
-from helpers.training import PLACES, accumulate, build, forward_backward, move_to_device, name_error, visit, wrap
+from helpers.training import (
+    PLACES,
+    accumulate,
+    build,
+    follow,
+    forward_backward,
+    move_to_device,
+    name_error,
+    visit,
+    wrap,
+)
 from m08_zero_optimizer import scenario as m08_zero
 
 
@@ -112,8 +121,7 @@ def count_at_hooks(
 def collect_points(job: dict) -> dict[str, torch.Tensor | None]:
     """Return the shards after each of two calls of finish_grad_sync, after a step, and after each form of zero_grad.
 
-    Then follow those of new wrappers after one or two backward passes and one call of finish_grad_sync; None if the
-    second raises RuntimeError.
+    Then come those of new wrappers after each of job["orders"] (see `follow`), or None if the wrapper refuses it.
     """
     ddp = wrap(job, build(job))
     optimizer = student(*job["optimizer_class"])(ddp, torch.optim.SGD, lr=0.01)
@@ -138,19 +146,9 @@ def collect_points(job: dict) -> dict[str, torch.Tensor | None]:
         points.setdefault(f"after ddp.zero_grad({form})", copy_shards(ddp))
         ddp.finish_grad_sync()
         points[f"after ddp.zero_grad({form}) and finish_grad_sync"] = copy_shards(ddp)
-    for name in ("a backward inside no_sync", "a second backward", "a second backward inside no_sync"):
-        ddp, may_refuse = wrap(job, build(job)), "second" in name
-        try:
-            if may_refuse:
-                forward_backward(ddp, batch)
-            with ddp.no_sync() if "no_sync" in name else contextlib.nullcontext():
-                forward_backward(ddp, batch)
-            ddp.finish_grad_sync()
-            points[f"after {name}"] = copy_shards(ddp)
-        except RuntimeError as error:
-            if not may_refuse or type(error) is not RuntimeError:
-                raise
-            points[f"after {name}"] = None
+    for name, order in job.get("orders", {}).items():
+        ddp = wrap(job, build(job))
+        points[f"after {name}"] = copy_shards(ddp) if follow(order, ddp, [batch, batch]) else None
     return points
 
 
