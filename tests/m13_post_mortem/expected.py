@@ -6,7 +6,6 @@ the reference.
 
 OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
 DTYPES = ("Float", "BFloat16", "Double")
-FIELDS = ("group", "ranks", "number", "op", "sizes", "dtype", "line")
 CONTENTS = ("op", "sizes", "dtype")
 DIFFERENCES = dict(zip(CONTENTS, ("different_op", "different_size", "different_dtype")))
 
@@ -37,7 +36,7 @@ def make_program(rng, world_size, num_groups=1, length=12):
     return groups, program
 
 
-def make_traces(groups, programs, **more):
+def make_traces(groups, programs):
     """Return a trace for each rank of `programs`, {rank: its calls}. Calls of other ranks' groups are left out."""
     world_size = len(groups["0"])
     traces = []
@@ -49,9 +48,7 @@ def make_traces(groups, programs, **more):
             if rank in groups[group]:
                 numbers[group] += 1
                 calls.append(dict(call, ranks=groups[group], number=numbers[group]))
-        traces.append(
-            {"rank": rank, "world_size": world_size, "calls": calls, "has_ended": False, "num_lost": 0} | more
-        )
+        traces.append({"rank": rank, "world_size": world_size, "calls": calls, "has_ended": False, "num_lost": 0})
     return traces
 
 
@@ -154,14 +151,9 @@ def change(rng, field, world_size=None, has_majority=True):
         for rank in range(world_size)
     }
     if rng.random() < 0.5:  # the calls block: nobody comes further
-        programs = {rank: run_until(groups, calls, place, rank) for rank, calls in programs.items()}
+        programs = {rank: calls[: place + 1] for rank, calls in programs.items()}
     culprits = changed_ranks if has_majority else list(range(world_size))
     return DIFFERENCES[field], culprits, make_traces(groups, programs)
-
-
-def run_until(groups, program, place, rank):
-    """Return the calls of a rank up to this place of the program."""
-    return [call for call in program[: place + 1] if rank in groups[call["group"]]]
 
 
 def die(rng):
