@@ -166,6 +166,8 @@ def explain_clipping(result):
 
 def explain_volume(launched, op, numel, dtype, is_wider):
     """Return why the launches have another volume. `is_wider` says whether grad_dtype is wider than the weights."""
+    if any(launch.op == "all_reduce" for launch in launched):
+        return "an all-reduce sends twice the bytes of a reduce-scatter."
     others = sorted({launch.dtype for launch in launched} - {dtype})
     if others:
         if op == "all_gather":
