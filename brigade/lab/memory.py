@@ -16,7 +16,7 @@ hook, before every layer's forward, and after the phases of the step. The ranks 
 a handle keeps no memory after its wait. Everything that is not a parameter, a gradient or optimizer state counts as
 "activations and buckets", including the full buckets of module 10.
 
-Ranks and `brigade plan` import this file, so rich and matplotlib are imported where they are used.
+Ranks and `brigade plan` import this file, so matplotlib is imported where it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -43,9 +42,6 @@ from brigade.lab.on_ranks import FP32_BYTES, build_setup
 from brigade.rank.api import device
 from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 WORLD_SIZES = (1, 2, 4)
 WORKLOAD = Workload(batch_size=4, time=8, rounds=2, warmup=0, learning_rate=1e-3, optimizer="AdamW")
@@ -157,23 +153,16 @@ def measure(
     ]
 
 
-def make_memory_table(measured: Sequence[VariantBytes]) -> Table:
-    """Return a table, at most 80 columns wide: a row for each case, and each formula below its cases."""
-    from brigade.lab.plots import make_empty_table
-
-    world_sizes = list(measured[0].by_world_size)
-    title = f"MB on the fullest rank after two steps of AdamW, P = {measured[0].numel} parameters"
-    headings = [f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes]
-    table = make_empty_table(title, "variant", ["para-\nmeters", "gradi-\nents", *headings])
-    for entry, following in zip(measured, [*measured[1:], None]):
-        rows = [(entry.label, entry.find_fullest)]
-        if not following or following.formula != entry.formula:
-            rows.append((entry.formula.text, entry.compute_expected))
-        for label, find_bytes in rows:
-            found = [*map(find_bytes, world_sizes)]
-            numbers = [*found[-1].values()][:2] + [one[KINDS[-1]] for one in found] + [*map(sum_bytes, found)]
-            table.add_row(label, *(f"{number / 1e6:.2f}" for number in numbers), end_section=len(rows) > 1)
-    return table
+def describe_memory(measured: Sequence[VariantBytes]) -> list[str]:
+    """Return a line for each case, at most 80 characters long: bytes per parameter, by kind, on the fullest rank."""
+    lines = []
+    for entry in measured:
+        sizes = [
+            " + ".join(f"{nbytes / entry.numel:.3g}" for nbytes in entry.find_fullest(n).values())
+            for n in entry.by_world_size
+        ]
+        lines.append(f"{entry.label:<21}{''.join(f'{size:<14}' for size in sizes)} {entry.formula.text}")
+    return lines
 
 
 def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
@@ -353,18 +342,16 @@ def main() -> int:
 
 
 def show_memory(target: str) -> int:
-    """Measure the target's variants, print the table and write the picture. Return the exit status."""
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+    """Measure the target's variants, print the bytes and write the picture. Return the exit status."""
     entries, sources, left_out = select_written(target, CORE_MODULES)
-    for sentence in left_out:
-        console.print(sentence, markup=False)
+    print("\n".join([*left_out, "Training on 1, 2 and 4 ranks ..."]), flush=True)
     measured = measure(sources=sources, entries=entries)
-    console.print(make_memory_table(measured))
+    print("Bytes per parameter: parameters + gradients + state, after two steps of AdamW, on the fullest rank")
+    print(f"{'':<21}{''.join(f'N = {n:<10}' for n in WORLD_SIZES)} formula, for P parameters")
+    print("\n".join(describe_memory(measured)))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
     draw_memory(measured, picture)
-    console.print(f"{picture.relative_to(ROOT)} written")
+    print(f"{picture.relative_to(ROOT)} written")
     return 0
 
 
