@@ -10,6 +10,7 @@ the picture is the same on every machine. Latency and copies take longer than us
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -111,9 +112,9 @@ def make_timeline(label: str, program: Program, simulation: Simulation, network:
     ]
     memory = []
     if program.memory["parameters"] < LAYERS * LAYER_BYTES:
-        memory = list_unit_memory(simulation)
+        memory = list_memory(simulation, "unit", "all_gather")
     elif program.memory["gradients"] < LAYERS * LAYER_BYTES:
-        memory = list_bucket_memory(simulation)
+        memory = list_memory(simulation, "bucket", "reduce_scatter")
     return Timeline(label, 1, spans, collectives, LINK, LAYERS * BACKWARD_MS, memory)
 
 
@@ -130,41 +131,30 @@ def join_numbers(layers: Sequence[int]) -> str:
     return " ".join(map(str, layers))
 
 
-def list_bucket_memory(simulation: Simulation) -> list[Span]:
-    """Return when each bucket of module 10 is allocated: from its first gradient to the wait for its reduce-scatter."""
+def list_memory(simulation: Simulation, what: str, op: str) -> list[Span]:
+    """Return when each unit of module 11 has full weights, or each bucket of module 10 is allocated.
+
+    A unit has them from the launch of its all-gather until the last computation before the next one. A bucket is
+    allocated from its first gradient until the wait for its reduce-scatter.
+    """
     memory = []
-    for number, (launch, *_) in enumerate(simulation.transfers):
-        if launch.op == "reduce_scatter":
-            first = launch.param_indices[:1]
+    for number, (launch, launched_s, *_) in enumerate(simulation.transfers):
+        if launch.op != op:
+            continue
+        layers = launch.param_indices
+        later = [one for one in simulation.transfers[number + 1 :] if one.launch.op == op]
+        again_s = [one.launched_s for one in later if one.launch.param_indices == layers] or [math.inf]
+        computed = [busy for busy in simulation.busy if isinstance(busy.instruction, Compute)]
+        if what == "bucket":
             [start_s] = [
-                end_s
-                for work, _, end_s in simulation.busy
-                if isinstance(work, Compute) and work.kind == "backward" and work.param_indices == first
+                busy.end_s
+                for busy in computed
+                if busy.instruction.kind == "backward" and busy.instruction.param_indices == layers[:1]
             ]
-            [end_s] = [end_s for work, _, end_s in simulation.busy if work == Wait(number)]
-            memory.append(make_memory_span("bucket", launch.param_indices, start_s, end_s))
+            [end_s] = [busy.end_s for busy in simulation.busy if busy.instruction == Wait(number)]
+        else:
+            start_s = launched_s
+            own = [busy for busy in computed if busy.instruction.param_indices == layers]
+            end_s = max(busy.end_s for busy in own if launched_s <= busy.start_s < again_s[0])
+        memory.append(Span(0, "memory", 1e3 * start_s, 1e3 * end_s, f"{what} {join_numbers(layers)}"))
     return memory
-
-
-def list_unit_memory(simulation: Simulation) -> list[Span]:
-    """Return when each unit of module 11 has full weights: from an all-gather until the computation that frees them."""
-    memory = []
-    gathers = [transfer for transfer in simulation.transfers if transfer.launch.op == "all_gather"]
-    for index, (launch, launched_s, *_) in enumerate(gathers):
-        same = [later for later in gathers[index + 1 :] if later.launch.param_indices == launch.param_indices]
-        again = [later.launched_s for later in same]
-        ends = [
-            end_s
-            for work, start_s, end_s in simulation.busy
-            if isinstance(work, Compute)
-            and work.param_indices == launch.param_indices
-            and start_s >= launched_s
-            and (not again or start_s < again[0])
-        ]
-        memory.append(make_memory_span("unit", launch.param_indices, launched_s, ends[-1]))
-    return memory
-
-
-def make_memory_span(what: str, layers: Sequence[int], start_s: float, end_s: float) -> Span:
-    """Return the period in which a bucket or a unit with these layers is allocated."""
-    return Span(0, "memory", 1e3 * start_s, 1e3 * end_s, f"{what} {join_numbers(layers)}")
