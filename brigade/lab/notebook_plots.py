@@ -214,7 +214,10 @@ def draw_grid(
     with make_figure(1.7 + 0.72 * len(rows)) as (figure, axes):
         for y, boxes in enumerate(rows.values()):
             for x, (text, kind) in enumerate(boxes):
-                draw_box(axes, x, y, text, kind)
+                axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, edgecolor="black", **CELLS[kind]))
+                paper = {"facecolor": "white", "edgecolor": "none", "pad": 2} if "hatch" in CELLS[kind] else None
+                ink = "white" if kind == "complete" else "black"
+                axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=ink, bbox=paper)
         axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), xlabel=xlabel, title=title)
         axes.set_xticks([x + 0.5 for x in range(len(columns))], columns)
         axes.set_yticks([y + 0.5 for y in range(len(rows))], [*rows])
@@ -223,14 +226,6 @@ def draw_grid(
             handles = [Patch(edgecolor="black", label=text, **CELLS[kind]) for kind, text in meanings.items()]
             figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return figure
-
-
-def draw_box(axes: Axes, x: float, y: float, text: object, kind: str) -> None:
-    """Draw one box of a grid, with its upper left corner at (x, y)."""
-    axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, edgecolor="black", **CELLS[kind]))
-    paper = {"facecolor": "white", "edgecolor": "none", "pad": 2} if "hatch" in CELLS[kind] else None
-    ink = "white" if kind == "complete" else "black"
-    axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=ink, bbox=paper)
 
 
 def hide_frame(axes: Axes) -> None:

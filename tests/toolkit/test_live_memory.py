@@ -52,15 +52,6 @@ def test_a_storage_counts_with_its_present_size():
         assert memory.count(weights=[weight, swapped[:1]]) == {"weights": 3 * NBYTES, "other": 0}
 
 
-def test_a_block_has_one_kind():
-    flat = make()
-    with LiveMemory() as memory:
-        parts = flat.chunk(2)
-        hidden = make()
-        counted = memory.count(parameters=parts, gradients=[None, flat, "text"])
-        assert counted == {"parameters": NBYTES, "gradients": 0, "other": hidden.nbytes}
-
-
 def test_a_strict_group_keeps_no_memory_after_the_wait():
     for counted in run_ranks(functions.count_around_an_all_gather, NUMEL, mode="strict"):
         assert counted == {"launched": 3 * NBYTES, "waited": 3 * NBYTES, "dropped": NBYTES}
