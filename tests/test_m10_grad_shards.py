@@ -15,6 +15,7 @@ from brigade.checks.expectations import (
     expect_silence,
     join_names,
     list_steps,
+    replace_cause,
 )
 from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from helpers import training
@@ -61,7 +62,10 @@ def test_equals_unsharded(submission):
         for job in jobs[1:]:
             job["visits"] = ()  # only one rank evaluates
         judge = partial(expect_unsharded, submission, jobs, case, recipe)
-        with diagnosis.explain_failed_run(groups), blame_visits(submission, jobs, judge, m10_grad_shards.train):
+        with (
+            replace_cause(partial(diagnosis.explain_failed_run, groups)),
+            blame_visits(submission, jobs, judge, m10_grad_shards.train),
+        ):
             judge(submission.run(m10_grad_shards.train, jobs, world_size=world))
 
 
@@ -134,7 +138,7 @@ def test_accumulation(submission):
         how = "finish_grad_sync after each" if finish_each else "no_sync"
         what = f"weights after 6 steps of Adam with {micro_batches} micro-batches and {how} are the plain optimizer's"
         why = partial(diagnosis.suspect_accumulation, case, recipe, finish_each)
-        with diagnosis.explain_clearing(submission, jobs):
+        with replace_cause(partial(diagnosis.explain_clearing, submission, jobs)):
             expect_trained(what, results, compute_weights(case, recipe), case.start(), why)
         if interrupted:
             expect_silence(results.events, case.group, steps=2)
@@ -157,7 +161,7 @@ def test_accumulation(submission):
             if points[name] is None and "second" in name:  # refused
                 continue
             when = "after two calls of finish_grad_sync" if name == "two" else name
-            with diagnosis.explain_point(name, points):
+            with replace_cause(partial(diagnosis.explain_point, name, points)):
                 expect_equal(
                     f"{when}, the gradient shards are {factor} times those of one backward",
                     [{"grad_data": points[name]}],
@@ -231,7 +235,7 @@ def expect_unsharded(submission, jobs, case, recipe, results):
     steps, name = len(case.batches[0]), recipe["optimizer"]
     what = f"weights after {steps} steps of {name} equal those of the plain optimizer ({case.model} model)"
     why = partial(diagnosis.suspect_mistakes, case, recipe)
-    with diagnosis.explain_clearing(submission, jobs):
+    with replace_cause(partial(diagnosis.explain_clearing, submission, jobs)):
         expect_trained(what, results, weights, case.start(), why, ranks=case.group)
     if norms:
         ranks_norms = [results[rank]["norms"] for rank in case.group]

@@ -1,6 +1,5 @@
 """Likely causes of failures of module 10's checks."""
 
-import contextlib
 import copy
 import re
 from collections import defaultdict
@@ -8,7 +7,6 @@ from functools import partial
 
 from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.expected import compute_weights
@@ -48,43 +46,28 @@ POINTS = {
 }
 
 
-@contextlib.contextmanager
-def explain_point(name, points):
-    """Explain wrong shards in the block by the point at which they were copied, one of `points`."""
-    try:
-        yield
-    except CheckFailed as failed:
-        is_kept = "zero_grad" in name and points["after ddp.zero_grad()"].any()
-        is_lost = points[name] is not None and not points[name].any()
-        cause = KEPT_BY_WRAPPER if is_kept else POINTS.get(name) or UNSYNCED * is_lost
-        raise (failed.with_cause(cause) if cause else failed) from None
+def explain_point(name, points, _):
+    """Return why shards are wrong at one of the points at which they were copied."""
+    if "zero_grad" in name and points["after ddp.zero_grad()"].any():
+        return KEPT_BY_WRAPPER
+    is_lost = points[name] is not None and not points[name].any()
+    return POINTS.get(name) or UNSYNCED * is_lost
 
 
-@contextlib.contextmanager
-def explain_clearing(submission, jobs):
-    """Explain shards that are never cleared in the block by the zero_grad that does not clear them."""
-    try:
-        yield
-    except CheckFailed as failed:
-        is_kept = failed.verdict.likely_cause == NEVER_CLEARED
-        alone = PerRank(job | {"batches": [job["batches"][0][:1]]} for job in jobs)
-        results = is_kept and submission.try_run(m10_grad_shards.collect_points, alone, world_size=len(jobs))
-        if results and results[0]["after ddp.zero_grad()"].any():
-            failed = failed.with_cause(KEPT_BY_WRAPPER)
-        elif results and results[0]["after optimizer.zero_grad()"].any():
-            failed = failed.with_cause(KEPT_BY_OPTIMIZER)
-        raise failed from None
+def explain_clearing(submission, jobs, failed):
+    """Return which zero_grad does not clear the shards, if they are never cleared."""
+    is_kept = failed.verdict.likely_cause == NEVER_CLEARED
+    alone = PerRank(job | {"batches": [job["batches"][0][:1]]} for job in jobs)
+    results = is_kept and submission.try_run(m10_grad_shards.collect_points, alone, world_size=len(jobs))
+    if results and results[0]["after ddp.zero_grad()"].any():
+        return KEPT_BY_WRAPPER
+    return KEPT_BY_OPTIMIZER if results and results[0]["after optimizer.zero_grad()"].any() else ""
 
 
-@contextlib.contextmanager
-def explain_failed_run(groups):
-    """Explain a failed run in the block by a collective outside its group, or by a wrong piece of a shard."""
-    try:
-        yield
-    except CheckFailed as failed:
-        wrong_groups = (find_wrong_group(failed.events, group) for group in groups)
-        cause = next(filter(None, wrong_groups), "") or find_wrong_piece(failed.verdict)
-        raise (failed.with_cause(cause) if cause else failed) from None
+def explain_failed_run(groups, failed):
+    """Return why a run fails: a collective outside its group, or a wrong piece of a shard; "" if neither is true."""
+    wrong_groups = (find_wrong_group(failed.events, group) for group in groups)
+    return next(filter(None, wrong_groups), "") or find_wrong_piece(failed.verdict)
 
 
 def find_wrong_piece(verdict):
