@@ -1,15 +1,15 @@
 """Module 11 in another style: a generator performs the schedule, and stops where a unit may compute."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
-from ..m05_grad_buffer.grad_buffer import plan_layout
-from ..m06_coalesced.coalesced import all_gather, reduce_scatter
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
+from ..m06_coalesced.coalesced import reduce_scatter
+from .checkpoint import ShardedCheckpoints
+from .flat_shard import FlatShard
 
 
 def find_units(module, unit_types, name=""):
@@ -50,62 +50,23 @@ def plan_schedule(num_units, prefetch, backward):
     return actions
 
 
-class Flat:
-    """The parameters of one unit, of one dtype."""
-
-    def __init__(self, params, group, compute, reduce):
-        self.params, self.group = params, group
-        self.reduced_in = reduce or params[0].dtype
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.ranges = plan_layout([p.numel() for p in params], None, size).param_ranges
-        numel = plan_layout([p.numel() for p in params], None, size).numel
-        self.weights = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
-        self.grads = self.work = None
-        self.own = slice(rank * numel // size, (rank + 1) * numel // size)
-        for (start, end), p in zip(self.ranges, params):
-            self.weights[start:end].copy_(p.detach().reshape(-1))
-        self.shard = nn.Parameter(self.weights[self.own].clone(), requires_grad=params[0].requires_grad)
-        self.weights = self.weights.type(compute or params[0].dtype)
-        self.nbytes = self.weights.nbytes
-        for (start, end), p in zip(self.ranges, params):
-            p.data = self.weights[start:end].view_as(p)
-        self.resize(0)
-
-    def resize(self, nbytes):
-        self.weights.untyped_storage().resize_(nbytes)
-
-    def gather(self):
-        self.resize(self.nbytes)
-        self.work = all_gather(self.weights, self.shard.data.type(self.weights.dtype), self.group, async_op=True)
-
-    def wait(self):
-        if self.work:
-            self.work.wait()
-        self.work = None
+class Flat(FlatShard):
+    """Gradients are divided before they are summed."""
 
     def free(self):
-        self.wait()
-        self.resize(0)
+        self.wait_for_unshard()
+        self.reshard()
 
-    def reduce(self):
+    def start_reduce(self):
         if self.shard.requires_grad:
-            self.grads = self.weights.new_zeros(self.weights.numel(), dtype=self.reduced_in)
-            for (start, end), p in zip(self.ranges, self.params):
-                if p.grad is not None:
-                    self.grads[start:end] = p.grad.reshape(-1)
-                    p.grad = None
-            self.grads /= dist.get_world_size(self.group)
-            self.average = self.grads.new_empty(self.shard.numel())
-            self.reduction = reduce_scatter(self.average, self.grads, dist.ReduceOp.SUM, self.group, async_op=True)
-
-    def finish(self):
-        if self.grads is not None:
-            self.reduction.wait()
-            self.grads = None
-            if self.shard.grad is None:
-                self.shard.grad = torch.zeros_like(self.shard)
-            self.shard.grad += self.average.type(self.shard.dtype)
-            self.average = None
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+            whole = self.flatten([grad.type(self.reduce_dtype) for grad in grads])
+            for p in self.params:
+                p.grad = None
+            whole /= self.size
+            part = whole.new_empty(self.shard.numel())
+            work = reduce_scatter(part, whole, dist.ReduceOp.SUM, self.process_group, async_op=True)
+            self.reduction = work, whole, part
 
 
 def list_tensors(value):
@@ -115,7 +76,7 @@ def list_tensors(value):
     return [tensor for item in values for tensor in list_tensors(item)]
 
 
-class FullyShardedDDP(nn.Module):
+class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
     def __init__(
         self,
         module,
@@ -129,10 +90,11 @@ class FullyShardedDDP(nn.Module):
         super().__init__()
         self.module, self.process_group, self.prefetch = module, process_group, prefetch
         self.compute, self.reduce = compute_dtype, reduce_dtype
-        self.reshard, self.sync = reshard_after_forward, True
+        self.reshard = reshard_after_forward
         broadcast_module_state(module, process_group)
         self.names = plan_units(module, unit_types)
-        self.flats = [self.make_flats([module.get_parameter(name) for name in names]) for names in self.names]
+        self.units = [self.make_flats([module.get_parameter(name) for name in names]) for names in self.names]
+        self.flats = [flat for flats in self.units for flat in flats]
         self.running = None  # a generator that performs the schedule, and stops at each "compute"
         self.now = self.reducing = None
         self.pending = self.busy = False  # a backward is to come, or is running
@@ -182,33 +144,33 @@ class FullyShardedDDP(nn.Module):
         return value.type(self.compute) if self.compute and is_float else value
 
     def shards(self):
-        return [flat.shard for flats in self.flats for flat in flats if flat.shard.requires_grad]
+        return [flat.shard for flat in self.flats if flat.shard.requires_grad]
 
     def perform(self, actions, backward, reshard):
         """Perform the actions. Yield each unit when it may compute, and free it when the caller comes back."""
         for action, unit in actions:
             if action == "gather":
-                for flat in self.flats[unit]:
-                    flat.gather()
+                for flat in self.units[unit]:
+                    flat.unshard()
             elif action == "reduce":
                 self.finish_reduction()
-                for flat in self.flats[unit]:
-                    flat.reduce()
+                for flat in self.units[unit]:
+                    flat.start_reduce()
                 self.reducing = unit
             else:
                 yield None  # what comes before a "compute" is done
-                for flat in self.flats[unit]:
-                    flat.wait()
+                for flat in self.units[unit]:
+                    flat.wait_for_unshard()
                 yield unit
-                for flat in self.flats[unit] if backward or (unit and reshard) else ():
-                    flat.resize(0)
+                for flat in self.units[unit] if backward or (unit and reshard) else ():
+                    flat.reshard()
         yield None
 
     def start(self, backward):
-        actions = plan_schedule(len(self.flats), self.prefetch, backward)
+        actions = plan_schedule(len(self.units), self.prefetch, backward)
         if backward and not self.reshard:
             actions = [action for action in actions if action[0] != "gather"]
-        if backward and not self.sync:
+        if backward and not self.require_grad_sync:
             actions = [action for action in actions if action[0] != "reduce"]
         self.running, self.now = self.perform(actions, backward, self.reshard), None
         next(self.running)
@@ -236,7 +198,7 @@ class FullyShardedDDP(nn.Module):
     def begin_backward(self, token):
         if self.pending:
             self.pending, self.serving = False, token
-            self.reduced, self.kept = self.sync, not self.sync
+            self.reduced, self.kept = self.require_grad_sync, not self.require_grad_sync
             self.busy = True
             self.start(backward=True)
         elif token is not self.serving:
@@ -244,7 +206,7 @@ class FullyShardedDDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         self.advance(None)
-        if torch.is_grad_enabled() and self.reduced and self.sync:
+        if torch.is_grad_enabled() and self.reduced and self.require_grad_sync:
             raise RuntimeError("finish_grad_sync comes before the next forward")
         self.token, self.busy = (token := object()), False
         self.start(backward=False)
@@ -260,35 +222,27 @@ class FullyShardedDDP(nn.Module):
         return output
 
     def free_all(self):
-        for flats in self.flats:
-            for flat in flats:
-                flat.free()
+        for flat in self.flats:
+            flat.free()
 
     def finish_reduction(self):
-        for flat in self.flats[self.reducing] if self.reducing is not None else ():
-            flat.finish()
+        for flat in self.units[self.reducing] if self.reducing is not None else ():
+            if flat.reduction:
+                flat.finish_reduce()
         self.reducing = None
 
     def finish_grad_sync(self):
         if self.pending:
             self.begin_backward(None)
         self.advance(None)
-        for unit in reversed(range(len(self.flats))) if self.kept else ():
+        for unit in reversed(range(len(self.units))) if self.kept else ():
             self.finish_reduction()
-            for flat in self.flats[unit]:
-                flat.reduce()
+            for flat in self.units[unit]:
+                flat.start_reduce()
             self.reducing = unit
         self.finish_reduction()
         self.free_all()
         self.serving, self.reduced, self.kept = None, False, False
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        before, self.sync = self.sync, False
-        try:
-            yield
-        finally:
-            self.sync = before
 
     def zero_grad(self, set_to_none=True):
         for parameter in [*self.module.parameters(), *self.shards()]:
@@ -302,26 +256,3 @@ class FullyShardedDDP(nn.Module):
         for shard in self.shards():
             shard.grad *= min(1.0, max_norm / norm)
         return norm
-
-    def full_state_dict(self):
-        whole = {}
-        for flats in self.flats:
-            for flat in flats:
-                full = flat.shard.data.new_empty(flat.weights.numel())
-                all_gather(full, flat.shard.data, self.process_group)
-                whole |= {id(p): full[a:b].view_as(p).cpu().clone() for p, (a, b) in zip(flat.params, flat.ranges)}
-        named = dict(self.module.named_parameters(remove_duplicate=False))
-        state = self.module.state_dict()
-        return {k: whole[id(named[k])] if k in named else v.cpu().clone() for k, v in state.items()}
-
-    def load_full_state_dict(self, state):
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        with torch.no_grad():
-            for flat in (flat for flats in self.flats for flat in flats):
-                whole = flat.shard.new_zeros(flat.weights.numel())
-                for (start, end), p in zip(flat.ranges, flat.params):
-                    whole[start:end] = state[names[id(p)]].reshape(-1)
-                flat.shard.copy_(whole[flat.own])
-            for name, buffer in self.module.named_buffers():
-                if name in state:
-                    buffer.copy_(state[name])
