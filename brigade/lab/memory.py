@@ -1,7 +1,7 @@
 """Count the bytes that a rank keeps between two steps and during a step, and draw them: python -m brigade.lab.memory
 
     measured = measure()
-    measured[0].find_fullest(4)     bytes by kind of the first variant, on the fullest of 4 ranks
+    measured[4].variants[0].kept_bytes     bytes by kind of the first variant, on the fullest of 4 ranks
     curves = measure_step([get_variant(get_module(10))])
     draw_step(curves, Path("out/memory-10.png"))
 
@@ -36,7 +36,16 @@ from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_mod
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.experiment import run_to_status
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Variant, Workload, get_variant, read_reference, run_variants
+from brigade.lab.ladder import (
+    TORCH_DDP,
+    TORCH_ZERO,
+    Ladder,
+    Variant,
+    Workload,
+    get_variant,
+    read_reference,
+    run_benchmark,
+)
 from brigade.lab.memory_accounting import KINDS, Bytes, list_tensors_by_kind
 from brigade.lab.on_ranks import FP32_BYTES, build_setup
 from brigade.rank.api import device
@@ -81,33 +90,6 @@ STAGE_1 = Formula(4, 4, 8, is_divided=True)
 STAGE_1_BF16 = Formula(2, 4, 12, is_divided=True)
 
 
-@dataclass(frozen=True)
-class VariantBytes:
-    """The bytes counted for a variant, whose model has `numel` parameters, and the expected formula.
-
-    `by_world_size[n][r]` are the bytes that rank r of n keeps between steps, by kind, and `peaks[n][r]` are its bytes
-    at the peak of a step.
-    """
-
-    label: str
-    formula: Formula
-    numel: int
-    by_world_size: dict[int, list[Bytes]]
-    peaks: dict[int, list[Bytes]]
-
-    def find_fullest(self, world_size: int) -> Bytes:
-        """Return the bytes by kind of the rank that keeps the most bytes."""
-        return max(self.by_world_size[world_size], key=sum_bytes)
-
-    def find_peak_mb(self, world_size: int) -> float:
-        """Return the largest number of MB that a rank has at the peak of a step."""
-        return max(map(sum_bytes, self.peaks[world_size])) / 1e6
-
-    def compute_expected(self, world_size: int) -> Bytes:
-        """Return the bytes by kind that the formula predicts."""
-        return self.formula.compute_bytes(self.numel, world_size)
-
-
 def sum_bytes(nbytes: Bytes) -> int:
     """Return the bytes of all kinds together."""
     return sum(nbytes.values())
@@ -131,61 +113,50 @@ def measure(
     sources: Sources | None = None,
     *,
     entries: Sequence[Module] = CORE_MODULES,
-) -> list[VariantBytes]:
+) -> dict[int, Ladder]:
     """Train every variant of `list_cases(entries)` for two steps on each number of ranks, and count the bytes.
 
-    `sources` are the submission's modules (default: the solutions). Raise RankFailure or CourseError as `run_variants`
-    does.
+    `sources` are the submission's modules (default: the solutions). Raise RankFailure or CourseError as
+    `run_benchmark` does.
     """
-    cases = list_cases(entries)
-    variants = [variant for variant, _ in cases]
-    sources = read_reference() if sources is None else sources
+    variants = [variant for variant, _ in list_cases(entries)]
+    how = {"checks_losses": False, "deadline": DEADLINE_S}
     workload = replace(WORKLOAD, size=size)
-    results = {n: run_variants(workload, variants, sources, world_size=n, deadline=DEADLINE_S) for n in world_sizes}
-    numel = results[world_sizes[0]][0]["model_bytes"] // FP32_BYTES
-
-    def select(what: str, label: str) -> dict[int, list[Bytes]]:
-        return {n: [rank[what][label] for rank in ranks] for n, ranks in results.items()}
-
-    return [
-        VariantBytes(one.label, formula, numel, select("kept", one.label), select("peaks", one.label))
-        for one, formula in cases
-    ]
+    return {n: run_benchmark(workload, variants, sources, world_size=n, **how) for n in world_sizes}
 
 
-def describe_memory(measured: Sequence[VariantBytes]) -> list[str]:
-    """Return a line for each case, at most 80 characters long: bytes per parameter, by kind, on the fullest rank."""
+def describe_memory(measured: dict[int, Ladder], formulas: Sequence[Formula]) -> list[str]:
+    """Return a line for each variant, at most 80 characters long: bytes per parameter, by kind, on the fullest rank."""
     lines = []
-    for entry in measured:
-        sizes = [
-            " + ".join(f"{nbytes / entry.numel:.3g}" for nbytes in entry.find_fullest(n).values())
-            for n in entry.by_world_size
-        ]
-        lines.append(f"{entry.label:<21}{''.join(f'{size:<14}' for size in sizes)} {entry.formula.text}")
+    for *variants, formula in zip(*(ladder.variants for ladder in measured.values()), formulas):
+        numel = measured[1].model_bytes / FP32_BYTES
+        sizes = [" + ".join(f"{nbytes / numel:.3g}" for nbytes in one.kept_bytes.values()) for one in variants]
+        lines.append(f"{variants[0].label:<22}{''.join(f'{size:<14}' for size in sizes)} {formula.text}")
     return lines
 
 
-def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
-    """Draw a bar for each case, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
+def draw_memory(measured: dict[int, Ladder], formulas: Sequence[Formula], path: Path) -> None:
+    """Draw a bar for each variant, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
     from matplotlib.figure import Figure
 
-    rows = measured[::-1]  # matplotlib counts upwards
-    world_sizes = [n for n in rows[0].peaks if n > 1]
-    figure = Figure(figsize=(9, 1.6 + 0.4 * len(rows)), dpi=100, layout="constrained")
-    panels = figure.subplots(1, len(world_sizes), sharex=True, sharey=True, squeeze=False)[0]
-    widest = max(entry.find_peak_mb(n) for entry in rows for n in world_sizes)
-    positions = range(len(rows))
-    for axes, n in zip(panels, world_sizes):
-        starts = [0.0] * len(rows)
+    ladders = {n: ladder for n, ladder in measured.items() if n > 1}
+    labels = [one.label for one in measured[1].variants]
+    positions = range(len(labels))[::-1]  # matplotlib counts upwards
+    figure = Figure(figsize=(9, 1.6 + 0.4 * len(labels)), dpi=100, layout="constrained")
+    panels = figure.subplots(1, len(ladders), sharex=True, sharey=True, squeeze=False)[0]
+    widest = max(sum_bytes(one.peak_bytes) / 1e6 for ladder in ladders.values() for one in ladder.variants)
+    for axes, (n, ladder) in zip(panels, ladders.items()):
+        starts = [0.0] * len(labels)
         for kind in KINDS:
-            lengths = [entry.find_fullest(n)[kind] / 1e6 for entry in rows]
+            lengths = [one.kept_bytes[kind] / 1e6 for one in ladder.variants]
             axes.barh(positions, lengths, 0.66, starts, color=COLOURS[kind], edgecolor="white", label=kind)
             starts = [start + length for start, length in zip(starts, lengths)]
-        peaks = [entry.find_peak_mb(n) for entry in rows]
+        peaks = [sum_bytes(one.peak_bytes) / 1e6 for one in ladder.variants]
         more = [peak - start for peak, start in zip(peaks, starts)]
         style = {"color": "white", "edgecolor": "#555555", "hatch": "////", "linewidth": 0.8}
         axes.barh(positions, more, 0.66, starts, label="more at the peak of a step", **style)
-        expected = [sum_bytes(entry.compute_expected(n)) / 1e6 for entry in rows]
+        numel = ladder.model_bytes // FP32_BYTES
+        expected = [sum_bytes(formula.compute_bytes(numel, n)) / 1e6 for formula in formulas]
         marks = {"s": 28, "marker": "D", "color": "#d55e00", "edgecolor": "white", "linewidth": 0.8, "zorder": 3}
         axes.scatter(expected, positions, label="formula", **marks)
         for position, start, peak in zip(positions, starts, peaks):
@@ -194,9 +165,9 @@ def draw_memory(measured: Sequence[VariantBytes], path: Path) -> None:
         axes.set_xlim(0, 1.35 * widest)
         axes.set_xlabel("MB on the fullest rank")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(positions, [entry.label for entry in rows])
+    panels[0].set_yticks(positions, labels)
     (formula, *handles), (_, *names) = panels[0].get_legend_handles_labels()
-    names.append(f"formula: {' or '.join(dict.fromkeys(entry.formula.text for entry in measured))}")
+    names.append(f"formula: {' or '.join(dict.fromkeys(formula.text for formula in formulas))}")
     figure.legend([*handles, formula], names, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -346,11 +317,12 @@ def show_memory(target: str) -> int:
     entries, sources, left_out = select_written(target, CORE_MODULES)
     print("\n".join([*left_out, "Training on 1, 2 and 4 ranks ..."]), flush=True)
     measured = measure(sources=sources, entries=entries)
+    formulas = [formula for _, formula in list_cases(entries)]
     print("Bytes per parameter: parameters + gradients + state, after two steps of AdamW, on the fullest rank")
-    print(f"{'':<21}{''.join(f'N = {n:<10}' for n in WORLD_SIZES)} formula, for P parameters")
-    print("\n".join(describe_memory(measured)))
+    print(f"{'':<22}{''.join(f'N = {n:<10}' for n in WORLD_SIZES)} formula, for P parameters")
+    print("\n".join(describe_memory(measured, formulas)))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
-    draw_memory(measured, picture)
+    draw_memory(measured, formulas, picture)
     print(f"{picture.relative_to(ROOT)} written")
     return 0
 
