@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from brigade.course.modules import ROOT
+from brigade.course.modules import ROOT, get_module
 from brigade.lab.plots import COLOURS
 from brigade.lab.program import Compute, Launch, Wait, simulate
 from brigade.rank.emulated_link import Link
@@ -470,21 +470,24 @@ def draw_places(path: Path) -> None:
             write(axes, x, y, text, ha=side)
 
 
-STANDALONE = [  # the file, and the function that draws it
-    (ROOT / "docs" / "idea.png", draw_idea),  # on the site's start page
-    (ROOT / "lessons" / "capstone" / "places.png", draw_places),
-]
-DIAGRAMS = [  # module number, name of the file, function that draws it
-    (0, "ring", draw_ring),
-    (3, "hooks", draw_hooks),
-    (3, "streams", draw_streams),
-    (4, "queue", draw_queue),
-    (5, "layout", draw_layout),
-    (8, "pieces", draw_pieces),
-    (11, "units", draw_units),
-    (11, "flat_shard", draw_flat_shard),
-    (11, "hooks", draw_backward_hooks),
-    (12, "waiting", draw_waiting),
-    (14, "grid", draw_grid),
-    (15, "groups", draw_groups),
-]
+DIAGRAMS = {
+    ROOT / "docs" / "idea.png": draw_idea,  # on the site's start page
+    ROOT / "lessons" / "capstone" / "places.png": draw_places,
+    **{
+        get_module(number).lesson / f"{name}.png": draw_diagram
+        for number, name, draw_diagram in (
+            ("0", "ring", draw_ring),
+            ("3", "hooks", draw_hooks),
+            ("3", "streams", draw_streams),
+            ("4", "queue", draw_queue),
+            ("5", "layout", draw_layout),
+            ("8", "pieces", draw_pieces),
+            ("11", "units", draw_units),
+            ("11", "flat_shard", draw_flat_shard),
+            ("11", "hooks", draw_backward_hooks),
+            ("12", "waiting", draw_waiting),
+            ("14", "grid", draw_grid),
+            ("15", "groups", draw_groups),
+        )
+    },
+}

@@ -41,7 +41,7 @@ from brigade.lab.timeline_plot import describe_lengths, draw
 from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m16_half_bytes import wire
-from tools.diagrams import DIAGRAMS, STANDALONE
+from tools.diagrams import DIAGRAMS
 from tools.schematic import make_timelines
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
@@ -77,12 +77,13 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
 
     Return 1 if a timeline was not written because it cannot be trusted.
     """
-    pictures = [] if number else [*STANDALONE]
-    for entry in [get_module(number)] if number else MODULES:
-        drawings = list_computed(entry) | ({} if only_computed else list_measured(entry))
-        pictures += [(entry.lesson / f"{name}.png", draw_picture) for name, draw_picture in drawings.items()]
+    pictures = dict(DIAGRAMS)
+    for entry in MODULES:
+        pictures |= list_pictures(entry, only_computed)
+    if number:
+        pictures = {path: draw_it for path, draw_it in pictures.items() if path.parent == get_module(number).lesson}
     status = 0
-    for path, draw_picture in pictures:
+    for path, draw_picture in pictures.items():
         try:
             said = draw_picture(path)
             print(f"{path.relative_to(ROOT)} written{f': {said}' if said else ''}")
@@ -92,25 +93,21 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
     return status
 
 
-def list_computed(entry: Module) -> dict[str, Callable[[Path], str | None]]:
-    """Return the functions that draw a module's pictures without a run, by name."""
-    drawings = {name: draw_diagram for number, name, draw_diagram in DIAGRAMS if get_module(str(number)) == entry}
-    if entry in TRAINING_MODULES and "CachedDDP" not in entry.public:  # its two halves would be equal
-        drawings["schematic"] = partial(draw_timelines, make_timelines, list_compared(entry))
-    return drawings
-
-
-def list_measured(entry: Module) -> dict[str, Callable[[Path], str | None]]:
-    """Return the functions that draw a module's pictures from real runs, by name."""
+def list_pictures(entry: Module, only_computed: bool) -> dict[Path, Callable[[Path], str | None]]:
+    """Return the functions that draw a module's pictures, except for its diagrams. Most of them need a run."""
     special = {"CachedDDP": ("views", draw_views), "FullyShardedDDP": ("checkpointing", draw_checkpointing)}
     special["HalfBytesDDP"] = "wire", draw_wire
-    drawings = dict(special[name] for name in entry.public if name in special)
-    if entry in TRAINING_MODULES and not is_hybrid(get_variant(entry)):
-        drawings["timeline"] = partial(draw_timelines, trace, list_compared(entry))
-    if entry in TRAINING_MODULES and entry.track == ADVANCED:
-        variants = [get_variant(module) for module in list_compared(entry)]
-        drawings["memory"] = lambda path: draw_step(measure_step(variants), path)
-    return drawings
+    drawings = {} if only_computed else dict(special[name] for name in entry.public if name in special)
+    if entry in TRAINING_MODULES:
+        compared = list_compared(entry)
+        variants = [get_variant(module) for module in compared]
+        if "CachedDDP" not in entry.public:  # the two halves of its schematic would be equal
+            drawings["schematic"] = partial(draw_timelines, make_timelines, compared)
+        if not only_computed and not is_hybrid(variants[-1]):
+            drawings["timeline"] = partial(draw_timelines, trace, compared)
+        if not only_computed and entry.track == ADVANCED:
+            drawings["memory"] = lambda path: draw_step(measure_step(variants), path)
+    return {entry.lesson / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
 
 
 def list_compared(entry: Module) -> list[Module]:
