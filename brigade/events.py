@@ -1,34 +1,31 @@
 """The events that a rank reports: their kinds, how to read them, and how to describe what a rank is doing.
 
 An event is a small dict. Every event has `kind`, `time` (seconds of `time.perf_counter`, which all processes of one
-machine share) and `phase` (what the training loop was doing). `rank/recording.py` reports these kinds:
+machine share), `phase` (what the training loop was doing) and the fields of its kind in `FIELDS`:
 
-    launch   the rank calls a collective. `index` numbers the launches of the rank from 0. `group` is the name of the
-             group, and `ranks` are its global ranks. `op`, `dtype`, `numel` and `nbytes` describe the full buffer;
-             `parts` is the number of tensors in a coalesced call, else 1. `reduce_op`, `root` (a rank in the group)
-             and `sync` are arguments of the call. `peer` is the global rank that a send goes to or a receive comes
-             from; it is None for a receive from any rank and for collectives. `name` is the parameter whose memory the
-             call uses, if known, and `memory` is "weight" or "gradient". `line` is the line of the submission that made
-             the call. `caller` is the submission's outermost function on the stack, such as "full_state_dict". Both
-             are None if the submission is not on the stack.
+    launch   the rank calls a collective of the group `group` of the global ranks `ranks`. `index` numbers its launches
+             from 0. `op`, `dtype`, `numel` and `nbytes` describe the full buffer; `parts` is the number of tensors in a
+             coalesced call, else 1. `reduce_op`, `root` (a rank in the group) and `sync` are arguments of the call.
+             `peer` is the global rank that a send goes to or a receive comes from, or None. `name` is the parameter
+             whose memory the call uses, if known, and `memory` is "weight" or "gradient". `line` is the line of the
+             submission that made the call, and `caller` the submission's outermost function on the stack, or None.
     wait     the rank begins to wait for launch `index`
     complete the rank asks whether launch `index` is complete, and it is; the wait that follows does not block
     done     the rank has the result of launch `index`
     end      launch `index` is complete. On CUDA, `time` is when the kernel was queued; for gloo's reduce_scatter, it is
              when the rank's wait ended. `began` is when the emulated link began to transfer the data.
+    race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     connect  the rank begins to create the process group `group` of the global ranks `ranks`, all of which must do so
     connected  the process group is complete
     phase    the training loop enters this phase
-    race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
     border   the rank learns the factors of border `number` of batch `batch` of the run, and has computed `values` there
              (`checks/edge_case_models.py`)
-    call     the rank begins the second or a later call of the function given to `run_calls` (`rank/main.py`);
-             `digest` is that of the last call's result
+    call     the rank begins the second or a later call of the function given to `run_calls`; `digest` is that of the
+             last call's result
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
-Scenarios add kinds of their own with `note`. The parent process validates each event once, when the event arrives.
-All other code may rely on the fields.
+Scenarios add kinds of their own with `note`. The parent validates each event once, when it arrives.
 """
 
 from __future__ import annotations
@@ -41,30 +38,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Event = dict[str, Any]
-Fields = dict[str, tuple[type, ...]]
 
 OUTSIDE = "setup"  # the phase of events outside the training loop's phases
 OPPOSITES = {"send": "recv", "recv": "send"}  # point-to-point call -> the call that the peer must make
 MAX_NUMBER = 1 << 20  # limit for launch and step numbers; a malicious rank could send large ones that collide in dicts
 
-COMMON_FIELDS: Fields = {"kind": (str,), "time": (float,), "phase": (str,)}
-FIELDS: dict[str, Fields] = {
-    "launch": COMMON_FIELDS | {
-        "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": (str, type(None)), "numel": (int,),
-        "nbytes": (int,), "parts": (int,), "reduce_op": (str, type(None)), "root": (int, type(None)), "sync": (bool,),
-        "peer": (int, type(None)), "name": (str, type(None)), "memory": (str, type(None)),
-        "line": (str, type(None)), "caller": (str, type(None)),
+TEXT, NUMBER = (str, type(None)), (int, type(None))
+COMMON_FIELDS = {"kind": (str,), "time": (float,), "phase": (str,)}
+FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "launch": {
+        "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": TEXT, "numel": (int,),
+        "nbytes": (int,), "parts": (int,), "reduce_op": TEXT, "root": NUMBER, "sync": (bool,), "peer": NUMBER,
+        "name": TEXT, "memory": TEXT, "line": TEXT, "caller": TEXT,
     },
-    "wait": COMMON_FIELDS | {"index": (int,)},
-    "complete": COMMON_FIELDS | {"index": (int,)},
-    "done": COMMON_FIELDS | {"index": (int,)},
-    "end": COMMON_FIELDS | {"index": (int,)},
-    "race": COMMON_FIELDS | {"index": (int,)},
-    "connect": COMMON_FIELDS | {"group": (str,), "ranks": (list,)},
-    "ready": COMMON_FIELDS | {"name": (str,)},
-    "border": COMMON_FIELDS | {"batch": (int,), "number": (int,), "values": (str,)},
-    "call": COMMON_FIELDS | {"digest": (str,)},
-    "step": COMMON_FIELDS | {"step": (int, type(None))},
+    **dict.fromkeys(("wait", "complete", "done", "end", "race"), {"index": (int,)}),
+    "connect": {"group": (str,), "ranks": (list,)},
+    "ready": {"name": (str,)},
+    "border": {"batch": (int,), "number": (int,), "values": (str,)},
+    "call": {"digest": (str,)},
+    "step": {"step": NUMBER},
 }  # fmt: skip
 
 
@@ -73,12 +65,13 @@ def validate(event: Any, num_launches: int) -> None:
     if type(event) is not dict:
         raise ValueError("an event must be a dict")
     kind = event.get("kind")
-    fields = FIELDS.get(kind, COMMON_FIELDS) if type(kind) is str else COMMON_FIELDS
+    fields = COMMON_FIELDS | (FIELDS.get(kind, {}) if type(kind) is str else {})
     for name, types in fields.items():
         if name not in event or type(event[name]) not in types:
             raise ValueError(f"an event needs the field {name}, of type {types[0].__name__}")
-    if not (is_small(event.get("index")) and is_small(event.get("step"))):
-        raise ValueError("the number of a launch or a step is too large")
+    for number in (event.get("index"), event.get("step")):
+        if number is not None and not (type(number) is int and 0 <= number < MAX_NUMBER):
+            raise ValueError("the number of a launch or a step is too large")
     began = event.get("began")
     if not math.isfinite(event["time"]) or (began is not None and (type(began) is not float or math.isinf(began))):
         raise ValueError("a time is not finite")
@@ -89,11 +82,6 @@ def validate(event: Any, num_launches: int) -> None:
             raise ValueError("a launch has the wrong number")
     elif "index" in fields and event["index"] >= num_launches:
         raise ValueError("an event belongs to a launch that was not made")
-
-
-def is_small(number: Any) -> bool:
-    """Return whether `number` is None or an integer from 0 to MAX_NUMBER - 1."""
-    return number is None or type(number) is int and 0 <= number < MAX_NUMBER
 
 
 # ---- the record of one rank
@@ -131,10 +119,7 @@ class Launch:
     is_polled: bool = False  # whether the rank learnt that the launch was complete before it waited
 
 
-LAUNCH_FIELDS = (
-    "index", "ranks", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "peer", "line",
-    "phase",
-)  # fmt: skip
+LAUNCH_FIELDS = (COMMON_FIELDS | FIELDS["launch"]).keys() & Launch.__match_args__
 
 
 def launches(events: Sequence[Event], step: int | None = None, *, phase: str | None = None) -> list[Launch]:
@@ -238,27 +223,15 @@ def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
     return f"{count} ({', '.join(words)})" if words else count
 
 
-def describe(launch: Event) -> str:
-    """Describe a launch.
-
-    Examples: "all_reduce #3 (fc2.weight, float32, 4096 B)" and "send #0 to rank 1 (float32, 12 B)".
-    """
-    if launch["op"] == "barrier":
-        return f"barrier #{launch['index']}"
-    name = f"{launch['name']}, " if launch["name"] else ""
-    return f"{describe_call(launch)} ({name}{launch['dtype']}, {launch['nbytes']} B)"
-
-
-def describe_with_line(launch: Event) -> str:
-    """Describe a launch, with the line of the submission that made the call, if this line is known."""
-    return describe(launch) + (f" at {launch['line']}" if launch["line"] else "")
-
-
 def describe_call(launch: Event) -> str:
     """Describe a launch without its data, for example "recv #2 from rank 0"."""
-    peer = ""
-    if launch["op"] in OPPOSITES:
-        peer = (" to " if launch["op"] == "send" else " from ") + (
-            "any rank" if launch["peer"] is None else f"rank {launch['peer']}"
-        )
-    return f"{launch['op']} #{launch['index']}{peer}"
+    peer = "any rank" if launch.get("peer") is None else f"rank {launch['peer']}"
+    direction = {"send": f" to {peer}", "recv": f" from {peer}"}.get(launch["op"], "")
+    return f"{launch['op']} #{launch['index']}{direction}"
+
+
+def describe(launch: Event) -> str:
+    """Describe a launch, for example "all_reduce #3 (fc2.weight, float32, 4096 B)"."""
+    name = f"{launch['name']}, " if launch["name"] else ""
+    data = "" if launch["op"] == "barrier" else f" ({name}{launch['dtype']}, {launch['nbytes']} B)"
+    return describe_call(launch) + data

@@ -47,20 +47,15 @@ class RankRecord:
         """
         names = " and ".join(f"rank {peer}" for peer in missing_peers)
         if self.connecting:
-            ranks = ", ".join(map(str, self.connecting["ranks"]))
-            return f"is creating the process group of the ranks {ranks}" + (
-                f", which {names} never did" if names else ""
-            )
-        if self.waiting:
-            opposite = OPPOSITES.get(self.waiting["op"])
+            text = f"is creating the process group of the ranks {', '.join(map(str, self.connecting['ranks']))}"
+            missing = f"which {names} never did"
+        elif self.waiting:
+            text, opposite = f"waits in {describe(self.waiting)}", OPPOSITES.get(self.waiting["op"])
             missing = f"for which {names} called no {opposite}" if opposite else f"which {names} never launched"
-            return f"waits in {describe(self.waiting)}" + (f", {missing}" if names else "")
-        phase = self.events[-1]["phase"] if self.events else OUTSIDE
-        return (
-            f"is busy {self.describe_last_launch()}"
-            if phase == OUTSIDE
-            else f"is in {phase} {self.describe_last_launch()}"
-        )
+        else:
+            phase = self.events[-1]["phase"] if self.events else OUTSIDE
+            return f"is {'busy' if phase == OUTSIDE else f'in {phase}'} {self.describe_last_launch()}"
+        return f"{text}, {missing}" if names else text
 
 
 class Mismatch(NamedTuple):
@@ -77,22 +72,14 @@ class Progress:
 
     def __init__(self, world_size: int):
         self.ranks = [RankRecord() for _ in range(world_size)]
-        self._collectives: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> the rank's launches in it
-        self._messages: dict[tuple[str, int, str, int | None], list[Event]] = {}  # (group, rank, op, peer) -> launches
+        # The launches of each series: of a group's collectives on a rank, or of the sends to (receives from) a peer.
+        self._series: dict[tuple, list[Event]] = {}
 
     def add(self, rank: int, event: Event) -> None:
         """Add the next event of a rank."""
         self.ranks[rank].add(event)
-        if event["kind"] != "launch":
-            return
-        if event["op"] in OPPOSITES:
-            self._messages.setdefault((event["group"], rank, event["op"], event["peer"]), []).append(event)
-        else:
-            self._collectives.setdefault((event["group"], rank), []).append(event)
-
-    def list_collectives(self, group: str, rank: int) -> list[Event]:
-        """Return the collectives that a rank has launched in a group, in order."""
-        return self._collectives.get((group, rank), [])
+        if event["kind"] == "launch":
+            self._series.setdefault(make_key(rank, event), []).append(event)
 
     def describe_activity(self, rank: int) -> str:
         """Describe what a rank is doing: see `RankRecord.describe_activity`.
@@ -107,34 +94,27 @@ class Progress:
         return text
 
     def find_missing_peers(self, rank: int) -> list[int]:
-        """Return the peers that have not launched what this rank waits for, or not begun to create its new group."""
-        connecting, launch = self.ranks[rank].connecting, self.ranks[rank].waiting
-        if connecting:
-            return [
-                peer
-                for peer in connecting["ranks"]
-                if 0 <= peer < len(self.ranks) and connecting["group"] not in self.ranks[peer].groups
-            ]
-        if launch is None:
-            return []
-        group = launch["group"]
-        if launch["op"] in OPPOSITES:
-            return [] if self._is_answered(rank, launch) else [launch["peer"]]
-        number = find_position(launch, self.list_collectives(group, rank))
-        members = [peer for peer in launch["ranks"] if 0 <= peer < len(self.ranks)]
-        return [peer for peer in members if len(self.list_collectives(group, peer)) <= number]
-
-    def _is_answered(self, rank: int, launch: Event) -> bool:
-        """Return whether the peer has made, or may have made, the call that matches a send or a receive.
+        """Return the peers that have not launched what this rank waits for, or not begun to create its new group.
 
         With gloo, a send ends when the peer receives. Tags are not compared. A receive from any rank may match any
-        send. If there is such a receive, return True. A run that hangs then ends only at the deadline.
+        send, so nobody is missing then. A run that hangs in this way ends only at the deadline.
         """
-        group, op, peer = launch["group"], launch["op"], launch["peer"]
-        if peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._messages:
-            return True
-        number = find_position(launch, self._messages[group, rank, op, peer])
-        return len(self._messages.get((group, peer, OPPOSITES[op], rank), ())) > number
+        connecting, launch = self.ranks[rank].connecting, self.ranks[rank].waiting
+        if connecting:
+            peers = [peer for peer in connecting["ranks"] if 0 <= peer < len(self.ranks)]
+            return [peer for peer in peers if connecting["group"] not in self.ranks[peer].groups]
+        if launch is None:
+            return []
+        group, peer = launch["group"], launch["peer"]
+        if launch["op"] not in OPPOSITES:
+            keys = {peer: make_key(peer, launch) for peer in launch["ranks"] if 0 <= peer < len(self.ranks)}
+        elif peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._series:
+            return []
+        else:
+            keys = {peer: (group, peer, OPPOSITES[launch["op"]], rank)}
+        own = self._series[make_key(rank, launch)]
+        number = next(i for i, other in enumerate(own) if other is launch)
+        return [peer for peer, key in keys.items() if len(self._series.get(key, ())) <= number]
 
     def is_deadlocked(self, settled: Collection[int]) -> bool:
         """Return whether no rank can continue by itself. `settled` contains the ranks that have finished or failed.
@@ -147,13 +127,9 @@ class Progress:
         return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
 
     def find_unequal_message(self) -> Mismatch | None:
-        """Return the first message whose receiver expects a different length, or None if there is none.
-
-        Tags are not compared.
-        """
-        for (group, rank, op, peer), sent in self._messages.items():
-            received = self._messages.get((group, peer, "recv", rank), []) if op == "send" else []
-            for send, recv in zip(sent, received):
+        """Return the first message whose receiver expects a different length, or None. Tags are not compared."""
+        for (group, rank, op, peer), sent in self._series.items():
+            for send, recv in zip(sent, self._series.get((group, peer, "recv", rank), ()) if op == "send" else ()):
                 if send["nbytes"] != recv["nbytes"]:
                     return Mismatch(peer, recv, rank, send)
         return None
@@ -163,17 +139,18 @@ class Progress:
         launch = self.ranks[rank].launches[-1]
         if launch["op"] in OPPOSITES:
             return None
-        number = len(self.list_collectives(launch["group"], rank)) - 1
+        number = len(self._series[make_key(rank, launch)]) - 1
         for peer in range(len(self.ranks)):
-            launched = self.list_collectives(launch["group"], peer)
+            launched = self._series.get(make_key(peer, launch), ())
             if len(launched) > number and make_signature(launched[number]) != make_signature(launch):
                 return Mismatch(rank, launch, peer, launched[number])
         return None
 
 
-def find_position(launch: Event, launched: Sequence[Event]) -> int:
-    """Return the position of this launch in `launched`, compared by identity."""
-    return next(i for i, other in enumerate(launched) if other is launch)
+def make_key(rank: int, launch: Event) -> tuple:
+    """Return what identifies the series of a launch on a rank."""
+    is_message = launch["op"] in OPPOSITES
+    return (launch["group"], rank, *((launch["op"], launch["peer"]) if is_message else (None, None)))
 
 
 def make_signature(launch: Event) -> tuple:

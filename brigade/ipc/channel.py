@@ -80,7 +80,7 @@ class Channel:
 
     def connect(self) -> None:
         """Wait until all ranks of the group in the last event have created it."""
-        self._send(b"G", b"\0")
+        self._send(b"G")
         self._read_answer()
 
     def ask(self, batch: int, number: int, numel: int) -> bytes:

@@ -78,7 +78,6 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     from torch import distributed as dist
 
     from brigade.rank import main as inside
-    from brigade.rank.failure import describe
 
     module, sources = find_sources(function)
     record = RankRecord()
@@ -115,7 +114,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     except CourseError:
         raise
     except Exception as error:
-        raise make_failure(error, describe(error, request["packages"]), rank, record) from None
+        raise make_failure(error, inside.describe_exception(error, request["packages"]), rank, record) from None
     is_done.set()
     if rank:
         exit_process(0)

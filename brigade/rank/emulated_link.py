@@ -21,10 +21,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import queue
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -265,6 +265,9 @@ class EmulatedLinkGroup(RecordingGroup):
         return self._message_series[sender, receiver]
 
 
+_completer = ThreadPoolExecutor(max_workers=1)  # completes futures in order, each as soon as its launch is complete
+
+
 class EmulatedLinkWork(RecordedWork):
     """The handle of a launch on the emulated link.
 
@@ -330,27 +333,9 @@ class EmulatedLinkWork(RecordedWork):
                 # If `then` raises, C++ sees an exception. After `set_exception`, torch DDP's reducer would treat
                 # the exception as tensors, and the process would abort.
                 self._future = begun.then(self._finish_and_return)
-                get_completion_queue().put(begun)
+                _completer.submit(begun.set_result, None)
         return self._future
 
     def _finish_and_return(self, _: torch.futures.Future) -> list[torch.Tensor]:
         self._finish()
         return self._outputs
-
-
-_finishing: queue.SimpleQueue | None = None
-
-
-def get_completion_queue() -> queue.SimpleQueue:
-    """Return a queue. A thread completes its futures in order, each as soon as its launch is complete."""
-    global _finishing
-    if _finishing is None:
-        _finishing = queue.SimpleQueue()
-        threading.Thread(target=complete_futures, args=(_finishing,), daemon=True).start()
-    return _finishing
-
-
-def complete_futures(futures: queue.SimpleQueue) -> None:
-    """Complete the futures of a queue in order, forever. This runs in a thread."""
-    while True:
-        futures.get().set_result(None)

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -30,11 +31,12 @@ import torch.distributed as dist
 from brigade.course import submission
 from brigade.ipc import wire
 from brigade.ipc.channel import Channel
-from brigade.rank import api, dynamo_stub, emulated_link, failure, recording, strict
+from brigade.rank import api, dynamo_stub, emulated_link, recording, strict
 from brigade.rank.switch_group import SwitchGroup
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 
+MAX_MESSAGE = 4_000  # characters of an exception's message that are sent
 SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
 
 
@@ -49,7 +51,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
     try:
         channel.send_result(wire.encode(run(request, channel.add_event, channel if request["switch"] else None)))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
-        channel.send_failure(failure.describe(error, request["packages"]))
+        channel.send_failure(describe_exception(error, request["packages"]))
     sys.stdout.flush()
     sys.stderr.flush()
     while True:
@@ -145,6 +147,27 @@ def scatter(seed: int) -> list[torch.nn.Parameter]:
     parameters = [torch.nn.Parameter(tensor) for _ in range(SCATTERED)]
     rng.shuffle(parameters)
     return parameters[::2]  # the others are freed, and their memory is reused in another order
+
+
+def describe_exception(error: BaseException, packages: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of an exception, with its frames in the submission.
+
+    If the submission has no frames, include the frames in the other packages that the rank received. If these packages
+    have no frames either, include all frames outside the toolkit.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    files = {path for path, *_ in packages.get(submission.PACKAGE, {}).values()}
+    own = [frame for frame in frames if frame.filename in files]
+    ours = {path for sources in packages.values() for path, *_ in sources.values()}
+    others = [frame for frame in frames if frame.filename in ours]
+    others = others or [frame for frame in frames if not frame.filename.startswith(toolkit)]
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:MAX_MESSAGE],
+        "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in (own or others)],
+        "own": bool(own),
+    }
 
 
 def exit_with_parent(server: int) -> None:

@@ -81,8 +81,7 @@ class LiveMemory(TorchDispatchMode):
 
     def total(self) -> int:
         """Return the number of live bytes."""
-        storages = [reference() for reference in self._storages.copy().values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        return sum(storage.nbytes() for storage in self._list_live().values())
 
     def count(self, **kinds: Iterable[Any]) -> dict[str, int]:
         """Return the number of live bytes by kind. Each kind is a list of tensors; "other" is the rest.

@@ -117,12 +117,12 @@ class Recorder:
         return None, None
 
 
-_recorder: Recorder | None = None
+_recorder = Recorder(lambda event: None)  # outside a rank, nobody listens
 _switch: Any = None
 
 
 def install(recorder: Recorder, switch: Any = None) -> None:
-    """Make `recorder` the recorder that `note` and `phase` use in this process. `switch` is the channel to a switch."""
+    """Make `recorder` the recorder of the functions below in this process. `switch` is the channel to a switch."""
     global _recorder, _switch
     _recorder, _switch = recorder, switch
 
@@ -144,41 +144,35 @@ def sample(x: torch.Tensor) -> torch.Tensor:
 
 
 def note(kind: str, **fields: Any) -> None:
-    """Record an event of a scenario's own kind. Do nothing outside a rank."""
-    if _recorder:
-        _recorder.note(kind, **fields)
+    """Record an event of a scenario's own kind. Outside a rank, this has no effect."""
+    _recorder.note(kind, **fields)
 
 
 def name_parameters(module: torch.nn.Module) -> None:
-    """From now on, name parameters in events as `module` does. Do nothing outside a rank."""
-    if _recorder:
-        _recorder.name_parameters(module)
+    """From now on, name parameters in events as `module` does."""
+    _recorder.name_parameters(module)
 
 
 def watch_gradients(module: torch.nn.Module) -> None:
-    """From now on, record when gradients of `module` become ready. Do nothing outside a rank."""
-    if _recorder:
-        _recorder.watch_gradients(module)
+    """From now on, record when gradients of `module` become ready: see `Recorder.watch_gradients`."""
+    _recorder.watch_gradients(module)
 
 
 def follow_backward(output: torch.Tensor) -> None:
-    """Record any backward through this tensor: see `Recorder.follow_backward`. Do nothing outside a rank."""
-    if _recorder:
-        _recorder.follow_backward(output)
+    """Record any backward through this tensor: see `Recorder.follow_backward`."""
+    _recorder.follow_backward(output)
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Record events in the block with this phase: "construct", "forward", "backward", "finish" or "step"."""
-    if not _recorder:
-        yield
-        return
-    before, _recorder.phase = _recorder.phase, name
-    _recorder.note("phase")  # in case the phase hangs before it records another event
+    recorder = _recorder
+    before, recorder.phase = recorder.phase, name
+    recorder.note("phase")  # in case the phase hangs before it records another event
     try:
         yield
     finally:
-        _recorder.phase = before
+        recorder.phase = before
 
 
 class RecordedWork(dist.Work):
@@ -216,12 +210,6 @@ class RecordedWork(dist.Work):
     def is_completed(self) -> bool:
         return self._inner.is_completed()
 
-    def is_success(self) -> bool:
-        return self._inner.is_success()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
     def _source_rank(self) -> int:
         return self._inner._source_rank()  # of a receive from any rank
 
@@ -251,9 +239,6 @@ class Finished(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -500,24 +485,16 @@ def register_backends(
         nccl.eager_connect_single_device(api.device())  # otherwise the first collective would connect the ranks
 
 
-def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
-    """For the recording group, register backends that do nothing, because torch stores the group's name in them.
-
-    If these were the inner group's backends, any caller could get them from torch.
-    """
-    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, make_stand_in(group))
-    if backend == "nccl":
-        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, make_stand_in(group))
-
-
 def register(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.BackendType, backend: dist.Backend) -> None:
     group._register_backend(torch.device(device), kind, backend)
     group._set_default_backend(kind)
 
 
-def make_stand_in(group: dist.ProcessGroup) -> dist.Backend:
-    """Return torch's fake backend, whose collectives do nothing."""
-    return torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
+def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
+    """Register torch's fake backend for the recording group. It does nothing; torch stores the group's name in it."""
+    for device, kind in [("cpu", "GLOO"), ("cuda", "NCCL")][: 2 if backend == "nccl" else 1]:
+        fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
+        register(group, device, getattr(dist.ProcessGroup.BackendType, kind), fake)
 
 
 def make_gloo_options(timeout: timedelta) -> Any:

@@ -111,9 +111,6 @@ class SwitchWork(dist.Work):
     def is_completed(self) -> bool:
         return self._source is not None or self._channel.poll(self._index)
 
-    def is_success(self) -> bool:
-        return True
-
     def _source_rank(self) -> int:
         return self._source
 

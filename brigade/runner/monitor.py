@@ -5,7 +5,6 @@ A run ends when every rank has delivered a result, or when
 - a rank raised an exception, died without a result or sent something unreadable ("failed"),
 - launches with the same number in a group differ between two ranks ("mismatch"),
 - no rank can continue by itself ("deadlock"),
-- every rank has been creating a process group for a long time ("unconnected"),
 - the deadline has passed ("deadline").
 
 A rank is not trusted: everything that it sends is limited in size and validated here.
@@ -28,16 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from brigade.course.submission import Sources, is_sealed
 from brigade.events import Event, validate
-from brigade.progress import Mismatch, Progress
-from brigade.runner.report import (
-    OUTPUT_LIMIT,
-    Frame,
-    RankError,
-    RankFailure,
-    RankState,
-    describe_failure,
-    remove_jargon,
-)
+from brigade.progress import Mismatch, Progress, RankRecord
+from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
 from brigade.switch import Refused
 
@@ -45,24 +36,31 @@ if TYPE_CHECKING:
     from brigade.switch.switch import Switch
 
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
-CONNECT_S = 30.0  # after this time without a message, stop ranks that are still creating a process group
 GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs
 LISTEN_S = 0.001  # pause between reads: waking up for each event would take processor time from the ranks
 ANSWER_S = 0.5  # the time that ranks have to print their stacks
-MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
+OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
-FRAMES_LIMIT = 30  # frames of an exception that are kept
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
 LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")  # see `ipc/channel.py`
 HEADER_BYTES = 9  # of a message: its letter and its size
 
+# For each question to the switch: the kind of event that a rank records before it, the fields of the event that the
+# question repeats, and what a rank has done that has recorded something else.
+RECORDED_BEFORE = {
+    b"G": ("connect", (), "created a group without recording it"),
+    b"W": ("wait", ("index",), "waited for a result without recording the wait"),
+    b"B": ("border", ("batch", "number"), "asked for the factors of a border without recording the border"),
+}
+
 
 class RankProcess:
-    """One rank: its process, our ends of its three channels, and its state."""
+    """One rank: its process, our ends of its three channels, and what it has sent."""
 
-    def __init__(self, state: RankState):
-        self.state = state
+    def __init__(self, number: int, record: RankRecord):
+        self.number, self.record = number, record
         self.pid = 0
         self.control, self._rank_control = socket.socketpair()
         self.output, self._rank_output = os.pipe()
@@ -70,6 +68,18 @@ class RankProcess:
         self.buffer = bytearray()  # messages that are not complete yet
         self.outgoing = bytearray()  # answers of the switch that the rank has not read yet
         self.num_received = 0  # bytes
+        self.printed = bytearray()
+        self.stack = bytearray()  # printed on request, by faulthandler
+        self.result: bytes | None = None
+        self.error: RankFailure | None = None  # the exception that it raised
+        self.status: int | None = None  # exit status of its process, if the process has ended
+        self.garbled = ""  # what was wrong with its messages, as the predicate of a sentence
+        self.is_closed = False  # whether its channel is closed
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the rank has returned a result, raised an exception or ended."""
+        return self.error is not None or self.result is not None or self.status is not None
 
     @property
     def descriptors(self) -> list[int]:
@@ -87,13 +97,18 @@ class RankProcess:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.control.sendall(struct.pack("<Q", len(data)) + data)
 
+    def read_output(self) -> str:
+        """Return the rank's printed output, up to OUTPUT_LIMIT characters."""
+        text = remove_jargon(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
+        return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
+
     def close(self) -> None:
         """Read the rest of the rank's output, then close all channels."""
         if self.pid:
             os.set_blocking(self.output, False)
             with contextlib.suppress(OSError):
-                while len(self.state.printed) <= OUTPUT_LIMIT and (data := os.read(self.output, 1 << 16)):
-                    append_limited(self.state.printed, data, OUTPUT_LIMIT + 1)
+                while len(self.printed) <= OUTPUT_LIMIT and (data := os.read(self.output, 1 << 16)):
+                    append_limited(self.printed, data, OUTPUT_LIMIT + 1)
         else:
             self.close_rank_ends()
         self.control.close()
@@ -115,7 +130,7 @@ class Monitor:
         switch: Switch | None = None,
     ):
         self.progress = Progress(world_size)
-        self.ranks = [RankProcess(RankState(number, record)) for number, record in enumerate(self.progress.ranks)]
+        self.ranks = [RankProcess(number, record) for number, record in enumerate(self.progress.ranks)]
         self._packages = packages
         self._deadline_s = deadline_s
         self._stream = stream  # otherwise events arrive late, and a deadlock cannot be detected
@@ -128,11 +143,6 @@ class Monitor:
         self._mismatch: Mismatch | None = None
         self._switch = switch
 
-    @property
-    def states(self) -> list[RankState]:
-        """The state of each rank."""
-        return [rank.state for rank in self.ranks]
-
     def fork(self, directory: Path) -> None:
         """Let the server fork the ranks. `directory` is the directory of the run."""
         descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
@@ -140,19 +150,19 @@ class Monitor:
         for rank, pid in zip(self.ranks, pids):
             rank.pid = pid
             rank.close_rank_ends()
-            for fd, read in (
-                (rank.control, self._read_control),
-                (rank.output, self._read_output),
-                (rank.trace, self._read_trace),
+            for channel, read in (
+                (rank.control, functools.partial(self._read_control, rank)),
+                (rank.output, functools.partial(self._read_text, rank.output, rank.printed, OUTPUT_LIMIT + 1)),
+                (rank.trace, functools.partial(self._read_text, rank.trace, rank.stack, TRACE_LIMIT)),
             ):
-                self._selector.register(fd, selectors.EVENT_READ, (read, rank))
-        self._selector.register(SERVER.fileno(), selectors.EVENT_READ, (None, None))
+                self._selector.register(channel, selectors.EVENT_READ, read)
+        self._selector.register(SERVER.fileno(), selectors.EVENT_READ, SERVER.read_exits)
 
     def watch(self) -> RankFailure | None:
         """Listen until all ranks have delivered a result (return None) or the run has failed (return the failure)."""
         ends_at = time.monotonic() + self._deadline_s if self._deadline_s else float("inf")
         while (kind := self._find_failure_kind(ends_at)) is None:
-            if all(state.result is not None for state in self.states):
+            if all(rank.result is not None for rank in self.ranks):
                 return None
             self._listen(0.05)
             if not self._switch:  # ranks wait for the switch's answers
@@ -161,7 +171,7 @@ class Monitor:
             kind, self._mismatch = "mismatch", unequal  # gloo has ended the receiver's process
         if kind != "failed":
             self._request_stacks()
-        return describe_failure(kind, self.states, self.progress, self._mismatch, self._deadline_s, self._packages)
+        return describe_failure(kind, self.ranks, self.progress, self._mismatch, self._deadline_s, self._packages)
 
     def end(self) -> None:
         """Kill and reap all ranks. Read the rest of their output."""
@@ -179,18 +189,18 @@ class Monitor:
         from brigade.ipc import wire
 
         values = []
-        for state in self.states:
+        for rank in self.ranks:
             try:
-                values.append(wire.decode(state.result))
+                values.append(wire.decode(rank.result))
                 if type(values[-1]) is not list or len(values[-1]) != num_calls:
                     raise wire.WireError(f"the result is not a list with one entry per call ({num_calls} expected)")
                 # Otherwise, a call could go on after its events have ended.
-                digests = [event["digest"] for event in state.record.events if event["kind"] == "call"]
+                digests = [event["digest"] for event in rank.record.events if event["kind"] == "call"]
                 if digests != [wire.digest(value) for value in values[-1][:-1]]:
                     raise wire.WireError("the result of a call has changed after the call")
             except wire.WireError as error:
-                line = f"rank {state.number}: {error}"
-                raise RankFailure("garbled", "a rank delivered an unreadable result", [line], state.number) from None
+                line = f"rank {rank.number}: {error}"
+                raise RankFailure("garbled", "a rank delivered an unreadable result", [line], rank.number) from None
         return values
 
     def _find_failure_kind(self, ends_at: float) -> str | None:
@@ -198,9 +208,9 @@ class Monitor:
         now = time.monotonic()
         if self._mismatch:  # even if all ranks have delivered a result: some mismatched collectives complete
             return "mismatch"
-        if all(state.result is not None for state in self.states):
+        if all(rank.result is not None for rank in self.ranks):
             return None
-        settled = [state.number for state in self.states if state.is_settled]
+        settled = [rank.number for rank in self.ranks if rank.is_settled]
         is_stuck = self._switch.is_stuck(settled) if self._switch else len(settled) == len(self.ranks)
         if self._failed_at and (now > self._failed_at + GRACE_S or is_stuck):
             return "failed"
@@ -209,35 +219,20 @@ class Monitor:
         if now > ends_at:
             return "deadline"
         is_quiet = self._stream and not self._switch and now > self._last_news + QUIET_S
-        if is_quiet and self.progress.is_deadlocked(settled):
-            return "deadlock"
-        unsettled = [state for state in self.states if not state.is_settled]
-        if now > self._last_news + CONNECT_S and all(state.record.connecting for state in unsettled):
-            return "unconnected"
-        return None
+        return "deadlock" if is_quiet and self.progress.is_deadlocked(settled) else None
 
     # ---- messages from the ranks and the server
 
     def _listen(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
-            read, rank = key.data
-            if read is None:
-                SERVER.read_exits()
-            else:
-                read(rank)
+            key.data()
 
     def _note_exit(self, rank: RankProcess, status: int) -> None:
-        rank.state.status = status
+        rank.status = status
         self._note_failure()
 
     def _note_failure(self) -> None:
         self._failed_at = self._failed_at or time.monotonic()
-
-    def _read_output(self, rank: RankProcess) -> None:
-        self._read_text(rank.output, rank.state.printed, OUTPUT_LIMIT + 1)
-
-    def _read_trace(self, rank: RankProcess) -> None:
-        self._read_text(rank.trace, rank.state.stack, TRACE_LIMIT)
 
     def _read_text(self, fd: int, kept: bytearray, limit: int) -> None:
         data = os.read(fd, 1 << 16)
@@ -257,27 +252,33 @@ class Monitor:
             data = b""
         if not data:
             self._selector.unregister(rank.control)
-            rank.state.is_closed = True
+            rank.is_closed = True
             self._note_failure()
             return
         rank.buffer += data
-        if rank.num_received > self._max_bytes:
-            self._refuse(
-                rank,
-                f"sent more than {self._max_bytes} bytes. Likely cause: it launches collectives in an endless loop.",
-            )
-            return
         events: list[Event] = []
         try:
+            if rank.num_received > self._max_bytes:
+                too_much = f"sent more than {self._max_bytes} bytes"
+                raise Refused(f"{too_much}. Likely cause: it launches collectives in an endless loop.")
             while message := self._pop_message(rank.buffer):
                 events += self._handle_message(rank, *message)
                 self._send_answers()
-        except Refused as refused:
-            self._refuse(rank, str(refused))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-            self._refuse(rank, "wrote something unreadable to its channel")
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+            struct.error,
+        ) as error:
+            is_refused = isinstance(error, Refused)
+            rank.garbled = str(error) if is_refused else "wrote something unreadable to its channel"
+            self._selector.unregister(rank.control)
+            self._note_failure()
         for event in events if self._on_event else []:
-            self._on_event(rank.state.number, event)
+            self._on_event(rank.number, event)
 
     def _pop_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
         """Remove the next message and return its letter and body, or None if it is not complete yet."""
@@ -293,81 +294,71 @@ class Monitor:
         del buffer[: HEADER_BYTES + size]
         return letter, body
 
-    def _refuse(self, rank: RankProcess, why: str) -> None:
-        rank.state.garbled = why
-        self._selector.unregister(rank.control)
-        self._note_failure()
-
     def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> list[Event]:
         """Handle one message of a rank and return the events in it. See `ipc/channel.py` for the letters."""
-        state = rank.state
         rank.num_received += HEADER_BYTES + (0 if letter == b"C" else len(body))  # the switch counts launches
-        if state.result is not None or state.error is not None:
+        if rank.result is not None or rank.error is not None:
             return []  # a rank sends nothing after its result or its exception
         self._last_news = time.monotonic()
-        if letter in LETTERS[3:]:
-            if rank.outgoing:
-                raise Refused("asked again before it read the answer")
-            self._handle_launch(state, letter, body)
-            return []
-        if letter == b"R":
-            if self._switch:
-                self._switch.check_end(state.number, len(state.record.launches), state.record.num_borders)
-            state.result = body
-            return []
+        if letter == b"E":
+            events = list(read_json(body))
+            if not events:
+                raise ValueError("not a message of a rank")
+            for event in events:
+                self._add_event(rank, event)
+            return events
         if letter == b"X":
-            state.error = self._read_error(read_json(body))
+            rank.error = make_exception_failure(rank.number, read_json(body), self._sealed_lines)
             self._note_failure()
-            return []
-        events = list(read_json(body))
-        if not events:
-            raise ValueError("not a message of a rank")
-        for event in events:
-            validate(event, len(state.record.launches))
+        elif letter == b"R":
             if self._switch:
-                self._switch.check_event(state.number, event, state.record.num_borders)
-            self.progress.add(state.number, event)
-            if event["kind"] == "launch" and not self._mismatch:
-                self._mismatch = self.progress.find_mismatch(state.number)
-        return events
+                self._switch.check_end(rank.number, len(rank.record.launches), rank.record.num_borders)
+            rank.result = body
+        elif rank.outgoing:
+            raise Refused("asked again before it read the answer")
+        else:
+            self._ask_switch(rank, letter, body)
+        return []
 
-    def _handle_launch(self, state: RankState, letter: bytes, body: bytes) -> None:
+    def _add_event(self, rank: RankProcess, event: Any) -> None:
+        validate(event, len(rank.record.launches))
+        if self._switch:
+            self._switch.check_event(rank.number, event, rank.record.num_borders)
+        self.progress.add(rank.number, event)
+        if event["kind"] == "launch" and not self._mismatch:
+            self._mismatch = self.progress.find_mismatch(rank.number)
+
+    def _ask_switch(self, rank: RankProcess, letter: bytes, body: bytes) -> None:
         """Pass a launch or a question to the switch. Raise Refused if the rank's record says something else."""
-        number, last = state.number, state.record.events[-1] if state.record.events else {"kind": None}
+        number, last = rank.number, rank.record.events[-1] if rank.record.events else {"kind": None}
+        if letter == b"C":
+            if last["kind"] != "launch" or last["index"] != len(self._switch.calls[number]):
+                raise Refused("made a launch without recording it")
+            try:
+                call = self._switch.launch(number, body)
+            except Refused:
+                # If ranks call different collectives, the record says it better.
+                self._mismatch = self._mismatch or self.progress.find_unequal_message()
+                if self._mismatch:
+                    return
+                raise
+            for name, fact in call.facts.items():
+                if last[name] != fact:
+                    raise Refused(f"recorded {name} = {last[name]!r} for a launch with {name} = {fact!r}")
+            return
+        numbers = [value for (value,) in struct.iter_unpack("<Q", body)]
+        if letter in RECORDED_BEFORE:
+            kind, fields, refusal = RECORDED_BEFORE[letter]
+            if last["kind"] != kind or [last[field] for field in fields] != numbers[: len(fields)]:
+                raise Refused(refusal)
         if letter == b"G":
-            if last["kind"] != "connect":
-                raise Refused("created a group without recording it")
             self._switch.connect(number, last["group"], last["ranks"])
-            return
-        if letter == b"B":
-            batch, border, numel = struct.unpack("<QQQ", body)
-            if last["kind"] != "border" or (last["batch"], last["number"]) != (batch, border):
-                raise Refused("asked for the factors of a border without recording the border")
-            self._switch.answer_border(number, batch, border, numel)
-            return
-        if letter != b"C":
-            (index,) = struct.unpack("<Q", body)
-        if letter == b"P":
-            self._switch.poll(number, index)
-            return
-        if letter == b"W":
-            if last["kind"] != "wait" or last["index"] != index:
-                raise Refused("waited for a result without recording the wait")
-            self._switch.wait(number, index)
-            return
-        if last["kind"] != "launch" or last["index"] != len(self._switch.calls[number]):
-            raise Refused("made a launch without recording it")
-        try:
-            call = self._switch.launch(number, body)
-        except Refused:
-            # If ranks call different collectives, the record says it better.
-            self._mismatch = self._mismatch or self.progress.find_unequal_message()
-            if self._mismatch:
-                return
-            raise
-        for name, fact in call.facts.items():
-            if last[name] != fact:
-                raise Refused(f"recorded {name} = {last[name]!r} for a launch with {name} = {fact!r}")
+        elif letter == b"B":
+            self._switch.answer_border(number, *numbers)
+        elif letter == b"P":
+            self._switch.poll(number, *numbers)
+        else:
+            self._switch.wait(number, *numbers)
 
     def _send_answers(self) -> None:
         """Send the switch's answers, as far as ranks read them."""
@@ -385,34 +376,19 @@ class Monitor:
         del rank.outgoing[:sent]
         with contextlib.suppress(KeyError):  # the rank has been refused or has ended
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outgoing else 0)
-            self._selector.modify(rank.control, events, (self._read_control, rank))
-
-    def _read_error(self, error: Any) -> RankError:
-        return RankError(
-            str(error["type"])[:MESSAGE_LIMIT],
-            remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip(),
-            bool(error["own"]),
-            [self._read_frame(*frame) for frame in error["frames"][-FRAMES_LIMIT:]],
-        )
-
-    def _read_frame(self, file: Any, line: Any, function: Any, text: Any) -> Frame:
-        """Return one frame of an exception. Add the text of its line if the rank has only compiled code of the file."""
-        if isinstance(file, str) and file in self._sealed_lines:
-            lines = self._sealed_lines[file]
-            text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
-        return (str(file)[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], str(text)[:MESSAGE_LIMIT])
+            self._selector.modify(rank.control, events, functools.partial(self._read_control, rank))
 
     def _request_stacks(self) -> None:
         """Ask the ranks to print their stacks, and read the stacks."""
-        alive = [rank for rank in self.ranks if rank.state.status is None]
+        alive = [rank for rank in self.ranks if rank.status is None]
         for rank in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(rank.pid, signal.SIGUSR1)
         ends_at = time.monotonic() + ANSWER_S
         while time.monotonic() < ends_at:
-            sizes = [len(rank.state.stack) for rank in alive]
+            sizes = [len(rank.stack) for rank in alive]
             self._listen(0.1)
-            if all(sizes) and sizes == [len(rank.state.stack) for rank in alive]:
+            if all(sizes) and sizes == [len(rank.stack) for rank in alive]:
                 break  # all have answered, and no more text arrives
 
 

@@ -140,14 +140,14 @@ def run_calls(
         if not is_empty:
             remove(directory)
     num_calls = len(args_per_call)
-    events = [split_calls(state.record.events, num_calls) for state in monitor.states]  # by rank and call
+    events = [split_calls(rank.record.events, num_calls) for rank in monitor.ranks]  # by rank and call
     if failure:
         # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
-        earliest = min(sum(event["kind"] == "call" for event in state.record.events) for state in monitor.states)
+        earliest = min(sum(event["kind"] == "call" for event in rank.record.events) for rank in monitor.ranks)
         failure.events = [events_by_call[min(earliest, num_calls - 1)] for events_by_call in events]
         raise failure
     values = monitor.decode_results(num_calls)
-    output = [state.read_output() for state in monitor.states]
+    output = [rank.read_output() for rank in monitor.ranks]
     return [RankResults(*results, output) for results in zip(zip(*values), map(list, zip(*events)))]
 
 

@@ -1,4 +1,4 @@
-"""The state of each rank of a run, and the report of a failed run in words."""
+"""The report of a failed run in words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import contextlib
 import re
 import signal
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from brigade.course.parts import Part, find_part
 from brigade.course.submission import PACKAGE, Sources
-from brigade.events import OPPOSITES, Event, describe_with_line
-from brigade.progress import Mismatch, Progress, RankRecord
+from brigade.events import OPPOSITES, Event, describe
+from brigade.progress import Mismatch, Progress
 
-OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
+if TYPE_CHECKING:
+    from brigade.runner.monitor import RankProcess
+
+MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
+FRAMES_LIMIT = 30  # frames of an exception that are kept
 # An exception with such a message means that a peer has ended. The rank that raised it is not the cause.
 BROKEN_LINK = re.compile(
     "[Cc]onnection (closed|refused|reset)|[Rr]emote (worker|process)|Broken pipe|connectFullMesh|ncclRemoteError"
@@ -26,10 +30,7 @@ JARGON = (
     (r"\b(Strict|Recording|EmulatedLink)Group\b", "ProcessGroup"),
     (r"(?m)^terminate called .*\n?", ""),
     (r"(\[rank\d+\]:)?\[[IWEF]\d{4} [^\]]*\] ?", ""),  # the prefix of torch's log: rank, date, time, thread, line
-    (
-        r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?op\.preamble\.length[^\n]*",
-        OTHER_SIZE,
-    ),
+    (r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?op\.preamble\.length[^\n]*", OTHER_SIZE),
     (r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?", "gloo: "),
 )
 
@@ -70,139 +71,105 @@ class RankFailure(Exception):
         self.part: Part | None = find_part(message) if error == "NotImplementedError" else None
 
 
-@dataclass(frozen=True)
-class RankError:
-    """The exception that a rank raised. `is_own` is true if the frames are in the submission."""
+def make_exception_failure(rank: int, error: Any, sealed_lines: dict[str, list[str]]) -> RankFailure:
+    """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours.
 
-    type: str
-    message: str
-    is_own: bool
-    frames: list[Frame]
-
-
-@dataclass
-class RankState:
-    """The state of one rank, as far as the parent knows it."""
-
-    number: int
-    record: RankRecord
-    printed: bytearray = field(default_factory=bytearray)
-    stack: bytearray = field(default_factory=bytearray)  # printed on request, by faulthandler
-    result: bytes | None = None
-    error: RankError | None = None
-    status: int | None = None  # exit status of its process, if the process has ended
-    garbled: str = ""  # what was wrong with its messages, as the predicate of a sentence
-    is_closed: bool = False  # whether its channel is closed
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the rank has returned a result, raised an exception or ended."""
-        return self.error is not None or self.result is not None or self.status is not None
-
-    def read_output(self) -> str:
-        """Return the rank's printed output, up to OUTPUT_LIMIT characters."""
-        text = remove_jargon(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
-        return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
+    Add the text of each line in a file of `sealed_lines`, of which the rank has only the compiled code.
+    """
+    frames: list[Frame] = []
+    for file, line, function, text in error["frames"][-FRAMES_LIMIT:]:
+        if (lines := sealed_lines.get(str(file))) is not None:
+            text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
+        file, function, text = (str(part)[:MESSAGE_LIMIT] for part in (file, function, text))
+        frames.append((Path(file).name, int(line), function, text))
+    kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
+    lines = [f"  {file}, line {line}, in {where}" + (f": {text}" if text else "") for file, line, where, text in frames]
+    summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
+    failure = RankFailure("exception", summary, lines, rank, kind, message=message, frames=frames)
+    failure.own = bool(error["own"])
+    return failure
 
 
 def describe_failure(
     kind: str,
-    states: Sequence[RankState],
+    ranks: Sequence[RankProcess],
     progress: Progress,
     mismatch: Mismatch | None,
     deadline_s: float | None,
     packages: dict[str, Sources],
 ) -> RankFailure:
     """Return the exception that reports a failed run. `kind`: see `runner/monitor.py`."""
+    waiting = {rank.record.waiting["op"] for rank in ranks if rank.record.waiting}
+    lines = [describe_rank(rank, progress, packages) for rank in ranks]
     if kind == "failed":
-        failure = _describe_rank_failure(states, progress, packages)
+        failure = describe_culprit(ranks, lines)
+    elif kind == "mismatch":
+        own, other = (
+            f"launched {describe(launch)}" + (f" at {launch['line']}" if launch["line"] else "")
+            for launch in (mismatch.launch, mismatch.peer_launch)
+        )
+        rule = (
+            "A message must have the same length on both ranks"
+            if mismatch.launch["op"] in OPPOSITES
+            else "All ranks of a group must launch the same collectives in the same order"
+        )
+        summary = f"rank {mismatch.rank} {own}, but rank {mismatch.peer} {other}. {rule}"
+        failure = RankFailure(kind, summary, lines, mismatch.rank)
+        failure.waiting = {mismatch.launch["op"]}
     else:
-        lines = [describe_state(state, progress, packages) for state in states]
-        rank, waiting = None, {state.record.waiting["op"] for state in states if state.record.waiting}
-        if kind == "mismatch":
-            rank = mismatch.rank
-            summary = (
-                f"rank {rank} launched {describe_with_line(mismatch.launch)}, but rank {mismatch.peer} launched "
-                f"{describe_with_line(mismatch.peer_launch)}. "
-            )
-            summary += (
-                "A message must have the same length on both ranks"
-                if mismatch.launch["op"] in OPPOSITES
-                else "All ranks of a group must launch the same collectives in the same order"
-            )
-        elif kind == "deadlock":
+        are_connecting = [bool(rank.record.connecting) for rank in ranks if not rank.is_settled]
+        if kind == "deadline":
+            summary = f"stopped after {deadline_s:.0f} s"
+            if are_connecting and all(are_connecting):
+                summary += (
+                    ", because the ranks did not finish creating a process group. Likely cause: the GPUs cannot "
+                    "communicate. NCCL_DEBUG=INFO shows why"
+                )
+        else:
             what = "a send or a recv" if waiting <= OPPOSITES.keys() else "a collective"
             what += " that a peer never launched"
-            if any(state.record.connecting for state in states):
+            if any(are_connecting):
                 what = "peers that never create its new process group"
             summary = f"deadlock: every rank has stopped, and at least one waits for {what}"
-        elif kind == "unconnected":
-            kind = "deadline"
-            summary = (
-                "stopped, because the ranks did not finish creating a process group. Likely cause: the GPUs cannot "
-                "communicate. NCCL_DEBUG=INFO shows why"
-            )
-        else:
-            summary = f"stopped after {deadline_s:.0f} s"
-        failure = RankFailure(kind, summary, lines, rank)
-        failure.waiting = {mismatch.launch["op"]} if mismatch else waiting
-    failure.output = [state.read_output() for state in states]
-    failure.events = [state.record.events for state in states]
+        failure = RankFailure(kind, summary, lines)
+        failure.waiting = waiting
+    failure.output = [rank.read_output() for rank in ranks]
+    failure.events = [rank.record.events for rank in ranks]
     return failure
 
 
-def _describe_rank_failure(
-    states: Sequence[RankState], progress: Progress, packages: dict[str, Sources]
-) -> RankFailure:
-    """Return the failure of the rank that failed first."""
-    for state in states:
-        if state.garbled:
-            return RankFailure("garbled", f"rank {state.number} {state.garbled}", [], state.number)
-    culprit = find_culprit(states)
-    if error := culprit.error:
-        summary = f"rank {culprit.number} raised {error.type}: {error.message or '(no message)'}"
-        frames = [(Path(file).name, line, function, text) for file, line, function, text in error.frames]
-        lines = [
-            f"  {file}, line {line}, in {function}" + (f": {text}" if text else "")
-            for file, line, function, text in frames
-        ]
-        failure = RankFailure(
-            "exception", summary, lines, culprit.number, error.type, message=error.message, frames=frames
-        )
-        failure.own = error.is_own
-        return failure
-    how = "it closed its channel" if culprit.status is None else describe_exit(culprit.status)
-    summary = f"rank {culprit.number} died without a result ({how})"
-    lines = [describe_state(state, progress, packages) for state in states]
-    return RankFailure("died", summary, lines, culprit.number, how)
-
-
-def find_culprit(states: Sequence[RankState]) -> RankState:
-    """Return the rank that failed by itself, not because of a peer.
+def describe_culprit(ranks: Sequence[RankProcess], lines: list[str]) -> RankFailure:
+    """Return the failure of the rank that failed first, by itself and not because of a peer.
 
     If a peer has ended, gloo or NCCL raises an exception in a rank, or aborts the rank.
     """
-    raised = [state for state in states if state.error]
-    first_hand = [state for state in raised if not BROKEN_LINK.search(state.error.message)]
-    died = [state for state in states if state.status is not None]
-    closed = [state for state in states if state.is_closed]
-    return (first_hand or sorted(died, key=lambda state: state.status == -signal.SIGABRT) or raised or closed)[0]
+    for rank in ranks:
+        if rank.garbled:
+            return RankFailure("garbled", f"rank {rank.number} {rank.garbled}", [], rank.number)
+    raised = [rank for rank in ranks if rank.error]
+    first_hand = [rank for rank in raised if not BROKEN_LINK.search(rank.error.message)]
+    died = sorted((rank for rank in ranks if rank.status is not None), key=lambda rank: rank.status == -signal.SIGABRT)
+    culprit = (first_hand or died or raised or [rank for rank in ranks if rank.is_closed])[0]
+    if culprit.error:
+        return culprit.error
+    how = "it closed its channel" if culprit.status is None else describe_exit(culprit.status)
+    return RankFailure("died", f"rank {culprit.number} died without a result ({how})", lines, culprit.number, how)
 
 
-def describe_state(state: RankState, progress: Progress, packages: dict[str, Sources]) -> str:
+def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sources]) -> str:
     """Describe a rank in one line, for example:
 
     rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
     """
-    last = state.record.describe_last_launch()
-    if state.result is not None:
-        return f"rank {state.number} ended {last}"
-    if state.error:
-        return f"rank {state.number} raised {state.error.type} {last}"
-    if state.status is not None:
-        return f"rank {state.number} died ({describe_exit(state.status)}) {last}"
-    line = locate(state.stack, packages)
-    return f"rank {state.number} {progress.describe_activity(state.number)}" + (f", at {line}" if line else "")
+    last = rank.record.describe_last_launch()
+    if rank.result is not None:
+        return f"rank {rank.number} ended {last}"
+    if rank.error:
+        return f"rank {rank.number} raised {rank.error.error} {last}"
+    if rank.status is not None:
+        return f"rank {rank.number} died ({describe_exit(rank.status)}) {last}"
+    line = locate(rank.stack, packages)
+    return f"rank {rank.number} {progress.describe_activity(rank.number)}" + (f", at {line}" if line else "")
 
 
 def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:

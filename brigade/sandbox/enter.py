@@ -55,26 +55,20 @@ MOUNT_SETATTR, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, 0x8000, 0x1  # the call ha
 # The commands of fcntl for leases and notifications, and for locks.
 SHARING_COMMANDS = (1024, 1025, 1026, 5, 6, 7, 36, 37, 38)
 FUTEX_PRIVATE_FLAG = 128
-
-# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, futex, fcntl,
-# refused calls, calls that are refused to offline ranks).
-# The refused calls are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget,
-# semop, semtimedop, semctl; mq_open; unshare, setns; ptrace, process_vm_readv, process_vm_writev.
-# The last calls are refused only to offline ranks: socket, socketpair, io_uring_setup; flock; futex_waitv, futex_wake,
-# futex_wait, futex_requeue; inotify_init1, fanotify_init; and inotify_init, which only x86_64 has.
-MACHINES = {
-    "x86_64": (
-        0xC000003E, 317, 56, 435, 202, 72,
-        (248, 249, 250, 29, 30, 31, 68, 69, 70, 71, 64, 65, 220, 66, 240, 272, 308, 101, 310, 311),
-        (41, 53, 425, 73, 449, 454, 455, 456, 294, 300, 253),
-    ),
-    "aarch64": (
-        0xC00000B7, 277, 220, 435, 98, 25,
-        (217, 218, 219, 194, 196, 195, 186, 189, 188, 187, 190, 193, 192, 191, 180, 97, 268, 117, 270, 271),
-        (198, 199, 425, 32, 449, 454, 455, 456, 26, 262),
-    ),
-}  # fmt: skip
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
+
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the machines of the following numbers, in audit.h
+RULED = {"seccomp": (317, 277), "clone": (56, 220), "clone3": (435, 435), "futex": (202, 98), "fcntl": (72, 25)}
+REFUSED = {
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "unshare": (272, 97), "setns": (308, 268), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+}  # fmt: skip
+REFUSED_OFFLINE = {
+    "socket": (41, 198), "socketpair": (53, 199), "io_uring_setup": (425, 425), "flock": (73, 32),
+    "futex_waitv": (449, 449), "futex_wake": (454, 454), "futex_wait": (455, 455), "futex_requeue": (456, 456),
+    "inotify_init": (253, -1), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,24 +132,30 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> None:
     os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
 
 
+def get_call_numbers(calls: dict[str, tuple[int, int]]) -> list[int]:
+    """Return the numbers of system calls on this machine."""
+    column = list(AUDIT).index(os.uname().machine)
+    return [numbers[column] for numbers in calls.values() if numbers[column] >= 0]
+
+
 def filter_system_calls(offline: bool = False) -> bool:
-    """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether this succeeded.
+    """Make the kernel refuse some system calls to this process and its children. Return whether this succeeded.
 
     The filter recognises calls that create a namespace by their flags. The flags of clone3 are in memory, which a
     filter cannot read. The filter therefore answers clone3 as a kernel without this call would. The C library then uses
     clone.
     """
-    machine = os.uname().machine
-    if machine not in MACHINES:
+    if os.uname().machine not in AUDIT:
         return False
-    audit, seccomp, clone, clone3, futex, fcntl_call, refused, refused_offline = MACHINES[machine]
+    seccomp, clone, clone3, futex, fcntl_call = get_call_numbers(RULED)
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the Berkeley Packet Filter
     allow, permission, invalid, missing = 0x7FFF0000, *(0x50000 | n for n in (errno.EPERM, errno.EINVAL, errno.ENOSYS))
     number, architecture, first, second = 0, 4, 16, 24  # offsets in the kernel's description of a call
     # (operation, instructions to skip if true, instructions to skip if false, operand)
-    program = [(load, 0, 0, architecture), (equal, 1, 0, audit), (answer, 0, 0, permission), (load, 0, 0, number)]
+    program = [(load, 0, 0, architecture), (equal, 1, 0, AUDIT[os.uname().machine]), (answer, 0, 0, permission)]
+    program += [(load, 0, 0, number)]
     program += [(at_least, 0, 1, 0x4000_0000), (answer, 0, 0, permission)]  # x86_64's second table of calls
-    for call in refused + (refused_offline if offline else ()):
+    for call in get_call_numbers(REFUSED | (REFUSED_OFFLINE if offline else {})):
         program += [(equal, 0, 1, call), (answer, 0, 0, permission)]
     program += [(equal, 0, 1, clone3), (answer, 0, 0, missing)]
     rules = [(clone, [(load, 0, 0, first), (any_bit, 0, 1, CLONE_NEW_ANY), (answer, 0, 0, permission)])]
@@ -175,28 +175,18 @@ def filter_system_calls(offline: bool = False) -> bool:
     return libc.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
 
 
-def join_groups(settings: dict) -> bool:
-    """Move this process into the control groups of the sandbox's user. Return whether they limit its memory."""
-    is_limited = False
+def join_groups(settings: dict) -> None:
+    """Move this process into the control groups of the sandbox's user, if there are any."""
+    shares = {"cpu.weight": 100 * ORDINARY_SHARES, "cpu.shares": 1024 * ORDINARY_SHARES}
+    # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
+    sizes = {"memory.max": settings["together"], "memory.swap.max": 0}
+    sizes |= {"memory.limit_in_bytes": settings["together"], "memory.memsw.limit_in_bytes": settings["together"]}
+    limits = (sizes if settings["together"] else {}) | shares | {"cgroup.procs": os.getpid()}
     for group in users.find_control_groups(settings["uid"]):
-        # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
-        sizes = {"memory.max": settings["together"], "memory.swap.max": 0}
-        sizes |= {"memory.limit_in_bytes": settings["together"], "memory.memsw.limit_in_bytes": settings["together"]}
-        shares = {"cpu.weight": 100 * ORDINARY_SHARES, "cpu.shares": 1024 * ORDINARY_SHARES}
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
-            for name, number in ((sizes if settings["together"] else {}) | shares).items():
-                with contextlib.suppress(FileNotFoundError):
-                    write_existing(group / name, number)
-                    is_limited |= name in sizes
-            write_existing(group / "cgroup.procs", os.getpid())
-    return is_limited
-
-
-def write_existing(path: Path, number: int) -> None:
-    """Write a number to a file that exists. Raise FileNotFoundError if it does not exist."""
-    with open(os.open(path, os.O_WRONLY), "w") as file:
-        file.write(str(number))
+            for file in (group / name for name in limits if (group / name).exists()):
+                file.write_text(str(limits[file.name]))
 
 
 def probe() -> dict:

@@ -16,21 +16,8 @@ from brigade.course.modules import CourseError
 FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
 USERS = 64  # the number of graders that can run at a time on one machine
 RANKS = 8  # users of one grader; with more ranks, several share one
-PRIVATE_DIRECTORIES = (
-    "/tmp",
-    "/var/tmp",
-    "/dev/shm",
-    "/dev/mqueue",
-    "/run/lock",
-)  # directories that anybody may write to
+PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")  # anybody may write to these
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-
-
-def leave_groups(uid: int) -> None:
-    """Remove the user's control groups. This needs root, and the user must have no processes."""
-    for group in find_control_groups(uid):
-        with contextlib.suppress(OSError):
-            group.rmdir()
 
 
 def find_control_groups(uid: int) -> list[Path]:
@@ -38,27 +25,18 @@ def find_control_groups(uid: int) -> list[Path]:
 
     In version 2, a group with processes cannot limit its subgroups, so ours are in the nearest ancestor that can.
     """
-    groups = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            for controller in {"memory", "cpu"} & set(controllers.split(",")):
-                groups.append(CONTROL_GROUPS / controller / path[1:] / f"brigade-{uid}")
-            if not controllers:
-                group = CONTROL_GROUPS / path[1:]
-                for above in (group, *group.parents):
-                    if above.is_relative_to(CONTROL_GROUPS) and can_divide_memory(above):
-                        groups.append(above / f"brigade-{uid}")
-                        break
-    return [group for group in groups if group.parent.is_dir()]
-
-
-def can_divide_memory(group: Path) -> bool:
-    """Return whether a version 2 group can limit the memory of groups below it."""
-    try:
-        return "memory" in (group / "cgroup.subtree_control").read_text().split()
-    except OSError:
-        return False
+    parents: list[Path] = []
+    listed = Path("/proc/self/cgroup")
+    for line in listed.read_text().splitlines() if listed.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers:
+            found = {"memory", "cpu"} & set(controllers.split(","))
+            parents += [CONTROL_GROUPS / controller / path[1:] for controller in sorted(found, reverse=True)]
+        else:
+            own = CONTROL_GROUPS / path[1:]
+            lists = [group / "cgroup.subtree_control" for group in (own, *own.parents)]
+            parents += [file.parent for file in lists if file.is_file() and "memory" in file.read_text()][:1]
+    return [parent / f"brigade-{uid}" for parent in parents if parent.is_dir()]
 
 
 @contextlib.contextmanager
@@ -80,7 +58,9 @@ def reserve_user() -> Iterator[tuple[int, int]]:
             try:
                 yield uid, lock.fileno()
             finally:
-                leave_groups(uid)
+                for group in find_control_groups(uid):
+                    with contextlib.suppress(OSError):
+                        group.rmdir()
             return
     raise CourseError(f"{USERS} grading runs are already active on this machine")
 
