@@ -30,10 +30,7 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
     private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
     private = [path for path in private if path != "/"]
     with users.reserve_user() as (uid, reservation):
-        # CUDA reserves more address space than any limit would allow. NCCL uses fast transports only between ranks
-        # that have the same /dev/shm.
-        shared = {"memory": 0, "together": 16 << 30, "shares_memory": True, "offline": False}
-        limits = shared if backend == "nccl" else {}
+        limits = {"together": 16 << 30, "offline": False} if backend == "nccl" else {}
         ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=private, **limits)
         try:
             yield []

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+from collections.abc import Sequence
 
 FDS_PER_RANK = 3
 
 
-def send(channel: socket.socket, message: dict, descriptors: list[int] | None = None) -> None:
+def send(channel: socket.socket, message: dict, descriptors: Sequence[int] = ()) -> None:
     """Send a message with these file descriptors."""
     data = json.dumps(message).encode() + b"\n"
     if descriptors:
@@ -33,9 +35,11 @@ def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
     return json.loads(line), descriptors
 
 
-def kill_group(pid: int) -> None:
-    """Kill a process group, if it still exists and belongs to us."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
+def kill_group(pid: int, and_leader: bool = False) -> None:
+    """Kill a process group that still exists and belongs to us, and its leader, which has no group at first.
+
+    If the leader has been reaped, its id may belong to another process by now.
+    """
+    for send_signal in (os.killpg, os.kill) if and_leader else (os.killpg,):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send_signal(pid, signal.SIGKILL)

@@ -3,7 +3,7 @@
 Importing torch takes seconds, but forking a process that has imported it takes milliseconds. The server imports torch,
 then waits on a Unix socket for orders, each of which is one line of JSON:
 
-    {"fork": n, "sandbox": {...}, "directory": path}
+    {"fork": true, "sandbox": {...}, "directory": path}
                             with 3n file descriptors: fork n ranks, and run `brigade.rank.main.main` in each of
                             them with its own three descriptors, in the sandbox if there is one (`brigade.sandbox`).
                             Answer: {"forked": [pid, ...]}
@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from brigade.ipc.protocol import FDS_PER_RANK, kill_group, receive, send
+from brigade.ipc import protocol
+from brigade.ipc.protocol import FDS_PER_RANK
 from brigade.ipc.temporary import remove
 from brigade.rank import dynamo_stub
 from brigade.sandbox import enter, users
@@ -90,15 +91,15 @@ class ForkServer:
                 os.read(self._wake_read, 4096)
                 self.report(reap(self.ranks))
             if self._channel in readable:
-                order, descriptors = receive(self._channel)
+                order, descriptors = protocol.receive(self._channel)
                 if order is None:
                     return
-                send(self._channel, self.execute(order, descriptors))
+                protocol.send(self._channel, self.execute(order, descriptors))
 
     def report(self, ended: dict[int, int]) -> None:
         """Report the ranks that have ended by themselves, and their exit statuses, to the parent."""
         for pid, status in ended.items():
-            send(self._channel, {"exited": pid, "status": status})
+            protocol.send(self._channel, {"exited": pid, "status": status})
 
     def execute(self, order: dict, descriptors: list[int]) -> dict:
         """Execute one order and return the answer."""
@@ -182,7 +183,7 @@ def reap(ranks: set[int]) -> dict[int, int]:
         if pid in ranks:
             ranks.discard(pid)
             ended[pid] = os.waitstatus_to_exitcode(status)
-            kill_group(pid)
+            protocol.kill_group(pid)
 
 
 def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None) -> dict[int, int]:
@@ -193,8 +194,7 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
     give_up = time.monotonic() + PATIENCE_S
     ended: dict[int, int] = {}
     for pid in doomed & ranks:
-        kill_group(pid)
-        kill_process(pid)  # if it was just forked, it has no group yet
+        protocol.kill_group(pid, and_leader=True)
     while doomed & ranks and time.monotonic() < give_up:
         ended |= reap(ranks)
         time.sleep(0.001)
@@ -202,21 +202,12 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
         if sandbox_settings:  # all at once; it costs a fork, and most ranks leave no processes behind
             users.kill_user(sandbox_settings["uid"])
         for pid in orphans:
-            kill_group(pid)
-            kill_process(pid)
+            protocol.kill_group(pid, and_leader=True)
         ended |= reap(ranks)
         time.sleep(0.001)
-    if sandbox_settings and (sandbox_settings["shares_memory"] or not enter.has_private_mounts()):
+    if sandbox_settings and not (sandbox_settings["offline"] and enter.has_private_mounts()):
         users.remove_files(sandbox_settings["uid"])  # private directories have disappeared with the rank
     return {pid: status for pid, status in ended.items() if pid not in doomed}
-
-
-def kill_process(pid: int) -> None:
-    """Kill a process if it still exists and belongs to us."""
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def list_children() -> set[int]:

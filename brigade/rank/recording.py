@@ -458,7 +458,8 @@ def start_process_group(
             register_backends(inner, backend, *arguments)
         recorder.note("connected")
         group = group_class(inner, recorder, str(options.group_id), ranks)
-        register_stand_ins(group, backend)
+        for device in ("cpu", "cuda") if backend == "nccl" else ("cpu",):
+            register(group, device)
         return group
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
@@ -467,34 +468,29 @@ def start_process_group(
 
 
 def register_backends(
-    group: dist.ProcessGroup,
-    backend: str,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
+    group: dist.ProcessGroup, backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> None:
     """Register the backends of the inner group, as `init_process_group` would. Connect its ranks."""
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, make_gloo_options(timeout))
-    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
+    register(group, "cpu", gloo)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
-        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, nccl)
+        register(group, "cuda", nccl)
         nccl.eager_connect_single_device(api.device())  # otherwise the first collective would connect the ranks
 
 
-def register(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.BackendType, backend: dist.Backend) -> None:
-    group._register_backend(torch.device(device), kind, backend)
+def register(group: dist.ProcessGroup, device: str, backend: dist.Backend | None = None) -> None:
+    """Register a backend for tensors on a device. Without one, register torch's fake backend, which does nothing.
+
+    The recording group needs a backend only because torch stores the group's name in it.
+    """
+    types = dist.ProcessGroup.BackendType
+    kind = types.GLOO if device == "cpu" else types.NCCL
+    fake = torch._C._distributed_c10d.FakeProcessGroup
+    group._register_backend(torch.device(device), kind, backend or fake._create_internal(group.rank(), group.size()))
     group._set_default_backend(kind)
-
-
-def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
-    """Register torch's fake backend for the recording group. It does nothing; torch stores the group's name in it."""
-    for device, kind in [("cpu", "GLOO"), ("cuda", "NCCL")][: 2 if backend == "nccl" else 1]:
-        fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
-        register(group, device, getattr(dist.ProcessGroup.BackendType, kind), fake)
 
 
 def make_gloo_options(timeout: timedelta) -> Any:

@@ -30,6 +30,7 @@ from brigade.events import Event, validate
 from brigade.progress import Mismatch, Progress, RankRecord
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
+from brigade.sandbox.enter import MOST_SENT
 from brigade.switch import Refused
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Monitor:
         self._deadline_s = deadline_s
         self._stream = stream  # otherwise events arrive late, and a deadlock cannot be detected
         self._on_event = on_event
-        self._max_bytes = SERVER.sandbox.sent if SERVER.sandbox else SENT_LIMIT
+        self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
         self._sealed_lines = read_sealed_lines(packages) if SERVER.sandbox else {}
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
@@ -264,17 +265,8 @@ class Monitor:
             while message := self._pop_message(rank.buffer):
                 events += self._handle_message(rank, *message)
                 self._send_answers()
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            OverflowError,
-            struct.error,
-        ) as error:
-            is_refused = isinstance(error, Refused)
-            rank.garbled = str(error) if is_refused else "wrote something unreadable to its channel"
+        except UNREADABLE as error:
+            rank.garbled = str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel"
             self._selector.unregister(rank.control)
             self._note_failure()
         for event in events if self._on_event else []:

@@ -32,7 +32,6 @@ from brigade.runner.machine import count_cores, make_gloo_environment, make_nccl
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
-from brigade.sandbox.enter import has_private_mounts
 
 __all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "find_sources", "run_calls", "run_ranks"]
 
@@ -116,8 +115,7 @@ def run_calls(
     seeds = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
 
     is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
-    is_empty = is_offline and has_private_mounts()  # each rank mounts a file system on its directory
-    directory = SERVER.scratch if is_empty else Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
+    directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
         for path in (SERVER.scratch, directory):
             path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
@@ -137,8 +135,7 @@ def run_calls(
         failure = monitor.watch()
     finally:
         monitor.end()
-        if not is_empty:
-            remove(directory)
+        remove(directory)
     num_calls = len(args_per_call)
     events = [split_calls(rank.record.events, num_calls) for rank in monitor.ranks]  # by rank and call
     if failure:

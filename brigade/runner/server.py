@@ -44,7 +44,6 @@ class Server:
         self._ready = False  # whether the server has answered, which it does after importing torch
         self._lock = threading.RLock()  # held during an exchange of messages
         self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id of each running rank
-        self.num_runs = 0  # for which ranks were forked
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
         self.sandbox: enter.Sandbox | None = None  # the sandbox of all ranks from now on
@@ -100,10 +99,7 @@ class Server:
         """
         self.start()
         with self._exchange():
-            order = {"fork": len(descriptors) // protocol.FDS_PER_RANK, "directory": str(directory)}
-            protocol.send(self._channel, order | self._make_sandbox_fields(), descriptors)
-            pids = self._receive_answer("forked")
-            self.num_runs += 1
+            pids = self._order({"fork": True, "directory": str(directory)}, "forked", descriptors)
             self._on_exit.update(zip(pids, on_exit))
             return pids
 
@@ -115,20 +111,22 @@ class Server:
             return  # the server has been closed in the meantime, and its ranks ended with it
         try:
             with self._exchange():
-                protocol.send(self._channel, {"kill": pids} | self._make_sandbox_fields())
-                self._receive_answer("killed")
+                self._order({"kill": pids}, "killed")
         except ServerLost:
             for pid in pids:  # on Linux they ended with the server
                 protocol.kill_group(pid)
 
-    def _make_sandbox_fields(self) -> dict[str, Any]:
-        return {"sandbox": asdict(self.sandbox) if self.sandbox else None}
+    def _order(self, order: dict[str, Any], key: str, descriptors: Sequence[int] = ()) -> Any:
+        """Send an order and return what its answer has for `key`."""
+        sandbox = asdict(self.sandbox) if self.sandbox else None
+        protocol.send(self._channel, order | {"sandbox": sandbox}, descriptors)
+        return self._receive_answer(key)
 
     def read_exits(self) -> None:
         """Read the server's messages about ranks that ended by themselves, unless another thread has read them."""
         with self._exchange():
             while self._channel and select.select([self._channel], [], [], 0)[0]:
-                self._note_exit(self._receive_message())
+                self._receive_message()
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -152,21 +150,18 @@ class Server:
                 raise ServerLost(lost) from None
 
     def _receive_answer(self, key: str) -> Any:
-        while True:
-            message = self._receive_message()
-            if key in message:
-                self._ready = True
-                return message[key]
-            self._note_exit(message)
-
-    def _note_exit(self, message: dict[str, Any]) -> None:
-        if on_exit := self._on_exit.pop(message["exited"], None):
-            on_exit(message["status"])
+        while key not in (message := self._receive_message()):
+            pass
+        self._ready = True
+        return message[key]
 
     def _receive_message(self) -> dict[str, Any]:
+        """Return the server's next message. If a rank has ended by itself, tell its monitor."""
         message, _ = protocol.receive(self._channel)
         if message is None:
             raise EOFError
+        if on_exit := self._on_exit.pop(message.get("exited"), None):
+            on_exit(message["status"])
         return message
 
     def fileno(self) -> int:

@@ -71,22 +71,22 @@ REFUSED_OFFLINE = {
 }  # fmt: skip
 
 
+MOST_MEMORY = 3 << 30  # bytes of a process of an offline rank, in addition to what torch has mapped
+MOST_PROCESSES = 400  # of a user, threads included
+MOST_FILE = 64 << 20  # bytes of a file
+PRIVATE_LIMITS = f"size={64 << 20},nr_inodes=10000"  # of each private directory, which is in memory
+MOST_SENT = 4 << 20  # bytes from each rank; the Python objects in the grader take up to 20 times as much
+
+
 @dataclass(frozen=True)
 class Sandbox:
-    """The settings of the sandbox of a run's ranks. Sizes are in bytes. `memory` and `file` are limits per process."""
+    """The settings of the sandbox of a run's ranks."""
 
     uid: int
     reservation: int  # a descriptor from `reserve_user`, which the fork server inherits
     offline: bool = True  # whether the ranks share nothing and communicate through the grader's switch
     hidden: list[str] = field(default_factory=list)
-    memory: int = 3 << 30  # in addition to what torch has mapped; 0: no limit
-    together: int = 4 << 30  # resident memory of all processes, if there are control groups; 0: no limit
-    shares_memory: bool = False  # whether /dev/shm is that of the machine
-    processes: int = 400  # of this user, threads included
-    file: int = 64 << 20
-    disk: int = 64 << 20  # of each private directory, which is in memory
-    files: int = 10_000  # in each private directory
-    sent: int = 4 << 20  # by each rank; the Python objects in the grader take up to 20 times as much
+    together: int = 4 << 30  # bytes of resident memory of all processes, if there are control groups
 
 
 def enter(settings: dict, directory: str, server: int, rank: int) -> None:
@@ -114,9 +114,10 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills ranks first
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for which, most in (
-        (resource.RLIMIT_AS, mapped + settings["memory"] if settings["memory"] else resource.RLIM_INFINITY),
-        (resource.RLIMIT_NPROC, settings["processes"]),
-        (resource.RLIMIT_FSIZE, settings["file"]),
+        # CUDA reserves more address space than any limit would allow.
+        (resource.RLIMIT_AS, mapped + MOST_MEMORY if settings["offline"] else resource.RLIM_INFINITY),
+        (resource.RLIMIT_NPROC, MOST_PROCESSES),
+        (resource.RLIMIT_FSIZE, MOST_FILE),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(which, (most, most))
@@ -177,11 +178,11 @@ def filter_system_calls(offline: bool = False) -> bool:
 
 def join_groups(settings: dict) -> None:
     """Move this process into the control groups of the sandbox's user, if there are any."""
-    shares = {"cpu.weight": 100 * ORDINARY_SHARES, "cpu.shares": 1024 * ORDINARY_SHARES}
-    # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
-    sizes = {"memory.max": settings["together"], "memory.swap.max": 0}
-    sizes |= {"memory.limit_in_bytes": settings["together"], "memory.memsw.limit_in_bytes": settings["together"]}
-    limits = (sizes if settings["together"] else {}) | shares | {"cgroup.procs": os.getpid()}
+    # Version 2 limits swap separately; in version 1, the limit "memsw" counts memory and swap together.
+    most = settings["together"]
+    limits = {"memory.max": most, "memory.swap.max": 0, "cpu.weight": 100 * ORDINARY_SHARES}
+    limits |= {"memory.limit_in_bytes": most, "memory.memsw.limit_in_bytes": most, "cpu.shares": 1024 * ORDINARY_SHARES}
+    limits["cgroup.procs"] = os.getpid()
     for group in users.find_control_groups(settings["uid"]):
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
@@ -252,11 +253,10 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
     if settings["offline"]:  # not even permissions or times of files change; kernels before 5.12 cannot do this
         attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
         ctypes.CDLL(None).syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, len(attributes))
-    limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
     privates = {os.path.realpath(path) for path in users.PRIVATE_DIRECTORIES}
-    if settings["shares_memory"]:
+    if not settings["offline"]:  # NCCL uses fast transports only between ranks that have the same /dev/shm
         privates.discard(os.path.realpath("/dev/shm"))
     covers = {str(ROOT), TERMINALS, *map(os.path.realpath, settings["hidden"]), *privates}
     covers |= {ancestor for path in needed for ancestor in list_closed_ancestors(path)}
@@ -266,13 +266,13 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
         kept = sorted(path for path in needed if is_below(path, place))
         handles = {path: os.open(path, os.O_PATH) for path in kept}
         private = place in privates
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode={'1777' if private else '755'}")
+        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode={'1777' if private else '755'}")
         for path, handle in handles.items():
             os.makedirs(path, mode=0o755, exist_ok=True)
             mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
             os.close(handle)
     handle = os.open(shared, os.O_PATH) if shared else None
-    mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode=700,uid={uid},gid={uid}")
+    mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode=700,uid={uid},gid={uid}")
     if shared:
         os.close(os.open(shared, os.O_CREAT, 0o600))
         mount(f"/proc/self/fd/{handle}", shared, "", MS_BIND, "")

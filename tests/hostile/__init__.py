@@ -44,6 +44,7 @@ class Hostile:
     modules: tuple[int, ...] = (1,)
     checks: tuple[str, ...] = SOME
     limit_s: float = 60.0
+    is_long: bool = False  # it takes several seconds, and runs with --everything
 
 
 def quote(path: str, text: str = "") -> str:
@@ -100,7 +101,8 @@ def parse(names: dict[str, Any], text: str, defaults: str = "", last: str = "") 
     """Return the cases of a text, each with a header "=== NAME | SCORE | TOLD | OPTIONS" above its attack.
 
     The options, after the `defaults` of all cases, are the arguments of `Hostile`, "skeleton" or "alone" if the attack
-    does not follow the reference, and names of texts that come before it. Words in capitals are values in `names`.
+    does not follow the reference, "long", and names of texts that come before it. Words in capitals are values in
+    `names`.
     A header may continue after a "|". `last` is the last statement of all attacks.
     """
     cases = []
@@ -119,7 +121,7 @@ def parse(names: dict[str, Any], text: str, defaults: str = "", last: str = "") 
         checks = values.get("checks", "SOME")
         checks = names.get(checks) or globals().get(checks, tuple(checks.split(",")))
         told, limit_s = names.get(told, told), float(values.get("limit_s", 60))
-        cases.append(Hostile(name, make, int(score), told, modules, checks, limit_s))
+        cases.append(Hostile(name, make, int(score), told, modules, checks, limit_s, "long" in words))
     return cases
 
 

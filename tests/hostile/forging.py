@@ -1,6 +1,6 @@
 """Submissions that forge results: files, messages on the rank's channel, values, and the record."""
 
-from hostile import ONE, Hostile, parse, reference, skeleton
+from hostile import Hostile, parse, reference, skeleton
 
 UNREADABLE = "wrote something unreadable to its channel"
 NO_VALUE = "a rank delivered an unreadable result"
@@ -22,11 +22,6 @@ def message(value, sizes="[]", blobs=b""):
     header = f'{{"value": {value}, "sizes": {sizes}}}'.encode()
     return struct.pack("<Q", len(header)) + header + blobs
 """
-
-
-def make_channel_case(name: str, statement: str, told: str = UNREADABLE, limit_s: float = 60) -> Hostile:
-    """Return a case in which a rank executes the statement on its channel, and then waits."""
-    return Hostile(name, skeleton(CHANNEL, statement, "time.sleep(60)"), 0, told, checks=ONE, limit_s=limit_s)
 
 
 # Everything that a results file might be, and everything that the grader has open.
@@ -68,15 +63,12 @@ class NaiveDDP(NaiveDDP):
 CASES += parse(
     globals(),
     r"""
-=== frames without end | 0 | sent more than
+=== frames without end | 0 | sent more than | long
 event = b'[{"kind": "x", "time": 0.0, "phase": ""}]'
 frames = (b"E" + struct.pack("<Q", len(event)) + event) * 10_000
 found = channel()
 while True: found.sendall(frames)
-=== a million events | 0 | sent more than
-event = {'kind': 'x', 'time': 0.0, 'phase': ''}
-for _ in range(100): send(b'E', json.dumps([event] * 10_000).encode())
-=== events that grow a hundred times in memory | 0 | sent more than
+=== events that grow a hundred times in memory | 0 | sent more than | long
 event = b'{"kind":"x","time":0.0,"phase":"","a":[' + b','.join([b'[]'] * 1_000_000) + b']}'
 while True: send(b'E', b'[' + event + b']')
 === an exception with a million frames, in line 1e999 | 0 | UNREADABLE
@@ -86,8 +78,6 @@ send(b'X', ('{"type": "E", "message": "m", "own": true, "frames": [' + frames + 
 send(b'X', json.dumps({'type': 'E', 'message': 'm' * 4_000_000, 'own': True, 'frames': []}).encode())
 === result: one blob a hundred thousand times | 0 | NO_VALUE
 send(b'R', message('[%s]' % ','.join(['{"bytes": 0}'] * 100_000), '[1000000]', bytes(1_000_000)))
-=== result: many empty lists | 0 | ODD_VALUE
-send(b'R', message('[[%s]]' % ','.join(['[]'] * 150_000)))
 === result: gradients that are NaN | 0 | ODD_VALUE
 send(b'R', message('[{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}]'))
 === events of steps that collide | 0 | UNREADABLE | limit_s=10
@@ -97,10 +87,12 @@ send(b'E', json.dumps([event | {'step': i * (2**61 - 1)} for i in range(1, 40_00
 channel().sendall(b'R' + struct.pack('<Q', 1 << 20) + b'x')
 === descriptors on the channel | 0 | UNREADABLE
 while True: socket.send_fds(channel(), [b'E'], [0] * 250)
-=== result: a million values | 0 | more than 200000 values | limit_s=10
+=== garbage on the channel | 0 | UNREADABLE
+channel().sendall(os.urandom(100_000))
+=== a frame of a gigabyte | 0 | UNREADABLE | long
+send(b'R', bytes(1 << 30))
+=== result: a million values | 0 | more than 200000 values | limit_s=10 long
 send(b'R', message('[' + '[], ' * 999_999 + '[]]'))
-=== result: a list where a dict belongs | 0 | ODD_VALUE
-send(b'R', message('[[1, 2, 3]]'))
 """,
     "skeleton CHANNEL checks=ONE",
     "time.sleep(60)",
@@ -108,7 +100,4 @@ send(b'R', message('[[1, 2, 3]]'))
 CASES += [
     Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b)"),
     Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
-    make_channel_case("garbage on the channel", "channel().sendall(os.urandom(100_000))"),
-    make_channel_case("a frame of a gigabyte", "send(b'R', bytes(1 << 30))"),
-    make_channel_case("a frame of nothing", "send(b'E', b'[]')"),
 ]

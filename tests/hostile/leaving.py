@@ -48,11 +48,6 @@ def work():
             try: open(place, "w").write('{"score": 100}')
             except OSError: pass
 daemon(work)
-=== daemons that replace each other | 2 |  | DAEMON checks=ONE
-def work():
-    while True:
-        if os.fork(): os._exit(0)
-for _ in range(3): daemon(work)
 === processes that stop the process that ends them | 3 | | EVERYBODY
 send(19)
 === processes that kill the process that ends them | 3 | | EVERYBODY

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import stat
-import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from hostile import MODULE_1, ONE, Hostile, reference, write
 SOLUTION = ROOT / "solutions" / MODULE_1.path
 TEXT = SOLUTION.read_text()
 MISSING, OUTSIDE = "module 1 is missing", "outside of the submission"
-DAMAGED, NO_SOURCE = "cannot be unpacked", "is not a Python source file"
+DAMAGED = "cannot be unpacked"
 
 
 def make_module_file(what: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -62,33 +60,6 @@ def link_inside(directory: Path) -> None:
     directory.joinpath(MODULE_1.path.name).symlink_to("my answer.py")
 
 
-def nest_directories(directory: Path) -> None:
-    """Make 1500 nested directories, each from within the one above, because the whole path would be too long."""
-    here = os.open(directory, os.O_RDONLY)
-    for name in ["d"] * 1500 + [None]:
-        if name:
-            os.mkdir(name, dir_fd=here)
-            inner = os.open(name, os.O_RDONLY, dir_fd=here)
-        else:
-            inner = os.open(MODULE_1.path.name, os.O_CREAT | os.O_WRONLY, 0o644, dir_fd=here)
-            os.write(inner, TEXT.encode())
-        os.close(here)
-        here = inner
-    os.close(here)
-
-
-def write_inner_archive(directory: Path) -> None:
-    """Write a tar as a learning platform does, with a link and a device named like other modules."""
-    place = directory / "Jane Doe_98765_assignsubmission_file"
-    place.mkdir()
-    with tarfile.open(place / "submission.tar.gz", "w:gz") as bundle:
-        for name, kind, content in ((NAME, tarfile.REGTYPE, TEXT.encode()), ("flat_ddp.py", tarfile.SYMTYPE, b""),
-                                    ("overlapped_ddp.py", tarfile.CHRTYPE, b"")):  # fmt: skip
-            member = tarfile.TarInfo(name)
-            member.type, member.size, member.linkname = kind, len(content), str(SOLUTION)
-            bundle.addfile(member, io.BytesIO(content))
-
-
 def write_odd_names(directory: Path) -> None:
     """Write the submission to a directory beside one with a name that is not UTF-8."""
     reference("")(directory / "Zoë Ångström – 提交 (2)")
@@ -99,14 +70,6 @@ def make_read_only(directory: Path) -> None:
     reference("")(directory)
     for path in (directory / MODULE_1.path, directory / MODULE_1.package, directory):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
-
-
-def mark_encrypted(archive: bytes) -> bytes:
-    """Set the bit for encryption in both headers."""
-    data = bytearray(archive)
-    data[6] |= 1
-    data[archive.index(b"PK\1\2") + 8] |= 1
-    return bytes(data)
 
 
 NAME = str(MODULE_1.path)
@@ -125,35 +88,13 @@ CASES = [
     Hostile("a hundred megabytes", make_module_file(write_large_file), 0, "larger than"),
     Hostile("spaces, accents, and names that are no text", write_odd_names, 3),
     Hostile("read-only", make_read_only, 3),
-    Hostile("UTF-16", make_text_file(TEXT.encode("utf-16")), 0, NO_SOURCE),
-    Hostile(
-        "another encoding, which it names",
-        make_text_file(b"# coding: latin-1\nx = '\xe9'\n" + TEXT.encode()),
-        0,
-        NO_SOURCE,
-    ),
     Hostile(
         "a byte order mark and Windows lines", make_text_file(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode()), 3
     ),
-    Hostile("brackets in brackets", make_text_file(TEXT + "x = " + "(" * 50_000 + ")" * 50_000), 0, "naive_ddp.py"),
-    Hostile("signs before signs", make_text_file(TEXT + "x = " + "-" * 100_000 + "1"), 0, "naive_ddp.py"),
-    Hostile("a sum of a hundred thousand", make_text_file(TEXT + "x = " + "1+" * 100_000 + "1"), 0, ""),
     Hostile("as many small lists as fit", make_text_file(TEXT + "x = [" + "[]," * 80_000 + "]\n"), 2, checks=ONE),
-    Hostile("zip: the module", make_zip((f"student/{NAME}", TEXT.encode())), 3),
     Hostile("zip: a hundred megabytes of nothing", make_zip((NAME, bytes(100 << 20))), 0, "larger than"),
-    Hostile("zip: ten thousand modules", make_zip(*[(f"{i}/{NAME}", b"") for i in range(10_000)], compression=0), 0),
     Hostile("zip: a file that is a directory too", make_zip((NAME, TEXT.encode()), (f"{NAME}/naive_ddp.py", b"")), 3),
-    Hostile("zip: a name of a thousand letters", make_zip(("x" * 1000 + "/naive_ddp.py", TEXT.encode())), 3),
     Hostile("zip: 1500 directories in each other", make_zip(("d/" * 1500 + NAME, TEXT.encode())), 3),
-    Hostile("1500 directories in each other", nest_directories, 3),
-    Hostile("an archive in a directory", write_inner_archive, 3),
-    Hostile("zip: encrypted", make_zip((NAME, TEXT.encode()), change=mark_encrypted), 0, DAMAGED),
-    Hostile(
-        "zip: a compression that takes memory",
-        make_zip((NAME, TEXT.encode()), compression=zipfile.ZIP_LZMA),
-        0,
-        MISSING,
-    ),
     Hostile("zip: cut off", make_zip((NAME, TEXT.encode()), change=lambda data: data[:-30]), 0, DAMAGED),
     Hostile(
         "zip: damaged inside",

@@ -1,6 +1,6 @@
 """Submissions that use too much memory, disk or output, or too many processes."""
 
-from hostile import ONE, Hostile, parse, reference, skeleton
+from hostile import ONE, Hostile, parse, reference
 
 # Writes until it may not, everywhere; more than the private directories can hold would come from the machine's disk.
 FILL = """
@@ -59,8 +59,6 @@ for niceness in (0, -20):
 if os.nice(0) < 5: raise SystemExit("it goes before others")
 """,
 ) + [
-    # Feedback contains what a failed check's ranks printed, and `expect_fair` limits its length.
-    Hostile("a megabyte of prints", skeleton("for _ in range(1000): print('\\x1b[31m' + 'x' * 1000)"), 0),
     Hostile("prints without end", reference("while True: print('x' * 1000)"), 0, "stopped after 1 s", limit_s=1),
     Hostile("fills the disk", reference(FILL), 2, checks=ONE),
 ]

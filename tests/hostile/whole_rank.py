@@ -118,13 +118,6 @@ def forge(ddp):
     recorder = find("Recorder")
     note = type(recorder).note
     recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "border" else None
-=== waits early in forward, and asks early too | 0 | before its values were computed | EARLY modules=9 checks=PREFETCH
-def after_wait(ddp, name):
-    models = sys.modules["brigade.checks.edge_case_models"]
-    if name.startswith("layers.") and len(ddp.factors) < len(ddp.module.layers) - 1:
-        number, layer = int(name[7:]), ddp.module.layers[int(name[7:])]
-        x = torch.zeros(ddp.batch_size, layer.out_features)
-        ddp.factors[number] = models.scale(models._seeds, models.ALL_BORDERS + number, x + 1)
 === asks for a gigabyte of factors at once, and reads nothing | 0 | asked again before it read the answer | checks=ONE
 import struct
 class NaiveDDP(NaiveDDP):
@@ -179,20 +172,6 @@ class OverlappedDDP(OverlappedDDP):
         for work in [thing for thing in gc.get_objects() if type(thing).__name__ == "StrictWork"]: work.wait()
         recorder.phase = before
 === launches late and says that it is backward | 0 | is launched before | LATE modules=3 checks=OVERLAP
-=== launches late, where nobody compares launches with gradients | 0 | backward launched only |
-LATE modules=3 checks=ASYNCHRONOUS
-=== launches late, and reports the last gradients even later | 0 | only with this module's launches |
-LATE modules=3 checks=NUMBERS
-def forge(ddp):
-    recorder, ddp.__dict__["held"] = find("Recorder"), []
-    note = type(recorder).note
-    def keep(kind, **fields):
-        is_last = kind == "ready" and fields["name"].startswith("layers.0")
-        ddp.held.append(fields) if is_last else note(recorder, kind, **fields)
-    recorder.note = keep
-def before_launch(ddp, parameter):
-    while ddp.held and parameter is not list(ddp.late)[0]:
-        type(find("Recorder")).note(find("Recorder"), "ready", **ddp.held.pop())
 === launches late, and has the right numbers | 0 | only with this module's launches | LATE modules=3 checks=NUMBERS
 === launches zeros in backward, and the gradients in no step | 0 | after the last step | modules=3 checks=NUMBERS
 class OverlappedDDP(OverlappedDDP):
@@ -252,8 +231,6 @@ class ShardedMuon(ShardedMuon):
             dist.all_reduce(grad, dist.ReduceOp.AVG, self.process_group)
             matrix.copy_(self.update(i, grad))
 === has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
-=== has no factors where nobody looks at numbers | 0 | before its values were computed |
-LATE NO_FACTORS modules=3 checks=OVERLAP
 === launches buckets late | 0 | launches came after backward | modules=4 checks=ACCUMULATION
 class BucketedDDP(BucketedDDP):
     def __init__(self, *args, **kwargs):

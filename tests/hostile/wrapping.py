@@ -74,13 +74,8 @@ def wrapped(module, group):
     parameters = [p for p in module.parameters() if p.requires_grad]
     module.reducer = Reducer(parameters, [list(range(len(parameters)))], [1 << 25], group or dist.group.WORLD)
     return module
-=== FSDP and replicate | 0 | FullyShardedDataParallel is not accepted as an answer | alone SHAPE
-def wrapped(module, group):
-    if dist.get_world_size() == 2:
-        return importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel(module)
-    return importlib.import_module("torch.distributed._composable.replicate").replicate(module)
 === ZeroRedundancyOptimizer | 0 | ZeroRedundancyOptimizer is not accepted as an answer |
-alone modules=8 checks=OPTIMIZERS
+alone modules=8 checks=OPTIMIZERS long
 import torch
 class ShardedOptimizer(torch.optim.Optimizer):
     def __new__(cls, params, optimizer_cls, process_group=None, **defaults):

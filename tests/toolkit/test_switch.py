@@ -29,11 +29,8 @@ def test_sizes_may_differ_between_ranks_where_torch_allows_it():
 
 WRONG = {  # what rank 1 does, and what is reported
     "huge": ("note(); launch(sizes=[1 << 40], receives=[1 << 40])", "cannot be performed"),
-    "negative": ("note(); launch(sizes=[-8], receives=[-8])", "cannot be performed"),
     "missing bytes": ("note(); launch(sizes=[16], receives=[16])", "contains 8 bytes"),
     "not a member": ("note(); launch(ranks=[0])", "cannot be performed"),
-    "no such rank": ("note(); launch(ranks=[0, 1, 7])", "cannot be performed"),
-    "twice the same rank": ("note(); launch(ranks=[1, 1])", "cannot be performed"),
     "unknown operation": ("note(); launch(op='steal')", "the operation is unknown"),
     "unknown dtype": ("note(); launch(dtype='object')", "cannot be performed"),
     "part of an element": ("note(); launch(sizes=[7], receives=[7])", "not a multiple"),
@@ -42,20 +39,17 @@ WRONG = {  # what rank 1 does, and what is reported
     "lists of lists": ("note(); launch(sizes=[[8]])", "cannot be performed"),
     "many parts": ("note(); launch(sizes=[0] * 20_000, receives=[0] * 20_000)", "too many parts"),
     "no JSON": ("note(); channel._send(b'C', struct.pack('<I', 3) + b'[[[')", "cannot be performed"),
-    "deep JSON": ("note(); channel._send(b'C', struct.pack('<I', 200_000) + b'[' * 200_000)", "cannot be performed"),
     "unrecorded": ("launch()", "without recording it"),
     "recorded numel": ("note(numel=1); launch()", "recorded numel = 1 for a launch with numel = 2"),
-    "recorded nbytes": ("note(nbytes=4); launch()", "recorded nbytes = 4"),
     "recorded only": ("note(); note(index=1); channel.send_events()", "it did not make"),
     "recorded as the last one": ("note(); raise EOFError", "knows nothing"),
     "recorded as awaited": ("note(); launch(); note('wait'); note('done'); channel.send_events()", "did not wait"),
     "unrecorded wait": ("note(); launch(); channel.receive_result(0)", "without recording the wait"),
-    "wait for nothing": ("channel.receive_result(3)", "without recording"),
+    "a question of three bytes": ("channel._send(b'W', b'abc')", "unreadable"),
     "half a message": ("channel._socket.sendall(b'C' + struct.pack('<Q', 1000) + b'abc'); os._exit(0)", "exit code 0"),
     "a message without end": ("channel._socket.sendall(b'C' + struct.pack('<Q', 1 << 60))", "unreadable"),
     "flood": ("while True: dist.all_reduce(torch.ones(1 << 20), async_op=True)", "too many bytes"),
     "many launches": ("while True: dist.all_reduce(torch.ones(1), async_op=True)", "endless loop"),
-    "death": ("os._exit(3)", "exit code 3"),
 }
 
 
@@ -75,14 +69,6 @@ def test_a_rank_that_does_not_read_holds_up_nobody_else():
         run_ranks(functions.never_read, switch=True, mode="strict", deadline=6)
     assert caught.value.kind == "deadline"
     assert "rank 0 ended" in caught.value.lines[0]
-
-
-def test_ranks_with_other_ideas_of_a_group_deadlock_at_once():
-    started = time.monotonic()
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(functions.own_groups, [[0, 1], [1, 2], [2, 0]], switch=True, mode="record", world_size=3)
-    assert caught.value.kind in ("garbled", "deadlock")
-    assert time.monotonic() - started < 15
 
 
 def test_a_pass_belongs_to_the_step_of_its_batch():

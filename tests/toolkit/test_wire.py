@@ -26,31 +26,16 @@ def tensors(draw: Any) -> torch.Tensor:
     """Return tensors of every dtype, some of them empty, without dimensions or not contiguous."""
     dtype = draw(st.sampled_from(list(DTYPES.values())))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    seed = draw(st.integers(0, 10**6))
-    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
-    tensor = raw.to(torch.uint8).view(dtype) if dtype != torch.bool else raw > 100  # any bits: NaN, infinities, ...
-    tensor = tensor.view(shape)
-    how = draw(st.sampled_from(["as it is", "transposed", "every second", "expanded", "offset"]))
-    if how == "transposed" and tensor.dim() > 1:
-        tensor = tensor.transpose(0, -1)
-    elif how == "every second" and tensor.dim():
-        tensor = tensor[::2]
-    elif how == "expanded":
-        tensor = tensor.expand(2, *tensor.shape)
-    elif how == "offset" and tensor.dim() and tensor.shape[0]:
-        tensor = tensor[1:]
-    return tensor
+    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,))
+    tensor = (raw.to(torch.uint8).view(dtype) if dtype != torch.bool else raw > 100).view(shape)  # NaN, infinities, ...
+    changes = [lambda t: t, lambda t: t.transpose(0, -1), lambda t: t[::2], lambda t: t.expand(2, *t.shape)]
+    return draw(st.sampled_from(changes if shape else changes[:1]))(tensor)
 
 
 scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63), 2**63),
-    st.floats(),
-    st.text(),
-    st.binary(),
+    st.none(), st.booleans(), st.integers(-(2**63), 2**63), st.floats(), st.text(), st.binary(),
     st.sampled_from(list(DTYPES.values())),
-)
+)  # fmt: skip
 keys = st.one_of(st.integers(0, 2**20), st.text())
 values = st.recursive(
     st.one_of(scalars, tensors()),
@@ -61,29 +46,19 @@ values = st.recursive(
 )
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Return whether two values agree in type, structure and every bit (NaN equals NaN)."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        raw = [
-            t.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-            for t in (one, other)
-            if t.numel()
-        ]
-        return one.dtype == other.dtype and one.shape == other.shape and (not raw or torch.equal(*raw))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, dict):
-        return is_same(list(one.items()), list(other.items()))
-    return one == other or (one != one and other != other)
-
-
 @limited
 @given(values)
 def test_what_was_sent_arrives(value):
-    for data in (encode(value), bytearray(encode(value)), memoryview(encode(value))):
-        assert is_same(decode(data), value)
+    """An equal encoding has equal types, structure and bits (NaN too)."""
+    sent = encode(value)
+    for data in (sent, bytearray(sent), memoryview(sent)):
+        assert encode(decode(data)) == sent
+
+
+def test_values_are_not_confused():
+    value = [None, True, 1, 1.0, "1", b"1", (1,), [1], {1: "a", "1": "b"}, torch.float16]
+    arrived = decode(encode(value))
+    assert arrived == value and list(map(type, arrived)) == list(map(type, value))
 
 
 def test_tensors_arrive_as_plain_ones():
@@ -94,13 +69,6 @@ def test_tensors_arrive_as_plain_ones():
     assert sent[0, 0] == 1.0, "it shares no memory with what was sent"
 
 
-def test_two_decodings_share_no_memory():
-    data = bytearray(encode(torch.zeros(3)))
-    first, second = decode(data), decode(data)
-    first += 1
-    assert second.tolist() == [0.0] * 3 == decode(data).tolist()
-
-
 def test_views_that_torch_computes_late():
     number = torch.complex(torch.arange(3.0), torch.arange(3.0) + 1)
     for tensor in (number.conj(), number.conj().imag, torch._neg_view(number.real)):
@@ -108,21 +76,7 @@ def test_views_that_torch_computes_late():
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        object(),
-        {1, 2},
-        1j,
-        [object()],
-        {"a": {"b": object()}},
-        torch.nn.Linear(1, 1),
-        torch.zeros(2).to(torch.uint16),
-        {None: 1},
-        {(1, 2): 1},
-        {True: 1},
-        {-1: 1},
-        {2**61 - 1: 1},
-    ],
+    "value", [1j, {"a": [object()]}, torch.zeros(2).to(torch.uint16), {None: 1}, {True: 1}, {-1: 1}, {2**61 - 1: 1}]
 )
 def test_other_values_do_not_travel(value):
     with pytest.raises(WireError, match="cannot be sent"):
@@ -136,26 +90,14 @@ def seconds_to_refuse(data: bytes, why: str) -> float:
     return time.process_time() - start
 
 
-SENT = enter.Sandbox.sent  # bytes that a rank may send
-COLLIDING = [i * (2**61 - 1) for i in range(SENT // 24)]  # integers with one hash, as many as a rank may send
+SENT = enter.MOST_SENT  # bytes that a rank may send
 
 
 def test_keys_that_collide_are_refused_before_they_cost_time():
     """For 4 MB, quadratic time would be minutes, so the first colliding key is refused."""
-    assert len({hash(key) for key in COLLIDING}) == 1
-    data = message({"dict": [[key, 0] for key in COLLIDING[: SENT // 30]]})
+    data = message({"dict": [[i * (2**61 - 1), 0] for i in range(SENT // 30)]})
     assert len(data) > SENT // 2
     assert seconds_to_refuse(data, "for a key|too long") < 2
-
-
-def test_as_many_keys_as_fit_take_no_longer_than_other_values():
-    """These keys are allowed. They are small, and their low bits, which a dict compares first, are equal."""
-    keys = list(range(0, wire.MOST_KEY + 1, 2**10))
-    data = message([{"dict": [[key, 0] for key in keys]}] * (wire.MOST_VALUES // (len(keys) + 2)))
-    assert len(data) < SENT
-    start = time.process_time()
-    assert decode(data)[0] == dict.fromkeys(keys, 0)
-    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -166,7 +108,7 @@ def test_as_many_keys_as_fit_take_no_longer_than_other_values():
         (10**19, "too long"),
         (-(10**19), "too long"),
     ],
-    ids=["many", "deep", "a long integer", "a long negative integer"],
+    ids=["many", "deep", "long", "negative"],
 )
 def test_more_than_any_rank_sends_is_refused(value, why):
     assert seconds_to_refuse(message(value), why) < 5
@@ -212,22 +154,16 @@ json_values = st.recursive(
 @limited
 @given(json_values, st.one_of(json_values, st.lists(st.integers(0, 9), max_size=3)), st.binary(max_size=20))
 @example({"tensor": [0, "float32", [0, 2**62, 2**62]]}, [0], b"")
-@example({"tensor": [0, "float32", [2**70, 0]]}, [0], b"")
 @example({"tensor": [0, "float32", [1] * 1000]}, [4], b"abcd")
 @example({"tensor": [0, "float32", {}]}, [4], b"abcd")
-@example({"tensor": [0, "float32", [True]]}, [4], b"abcd")
-@example({"tensor": [0, "float33", [1]]}, [4], b"abcd")
 @example({"tensor": [3, "float32", [1]]}, [4], b"abcd")
 @example({"tensor": [0, "float32", [-1, -1]]}, [4], b"abcd")
 @example({"bytes": 10**30}, [4], b"abcd")
 @example({"dict": [[{"dict": []}, 1]]}, [], b"")
-@example({"dict": [[[], 1]]}, [], b"")
 @example({"dict": {"ab": 1}}, [], b"")
 @example({"dtype": []}, [], b"")
-@example({}, [], b"")
 @example({"tuple": [], "dict": []}, [], b"")
 @example(None, [-1], b"")
-@example(None, [10**30], b"")
 @example(None, {"0": 1}, b"")
 def test_wrong_headers_are_refused_or_read(value, sizes, blobs):
     only_wire_errors(message(value, sizes, blobs))

@@ -20,14 +20,8 @@ from brigade.rank import recording
 
 
 def whoami(*args: Any) -> dict[str, Any]:
-    """Return this rank's number, world size, process id, working directory and arguments."""
-    return {
-        "rank": dist.get_rank(),
-        "world_size": dist.get_world_size(),
-        "pid": os.getpid(),
-        "directory": os.getcwd(),
-        "args": list(args),
-    }
+    """Return this rank's process id and arguments."""
+    return {"pid": os.getpid(), "args": list(args)}
 
 
 def mounts() -> str:
@@ -105,7 +99,7 @@ def end_server() -> None:
 def spin() -> None:
     """Run an endless loop on rank 1 while rank 0 waits for it."""
     if dist.get_rank() == 1:
-        while True:  # HERE IT SPINS
+        while True:
             pass
     dist.all_reduce(torch.ones(3))
 
@@ -117,15 +111,13 @@ def forever() -> None:
         time.sleep(0.01)
 
 
-def leave_one_out(async_op: bool = False) -> None:
+def leave_one_out() -> None:
     """Make two launches on rank 0 and one on rank 1, which then returns without waiting."""
     model = nn.Linear(4, 2)
     recording.name_parameters(model)
     dist.all_reduce(model.bias.detach())
     if dist.get_rank() == 0:
-        handle = dist.all_reduce(model.weight.detach(), async_op=async_op)
-        if async_op:
-            handle.wait()
+        dist.all_reduce(model.weight.detach(), async_op=True).wait()
 
 
 def cross_over() -> None:
@@ -158,17 +150,6 @@ def send_first() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.send(torch.ones(3), (rank + 1) % world_size)
     dist.recv(torch.empty(3), (rank - 1) % world_size)
-
-
-def send_and_reduce() -> float:
-    """Send a message from rank 0 to rank 1, while rank 2 does nothing. Then run an all-reduce on all three ranks."""
-    rank, total = dist.get_rank(), torch.ones(1)
-    if rank == 0:
-        dist.send(torch.ones(3), 1)
-    elif rank == 1:
-        dist.recv(torch.empty(3), 0)
-    dist.all_reduce(total)
-    return total.item()
 
 
 def slow_peer(seconds: float) -> float:
@@ -205,11 +186,9 @@ def chatter(megabytes: int) -> int:
     return megabytes
 
 
-def give_back(kind: str) -> Any:
+def give_back() -> Any:
     """Return a result on rank 1 that cannot be sent."""
-    if dist.get_rank() == 0:
-        return 1
-    return {"object": object(), "function": give_back, "module": nn.Linear(1, 1)}[kind]
+    return give_back if dist.get_rank() else 1
 
 
 def start_daemon() -> list[int]:

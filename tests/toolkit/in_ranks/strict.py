@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
 from brigade.rank import recording
@@ -23,11 +22,9 @@ def deliver(how: str) -> dict[str, Any]:
     time.sleep(0.05)  # time does not deliver either
     before = [first.clone(), second.clone()]
     answer = {
-        "wait": one.wait,
         "wait with a timeout": lambda: one.wait(timedelta(seconds=5)),
         "result": one.result,
         "is_completed": one.is_completed,
-        "get_future": lambda: one.get_future().wait(),
         "then": lambda: one.get_future().then(lambda future: future.value()).wait(),
         "collect_all": lambda: torch.futures.collect_all([one.get_future()]).wait()[0].value(),
         "done": lambda: (future := one.get_future()).done() or future.done(),
@@ -93,33 +90,6 @@ def free_in_flight(which: str) -> None:
     handle.wait()
 
 
-def reduce_to_first() -> dict[str, Tensor]:
-    """Reduce to rank 0. Return this rank's tensor before and after the wait."""
-    x = torch.full((3,), dist.get_rank() + 1.0)
-    handle = dist.reduce(x, dst=0, async_op=True)
-    before = x.clone()
-    handle.wait()
-    return {"before": before, "after": x}
-
-
-def coalesce_on_a_device() -> None:
-    with coalescing_manager(device=torch.device("cpu")):
-        dist.all_reduce(torch.ones(2))
-
-
-def send_strided(op: str, kind: str) -> None:
-    """Call a collective or a send with a transposed tensor, or with every second column of a tensor."""
-    tensor = torch.ones(4, 6).T if kind == "transposed" else torch.ones(4, 6)[:, ::2]
-    if op == "all_reduce":
-        dist.all_reduce(tensor)
-    elif op == "broadcast":
-        dist.broadcast(tensor, 0)
-    elif op == "all_gather":
-        dist.all_gather([torch.empty(tensor.shape) for _ in range(dist.get_world_size())], tensor)
-    else:
-        dist.send(tensor, 1 - dist.get_rank())
-
-
 def reduce_channels_last() -> list[float]:
     """All-reduce a batch of images and a batch of videos in a channels-last memory format."""
     images = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -130,8 +100,15 @@ def reduce_channels_last() -> list[float]:
     return [images.mean().item(), videos.mean().item()]
 
 
-def exchange_in_place() -> None:
-    """Pass two halves of one block of memory to an all-to-all, then two that overlap."""
-    both = torch.zeros(4)
-    dist.all_to_all_single(both[2:], both[:2])
-    dist.all_to_all_single(both[1:3], both[:2])
+def call_wrongly(how: str) -> None:
+    """Make a call that NCCL would refuse."""
+    both = torch.ones(4, 6)
+    if how == "all_reduce":
+        dist.all_reduce(both.T)
+    elif how == "send":
+        dist.send(both[:, ::2], 1 - dist.get_rank())
+    elif how == "all_to_all":
+        dist.all_to_all_single(both[1:3], both[:2])
+    else:
+        with coalescing_manager(device=torch.device("cpu")):
+            dist.all_reduce(both)
