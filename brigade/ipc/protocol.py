@@ -36,10 +36,7 @@ def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
 
 
 def kill_group(pid: int, and_leader: bool = False) -> None:
-    """Kill a process group that still exists and belongs to us, and its leader, which has no group at first.
-
-    If the leader has been reaped, its id may belong to another process by now.
-    """
+    """Kill a process group, if it still exists and belongs to us, and a leader that may have no group yet."""
     for send_signal in (os.killpg, os.kill) if and_leader else (os.killpg,):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send_signal(pid, signal.SIGKILL)

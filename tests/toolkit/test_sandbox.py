@@ -111,7 +111,7 @@ def test_what_a_program_needs_still_works():
     assert run_in_child(work)
 
 
-@pytest.mark.parametrize("column, machine", enumerate(enter.AUDIT))
+@pytest.mark.parametrize("column, machine", list(enumerate(enter.AUDIT)))
 def test_the_numbers_are_the_kernels(column, machine):
     """The kernel's headers give the same numbers, if they are installed."""
     places = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
