@@ -34,7 +34,7 @@ from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome
 from brigade.course.modules import ROOT, Module, get_module
-from brigade.course.submission import Sources, read
+from brigade.course.submission import read
 
 Texts = Mapping[str, str]  # the files of a module by name
 
@@ -52,10 +52,9 @@ class Hunk:
 class Change:
     """A change to the reference of module `number`, from the file `origin`.
 
-    A mutant is a mistake. Every check in `checks` must fail, and the first must tell the student `cause`, which is
-    empty if the exception's own message is enough. `make gpu-check` runs the mutants in the sample too, so they must
-    fail on every backend and leave no rank waiting. A variant is another correct solution that careless checks would
-    refuse. Every check in `checks` must accept it.
+    If it is a mutant, every check in `checks` must fail, and the first must tell the student `cause`, which is empty if
+    the exception's own message is enough. `make gpu-check` runs the mutants in the sample too, so they must fail on
+    every backend and leave no rank waiting. Checks must accept a variant, which is another correct solution.
     """
 
     number: int
@@ -167,15 +166,10 @@ def run_on_text(check: Check, text: str | Texts, conditions: Conditions) -> Outc
     A single text is the module's main file.
     """
     entry = get_module(check.module)
-    sources = replace_files(entry, read("solutions", entry.number).sources, text)
-    return run_check(check, "solutions", conditions, sources=sources)
-
-
-def replace_files(entry: Module, sources: Sources, text: str | Texts) -> Sources:
-    """Return the sources with these files of a module in place of the reference's."""
     texts = {entry.path.name: text} if isinstance(text, str) else text
     place = ROOT / "lessons" / entry.package
-    return sources | {f"{entry.package}.{Path(file).stem}": (str(place / file), texts[file]) for file in texts}
+    own = {f"{entry.package}.{Path(file).stem}": (str(place / file), texts[file]) for file in texts}
+    return run_check(check, "solutions", conditions, sources=read("solutions", entry.number).sources | own)
 
 
 def escapes(mutant: Change, conditions: Conditions) -> str:

@@ -131,7 +131,6 @@ def one_factor(compared: Comparison) -> str:
     every = ("every gradient" if is_all else "every wrong tensor") if several else "the tensor"
     twice = f", or it is divided by {size} twice." if size * size == world_size else "."
     known = [  # the factor of each mistake
-        (1 / size, f"is exactly {size}× too small: it is divided again after ReduceOp.AVG has divided it."),
         (size, f"is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
         (size / world_size, f"is divided by the world size ({world_size}) instead of the group size ({size}){twice}"),
         (1 / size, f"is exactly {size}× too small: it is divided twice."),
@@ -141,7 +140,10 @@ def one_factor(compared: Comparison) -> str:
             size / max(1, round(size / factor)),
             f"is {factor:.4g}× the expected value: it is divided by {size / factor:.0f} instead of {size}.",
         ),
-    ][not compared.evidence.uses_avg :]
+    ]
+    if compared.evidence.uses_avg:
+        again = f"is exactly {size}× too small: it is divided again after ReduceOp.AVG has divided it."
+        known.insert(0, (1 / size, again))
     causes = [cause for value, cause in known if value != 1 and abs(factor - value) < 2e-3 * value]
     return f"{every} {causes[0]}" if causes else ""
 
