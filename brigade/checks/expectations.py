@@ -228,13 +228,9 @@ def expect_interface(results: RankResults, case: Case) -> None:
         interface = results[rank]["interface"]
         expect(interface["module"], "the wrapper's .module is the model", "it is not", kept.format("module"), rank=rank)
         ranks = interface["process_group"]
-        expect(
-            ranks == case.group,
-            f"the wrapper's .process_group contains the ranks {case.group}",
-            "the wrapper has no .process_group" if ranks is None else f"it contains the ranks {ranks}",
-            kept.format("process_group"),
-            rank=rank,
-        )
+        got = "the wrapper has no .process_group" if ranks is None else f"it contains the ranks {ranks}"
+        what = f"the wrapper's .process_group contains the ranks {case.group}"
+        expect(ranks == case.group, what, got, kept.format("process_group"), rank=rank)
 
 
 def expect_steps(case: Case, require: Callable[..., None], results: RankResults) -> None:
@@ -387,25 +383,17 @@ def expect_overlap(
     ready_at = {name: place for place, name in list_ready_gradients(events, step)}
     for number, (launch, names) in enumerate(zip(launched, buckets)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
-        expect(
-            not missing,
-            f"{unit} {number} is launched after all its gradients are ready{setting}",
-            f"{unit} {number} was launched before {describe_gradients(missing)} ready",
-            partial(explain_early_launch, missing, names, unit),
-            **at,
-        )
+        what = f"{unit} {number} is launched after all its gradients are ready{setting}"
+        got = f"{unit} {number} was launched before {describe_gradients(missing)} ready"
+        expect(not missing, what, got, partial(explain_early_launch, missing, names, unit), **at)
     for number, (launch, after) in enumerate(zip(launched, buckets[1:])):
-        expect(
-            launch.place < max(ready_at.get(name, -1) for name in after),
-            f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}",
-            f"{unit} {number} was launched {describe_phase(launch)}. At that time, {describe_gradients(after)} "
-            "already ready",
-            why_late,
-            **at,
-        )
+        what = f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}"
+        got = f"{unit} {number} was launched {describe_phase(launch)}. At that time, {describe_gradients(after)} "
+        in_time = launch.place < max(ready_at.get(name, -1) for name in after)
+        expect(in_time, what, got + "already ready", why_late, **at)
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(launched, nexts) if blocks_backward(launch, after, ready_at)]
-    late = [launch for launch in launched if launch.phase != "backward"]
+    late, total = sum(launch.phase != "backward" for launch in launched), len(launched)
     cause = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync." if blocking else ""
     if gathered and blocking and not any(launch.sync for launch in blocking):
         cause = (
@@ -413,28 +401,18 @@ def expect_overlap(
             "ready."
         )
     allowed = f" before a gradient of the next {unit} is ready" * gathered
-    total = len(launched)
-    expect(
-        not blocking and not late,
-        f"backward launches all {unit}s and waits for none of them{allowed}{setting}",
-        f"backward waited for {describe_share(len(blocking), total)}. Launched after backward: {len(late)} of {total}",
-        cause,
-        **at,
-    )
-    unawaited = [launch for launch in launched if step not in launch.wait_steps]
-    raced = [launch for launch in launched if launch.raced]
+    what = f"backward launches all {unit}s and waits for none of them{allowed}{setting}"
+    got = f"backward waited for {describe_share(len(blocking), total)}. Launched after backward: {late} of {total}"
+    expect(not blocking and not late, what, got, cause, **at)
+    unawaited = sum(step not in launch.wait_steps for launch in launched)
+    raced = sum(launch.raced for launch in launched)
+    got = f"the tensors of {describe_share(raced, total)} changed before the wait"
     cause = f"a {unit} is read or written before wait() is called on its handle."
     if unawaited:
+        got = f"the step did not wait for {describe_missed(unawaited, total, 'launch')}"
         cause = f"finish_grad_sync does not call wait() on the handle of every {unit}."
-    expect(
-        not unawaited and not raced,
-        f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}",
-        f"the step did not wait for {describe_missed(len(unawaited), total, 'launch')}"
-        if unawaited
-        else f"the tensors of {describe_share(len(raced), total)} changed before the wait",
-        lambda: find_leftover(events) or cause,
-        **at,
-    )
+    what = f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}"
+    expect(not unawaited and not raced, what, got, lambda: find_leftover(events) or cause, **at)
 
 
 def describe_share(count: int, total: int) -> str:
@@ -488,13 +466,9 @@ def require_launches(
         idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
         overlap = f". Without overlap with backward: {idle} of {len(launched)}" if in_backward and idle else ""
         is_right = accepts(launched) and not (in_backward and start_after_backward(record, at["step"], launched))
-        expect(
-            is_right,
-            f"correct numbers earn points only with this module's launches: {kind}",
-            f"the step made {summarize(launched)}{overlap}",
-            "" if is_right else explain(record, at["step"]) or USUAL_LAUNCHES,
-            **at,
-        )
+        cause = "" if is_right else explain(record, at["step"]) or USUAL_LAUNCHES
+        what = f"correct numbers earn points only with this module's launches: {kind}"
+        expect(is_right, what, f"the step made {summarize(launched)}{overlap}", cause, **at)
 
 
 def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[Launch]) -> bool:
@@ -518,17 +492,12 @@ def overlaps(launch: Launch) -> bool:
 
 def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], step: int) -> None:
     """Expect the last backward of a step to communicate after an exception ended the no_sync blocks of the step."""
+    what = "after an exception inside no_sync, the next backward communicates again"
     for rank in ranks:
-        begin = list_backward_passes(events[rank], step)[-1]
-        launched = launches(events[rank], step)
-        expect(
-            any(launch.phase == "backward" and launch.place > begin for launch in launched),
-            "after an exception inside no_sync, the next backward communicates again",
-            f"the last backward pass launched nothing. The whole step made {summarize(launched)}",
-            partial(explain_silence, events[rank], step),
-            rank=rank,
-            step=step,
-        )
+        begin, launched = list_backward_passes(events[rank], step)[-1], launches(events[rank], step)
+        is_restored = any(launch.phase == "backward" and launch.place > begin for launch in launched)
+        got = f"the last backward pass launched nothing. The whole step made {summarize(launched)}"
+        expect(is_restored, what, got, partial(explain_silence, events[rank], step), rank=rank, step=step)
 
 
 def explain_silence(events: Sequence[Event], step: int) -> str:
@@ -542,11 +511,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
     """Expect the backward passes inside no_sync (all passes of a step except the last) to launch nothing."""
     for at, record, launched in list_steps(events, steps, ranks):
         early = find_no_sync_launches(record, at["step"])
-        first = early and early[0].place < list_backward_passes(record, at["step"])[1]
-        expect(
-            not early,
-            "backward passes inside no_sync launch nothing",
-            f"they made {len(early)} of the step's {len(launched)} launches",
-            FLAG_IGNORED if first else INNER_NO_SYNC,
-            **at,
-        )
+        is_first = early and early[0].place < list_backward_passes(record, at["step"])[1]
+        got = f"they made {len(early)} of the step's {len(launched)} launches"
+        cause = FLAG_IGNORED if is_first else INNER_NO_SYNC
+        expect(not early, "backward passes inside no_sync launch nothing", got, cause, **at)

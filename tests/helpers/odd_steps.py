@@ -15,14 +15,8 @@ def expect_unsynced(results, case, step):
     """Expect finish_grad_sync to average gradients if all backward passes of a step were inside no_sync."""
     for rank, events in enumerate(results.events):
         early = [launch for launch in launches(events, step) if launch.phase == "backward"]
-        expect(
-            not early,
-            "backward passes inside no_sync launch nothing, even if their forwards are outside",
-            f"they made {summarize(early)}",
-            READ_IN_FORWARD,
-            rank=rank,
-            step=step,
-        )
+        what = "backward passes inside no_sync launch nothing, even if their forwards are outside"
+        expect(not early, what, f"they made {summarize(early)}", READ_IN_FORWARD, rank=rank, step=step)
     is_launched = all(launches(events, step, phase="finish") for events in results.events)
     with replace_cause(lambda failed: "" if is_launched or len(case.group) == 1 else causes.UNSYNCED):
         expect_weights(results, case)

@@ -34,11 +34,11 @@ class Interruption(Exception):
 
 
 def name_error(function: Callable, *arguments: Any) -> str | None:
-    """Return the type of the exception that a call raises, or None. An unwritten part still raises its own."""
+    """Return the type of the exception that a call raises, or None. Let the exception of an unwritten part pass."""
     try:
         function(*arguments)
     except NotImplementedError:
-        raise  # the skeleton's
+        raise
     except Exception as error:
         return type(error).__name__
     return None
@@ -89,10 +89,7 @@ def reallocate_buffers(ddp: torch.nn.Module) -> None:
 
 
 def visit(ddp: torch.nn.Module, batch: dict, place: str, visits: Sequence[tuple[str, str]]) -> None:
-    """Run the forwards that `visits`, a part of VISITS, has at this place, in training mode and in eval mode.
-
-    They must not change the training.
-    """
+    """Run the forwards that `visits`, a part of VISITS, has at this place, in training mode and in eval mode."""
     for where, kind in visits:
         if where == place:
             was_training = ddp.training
@@ -141,8 +138,7 @@ def train(job: dict) -> dict:
     """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
     In step job["interrupted"], exceptions end the no_sync blocks. In step job["unsynced"], all backward passes run
-    inside no_sync, but no forward does. Before step job["reallocate"], the buffers move. job["visits"] has forwards
-    that do not belong to a step. All four are optional.
+    inside no_sync, but no forward does. Before step job["reallocate"], the buffers move. job["visits"] is for `visit`.
     """
     visits = job.get("visits", ())
     model = build(job)
@@ -185,7 +181,7 @@ def take_odd_step(job: dict) -> dict | None:
 def follow(order: Sequence[str], ddp: torch.nn.Module, batches: list[dict], optimizer: Any = None) -> bool:
     """Take these actions, each forward on the next batch and each backward on the oldest loss.
 
-    Return whether the submission did all of them. It may refuse one with RuntimeError.
+    Return False if the submission refuses one with RuntimeError.
     """
     unused, losses, saved = iter(batches), [], []
     actions = {

@@ -34,13 +34,10 @@ def expect_orders(submission, world, orders, options, dtype=torch.float64, toler
         what = f"with {' '.join(order)}" if isinstance(order, tuple) else f"with {order}"
         refused = [rank for rank, result in enumerate(results) if "refusal" in result]
         if refused:
-            expect(
-                scenarios.EVALUATION not in order and order not in scenarios.UNSYNCED,
-                f"a step {what} is right",
-                f"RuntimeError: {results[refused[0]]['refusal']}",
-                diagnosis.FORGOTTEN_BACKWARD if order == (scenarios.EVALUATION, scenarios.PLACES[1]) else "",
-                rank=refused[0],
-            )
+            may_refuse = scenarios.EVALUATION not in order and order not in scenarios.UNSYNCED
+            cause = diagnosis.FORGOTTEN_BACKWARD if order == (scenarios.EVALUATION, scenarios.PLACES[1]) else ""
+            got = f"RuntimeError: {results[refused[0]]['refusal']}"
+            expect(may_refuse, f"a step {what} is right", got, cause, rank=refused[0])
             continue
         for rank, result in enumerate(results):
             expected = "after an evaluation, all full weights are freed if no backward is due"
@@ -60,13 +57,8 @@ def expect_trained(results, case, what, expected=None, tolerance=MANY_STEPS, oth
     expected = train_plain(case)[0] if expected is None else expected
     for rank, result in enumerate(results):
         other = [name for name, value in expected.items() if result["weights"][name].dtype != value.dtype]
-        expect(
-            not other,
-            "full_state_dict returns the dtypes that the parameters had before wrapping",
-            f"{join_names(other, 4)} have other dtypes",
-            diagnosis.CONVERTED,
-            rank=rank,
-        )
+        what_dtypes = "full_state_dict returns the dtypes that the parameters had before wrapping"
+        expect(not other, what_dtypes, f"{join_names(other)} have other dtypes", diagnosis.CONVERTED, rank=rank)
     with diagnosis.explain_garbage(events), explain_failures([], lambda: evaluate(otherwise)):
         expect_equal(
             what,

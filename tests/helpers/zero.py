@@ -41,21 +41,12 @@ def expect_trained(
     them matches.
     """
     ranks = list(ranks or range(len(results)))
+    gathers = "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards"
     for rank in ranks:
-        expect(
-            results[rank]["is_optimizer"],
-            "ZeroOptimizer is a subclass of torch.optim.Optimizer",
-            "it is not a subclass",
-            diagnosis.NO_OPTIMIZER,
-            rank=rank,
-        )
-        expect(
-            not results[rank]["gather_grads"],
-            "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards",
-            "ddp.gather_grads is True",
-            diagnosis.GATHERED,
-            rank=rank,
-        )
+        what = "ZeroOptimizer is a subclass of torch.optim.Optimizer"
+        expect(results[rank]["is_optimizer"], what, "it is not a subclass", diagnosis.NO_OPTIMIZER, rank=rank)
+        has_false = not results[rank]["gather_grads"]
+        expect(has_false, gathers, "ddp.gather_grads is True", diagnosis.GATHERED, rank=rank)
     actual = [results[rank]["weights"] for rank in ranks]
     with diagnosis.explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
         expect_equal(what, actual, expected, ranks=ranks, tolerance=tolerance)
@@ -81,14 +72,12 @@ def require_shared_state(results, case, name):
     bound = MOMENTS[name] * itemsize * compute_padded_numel(params, size) // size
     for index, result in enumerate(results if size > 1 else []):
         actual = result["state_bytes"]
-        expect(
-            actual is not None and actual <= bound,
-            f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
-            "optimizer.optim, the state of its own shards",
-            "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes",
-            diagnosis.NO_INNER if actual is None else diagnosis.WHOLE_STATE,
-            rank=case.group[index] if len(case.group) == size else index,
-        )
+        what = f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
+        what += "optimizer.optim, the state of its own shards"
+        got = "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes"
+        cause = diagnosis.NO_INNER if actual is None else diagnosis.WHOLE_STATE
+        rank = case.group[index] if len(case.group) == size else index
+        expect(actual is not None and actual <= bound, what, got, cause, rank=rank)
 
 
 def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
@@ -97,14 +86,10 @@ def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
         norms = [norms[step] for norms in norms_by_rank]
         for rank, norm in enumerate(norms):
             shown, exact = format_distinct(norm, expected)
-            expect(
-                abs(norm - expected) <= rounding * expected,
-                f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank",
-                f"clip_grad_norm_ returned {shown}",
-                partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms)),
-                rank=rank,
-                step=step,
-            )
+            what = f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank"
+            cause = partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms))
+            is_right = abs(norm - expected) <= rounding * expected
+            expect(is_right, what, f"clip_grad_norm_ returned {shown}", cause, rank=rank, step=step)
 
 
 def get_rounding(results):
