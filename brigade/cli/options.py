@@ -22,7 +22,6 @@ class Range:
 
 ABOVE_ZERO = Range(float, lambda value: 0 < value < math.inf, "a number above 0")
 NOT_NEGATIVE = Range(float, lambda value: 0 <= value < math.inf, "a number that is not negative")
-FRACTION = Range(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
 
 def add(

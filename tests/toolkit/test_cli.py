@@ -292,13 +292,6 @@ def test_the_checks_up_to_a_part(brigade):
     assert "Part (a): " in shown and "Parts (b) to (d): " in shown and "(e) to (g)" not in shown
 
 
-def test_a_busy_machine_costs_no_points(brigade, lessons, monkeypatch):
-    monkeypatch.setattr(comparison, "DEADLINE_S", 0.01)
-    done = brigade("check", 1, "--target", lessons)
-    assert "Your points are safe. The machine is busy" in done.stdout and "brigade next" in done.stdout
-    monkeypatch.undo()
-
-
 def test_watch_runs_again_after_a_save(lessons):
     """The checks that failed come first."""
     watched = start("check", "1", "--watch", "--only", "start_equal", "--target", str(lessons))
