@@ -13,9 +13,10 @@ from brigade.checks.expectations import (
     expect,
     expect_equal,
     explain_failures,
-    format_distinct,
     format_ranks,
     join_names,
+    list_steps,
+    replace_cause,
 )
 from brigade.checks.reference import draw_generators
 from brigade.events import drop_flags, launches, summarize
@@ -83,7 +84,7 @@ def test_sharded_equals_unsharded(submission):
         ),
     ):
         case = submission.case(model, world, steps=steps, dtype=torch.float64, **more)
-        with diagnosis.explain_mismatch(diagnosis.find_skipped_parameter):
+        with replace_cause(diagnosis.find_skipped_parameter):
             results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
         expect_unsharded(results, case, job)
 
@@ -108,22 +109,16 @@ def test_sharded_state_is_shared(submission):
             trainable = [nbytes for i, nbytes in enumerate(state_bytes) if i not in problem["frozen"]]
             whole = sum(trainable)
             bound = max(trainable) + whole / world
-            for rank in range(world):
-                expect(
-                    bytes_by_rank[rank] <= bound,
-                    f"with {name}, each of {world} ranks keeps at most the average state plus the state of the largest "
-                    f"parameter: {bound:.0f} of {whole} bytes",
-                    f"the state takes {bytes_by_rank[rank]} bytes. On {format_ranks(range(world))}, it takes "
-                    f"{join_names(bytes_by_rank)} bytes",
-                    partial(diagnosis.explain_state, owned, numels, problem),
-                    rank=rank,
-                )
-            expect(
-                sum(bytes_by_rank) == whole,
-                f"with {name}, {world} ranks together keep the state of the unsharded optimizer once: {whole} bytes",
-                f"the ranks keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total",
-                partial(diagnosis.explain_sum_of_states, owned, bytes_by_rank, whole, problem),
-            )
+            right = f"with {name}, each of {world} ranks keeps at most the average state plus the state of the largest "
+            right += f"parameter: {bound:.0f} of {whole} bytes"
+            for rank, nbytes in enumerate(bytes_by_rank):
+                wrong = f"the state takes {nbytes} bytes. By rank, it takes {join_names(bytes_by_rank)} bytes"
+                why = partial(diagnosis.explain_state, owned, numels, problem)
+                expect(nbytes <= bound, right, wrong, why, rank=rank)
+            right = f"with {name}, {world} ranks together keep the state of the unsharded optimizer once: {whole} bytes"
+            wrong = f"the ranks keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total"
+            why = partial(diagnosis.explain_sum_of_states, owned, bytes_by_rank, whole, problem)
+            expect(sum(bytes_by_rank) == whole, right, wrong, why)
 
 
 @pytest.mark.points(1)
@@ -135,44 +130,25 @@ def test_sharded_launches(submission):
         numels = {is_trained: [] for is_trained in (True, False)}
         for parameter in case.parameters().values():
             numels[parameter.requires_grad].append(parameter.numel())
-        for rank, events in enumerate(results.events):
-            for step in range(3):
-                launched = launches(events, step)
-                expect(
-                    sorted((launch.op, launch.numel) for launch in launched)
-                    == sorted((op, numel) for op in ("reduce", "broadcast") for numel in numels[True]),
-                    f"a step of the {model} model launches one reduce and one broadcast for each of its "
-                    f"{len(numels[True])} trainable parameters",
-                    f"the step made {summarize(launched, 20)}",
-                    partial(diagnosis.explain_launches, launched, numels[True], numels[False]),
-                    rank=rank,
-                    step=step,
-                )
-                raced = [launch for launch in launched if launch.raced]
-                expect(
-                    not raced,
-                    "gradients and weights do not change while they are reduced or broadcast",
-                    f"{len(raced)} of {len(launched)} tensors changed between the launch and the wait",
-                    rank=rank,
-                    step=step,
-                )
-                forgotten = [launch for launch in launched if not launch.waits and step < 2]
-                expect(
-                    not forgotten,
-                    "every rank, including the root, waits on the handle of every launch before the next step ends",
-                    f"the step did not wait on {describe_missed(len(forgotten), len(launched))}",
-                    partial(diagnosis.explain_forgotten, forgotten, events, rank),
-                    rank=rank,
-                    step=step,
-                )
+        every = sorted((op, numel) for op in ("reduce", "broadcast") for numel in numels[True])
+        for at, events, launched in list_steps(results.events, 3):
+            right = f"a step of the {model} model launches one reduce and one broadcast for each of its "
+            right += f"{len(numels[True])} trainable parameters"
+            why = partial(diagnosis.explain_launches, launched, numels[True], numels[False])
+            is_right = sorted((launch.op, launch.numel) for launch in launched) == every
+            expect(is_right, right, f"the step made {summarize(launched, 20)}", why, **at)
+            raced = [launch for launch in launched if launch.raced]
+            right = "gradients and weights do not change while they are reduced or broadcast"
+            wrong = f"{len(raced)} of {len(launched)} tensors changed between the launch and the wait"
+            expect(not raced, right, wrong, **at)
+            forgotten = [launch for launch in launched if not launch.waits and at["step"] < 2]
+            right = "every rank, including the root, waits on the handle of every launch before the next step ends"
+            wrong = f"the step did not wait on {describe_missed(len(forgotten), len(launched))}"
+            why = partial(diagnosis.explain_forgotten, forgotten, events, at["rank"])
+            expect(not forgotten, right, wrong, why, **at)
             wrong = find_wrong_root(case, events)
-            expect(
-                not wrong,
-                "a parameter's weights are broadcast from the rank to which its gradient is reduced",
-                wrong,
-                diagnosis.OTHER_ROOT,
-                rank=rank,
-            )
+            right = "a parameter's weights are broadcast from the rank to which its gradient is reduced"
+            expect(not wrong, right, wrong, diagnosis.OTHER_ROOT, rank=at["rank"])
 
 
 @pytest.mark.points(2)
@@ -191,38 +167,16 @@ def test_sharded_groups_and_schedulers(submission):
             job = SGD | {"optimizer": "Adam", "options": options, "scheduler": kind, "closure": True}
         else:
             late = {"names": names[-2:], "options": {"lr": 0.03}}
-            job = {
-                "optimizer": "AdamW",
-                "options": {"lr": 0.01},
-                "params": [{"names": names[:-2], "options": {}}],
-                "late": late,
-            }
+            first = {"names": names[:-2], "options": {}}
+            job = {"optimizer": "AdamW", "options": {"lr": 0.01}, "params": [first], "late": late, "at": 2}
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
-        expected = train_unsharded(case, job)
+        sizes = train_unsharded(case, job)["sizes"]
+        right = f"param_groups contain all parameters on every rank, in groups of {join_names(sizes)} parameters"
+        why = partial(diagnosis.explain_sizes, [result["sizes"] for result in results], sizes)
         for rank, result in enumerate(results):
-            expect(
-                result["sizes"] == expected["sizes"],
-                f"param_groups contain all parameters on every rank, in groups of {join_names(expected['sizes'])} "
-                "parameters",
-                f"the groups have {join_names(result['sizes'])} parameters",
-                partial(diagnosis.explain_sizes, [result["sizes"] for result in results], expected["sizes"]),
-                rank=rank,
-            )
-            expect(
-                len(result["losses"]) == 6,
-                "each call of step calls the closure once",
-                f"the closure was called {len(result['losses'])} time{'s' * (len(result['losses']) != 1)} in 6 steps",
-                partial(diagnosis.explain_calls, len(result["losses"]), 6),
-                rank=rank,
-            )
-            expect(
-                result["returned"] == (result["losses"] if "closure" in job else []),
-                "step(closure) returns the result of the closure",
-                f"step returned {join_names(result['returned'][:3])}, but the closure returned "
-                f"{join_names(result['losses'][:3])}",
-                diagnosis.CLOSURE,
-                rank=rank,
-            )
+            wrong = f"the groups have {join_names(result['sizes'])} parameters"
+            expect(result["sizes"] == sizes, right, wrong, why, rank=rank)
+        expect_closures(results, 6, "closure" in job)
         expect_unsharded(results, case, job, partial(diagnosis.suspect_scheduling, kind, job, names))
 
 
@@ -234,39 +188,29 @@ def test_sharded_clipping(submission):
     for world, hidden, groups in zip(submission.worlds(3, 4), (1, 0), ([[0, 1, 2]], [[1, 2, 3], [0]])):
         groups = groups if world > 1 else [[0]]
         max_norm = submission.rng.uniform(0.02, 0.1)
-        job = SGD | {"max_norms": [max_norm, 10.0, max_norm, max_norm, 10.0], "skip": 3, "groups": groups}
+        job = SGD | {"max_norm": [max_norm, 10.0, max_norm, max_norm, 10.0], "skip": 3, "groups": groups}
         while True:
             case = submission.case("Plain", world, steps=5, dtype=torch.float64, group=groups[0], hidden_layers=hidden)
             case.batches[groups[0][-1]][3][0]["y"][0] = float("inf")  # in the step to skip
-            expected = train_unsharded(case, job)
-            if all(2 * max_norm < norm < 5 for norm in expected["norms"] if math.isfinite(norm)):
+            expected = train_unsharded(case, job)["norms"]
+            if all(2 * max_norm < norm < 5 for norm in expected if math.isfinite(norm)):
                 break
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
-        for rank in groups[0]:
-            for step in range(5):
-                phases = [launch.phase for launch in launches(results.events[rank], step) if launch.op == "reduce"]
-                expect(
-                    "clip" in phases,
-                    "clip_grad_norm_ reduces the gradients, because it returns the norm of the averages",
-                    "the step launched no reduce",
-                    diagnosis.SKIPPED if step == 4 else diagnosis.NOT_REDUCED,
-                    rank=rank,
-                    step=step,
-                )
-                expect(
-                    "step" not in phases,
-                    "after clip_grad_norm_, which reduces the gradients, step does not reduce them again",
-                    f"step launched {phases.count('step')} reduce{'s' * (phases.count('step') != 1)}",
-                    diagnosis.CLIPPED_TWICE,
-                    rank=rank,
-                    step=step,
-                )
-        norms, rounding = [result["norms"] for result in results], get_rounding(results)
-        expect_norm(norms, expected["norms"], 0, case, job, results.events[groups[0][0]], rounding)
+        for at, _, launched in list_steps(results.events, 5, groups[0]):
+            phases = [launch.phase for launch in launched if launch.op == "reduce"]
+            right = "clip_grad_norm_ reduces the gradients, because it returns the norm of the averages"
+            cause = diagnosis.SKIPPED if at["step"] == 4 else diagnosis.NOT_REDUCED
+            expect("clip" in phases, right, "the step launched no reduce", cause, **at)
+            right = "after clip_grad_norm_, which reduces the gradients, step does not reduce them again"
+            wrong = f"step launched {phases.count('step')} reduce{'s' * (phases.count('step') != 1)}"
+            expect("step" not in phases, right, wrong, diagnosis.CLIPPED_TWICE, **at)
+        norms = [results[rank]["norms"] for rank in groups[0]]
+        why = partial(diagnosis.explain_norm, case, job, results.events[groups[0][0]])
+        judge = partial(expect_norms, norms, expected, get_rounding(results), ranks=groups[0])
+        judge(steps=1, why=why)
         # torch adds 1e-6 to the norm. A submission may omit this, and may round the factor to float32.
         expect_unsharded(results, case, job, diagnosis.suspect_clipping, tolerance=1e-6)
-        for step in range(1, 5):
-            expect_norm(norms, expected["norms"], step, case, job, results.events[groups[0][0]], rounding)
+        judge()
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=2, dtype=torch.float64)
     order = ["forward", "backward", "clip", "forward", "backward", "step"]
@@ -319,13 +263,10 @@ def test_zero_equals_unsharded(submission):
     )
     for rank, answers in enumerate(results):
         for optimizer, answer in zip(("torch.optim.Adafactor", "a layer-wise LARS", "torch.optim.LBFGS"), answers):
-            expect(
-                answer is not None and len(answer.split()) > 2,
-                f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that explains why",
-                "the optimizer was accepted" if answer is None else f"the message of the exception is {answer!r}",
-                partial(diagnosis.explain_refusal, answer),
-                rank=rank,
-            )
+            right = f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that explains why"
+            wrong = "the optimizer was accepted" if answer is None else f"the message of the exception is {answer!r}"
+            cause = diagnosis.NOT_ELEMENTWISE if answer is None else diagnosis.NO_SENTENCE
+            expect(answer is not None and len(answer.split()) > 2, right, wrong, cause, rank=rank)
 
 
 @pytest.mark.points(2)
@@ -340,43 +281,23 @@ def test_zero_state_is_shared(submission):
         results = submission.run(m08_zero.train, make_zero_jobs(case, make_recipe(name)), world_size=world)
         whole = MOMENTS[name] * 4 * sum(p.numel() for p in trainable)
         for rank, result in enumerate(results):
-            expect(
-                result["state_bytes"] is not None,
-                "optimizer.optim is the local inner optimizer",
-                "the optimizer has no attribute optim",
-                diagnosis.NO_INNER,
-                rank=rank,
-            )
-            expect(
-                result["state_bytes"] <= MOMENTS[name] * bound,
-                f"each of {world} ranks keeps at most {MOMENTS[name] * bound} bytes of state: for each moment of "
-                f"{name}, 1/{world} of the size of the buckets in fp32",
-                f"the state takes {result['state_bytes']} bytes. The unsharded state takes {whole} bytes",
-                diagnosis.WHOLE_STATE,
-                rank=rank,
-            )
-            masters = result["inner_bytes"].get("float32", 0)
-            expect(
-                dtype != torch.bfloat16 or masters <= bound,
-                f"the fp32 main parameters take at most {bound} bytes on each of {world} ranks",
-                f"optimizer.optim has {masters} bytes of fp32 parameters",
-                diagnosis.WHOLE_MASTERS,
-                rank=rank,
-            )
-            expect(
-                dtype != torch.bfloat16 or not result["grad_bytes"],
-                "after a step, no fp32 copies of the gradients are left",
-                f"the parameters of optimizer.optim have gradients of {result['grad_bytes']} bytes outside the buffers",
-                diagnosis.GRADIENTS_KEPT,
-                rank=rank,
-            )
+            right, wrong = "optimizer.optim is the local inner optimizer", "the optimizer has no attribute optim"
+            expect(result["state_bytes"] is not None, right, wrong, diagnosis.NO_INNER, rank=rank)
+            right = f"each of {world} ranks keeps at most {MOMENTS[name] * bound} bytes of state: for each moment of "
+            right += f"{name}, 1/{world} of the size of the buckets in fp32"
+            wrong = f"the state takes {result['state_bytes']} bytes. The unsharded state takes {whole} bytes"
+            expect(result["state_bytes"] <= MOMENTS[name] * bound, right, wrong, diagnosis.WHOLE_STATE, rank=rank)
+            if dtype == torch.bfloat16:
+                right = f"the fp32 main parameters take at most {bound} bytes on each of {world} ranks"
+                wrong = f"optimizer.optim has {result['fp32_bytes']} bytes of fp32 parameters"
+                expect(result["fp32_bytes"] <= bound, right, wrong, diagnosis.WHOLE_MASTERS, rank=rank)
+                right, wrong = "after a step, no fp32 copies of the gradients are left", "the parameters of "
+                wrong += f"optimizer.optim have gradients of {result['grad_bytes']} bytes outside the buffers"
+                expect(not result["grad_bytes"], right, wrong, diagnosis.GRADIENTS_KEPT, rank=rank)
         total = sum(result["state_bytes"] for result in results)
-        expect(
-            total >= 0.9 * whole,
-            f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32",
-            f"together, the ranks keep {total} bytes, expected {whole} bytes plus padding",
-            partial(diagnosis.explain_missing_state, total, whole),
-        )
+        right = f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32"
+        wrong = f"together, the ranks keep {total} bytes, expected {whole} bytes plus padding"
+        expect(total >= 0.9 * whole, right, wrong, partial(diagnosis.explain_missing_state, total, whole))
 
 
 @pytest.mark.points(1)
@@ -388,31 +309,23 @@ def test_zero_volume(submission):
         jobs = make_zero_jobs(case, make_recipe("AdamW"), arguments=arguments)
         results = submission.run(m08_zero.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
-        for rank, events in enumerate(results.events):
-            for step in range(3):
-                launched = drop_flags(launches(events, step))
-                before = [launch for launch in launched if launch.phase != "step"]
-                inside = [launch for launch in launched if launch.phase == "step"]
-                expect(
-                    {launch.op for launch in before} <= {"reduce_scatter"} and sum(x.numel for x in before) == numel,
-                    f"before the optimizer's step, reduce-scatters cover all {numel} elements of the buckets once, "
-                    "and nothing else is launched",
-                    f"the step made {summarize(before)}",
-                    partial(diagnosis.explain_gradient_launches, before, results[rank]["gather_grads"]),
-                    rank=rank,
-                    step=step,
-                )
-                name = str(dtype).removeprefix("torch.")
-                expect(
-                    {launch.op for launch in inside} == {"all_gather"}
-                    and sum(launch.nbytes for launch in inside) == numel * dtype.itemsize,
-                    f"the optimizer's step all-gathers the weights, {numel} elements in {name}, and launches nothing "
-                    "else. Together with the reduce-scatters, this is the volume of one all-reduce",
-                    f"the step made {summarize(inside)}",
-                    partial(diagnosis.explain_volume, inside, numel, name),
-                    rank=rank,
-                    step=step,
-                )
+        name = str(dtype).removeprefix("torch.")
+        for at, _, launched in list_steps(results.events, 3):
+            before, inside = (
+                [launch for launch in drop_flags(launched) if (launch.phase == "step") == is_inside]
+                for is_inside in (False, True)
+            )
+            is_right = {x.op for x in before} <= {"reduce_scatter"} and sum(x.numel for x in before) == numel
+            right = f"before the optimizer's step, reduce-scatters cover all {numel} elements of the buckets once, and "
+            right += "nothing else is launched"
+            why = partial(diagnosis.explain_gradient_launches, before, results[at["rank"]]["gather_grads"])
+            expect(is_right, right, f"the step made {summarize(before)}", why, **at)
+            nbytes = sum(x.nbytes for x in inside)
+            right = f"the optimizer's step all-gathers the weights, {numel} elements in {name}, and launches nothing "
+            right += "else. Together with the reduce-scatters, this is the volume of one all-reduce"
+            is_right = {x.op for x in inside} == {"all_gather"} and nbytes == numel * dtype.itemsize
+            why = partial(diagnosis.explain_volume, inside, numel, name)
+            expect(is_right, right, f"the step made {summarize(inside)}", why, **at)
     expect_odd_orders(submission)
 
 
@@ -433,34 +346,20 @@ def test_zero_groups_and_schedulers(submission):
             )
         results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
         for rank, result in enumerate(results):
-            expect(
-                result["groups"] == [first["names"], second["names"]],
-                "param_groups contain the model's whole parameters, in the groups that the user passed",
-                f"the groups contain {join_names([len(group) for group in result['groups']])} parameters. "
-                f"Parameters outside the model: {sum(not name for group in result['groups'] for name in group)}",
-                diagnosis.INNER_GROUPS,
-                rank=rank,
-            )
-            expect(
-                result["returned"],
-                "step(closure) calls the closure once and returns its result, the loss",
-                "step returned something else, or it did not call the closure exactly once",
-                diagnosis.CLOSURE,
-                rank=rank,
-            )
-        expect_trained(
-            f"after {steps} steps of AdamW with "
-            + (
-                f"closures and a second group, added before step {steps // 2}"
-                if late
-                else "two groups whose options change"
-            )
-            + ", the weights equal those from the plain optimizer",
-            results,
-            compute_weights(case, recipe),
-            case.start(),
-            partial(diagnosis.suspect_groups, case, recipe),
+            right = "param_groups contain the model's whole parameters, in the groups that the user passed"
+            wrong = f"the groups contain {join_names([len(group) for group in result['groups']])} parameters. "
+            wrong += f"Parameters outside the model: {sum(not name for group in result['groups'] for name in group)}"
+            is_right = result["groups"] == [first["names"], second["names"]]
+            expect(is_right, right, wrong, diagnosis.INNER_GROUPS, rank=rank)
+        expect_closures(results, steps, late)
+        how = (
+            f"closures and a second group, added before step {steps // 2}"
+            if late
+            else "two groups whose options change"
         )
+        what = f"after {steps} steps of AdamW with {how}, the weights equal those from the plain optimizer"
+        why = partial(diagnosis.suspect_groups, case, recipe)
+        expect_trained(what, results, compute_weights(case, recipe), case.start(), why)
         require_shared_state(results, case, "AdamW")
 
 
@@ -479,8 +378,9 @@ def test_zero_clipping(submission):
         results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
         weights, _, norms = train_alone(case, recipe)
         rounding = get_rounding(results)
-        num_parameters = len(case.parameters())
-        expect_norms([result["norms"][:1] for result in results], norms[:1], rounding, num_parameters)
+        why = partial(diagnosis.explain_norms, len(case.parameters()))
+        judge = partial(expect_norms, [result["norms"] for result in results], norms, rounding, why=why)
+        judge(steps=1)
         expect_trained(
             f"after {steps} steps of SGD with gradients clipped to the global norm {recipe['max_norm']:.4g}, the "
             "weights equal those from the plain optimizer",
@@ -491,7 +391,7 @@ def test_zero_clipping(submission):
             tolerance=min(rounding, NORMS[None]),
             otherwise=diagnosis.NOT_SCALED,
         )
-        expect_norms([result["norms"] for result in results], norms, rounding, num_parameters)
+        judge()
         require_shared_state(results, case, "SGD")
     for world, value in zip(submission.worlds(2, 3), (float("inf"), float("nan"))):
         case = submission.case("Plain", world, dtype=torch.float64)
@@ -500,21 +400,13 @@ def test_zero_clipping(submission):
         jobs[submission.rng.randrange(world)]["poison"] = [name, value]
         results = submission.run(m08_zero.train, jobs, world_size=world)
         for rank, result in enumerate(results):
-            expect(
-                not math.isfinite(result["norms"][0]),
-                f"if one gradient contains a single {value}, the norm is not finite on any rank",
-                f"the norm is {result['norms'][0]:.6g}",
-                diagnosis.ONE_SHARD,
-                rank=rank,
-            )
+            right = f"if one gradient contains a single {value}, the norm is not finite on any rank"
+            wrong = f"the norm is {result['norms'][0]:.6g}"
+            expect(not math.isfinite(result["norms"][0]), right, wrong, diagnosis.ONE_SHARD, rank=rank)
             finite = [name for name, weight in result["weights"].items() if weight.isfinite().any()]
-            expect(
-                not math.isnan(value) or not finite,
-                "if the norm is NaN, clip_grad_norm_ makes all gradients NaN, and the step all weights",
-                f"{join_names(finite)} have finite entries after the step",
-                diagnosis.NAN_NOT_SCALED,
-                rank=rank,
-            )
+            right = "if the norm is NaN, clip_grad_norm_ makes all gradients NaN, and the step all weights"
+            wrong = f"{join_names(finite)} have finite entries after the step"
+            expect(not math.isnan(value) or not finite, right, wrong, diagnosis.NAN_NOT_SCALED, rank=rank)
 
 
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
@@ -533,7 +425,7 @@ def test_zero_checkpoints(submission):
         saving = recipe | {"gamma": 0.8}
         weights, state, _ = train_alone(case, saving, range(before), range(half))
         jobs = make_zero_jobs(case, saving, before, slice(half), save=True)
-        with diagnosis.explain_mismatch(diagnosis.find_skipped_shard):
+        with replace_cause(diagnosis.find_skipped_shard):
             saved = submission.run(m08_zero.train, jobs, world_size=before)
         expect_trained(
             f"after {half} steps of {name}, the weights equal those from the plain optimizer",
@@ -555,7 +447,7 @@ def test_zero_checkpoints(submission):
             jobs = PerRank(job | {"state": job["state"] if rank else start} for rank, job in enumerate(jobs))
             # Where frozen parameters have numbers, a model without them has passed.
             cause = diagnosis.MISNUMBERED_MOMENTS if model == "Frozen" else diagnosis.MISFITTING_MOMENTS
-            with diagnosis.suspect_misfitting_moments(cause):
+            with replace_cause(partial(diagnosis.find_misfitting_moments, cause=cause)):
                 results = submission.run(m08_zero.train, jobs, world_size=after)
             expect_trained(
                 f"after loading {source}, {half} steps of {name} on {after} ranks give the plain optimizer's weights",
@@ -610,7 +502,7 @@ def test_zero_masters(submission):
         make(rounded, load=state_dict),
         make(start, load=plain, late_weights=list(rounded.values())),
     ]
-    with diagnosis.suspect_misfitting_moments():
+    with replace_cause(diagnosis.find_misfitting_moments):
         results, without = submission.run_each(m08_zero.train_dots, jobs_per_call)
     expect_trained(
         f"after loading the state_dict of {before} ranks, 5 steps on {after} ranks start from its main parameters",
@@ -676,15 +568,25 @@ def expect_reloaded(submission):
     for number in range(1, 4):
         steps = range(number, number + 1)
         again.append(compute_weights(case, recipe, steps=steps, start=again[-1], load=copy.deepcopy(state)))
+    second = compute_weights(case, recipe, steps=range(1, 2), start=first)
+    why = "the plain optimizer's weights, although an optimizer that has taken steps loads a state dict saved "
     for what, results, expected, cause in (
-        ("saved before the first step", all_results[0], compute_weights(case, recipe, steps=range(1, 2), start=first),
-         diagnosis.OLD_STATE),
-        ("saved after a step and loaded twice", all_results[1], again[-1], diagnosis.SHARED_CHECKPOINT),
-    ):  # fmt: skip
-        expect_equal(
-            f"the plain optimizer's weights, although an optimizer that has taken steps loads a state dict {what}",
-            list(results), expected, tolerance=MANY_STEPS, evidence=Evidence(cause),
-        )  # fmt: skip
+        ("before the first step", all_results[0], second, diagnosis.OLD_STATE),
+        ("after a step and loaded twice", all_results[1], again[-1], diagnosis.SHARED_CHECKPOINT),
+    ):
+        expect_equal(why + what, list(results), expected, tolerance=MANY_STEPS, evidence=Evidence(cause))
+
+
+def expect_closures(results, steps, has_closure):
+    """Expect one call of the closure per step, whose result step returns."""
+    for rank, result in enumerate(results):
+        count = len(result["losses"])
+        wrong = f"the closure was called {count} time{'s' * (count != 1)} in {steps} steps"
+        why = partial(diagnosis.explain_calls, count, steps)
+        expect(count == steps, "each call of step calls the closure once", wrong, why, rank=rank)
+        right, wrong = "step(closure) returns the result of the closure, the loss", "step returned something else"
+        is_right = result["returned"] == (result["losses"] if has_closure else [])
+        expect(is_right, right, wrong, diagnosis.CLOSURE, rank=rank)
 
 
 def expect_unsharded(results, case, job, changes=diagnosis.suspect_nothing, tolerance=MANY_STEPS):
@@ -692,14 +594,11 @@ def expect_unsharded(results, case, job, changes=diagnosis.suspect_nothing, tole
 
     `changes` gives causes, and changes of the job with which one process would get the wrong weights too.
     """
-    for rank in case.group:
-        expect(
-            not results[rank]["left"],
-            "after optimizer.zero_grad(), no parameter has a gradient, whichever rank owns it",
-            f"these parameters still have gradients: {join_names(results[rank]['left'])}",
-            partial(diagnosis.explain_gradients_left, [results[rank]["left"] for rank in case.group]),
-            rank=rank,
-        )
+    left = [results[rank]["left"] for rank in case.group]
+    for rank, names in zip(case.group, left):
+        right = "after optimizer.zero_grad(), no parameter has a gradient, whichever rank owns it"
+        wrong = f"these parameters still have gradients: {join_names(names)}"
+        expect(not names, right, wrong, partial(diagnosis.explain_gradients_left, left), rank=rank)
     expected = train_unsharded(case, job)["weights"]
     for step, count in ((0, "one step"), (-1, f"{len(expected)} steps")):
         what = (
@@ -719,12 +618,12 @@ def require_owners(results, group):
         launched = [x for x in launches(results.events[rank]) if x.step is not None and x.phase != "construct"]
         launched = [launch for launch in launched if launch.phase == "step" or launch.numel > 16]  # except norms
         ops = {launch.op for launch in launched}
+        right = (
+            "correct weights earn points only if each gradient is reduced to its owner, which broadcasts the weights"
+        )
+        cause = diagnosis.ALL_REDUCED if "all_reduce" in ops else ""
         expect(
-            ops == {"reduce", "broadcast"},
-            "correct weights earn points only if each gradient is reduced to its owner, which broadcasts the weights",
-            f"all steps together made {summarize(launched)}",
-            partial(diagnosis.explain_exchange, ops),
-            rank=rank,
+            ops == {"reduce", "broadcast"}, right, f"all steps together made {summarize(launched)}", cause, rank=rank
         )
 
 
@@ -746,30 +645,6 @@ def draw_sharing_problems(rng, world):
     return {name: {"frozen": [], "late": [], "wide": []} | problem for name, problem in problems.items()}
 
 
-def expect_norm(norms, expected_norms, step, case, job, events, rounding):
-    """Expect the norm of this step from all ranks of the group, with a relative error of at most `rounding`."""
-    actual, expected = [norms[rank][step] for rank in case.group], expected_norms[step]
-    for rank, norm in zip(case.group, actual):
-        if not math.isfinite(expected):
-            expect(
-                not math.isfinite(norm),
-                "if one rank's gradients contain infinity, the norm that clip_grad_norm_ returns is not finite",
-                f"clip_grad_norm_ returned {norm:.6g}",
-                rank=rank,
-                step=step,
-            )
-            continue
-        shown, exact = format_distinct(norm, expected)
-        expect(
-            abs(norm - expected) <= rounding * expected,
-            f"clip_grad_norm_ returns the norm of all averaged gradients, {exact}, on every rank",
-            f"clip_grad_norm_ returned {shown}. The ranks returned {join_names(format_distinct(*actual))}",
-            "" if step else partial(diagnosis.explain_norm, case, job, actual, expected, events),
-            rank=rank,
-            step=step,
-        )
-
-
 def make_zero_jobs(case, recipe, world=None, steps=slice(None), **more):
     """Return the jobs of the first `world` ranks: the recipe, and each rank's batches of these steps."""
     jobs = case.make_jobs(**{**ZERO, "recipe": recipe, **more})
@@ -781,11 +656,7 @@ def expect_plain_loads(resume):
     try:
         resume()
     except Exception as error:
-        expect(
-            False,
-            "a plain optimizer can load the state_dict",
-            f"{type(error).__name__}: {error}",
-        )
+        expect(False, "a plain optimizer can load the state_dict", f"{type(error).__name__}: {error}")
 
 
 def expect_state_dict(actual, expected, params, rank, size):
@@ -808,41 +679,28 @@ def expect_state_dict(actual, expected, params, rank, size):
     for index, plain in enumerate(expected["param_groups"]):
         group = dict(enumerate(actual["param_groups"])).get(index, {})
         for key in {"params", "lr", "weight_decay", "betas", "momentum"} & set(plain):
-            expect(
-                group.get(key) == plain[key],
-                what + f"{key} of group {index} is {plain[key]}",
-                f"{key} is {group.get(key)}",
-                partial(diagnosis.explain_option, key),
-                rank=rank,
-            )
+            right, wrong = f"{what}{key} of group {index} is {plain[key]}", f"{key} is {group.get(key)}"
+            cause = diagnosis.NOT_CONSECUTIVE if key == "params" else diagnosis.OLD_OPTIONS
+            expect(group.get(key) == plain[key], right, wrong, cause, rank=rank)
     missing = [params[number] for number in expected["state"] if not isinstance(actual["state"].get(number), dict)]
-    expect(
-        not missing,
-        what + "it contains the state of every parameter that was updated, under the number of the parameter",
-        f"there is no state for {join_names(missing)}",
-        diagnosis.WRONG_NUMBERS if len(actual["state"]) == len(expected["state"]) else diagnosis.LOST_STATE,
-        rank=rank,
-    )
+    right = f"{what}it contains the state of every parameter that was updated, under the number of the parameter"
+    cause = diagnosis.WRONG_NUMBERS if len(actual["state"]) == len(expected["state"]) else diagnosis.LOST_STATE
+    expect(not missing, right, f"there is no state for {join_names(missing)}", cause, rank=rank)
     actual_moments, expected_moments = {}, {}
     for number, entries in expected["state"].items():
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
-                name = f"{key} of {params[number]}"
-                expected_moments[name], entry = value.double(), actual["state"][number].get(key)
+                name, entry = f"{key} of {params[number]}", actual["state"][number].get(key)
                 entry = torch.tensor(float(entry)) if isinstance(entry, (int, float)) else entry
                 shape = tuple(entry.shape) if isinstance(entry, torch.Tensor) else None
-                expect(
-                    shape == tuple(value.shape),
-                    what + f"{name} has the shape {tuple(value.shape)}",
-                    f"there is no {name}" if shape is None else f"the shape is {shape}",
-                    partial(diagnosis.explain_entry, shape, tuple(value.shape)),
-                    rank=rank,
-                )
-                actual_moments[name] = entry.double()
-    with diagnosis.suspect_own_parts():
-        expect_equal(
-            what + "the moments are equal", [actual_moments], expected_moments, ranks=[rank], tolerance=MANY_STEPS
-        )
+                right = f"{what}{name} has the shape {tuple(value.shape)}"
+                wrong = f"there is no {name}" if shape is None else f"the shape is {shape}"
+                why = partial(diagnosis.explain_entry, shape, tuple(value.shape))
+                expect(shape == tuple(value.shape), right, wrong, why, rank=rank)
+                actual_moments[name], expected_moments[name] = entry.double(), value.double()
+    with replace_cause(lambda failed: diagnosis.OWN_PARTS):
+        what += "the moments are equal"
+        expect_equal(what, [actual_moments], expected_moments, ranks=[rank], tolerance=MANY_STEPS)
 
 
 def draw_descent(weights, generator=None):

@@ -239,7 +239,9 @@ def expect_unsharded(submission, jobs, case, recipe, results):
         expect_trained(what, results, weights, case.start(), why, ranks=case.group)
     if norms:
         ranks_norms = [results[rank]["norms"] for rank in case.group]
-        expect_norms(ranks_norms, norms, get_rounding(results), len(case.parameters()))
+        expect_norms(
+            ranks_norms, norms, get_rounding(results), why=partial(zero_diagnosis.explain_norms, len(case.parameters()))
+        )
     require_shards(results.events, case)
 
 

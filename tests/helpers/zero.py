@@ -1,10 +1,11 @@
 """Expectations about ZeroOptimizer, which the checks of modules 8 to 10 share."""
 
+import math
 from functools import partial
 
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct
+from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names, replace_cause
 from helpers.buffers import compute_padded_numel
 from m08_zero_optimizer import causes as diagnosis
 
@@ -41,14 +42,14 @@ def expect_trained(
     them matches.
     """
     ranks = list(ranks or range(len(results)))
-    gathers = "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards"
     for rank in ranks:
-        what = "ZeroOptimizer is a subclass of torch.optim.Optimizer"
-        expect(results[rank]["is_optimizer"], what, "it is not a subclass", diagnosis.NO_OPTIMIZER, rank=rank)
-        has_false = not results[rank]["gather_grads"]
-        expect(has_false, gathers, "ddp.gather_grads is True", diagnosis.GATHERED, rank=rank)
+        right, wrong = "ZeroOptimizer is a subclass of torch.optim.Optimizer", "it is not a subclass"
+        expect(results[rank]["is_optimizer"], right, wrong, diagnosis.NO_OPTIMIZER, rank=rank)
+        right = "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards"
+        expect(not results[rank]["gather_grads"], right, "ddp.gather_grads is True", diagnosis.GATHERED, rank=rank)
     actual = [results[rank]["weights"] for rank in ranks]
-    with diagnosis.explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
+    cause = partial(diagnosis.find_cause, actual, expected, start, hypotheses, tolerance, otherwise)
+    with replace_cause(lambda failed: cause()):
         expect_equal(what, actual, expected, ranks=ranks, tolerance=tolerance)
 
 
@@ -72,24 +73,32 @@ def require_shared_state(results, case, name):
     bound = MOMENTS[name] * itemsize * compute_padded_numel(params, size) // size
     for index, result in enumerate(results if size > 1 else []):
         actual = result["state_bytes"]
-        what = f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
-        what += "optimizer.optim, the state of its own shards"
-        got = "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes"
+        right = f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
+        right += "optimizer.optim, the state of its own shards"
+        wrong = "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes"
         cause = diagnosis.NO_INNER if actual is None else diagnosis.WHOLE_STATE
         rank = case.group[index] if len(case.group) == size else index
-        expect(actual is not None and actual <= bound, what, got, cause, rank=rank)
+        expect(actual is not None and actual <= bound, right, wrong, cause, rank=rank)
 
 
-def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
-    """Expect the norms of one process on each rank, with relative errors of at most `rounding`."""
-    for step, expected in enumerate(expected_norms):
+def expect_norms(norms_by_rank, expected_norms, rounding, steps=None, ranks=None, why=lambda norms, expected: ""):
+    """Expect the norms of one process on each rank, with relative errors of at most `rounding`, in the first `steps`.
+
+    `norms_by_rank` are those of `ranks` (default: all). `why` finds the cause from the norms of a step.
+    """
+    for step, expected in enumerate(expected_norms[:steps]):
         norms = [norms[step] for norms in norms_by_rank]
-        for rank, norm in enumerate(norms):
+        for rank, norm in zip(ranks or range(len(norms)), norms):
+            if not math.isfinite(expected):
+                right = "if one rank's gradients contain infinity, the norm that clip_grad_norm_ returns is not finite"
+                wrong = f"clip_grad_norm_ returned {norm:.6g}"
+                expect(not math.isfinite(norm), right, wrong, rank=rank, step=step)
+                continue
             shown, exact = format_distinct(norm, expected)
-            what = f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank"
-            cause = partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms))
-            is_right = abs(norm - expected) <= rounding * expected
-            expect(is_right, what, f"clip_grad_norm_ returned {shown}", cause, rank=rank, step=step)
+            right = f"clip_grad_norm_ returns the norm of all averaged gradients, {exact}, on every rank"
+            wrong = f"clip_grad_norm_ returned {shown}. The ranks returned {join_names(format_distinct(*norms))}"
+            is_close = abs(norm - expected) <= rounding * expected
+            expect(is_close, right, wrong, partial(why, norms, expected), rank=rank, step=step)
 
 
 def get_rounding(results):

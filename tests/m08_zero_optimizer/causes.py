@@ -1,6 +1,5 @@
 """Likely causes of failures of module 8's checks."""
 
-import contextlib
 import math
 import re
 from collections import Counter
@@ -38,6 +37,11 @@ OLD_STATE = "load_state_dict keeps old state where the state dict has none. Plai
 SHARED_CHECKPOINT = (
     "the state dict shares tensors, such as Adam's step, with the optimizer, so later steps change it. Copy them."
 )
+NOT_SHARED = "new weights do not reach every rank. Every parameter must be broadcast from its owner."
+NO_OWNER = (
+    "no rank updates the parameters. Compare the owner with the rank in the group, not with the rank in the world."
+)
+NEVER_UPDATED = "the parameters of the group added later are never updated."
 NOT_REDUCED = "clip_grad_norm_ uses the gradients without reducing them first."
 SKIPPED = (
     "clip_grad_norm_ assumes that the gradients are already reduced, because the loop skipped the previous step after "
@@ -60,6 +64,10 @@ WHOLE_MASTERS = "each rank keeps fp32 copies of whole parameters, not only of th
 NOT_ELEMENTWISE = (
     "the optimizer is not elementwise: it updates a part of a parameter differently from the same part of the whole "
     "parameter. Shards cut parameters into parts."
+)
+OWN_PARTS = (
+    "a rank has only its own shards of the moments. Assemble the parts of all ranks, each at its position in the "
+    "parameter."
 )
 NO_SENTENCE = "the exception does not say why the optimizer is rejected."
 AFTER_FINISH = (
@@ -101,6 +109,10 @@ MASTERS_NOT_FROM_WEIGHTS = (
     "the checkpoint has no main parameters, and they are not taken from the weights that the model has when "
     "load_state_dict is called."
 )
+NOT_CONSECUTIVE = (
+    "the parameters must be numbered consecutively across all groups, even if the rank has no part of some of them."
+)
+OLD_OPTIONS = "the options differ from the current options in param_groups."
 WRONG_NUMBERS = (
     "the state is stored under the numbers of other parameters. A parameter's number is its place in the param_groups, "
     "where frozen parameters count too."
@@ -113,30 +125,22 @@ def suspect_nothing():
     return {}
 
 
-@contextlib.contextmanager
-def explain_mismatch(find):
-    """Explain collectives in the block that differ between ranks by what `find` returns for the ranks' records."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = find(failed.events) if failed.verdict.ending in ("mismatch", "deadlock") and failed.events else ""
-        raise (failed.with_cause(cause) if cause else failed) from None
-
-
 # ---- ShardedOptimizer
 
 
-def find_skipped_parameter(events_by_rank):
+def find_skipped_parameter(failed):
     """Return why the ranks do not reduce or broadcast the same parameters, as far as their records go."""
-    sent = [[e for e in own if e["kind"] == "launch" and e["op"] == "broadcast"] for own in events_by_rank]
+    if failed.verdict.ending not in ("mismatch", "deadlock") or not failed.events:
+        return ""
+    sent = [[e for e in own if e["kind"] == "launch" and e["op"] == "broadcast"] for own in failed.events]
     owned = [all(e["ranks"][e["root"]] == rank for e in events) for rank, events in enumerate(sent) if events]
     if len(owned) > 1 and all(owned):
         return (
             "each rank broadcasts only the parameters that it owns. All ranks must call broadcast for every parameter: "
             "the owner sends it, and the others receive it."
         )
-    used = [{name for _, name in list_ready_gradients(own, 0)} for own in events_by_rank]
-    reduced = [{x.name for x in launches(own) if x.op == "reduce"} for own in events_by_rank]
+    used = [{name for _, name in list_ready_gradients(own, 0)} for own in failed.events]
+    reduced = [{x.name for x in launches(own) if x.op == "reduce"} for own in failed.events]
     is_limited = all(names <= own for names, own in zip(reduced, used))  # to what each rank used
     if is_limited and any(set.union(*reduced) - own for own in used):
         return (
@@ -168,15 +172,6 @@ def explain_gradients_left(names_by_rank):
     return "the inner optimizer's zero_grad clears only the gradients of the parameters that the rank owns."
 
 
-def explain_exchange(ops):
-    """Return why all steps together launch these operations instead of reduces and broadcasts."""
-    if "all_reduce" in ops:
-        return ALL_REDUCED
-    if missing := sorted({"reduce", "broadcast"} - ops):
-        return f"the optimizer launches no {join_names(missing)}."
-    return f"the optimizer also launches {join_names(sorted(ops - {'reduce', 'broadcast'}))}."
-
-
 def explain_sizes(sizes_by_rank, expected):
     """Return why param_groups of these sizes do not contain all parameters."""
     sums = [sum(sizes) for sizes in zip(*sizes_by_rank)]
@@ -206,7 +201,8 @@ def suspect_weights(case, job, changes, actual, step, events):
     """
     options = {cause: train_unsharded(case, job | change)["weights"] for cause, change in changes().items()}
     if step == -1:
-        if stops_reducing(events, step=1):
+        reduced = [any(launch.op == "reduce" for launch in launches(events, number)) for number in (0, 1)]
+        if reduced == [True, False]:
             cause = (
                 "no gradient is reduced after step 0, as if all gradients were already reduced. step must reset this "
                 "state (is_reduced in the skeleton)."
@@ -216,12 +212,6 @@ def suspect_weights(case, job, changes, actual, step, events):
         options[cause] = train_unsharded(case, job, forget=True)["weights"]
     hypotheses = {cause: [weights[step]] * len(actual) for cause, weights in options.items()}
     return hypotheses | (suspect_first_step(case, job, actual, events) if step == 0 else {})
-
-
-def stops_reducing(events, step):
-    """Return whether the step reduces nothing, although the previous step did."""
-    before, now = ([launch for launch in launches(events, s) if launch.op == "reduce"] for s in (step - 1, step))
-    return before and not now
 
 
 def suspect_first_step(case, job, actual, events):
@@ -235,32 +225,23 @@ def suspect_first_step(case, job, actual, events):
     ]
     frozen = {name for name, parameter in case.parameters().items() if not parameter.requires_grad}
     stepped = {name for name in one if any(not agree(tensors[name], start[name]) for tensors in actual)}
+    own_gradient = (
+        "the owner steps with its own gradient: a copy of it is reduced, or the result of the reduce is not used."
+    )
+    if not any(launch.op in ("reduce", "all_reduce") for launch in launches(events, 0)):
+        own_gradient = "the owner steps with its own gradient: the step does not reduce the gradients."
     hypotheses = {}
     if wrong := find_wrong_root(case, events):
         hypotheses[f"{wrong}. {OTHER_ROOT[0].upper()}{OTHER_ROOT[1:]}"] = actual
-    hypotheses[explain_own_gradients(events)] = owners
+    hypotheses[own_gradient] = owners
     for factor, cause in list_factors(size, case.world_size):
         hypotheses[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
     if any(not torch.equal(tensors[name], start[name]) for name in frozen for tensors in actual):
         hypotheses["the optimizer steps a frozen parameter, so weight decay changes it. Its gradient must be None."] = [
             {name: (tensors if name in frozen else one)[name] for name in one} for tensors in actual
         ]
-    hypotheses["new weights do not reach every rank. Every parameter must be broadcast from its owner."] = [
-        {name: start[name] if name in stepped else one[name] for name in one}
-    ] * size
-    cause = (
-        "no rank updates the parameters. Compare the owner with the rank in the group, not with the rank in the world."
-    )
-    hypotheses[cause] = [start] * size
-    return hypotheses
-
-
-def explain_own_gradients(events):
-    """Return why owners step with their own gradients."""
-    own = "the owner steps with its own gradient"
-    if not any(launch.op in ("reduce", "all_reduce") for launch in launches(events, 0)):
-        return f"{own}: the step does not reduce the gradients."
-    return f"{own}: a copy of it is reduced, or the result of the reduce is not used."
+    unshared = {name: start[name] if name in stepped else one[name] for name in one}
+    return hypotheses | {NOT_SHARED: [unshared] * size, NO_OWNER: [start] * size}
 
 
 def list_factors(size, world_size):
@@ -276,34 +257,27 @@ def list_factors(size, world_size):
 
 def suspect_scheduling(kind, job, names):
     """Return mistakes with the parameter groups, the scheduler or the late group, as changes of a job."""
+    ignored = "the inner optimizer ignores the {} that the scheduler set. Its groups are copies, so update them before "
+    ignored += "every step."
     if kind == "lambda":
-        first = job["params"][0]["options"]
+        first = {"names": names, "options": job["params"][0]["options"]}
+        own = "each group has its own options, but "
         return {
-            "the inner optimizer ignores the learning rate that the scheduler set. Its groups are copies, so update "
-            "them before every step.": {"scheduler": "none"},
-            "each group has its own options, but the first group's options are used for all groups.": {
-                "params": [{"names": names, "options": first}]
-            },
-            "each group has its own options, but only the defaults are used.": {"params": "list", "scheduler": "none"},
+            ignored.format("learning rate"): {"scheduler": "none"},
+            f"{own}the first group's options are used for all groups.": {"params": [first]},
+            f"{own}only the defaults are used.": {"params": "list"} | {"scheduler": "none"},
         }
     if kind == "one cycle":
-        return {
-            "the inner optimizer ignores the options that the scheduler set. Its groups are copies, so update them "
-            "before every step.": {"scheduler": "none"},
-            "only the learning rate is updated. A scheduler may change any option; this one also changes the betas.": {
-                "scheduler": "one cycle of lr"
-            },
-        }
-    return {
-        "the parameters of the group added later are never updated.": {"late": job["late"] | {"options": {"lr": 0.0}}}
-    }
+        only = "only the learning rate is updated. A scheduler may change any option; this one also changes the betas."
+        return {ignored.format("options"): {"scheduler": "none"}, only: {"scheduler": "one cycle of lr"}}
+    return {NEVER_UPDATED: {"late": job["late"] | {"options": {"lr": 0.0}}}}
 
 
 def suspect_clipping():
     """Return mistakes of ShardedOptimizer's clip_grad_norm_, as changes of a job of 5 steps."""
     return {
-        "the gradients are not clipped.": {"max_norms": [1e9] * 5},
-        "gradients are multiplied by max_norm / norm even if this factor is above 1.": {"grow": True},
+        "the gradients are not clipped.": {"max_norm": 1e9},
+        "gradients are multiplied by max_norm / norm even if this factor is above 1.": {"clip": scale_to},
     }
 
 
@@ -318,11 +292,7 @@ def explain_sum_of_states(owned, bytes_by_rank, whole, problem):
     if any(count > 1 for count in counts.values()):
         return "a parameter has more than one owner."
     if sum(bytes_by_rank) < whole:
-        return (
-            "the parameters of the group added later are never updated."
-            if problem["late"]
-            else "some parameters have no owner."
-        )
+        return NEVER_UPDATED if problem["late"] else "some parameters have no owner."
     return ""
 
 
@@ -361,26 +331,23 @@ def explain_launches(launched, trainable, frozen):
             f"the step launches {join_names(others)}. Only the owner needs the average, and only the owner has the new "
             "weights: use reduce, then broadcast."
         )
-    for op in ("reduce", "broadcast"):
-        numels, expected = Counter(launch.numel for launch in launched if launch.op == op), Counter(trainable)
-        if numels != expected:
-            return explain_numels(op, numels, expected, Counter(frozen))
-    return ""
+    numels = {op: Counter(launch.numel for launch in launched if launch.op == op) for op in ("reduce", "broadcast")}
+    op = next(op for op in numels if numels[op] != Counter(trainable))
+    return explain_numels(op, numels[op], Counter(trainable), Counter(frozen))
 
 
 def explain_numels(op, numels, expected, frozen):
     """Return why launches of one operation have these numels, and not the expected ones."""
     extra, missing = numels - expected, expected - numels
-    all_elements = sum(numel * count for numel, count in numels.items())
-    expected_elements = sum(numel * count for numel, count in expected.items())
+    elements, expected_elements = (sum(numel * n for numel, n in counts.items()) for counts in (numels, expected))
     if not numels:
         return f"the step launches no {op}."
-    if all_elements == expected_elements and numels.total() < expected.total():
+    if elements == expected_elements and numels.total() < expected.total():
         return (
             f"one {op} contains several parameters, for example in a flat tensor for each owner. This check expects "
             f"one {op} per parameter."
         )
-    if all_elements == expected_elements and numels.total() > expected.total():
+    if elements == expected_elements and numels.total() > expected.total():
         return f"a parameter is split into several {op}s."
     if not extra:
         return f"some parameters are left out: there is no {op} of {join_names(sorted(missing.elements()))} elements."
@@ -388,7 +355,7 @@ def explain_numels(op, numels, expected, frozen):
         return f"a frozen parameter takes part in a {op}."
     if not missing and not extra - expected:
         return f"a parameter, for example a tied one, takes part in more than one {op}."
-    return f"the {op}s contain {all_elements} elements, but the trainable parameters have {expected_elements}."
+    return f"the {op}s contain {elements} elements, but the trainable parameters have {expected_elements}."
 
 
 def explain_forgotten(forgotten, events, rank):
@@ -402,7 +369,7 @@ def explain_forgotten(forgotten, events, rank):
     return "the code does not call wait() on every handle. If one launch is complete, others may still be running."
 
 
-def explain_norm(case, job, norms, expected, events):
+def explain_norm(case, job, events, norms, expected):
     """Return why the norms of the group's ranks in the first step are not the global norm, `expected`.
 
     `events` are the record of one of these ranks.
@@ -446,9 +413,10 @@ def explain_different_norms(norms, expected):
 # ---- ZeroOptimizer
 
 
-def find_skipped_shard(events_by_rank):
+def find_skipped_shard(failed):
     """Return why all-reduces differ between ranks that create a state_dict."""
-    if not all(own and launches(own)[-1].op == "all_reduce" for own in events_by_rank):
+    is_unequal = failed.verdict.ending in ("mismatch", "deadlock") and failed.events
+    if not is_unequal or not all(own and launches(own)[-1].op == "all_reduce" for own in failed.events):
         return ""
     return (
         "state_dict does not assemble the same entries on all ranks. Every rank must call all_gather_full for every "
@@ -456,17 +424,11 @@ def find_skipped_shard(events_by_rank):
     )
 
 
-@contextlib.contextmanager
-def explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
-    """Explain weights that are wrong; `hypotheses` gives functions that compute the weights of a mistake."""
-    try:
-        yield
-    except CheckFailed as failed:
-        raise failed.with_cause(find_cause(actual, expected, start, hypotheses(), tolerance, otherwise)) from None
-
-
 def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
-    """Return the mistake that explains wrong weights; `otherwise` if it is none of the hypotheses."""
+    """Return the mistake that explains wrong weights; `otherwise` if it is none of the hypotheses.
+
+    `hypotheses` gives functions, by mistake, that compute the weights to which it leads.
+    """
     if any(bool(tensor.isnan().any()) for weights in actual for tensor in weights.values()):
         return "weights are NaN: they are read before the handle of their all-gather is waited on."
     if any(not are_close(weights, actual[0], tolerance) for weights in actual):
@@ -474,7 +436,7 @@ def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
             "the ranks have different weights. After each rank has stepped on its own shards, gather the weights from "
             "all ranks."
         )
-    for cause, compute in hypotheses.items():
+    for cause, compute in hypotheses().items():
         if are_close(actual[0], compute(), tolerance):
             return cause
     if otherwise:
@@ -544,11 +506,6 @@ def are_parameters_divided(case, recipe, actual, layout):
     return size > 1
 
 
-def explain_refusal(answer):
-    """Return why an optimizer is not refused with a sentence."""
-    return NOT_ELEMENTWISE if answer is None else NO_SENTENCE
-
-
 def explain_missing_state(total, expected):
     """Return why all ranks together have fewer bytes of state than expected."""
     if not total:
@@ -589,28 +546,22 @@ def explain_volume(inside, numel, dtype):
 def suspect_groups(case, recipe):
     """Return mistakes with parameter groups, and the weights they give."""
     if "late" in recipe:
-        late = recipe["late"]
         changed = {
-            "the parameters of the group added later are never updated. Add the group to the inner optimizer too, "
-            "because it has its own groups.": {"late": late | {"options": {"lr": 0.0, "weight_decay": 0.0}}},
-            "the group added later loses its own options.": {"late": late | {"options": {}}},
-            "the group added later has the options of the first group.": {
-                "late": late | {"options": recipe["groups"][0]["options"]}
+            f"{NEVER_UPDATED} Add the group to the inner optimizer too, because it has its own groups.": {
+                "lr": 0.0, "weight_decay": 0.0,
             },
-        }
+            "the group added later loses its own options.": {},
+            "the group added later has the options of the first group.": recipe["groups"][0]["options"],
+        }  # fmt: skip
+        changed = {cause: {"late": recipe["late"] | {"options": options}} for cause, options in changed.items()}
     else:
-        groups = recipe["groups"]
+        groups, inner = recipe["groups"], "the inner optimizer, which has its own groups."
         changed = {
-            "the scheduler's learning rate does not reach the inner optimizer, which has its own groups.": {
-                "gamma": 1.0
-            },
+            f"the scheduler's learning rate does not reach {inner}": {"gamma": 1.0},
             "the learning rate is copied to the inner optimizer in every step, but the other options are not.": {
                 "change": {}
             },
-            "changed options, such as the learning rate, do not reach the inner optimizer, which has its own groups.": {
-                "gamma": 1.0,
-                "change": {},
-            },
+            f"changed options, such as the learning rate, do not reach {inner}": {"gamma": 1.0, "change": {}},
             "the groups' own options are lost.": {"groups": [g | {"options": {}} for g in groups]},
             "all groups have the options of the first group.": {
                 "groups": [g | {"options": groups[0]["options"]} for g in groups]
@@ -620,35 +571,36 @@ def suspect_groups(case, recipe):
 
 
 def suspect_no_clipping(case, recipe):
-    """Return mistakes of ZeroOptimizer's clip_grad_norm_."""
-    return {
-        "gradients are not clipped: clip_grad_norm_ does not scale the tensors that step reads.": partial(
-            compute_weights, case, recipe | {"max_norm": float("inf")}
-        ),
-        "gradients whose norm is below max_norm are scaled up. They must not change.": partial(
-            compute_weights, case, recipe, clip=scale_to
-        ),
+    """Return mistakes of ZeroOptimizer's clip_grad_norm_, and the weights they give."""
+    changed = {
+        "gradients are not clipped: clip_grad_norm_ does not scale the tensors that step reads.": {
+            "max_norm": float("inf")
+        },
+        "gradients whose norm is below max_norm are scaled up. They must not change.": {"clip": scale_to},
     }
+    return {cause: partial(compute_weights, case, recipe | changes) for cause, changes in changed.items()}
 
 
 def scale_to(params, max_norm):
     """Clip as torch's clip_grad_norm_ does, but also lengthen gradients that are too short."""
-    norm = torch.nn.utils.clip_grad_norm_(params, float("inf"))
-    for parameter in params:
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    for parameter in params if norm < max_norm else []:
         if parameter.grad is not None:
-            parameter.grad.mul_(max_norm / norm)
+            parameter.grad.mul_(max_norm / (norm + 1e-6))
     return norm
 
 
-def explain_norms(norms, expected, num_shards):
-    """Return why the ranks have these norms in a step instead of the `expected` norm of all `num_shards` shards."""
+def explain_norms(num_parameters, norms, expected):
+    """Return why the ranks have these norms in a step instead of the `expected` one; there are so many parameters."""
     if any(map(math.isnan, norms)):
         return "the norm is NaN: a gradient is read before the handle of its reduce-scatter is waited on."
     if not math.isclose(max(norms), min(norms), rel_tol=1e-6):
         return explain_different_norms(norms, expected)
     if math.isclose(norms[0] * len(norms) ** 0.5, expected, rel_tol=1e-6):
         return "the squares are averaged over the ranks, not summed."
-    if expected < norms[0] ** 2 < expected * math.sqrt(num_shards):  # far from every norm: gradients are large here
+    if (
+        expected < norms[0] ** 2 < expected * math.sqrt(num_parameters * len(norms))
+    ):  # far from every norm: gradients are large here
         return "the code adds norms and takes the root of their sum. Add the squares of the norms."
     if norms[0] > expected:
         return (
@@ -687,16 +639,6 @@ def explain_keys(kinds):
     return f"entries are missing: {join_names(missing)}." if missing else "an entry has the wrong type."
 
 
-def explain_option(key):
-    """Return why an entry of a group in a state_dict is wrong."""
-    if key == "params":
-        return (
-            "the parameters must be numbered consecutively across all groups, even if the rank has no part of some of "
-            "them."
-        )
-    return "the options differ from the current options in param_groups."
-
-
 def explain_entry(shape, expected):
     """Return why an entry of the state has this shape (None: there is no such entry) instead of the expected one."""
     if shape is None:
@@ -706,28 +648,9 @@ def explain_entry(shape, expected):
     return "the entry is only a part of the whole. Assemble the parts of all ranks."
 
 
-@contextlib.contextmanager
-def suspect_misfitting_moments(cause=MISFITTING_MOMENTS):
-    """Blame load_state_dict for moments that do not fit the shards on which the inner optimizer steps."""
-    try:
-        yield
-    except CheckFailed as failed:
-        if re.search("size of tensor .* must match", failed.verdict.message):
-            raise failed.with_cause(cause) from None
-        raise
-
-
-@contextlib.contextmanager
-def suspect_own_parts():
-    """Blame a state_dict that has only this rank's parts for wrong moments."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = (
-            "a rank has only its own shards of the moments. Assemble the parts of all ranks, each at its position in "
-            "the parameter."
-        )
-        raise failed.with_cause(cause) from None
+def find_misfitting_moments(failed, cause=MISFITTING_MOMENTS):
+    """Return `cause` if moments do not fit the shards on which the inner optimizer steps."""
+    return cause if re.search("size of tensor .* must match", failed.verdict.message) else ""
 
 
 def suspect_no_masters(recipe, start, inputs, masters):

@@ -20,11 +20,7 @@ def train_unsharded(case, job, ranks=None, steps=None, forget=False):
     batches = batches[:steps]
 
     def clip(max_norm):
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        if norm < max_norm and "grow" in job:
-            for parameter in model.parameters():
-                parameter.grad *= max_norm / (norm + 1e-6)
-        return norm
+        return job.get("clip", torch.nn.utils.clip_grad_norm_)(list(model.parameters()), max_norm)
 
     for part in [[step] for step in batches] if forget else [batches]:
         optimizer = getattr(torch.optim, job["optimizer"])(m08_sharded.select_params(job, model), **job["options"])
@@ -46,7 +42,7 @@ def find_wrong_root(case, events):
     return ""
 
 
-def train_alone(case, recipe, ranks=None, steps=None, start=None, load=None, clip=None):
+def train_alone(case, recipe, ranks=None, steps=None, start=None, load=None):
     """Return weights, state_dict and norms after the plain optimizer's `steps` on the batches of `ranks`."""
     model = edge_case_models.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
     ranks, steps = case.group if ranks is None else ranks, steps or range(len(case.batches[0]))
@@ -60,7 +56,7 @@ def train_alone(case, recipe, ranks=None, steps=None, start=None, load=None, cli
                 total += loss.item()
         return total
 
-    return take_steps_alone(recipe, model, len(steps), gradients, load, clip)
+    return take_steps_alone(recipe, model, len(steps), gradients, load)
 
 
 def compute_weights(*args, **options):
@@ -68,14 +64,14 @@ def compute_weights(*args, **options):
     return train_alone(*args, **options)[0]
 
 
-def take_steps_alone(recipe, model, steps, gradients, load=None, clip=None):
+def take_steps_alone(recipe, model, steps, gradients, load=None):
     """Train like `train_alone`, for any model and a function that computes its gradients."""
     groups = m08_zero.make_groups(recipe, model)
     optimizer_cls = getattr(torch.optim, recipe["optimizer"])
     optimizer = optimizer_cls(model.parameters() if groups is None else groups, **recipe["options"])
     if load is not None:
         optimizer.load_state_dict(copy.deepcopy(load))  # it may keep the tensors that it gets
-    clip = clip or torch.nn.utils.clip_grad_norm_
+    clip = recipe.get("clip", torch.nn.utils.clip_grad_norm_)
     outcome = m08_zero.take_steps(
         recipe, model, optimizer, steps, gradients, lambda limit: clip(list(model.parameters()), limit)
     )

@@ -7,23 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from brigade.checks.edge_case_models import compute_loss
-from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
 from helpers.training import build, create_group, follow, move_to_device
-
-SCHEDULERS = {
-    "none": lambda optimizer: None,
-    # The learning rate of each group falls at its own speed.
-    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-        optimizer, [lambda step, k=k: 1 / (1 + step / k) for k in range(1, 1 + len(optimizer.param_groups))]
-    ),
-    # Changes the learning rate and one of Adam's betas, or the learning rate only.
-    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=10),
-    "one cycle of lr": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=0.05, total_steps=10, cycle_momentum=False
-    ),
-}
+from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, take_steps
 
 
 def make_sharded_optimizer(job: dict, params: Iterable[Any]) -> torch.optim.Optimizer:
@@ -44,13 +31,7 @@ def select_params(job: dict, model: nn.Module) -> Iterable[Any]:
         return model.parameters()
     if job["params"] == "list":
         return list(model.parameters())
-    return [build_param_group(group, model) for group in job["params"]]
-
-
-def build_param_group(group: dict, model: nn.Module) -> dict:
-    """Return a parameter group as a user writes it, with its parameters from a generator."""
-    named = dict(model.named_parameters())
-    return group["options"] | {"params": (named[name] for name in group["names"])}
+    return [build_param_group(group, model, as_generator=True) for group in job["params"]]
 
 
 def run_loop(
@@ -60,54 +41,32 @@ def run_loop(
     batches: list[list[dict]],
     clip: Callable[[float], Any],
 ) -> dict:
-    """Take a step on the mean loss of each entry of `batches`, and return the values that a check compares.
+    """Take a step on the mean loss of each entry of `batches`, as the job, a recipe of `take_steps`, describes it.
 
-    The job may have: "scheduler", "late" (a group added before step 2), "closure" (step gets one), "max_norms" (clip in
-    each step), "skip" (a step that is not taken), "zeros" (zero_grad keeps the tensors), "zero_by_model" (call the
-    model's zero_grad, not the optimizer's).
+    Return what `take_steps` returns, the weights after each step, the sizes of the parameter groups, and the names of
+    the parameters that still have gradients after zero_grad (`left`), except before the late group is added.
     """
-    scheduler = SCHEDULERS[job.get("scheduler", "none")](optimizer)
-    weights, norms, norm_dtypes, losses, returned, left = [], [], [], [], [], set()
+    weights, left = [], set()
 
-    def compute(step: int, own: list[dict]) -> Tensor:
-        (model if "zero_by_model" in job else optimizer).zero_grad(set_to_none="zeros" not in job)
-        if "late" not in job or step >= 2:
+    def copy_weights() -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def compute(step: int) -> Tensor:
+        weights.append(copy_weights())
+        if step >= job.get("at", 0):
             left.update(name for name, p in model.named_parameters() if p.grad is not None and p.grad.any())
         total = 0.0
-        for batch in own:
+        for batch in batches[step]:
             with phase("forward"):
-                loss = compute_loss(model, batch) / len(own)
+                loss = compute_loss(model, batch) / len(batches[step])
             with phase("backward"):
                 loss.backward()
             total += loss.detach()
-        losses.append(total.item())
         return total
 
-    for step, own in enumerate(batches):
-        recording.note("step", step=step)
-        if "late" in job and step == 2:
-            with phase("construct"):
-                optimizer.add_param_group(build_param_group(job["late"], model))
-        if "closure" in job:
-            with phase("step"):
-                loss = optimizer.step(lambda step=step, own=own: compute(step, own))
-            returned.append(None if loss is None else float(loss))
-        else:
-            compute(step, own)
-            if "max_norms" in job:
-                with phase("clip"):
-                    norm = clip(job["max_norms"][step])
-                    norms.append(float(norm))
-                norm_dtypes.append(norm.dtype if isinstance(norm, Tensor) else None)
-            if step != job.get("skip"):
-                with phase("step"):
-                    optimizer.step()
-        if scheduler:
-            scheduler.step()
-        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    outcome = take_steps(job, model, optimizer, len(batches), compute, clip)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    outcome = {"weights": weights, "norms": norms, "norm_dtypes": norm_dtypes, "losses": losses, "returned": returned}
-    return outcome | {"sizes": sizes, "left": sorted(left)}
+    return outcome | {"weights": [*weights[1:], copy_weights()], "sizes": sizes, "left": sorted(left)}
 
 
 def train(job: dict) -> dict:
@@ -133,12 +92,6 @@ def make_parameters(numels: list[int], frozen: list[int], wide: list[int]) -> li
         nn.Parameter(torch.ones(numel, dtype=dtype, device=device()), requires_grad=index not in frozen)
         for index, (numel, dtype) in enumerate(zip(numels, dtypes))
     ]
-
-
-def count_state_bytes(state: dict) -> int:
-    """Return the bytes of an optimizer's state, except scalars such as Adam's step."""
-    tensors = recording.list_tensors([list(entries.values()) for entries in state.values()])
-    return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
 
 
 def measure_states(problems: list[dict]) -> list[dict]:
