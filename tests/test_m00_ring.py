@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brigade.checks.diagnose.evidence import describe_missed, join_names
-from brigade.checks.expectations import expect, expect_equal, format_ranks
+from brigade.checks.expectations import expect, expect_equal, format_ranks, replace_cause
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
 from m00_ring import causes as diagnosis
@@ -27,24 +27,21 @@ def test_shard_batch(submission):
         for rank, size in [(rank, world_size) for world_size in (1, 2, 3, 4) for rank in range(world_size)]:
             rows, count = answers.pop(0).get("rows"), len(batch) // size
             start, end = rank * count, (rank + 1) * count
-            expect(
-                isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end]),
-                f"for a batch of {len(batch)} rows, shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}]",
-                describe_rows(rows, batch),
-                partial(diagnosis.explain_rows, rows, batch, rank, size),
-            )
+            is_right = isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end])
+            right = f"for a batch of {len(batch)} rows, shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}]"
+            why = partial(diagnosis.explain_rows, rows, batch, rank, size)
+            expect(is_right, right, describe_rows(rows, batch), why)
     for num_rows in (7, 1):
         batch = draw(submission, (num_rows, 2), torch.float64)
         [answers] = submission.run(m00_ring.shard, batch, [2, 3, 4], world_size=world)
         for answer, size in zip(answers, [2] * 2 + [3] * 3 + [4] * 4):
-            expect(
-                answer.get("error") == "ValueError",
-                f"shard_batch raises ValueError on every rank for {num_rows} row{'s'[: num_rows - 1]} and {size} ranks",
-                f"shard_batch raised {answer['error']}"
-                if "error" in answer
-                else f"shard_batch returned a tensor of shape {tuple(answer['rows'].shape)}",
-                diagnosis.UNEVEN,
+            right = (
+                f"shard_batch raises ValueError on every rank for {num_rows} row{'s'[: num_rows - 1]} and {size} ranks"
             )
+            wrong = f"shard_batch raised {answer.get('error')}"
+            if "rows" in answer:
+                wrong = f"shard_batch returned a tensor of shape {tuple(answer['rows'].shape)}"
+            expect(answer.get("error") == "ValueError", right, wrong, diagnosis.UNEVEN)
 
 
 @pytest.mark.parts("Part (b): through a root")
@@ -94,12 +91,9 @@ def test_ring_all_reduce(submission):
     names = ["all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"]
     [errors] = submission.run(m00_ring.refuse, {"functions": names}, world_size=world)
     for name, error in zip(names, errors):
-        expect(
-            error == "ValueError",
-            f"{name} raises ValueError for a tensor that is not contiguous",
-            f"{name} raised {error or 'no exception'}",
-            diagnosis.NOT_CONTIGUOUS,
-        )
+        right = f"{name} raises ValueError for a tensor that is not contiguous"
+        wrong = f"{name} raised {error or 'no exception'}"
+        expect(error == "ValueError", right, wrong, diagnosis.NOT_CONTIGUOUS)
 
 
 @pytest.mark.points(1)
@@ -113,14 +107,10 @@ def test_ring_memory(submission):
         limit = 2 * 8 * -(-numel // world) + SMALL
         results = submission.run(m00_ring.measure, PerRank(jobs), world_size=world, mode="record")
         for rank, most in enumerate(results):
-            expect(
-                most <= limit,
-                f"at any time, at most {limit - SMALL} bytes of new memory (two chunks) are alive. The tensor has "
-                f"{8 * numel} bytes",
-                f"{most} bytes were alive at the same time",
-                partial(diagnosis.explain_memory, most, 8 * numel),
-                rank=rank,
-            )
+            right = f"at any time, at most {limit - SMALL} bytes of new memory (two chunks) are alive. The tensor has "
+            right += f"{8 * numel} bytes"
+            wrong = f"{most} bytes were alive at the same time"
+            expect(most <= limit, right, wrong, partial(diagnosis.explain_memory, most, 8 * numel), rank=rank)
 
 
 # ---- what the checks use
@@ -149,7 +139,7 @@ def run(submission, function, numels=(24, 23, 5, 2)):
         tensors = [[draw(submission, s, DTYPES[step % 2]) for _ in range(world)] for step, s in enumerate(shapes)]
         job = {"function": function} | ({} if groups == [list(range(world))] else {"groups": groups})
         jobs = [job | {"tensors": [own[rank] for own in tensors]} for rank in range(world)]
-        with diagnosis.suspect_schedule():
+        with replace_cause(diagnosis.explain_lengths):
             results = submission.run(m00_ring.reduce, PerRank(jobs), world_size=world)
         for group in groups:
             yield group, tensors, results
@@ -164,13 +154,10 @@ def split(tensor, size):
 def expect_sums(results, tensors, group, function):
     """Expect every rank's tensor to be the sum over the group."""
     for step, own in enumerate(tensors):
-        what = (
-            f"after {function} of {own[0].numel()} elements on {format_ranks(group)}, every rank has the sum of their "
-            "tensors"
-        )
+        what = f"after {function} of {own[0].numel()} elements on {format_ranks(group)}, every rank has the sum of "
         members = [own[rank] for rank in group]
         why = partial(diagnosis.explain_sum, members, own)
-        expect_results(what, results, group, step, sum(members), why)
+        expect_results(what + "their tensors", results, group, step, sum(members), why)
 
 
 def expect_own_chunks(results, tensors, group):
@@ -181,25 +168,16 @@ def expect_own_chunks(results, tensors, group):
         for place, rank in enumerate(group):
             start, end = ends[place], ends[place + 1]
             found = results[rank][step]
-            what = (
-                f"after ring_reduce_scatter on {format_ranks(group)}, rank {place} of the group has the sum of "
-                f"elements {start}:{end} of {ends[-1]}"
-            )
-            expect_equal(
-                what,
-                [{"the tensor": found["tensor"].flatten()[start:end].cpu()}],
-                {"the tensor": sum(members).flatten()[start:end]},
-                ranks=[rank],
-                tolerance=0.0,
-                hypotheses=partial(diagnosis.explain_chunk, members, place, start, end),
-            )
-            expect(
-                found["view"] == [start if end > start else 0, end - start],
-                f"ring_reduce_scatter returns a view of elements {start}:{end} of the tensor",
-                describe_view(found["view"]),
-                partial(diagnosis.explain_view, found["view"], len(group)),
-                rank=rank,
-            )
+            what = f"after ring_reduce_scatter on {format_ranks(group)}, rank {place} of the group has the sum of "
+            what += f"elements {start}:{end} of {ends[-1]}"
+            actual, expected = found["tensor"].flatten()[start:end].cpu(), sum(members).flatten()[start:end]
+            why = partial(diagnosis.explain_chunk, members, place, start, end)
+            options = {"ranks": [rank], "tolerance": 0.0, "hypotheses": why}
+            expect_equal(what, [{"the tensor": actual}], {"the tensor": expected}, **options)
+            right, view = f"ring_reduce_scatter returns a view of elements {start}:{end} of the tensor", found["view"]
+            is_right = view == [start if end > start else 0, end - start]
+            why = partial(diagnosis.explain_view, view, len(group))
+            expect(is_right, right, describe_view(view), why, rank=rank)
 
 
 def expect_results(what, results, group, step, expected, hypotheses):
@@ -221,60 +199,36 @@ def expect_ring(results, tensors, group, num_phases):
             expect_messages(results, group[place], step, [after] * count, [before] * count, why)
         sent = sum(launch.nbytes for launch in launches(results.events[group[place]], step) if launch.op == "send")
         limit = count * itemsize * -(-numel // size)
-        expect(
-            sent <= limit,
-            f"a rank sends at most {'2' * (num_phases == 2)}(N − 1) chunks: {limit} bytes for {numel} elements on "
-            f"{size} ranks",
-            f"the step sent {sent} bytes",
-            diagnosis.WHOLE_TENSOR,
-            rank=group[place],
-            step=step,
-        )
+        right = f"a rank sends at most {'2' * (num_phases == 2)}(N − 1) chunks: {limit} bytes for {numel} elements on "
+        right += f"{size} ranks"
+        wrong = f"the step sent {sent} bytes"
+        expect(sent <= limit, right, wrong, diagnosis.WHOLE_TENSOR, rank=group[place], step=step)
 
 
 def expect_messages(results, rank, step, to, source, likely_cause=""):
     """Expect one message to each rank of `to` and one from each rank of `source`, no collective, and every wait."""
-    events = results.events[rank]
+    events, at = results.events[rank], {"rank": rank, "step": step}
     found = launches(events, step)
     collectives = [launch for launch in found if launch.op not in ("send", "recv")]
-    expect(
-        not collectives and not any(event["kind"] == "launch" and event["op"] == "barrier" for event in events),
-        "the function calls only send, recv, isend, irecv and batch_isend_irecv",
-        f"the step also made {summarize(collectives)}" if collectives else "the step also called a barrier",
-        diagnosis.COLLECTIVE,
-        rank=rank,
-        step=step,
-    )
+    has_barrier = any(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
+    right = "the function calls only send, recv, isend, irecv and batch_isend_irecv"
+    wrong = f"the step also made {summarize(collectives)}" if collectives else "the step also called a barrier"
+    expect(not collectives and not has_barrier, right, wrong, diagnosis.COLLECTIVE, **at)
     for op, peers, (verb, past, side) in (
         ("send", to, ("sends", "sent", "to")),
         ("recv", source, ("receives", "received", "from")),
     ):
         actual = [launch.peer for launch in found if launch.op == op]
-        expect(
-            sorted(actual, key=str) == sorted(peers, key=str),
-            f"rank {rank} {verb} {format_messages(peers, side)}",
-            f"the step {past} {format_messages(actual, side)}",
-            likely_cause,
-            rank=rank,
-            step=step,
-        )
+        right, wrong = f"rank {rank} {verb} {format_messages(peers, side)}", format_messages(actual, side)
+        is_right = sorted(actual, key=str) == sorted(peers, key=str)
+        expect(is_right, right, f"the step {past} {wrong}", likely_cause, **at)
     raced, unawaited = [x for x in found if x.raced], [x for x in found if not x.waits]
-    expect(
-        not raced,
-        "no tensor changes between the call that sends or receives it and wait()",
-        f"the tensor changed in {len(raced)} of {len(found)} messages",
-        diagnosis.CHANGED,
-        rank=rank,
-        step=step,
-    )
-    expect(
-        not unawaited,
-        "the function calls wait() on every handle of isend and irecv",
-        f"the step did not call wait() on {describe_missed(len(unawaited), len(found))}",
-        diagnosis.NOT_AWAITED,
-        rank=rank,
-        step=step,
-    )
+    right = "no tensor changes between the call that sends or receives it and wait()"
+    wrong = f"the tensor changed in {len(raced)} of {len(found)} messages"
+    expect(not raced, right, wrong, diagnosis.CHANGED, **at)
+    right = "the function calls wait() on every handle of isend and irecv"
+    wrong = f"the step did not call wait() on {describe_missed(len(unawaited), len(found))}"
+    expect(not unawaited, right, wrong, diagnosis.NOT_AWAITED, **at)
 
 
 def format_messages(peers, side):

@@ -5,8 +5,15 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect, expect_gradients, expect_interface, expect_start, expect_weights
-from brigade.events import launches, summarize
+from brigade.checks.expectations import (
+    expect,
+    expect_gradients,
+    expect_interface,
+    expect_start,
+    expect_weights,
+    list_steps,
+)
+from brigade.events import summarize
 from helpers import training
 from helpers.easier import blame_visits
 from helpers.odd_steps import expect_idle_rank
@@ -80,19 +87,12 @@ def test_one_all_reduce_per_parameter(submission):
         case = submission.case(model, world, steps=2)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                launched = launches(events, step)
-                expect(
-                    sorted((launch.op, launch.numel) for launch in launched)
-                    == sorted(("all_reduce", p.numel()) for p in trainable),
-                    f"a step of the {model} model launches one all_reduce of the right size for each of its "
-                    f"{len(trainable)} trainable parameters",
-                    f"the step made {summarize(launched)}",
-                    partial(diagnosis.explain_launches, launched, case),
-                    rank=rank,
-                    step=step,
-                )
+        for at, _, launched in list_steps(results.events, 2):
+            made, expected = [(x.op, x.numel) for x in launched], [("all_reduce", p.numel()) for p in trainable]
+            right = f"a step of the {model} model launches one all_reduce of the right size for each of its "
+            right += f"{len(trainable)} trainable parameters"
+            why = partial(diagnosis.explain_launches, launched, case)
+            expect(sorted(made) == sorted(expected), right, f"the step made {summarize(launched)}", why, **at)
 
 
 @pytest.mark.points(1)

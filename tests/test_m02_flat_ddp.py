@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_steps, require_launches
-from brigade.events import launches, summarize
+from brigade.checks.expectations import expect, expect_gradients, list_steps, replace_cause, require_launches
+from brigade.events import summarize
 from helpers import training
-from helpers.easier import blame_visits
 from helpers.odd_steps import expect_idle_rank
+from helpers.steps import expect_averages, expect_four_steps
 from m02_flat_ddp import causes as diagnosis
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
@@ -23,12 +23,7 @@ MIXED = 2**-6
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
     """Replicas start with equal weights and buffers. One all-reduce per dtype averages every gradient."""
-    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
-        case = submission.case(model, world)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_start([result["start"] for result in results], case, events=results.events)
-        expect_gradients(results, case)
-        require_flat(results, case)
+    expect_averages(submission, [JOB] * 4, require_flat)
 
 
 @pytest.mark.points(2)
@@ -38,18 +33,12 @@ def test_one_all_reduce_per_dtype(submission):
     cases = [submission.case(model, world, steps=2) for model in ("Tied", "Frozen", "MixedDtypes")]
     all_results = submission.run_each(training.train, [case.make_jobs(**JOB) for case in cases])
     for case, num_dtypes, results in zip(cases, (1, 1, 3), all_results):
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                launched = launches(events, step)
-                kinds = [(launch.op, launch.dtype) for launch in launched]
-                expect(
-                    len(kinds) == num_dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
-                    f"a step of the {case.model} model launches one all_reduce per dtype, {num_dtypes} in total",
-                    f"the step made {summarize(launched)}",
-                    partial(diagnosis.explain_launches, launched, case),
-                    rank=rank,
-                    step=step,
-                )
+        for at, _, launched in list_steps(results.events, 2):
+            kinds = {(launch.op, launch.dtype) for launch in launched}
+            is_right = len(launched) == num_dtypes == len(kinds) and {op for op, _ in kinds} == {"all_reduce"}
+            right = f"a step of the {case.model} model launches one all_reduce per dtype, {num_dtypes} in total"
+            why = partial(diagnosis.explain_launches, launched, case)
+            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
 
 
 @pytest.mark.points(1)
@@ -58,20 +47,15 @@ def test_bytes_on_the_wire(submission):
     for model in ("Tied", "Frozen", "MixedDtypes"):
         [world] = submission.worlds(2)
         case = submission.case(model, world)
-        with diagnosis.suspect_padding(case):
+        with replace_cause(partial(diagnosis.find_padding, case)):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         nbytes = sum(p.numel() * p.element_size() for p in trainable)
-        for rank, events in enumerate(results.events):
-            launched = launches(events, 0)
+        for at, _, launched in list_steps(results.events, 1):
             sent = sum(launch.nbytes for launch in launched)
-            expect(
-                sent == nbytes,
-                f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
-                f"the step all-reduced {sent} bytes",
-                partial(diagnosis.explain_volume, launched, case),
-                rank=rank,
-            )
+            right = f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters"
+            why = partial(diagnosis.explain_volume, launched, case)
+            expect(sent == nbytes, right, f"the step all-reduced {sent} bytes", why, rank=at["rank"])
         require_flat(results, case)
 
 
@@ -124,7 +108,7 @@ def test_branches_and_unused_parameters(submission):
     """Ranks that do not use a parameter contribute zeros to the single all-reduce, even if no rank uses it."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
-        with diagnosis.suspect_left_out_gradients():
+        with replace_cause(diagnosis.find_left_out_gradients):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         require_flat(results, case)
@@ -135,14 +119,7 @@ def test_branches_and_unused_parameters(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """After four steps with evaluations, and one or two backward passes, weights equal those from one process."""
-    for world, optimizer, count in zip(submission.worlds(2, 4), ("adam", "sgd"), (1, 2)):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        options = {"dtype": torch.float64, "optimizer": optimizer, "group": groups[0]}
-        case = submission.case("Tied", world, steps=4, micro_batches=count, **options)
-        jobs = case.make_jobs(groups=groups, visits=training.VISITS, **JOB)
-        judge = partial(expect_steps, case, partial(require_flat, steps=4))
-        with blame_visits(submission, jobs, judge):
-            judge(submission.run(training.train, jobs, world_size=world))
+    expect_four_steps(submission, JOB, require_flat, micro_batches=(1, 2))
 
 
 # ---- what the checks use

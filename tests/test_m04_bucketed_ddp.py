@@ -16,11 +16,13 @@ from brigade.checks.expectations import (
     expect_start,
     expect_steps,
     expect_weights,
+    list_steps,
     overlaps,
+    replace_cause,
     require_launches,
     start_after_backward,
 )
-from brigade.events import launches, list_ready_gradients, summarize
+from brigade.events import list_ready_gradients, summarize
 from helpers import training
 from helpers.easier import blame_visits, explain_late_launches
 from helpers.odd_steps import expect_idle_rank, expect_second_backward, expect_unsynced
@@ -54,12 +56,8 @@ def test_bucket_rule(submission):
         expect_buckets(case, buckets if case["numels"] else [bucket for bucket in buckets if bucket])
     [counts] = submission.run(m04_bucketed_ddp.plan_model, "xl", list(XL), world_size=1)
     for (cap, expected), count in zip(XL.items(), counts):
-        expect(
-            count == expected,
-            f"the XL model has {expected} buckets at a cap of {cap} MiB",
-            f"the model has {count} buckets",
-            partial(diagnosis.explain_count, cap, count),
-        )
+        right, wrong = f"the XL model has {expected} buckets at a cap of {cap} MiB", f"the model has {count} buckets"
+        expect(count == expected, right, wrong, partial(diagnosis.explain_count, cap, count))
 
 
 @pytest.mark.parts("Parts (b) to (h): the wrapper")
@@ -69,7 +67,7 @@ def test_gradients_are_averaged(submission):
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         jobs = case.make_jobs(**JOB)
-        with diagnosis.blame_plan(submission, case, CAP_BYTES):
+        with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):
             results = submission.run(training.train, jobs, world_size=world)
             expect_start([result["start"] for result in results], case, events=results.events)
             expect_gradients(results, case)
@@ -78,7 +76,7 @@ def test_gradients_are_averaged(submission):
     [world] = submission.worlds(2)
     case = submission.case("MixedDtypes", world)
     jobs = case.make_jobs(**JOB | {"arguments": {}})
-    with diagnosis.blame_plan(submission, case, CAP_BYTES):
+    with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):
         results = submission.run(training.train, jobs, world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
     expect_dtypes(results.events, case)
@@ -96,20 +94,14 @@ def test_buckets_overlap_with_backward(submission):
         results = submission.run(training.train, jobs, world_size=world)
         buckets = plan_by_rule(case, cap)
         expected = count_elements(case, buckets)
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                launched = launches(events, step)
-                expect(
-                    [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
-                    f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
-                    f"{join(expected)} elements",
-                    f"the step made {summarize(launched)}",
-                    partial(diagnosis.explain_launches, submission, case, buckets, cap, events, step),
-                    rank=rank,
-                    step=step,
-                )
-                why_late = partial(explain_late_launches, submission, jobs, events, step)
-                expect_overlap(events, step, buckets, rank, why_late=why_late)
+        for at, events, launched in list_steps(results.events, 2):
+            right = f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
+            right += f"{join(expected)} elements"
+            is_right = [(x.op, x.numel) for x in launched] == [("all_reduce", numel) for numel in expected]
+            why = partial(diagnosis.explain_launches, submission, case, buckets, cap, events, at["step"])
+            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
+            why_late = partial(explain_late_launches, submission, jobs, events, at["step"])
+            expect_overlap(events, at["step"], buckets, at["rank"], why_late=why_late)
 
 
 @pytest.mark.points(3)
@@ -121,33 +113,23 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
         cap, job = fit_cap(case)
         jobs = case.make_jobs(**job)
         buckets = plan_by_rule(case, cap)
-        with diagnosis.blame_ready_order(submission):
+        with replace_cause(partial(diagnosis.find_ready_order, submission)):
             results = submission.run(training.train, jobs, world_size=world)
         expected = count_elements(case, buckets)
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                launched = launches(events, step)
-                expect(
-                    [launch.numel for launch in launched] == expected,
-                    f"every rank launches the buckets in order, with {join(expected)} elements",
-                    f"the step made {summarize(launched)}",
-                    partial(diagnosis.explain_launches, submission, case, buckets, cap, events, step),
-                    rank=rank,
-                    step=step,
-                )
-                order = list_ready_gradients(events, step)
-                due_at = 0  # the position in the record from which a bucket and all buckets before it are complete
-                for number, (bucket, launch) in enumerate(zip(buckets, launched)):
-                    due_at = max([due_at, *(at for at, name in order if name in bucket)])
-                    late = [name for at, name in order if due_at < at < launch.place]
-                    expect(
-                        len(late) < 2,
-                        f"bucket {number} is launched as soon as it and all buckets before it are complete",
-                        f"{len(late)} more gradients became ready before the launch",
-                        partial(diagnosis.explain_delay, submission, jobs, events, step),
-                        rank=rank,
-                        step=step,
-                    )
+        for at, events, launched in list_steps(results.events, 2):
+            right = f"every rank launches the buckets in order, with {join(expected)} elements"
+            why = partial(diagnosis.explain_launches, submission, case, buckets, cap, events, at["step"])
+            is_right = [launch.numel for launch in launched] == expected
+            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
+            order = list_ready_gradients(events, at["step"])
+            due_at = 0  # the position in the record from which a bucket and all buckets before it are complete
+            for number, (bucket, launch) in enumerate(zip(buckets, launched)):
+                due_at = max([due_at, *(place for place, name in order if name in bucket)])
+                late = [name for place, name in order if due_at < place < launch.place]
+                right = f"bucket {number} is launched as soon as it and all buckets before it are complete"
+                wrong = f"{len(late)} more gradients became ready before the launch"
+                why = partial(diagnosis.explain_delay, submission, jobs, events, at["step"])
+                expect(len(late) < 2, right, wrong, why, **at)
         expect_gradients(results, case)
 
 
@@ -161,20 +143,14 @@ def test_unused_parameters(submission):
         )
         cap, job = fit_cap(case)
         buckets = plan_by_rule(case, cap)
-        with diagnosis.blame_plan(submission, case, cap):
-            with diagnosis.blame_ready_order(submission):
+        with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, cap)):
+            with replace_cause(partial(diagnosis.find_ready_order, submission)):
                 results = submission.run(training.train, case.make_jobs(**job), world_size=world)
             expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
-        counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
-        expected = len(buckets)
-        for rank, events in enumerate(results.events):
-            for step in range(3):
-                expect(
-                    counts[rank][step] == expected,
-                    f"every step has {expected} launches, one per bucket",
-                    f"the numbers of launches, by rank and step, are {counts}",
-                    partial(diagnosis.explain_launches, submission, case, buckets, cap, events, step),
-                )
+        for at, events, launched in list_steps(results.events, 3):
+            right, wrong = f"every step has {len(buckets)} launches, one per bucket", f"it has {len(launched)}"
+            why = partial(diagnosis.explain_launches, submission, case, buckets, cap, events, at["step"])
+            expect(len(launched) == len(buckets), right, wrong, why, **at)
         expect_weights(results, case)
     expect_idle_rank(submission, JOB)
 
@@ -185,36 +161,24 @@ def test_no_sync_accumulates(submission):
     """Inside no_sync, even nested or interrupted, backward launches nothing. The next finish averages the sum."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=3, dtype=torch.float64)
-    with diagnosis.blame_plan(submission, case, CAP_BYTES):
+    with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):
         jobs = case.make_jobs(interrupted=1, unsynced=2, **JOB)
         results = submission.run(training.train, jobs, world_size=world)
         expect_silence(results.events, range(world), steps=2)
         expect_gradients(results, case, "every gradient is the average over the ranks of the sum over 3 micro-batches")
     buckets = plan_by_rule(case)
     expected = len(buckets)
-    for step in range(2):
-        if step:
-            expect_restored(results.events, range(world), step)
-        for rank, events in enumerate(results.events):
-            launched = launches(events, step)
-            is_late = start_after_backward(events, step, launched)
-            late = sum(is_late or launch.phase != "backward" for launch in launched)
-            expect(
-                len(launched) == expected,
-                f"a step of 3 micro-batches has {expected} launches, one per bucket",
-                f"the step made {len(launched)} launches",
-                partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
-                rank=rank,
-                step=step,
-            )
-            expect(
-                not late,
-                f"all {expected} launches of a step of 3 micro-batches are in the last backward",
-                f"{late} of the launches came after backward",
-                partial(explain_late_launches, submission, jobs, events, step),
-                rank=rank,
-                step=step,
-            )
+    for at, events, launched in list_steps(results.events, 2):
+        if at["step"]:
+            expect_restored(results.events, [at["rank"]], at["step"])
+        right = f"a step of 3 micro-batches has {expected} launches, one per bucket"
+        why = partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, at["step"])
+        expect(len(launched) == expected, right, f"the step made {len(launched)} launches", why, **at)
+        is_late = start_after_backward(events, at["step"], launched)
+        late = sum(is_late or launch.phase != "backward" for launch in launched)
+        right = f"all {expected} launches of a step of 3 micro-batches are in the last backward"
+        why = partial(explain_late_launches, submission, jobs, events, at["step"])
+        expect(not late, right, f"{late} of the launches came after backward", why, **at)
     expect_unsynced(results, case, step=2)
     expect_second_backward(submission, world, JOB)
 
@@ -295,44 +259,27 @@ def expect_buckets(case, buckets):
     given = f"for parameters of {join(sizes)} bytes ({dtypes}) and a cap of {case['cap_bytes']} bytes"
     got = f"{given}, the buckets are {[[f'#{i}' for i in bucket] for bucket in buckets]}".replace("'", "")
     flat = [i for bucket in buckets for i in bucket]
-    expect(
-        sorted(flat) == list(range(len(sizes))) and all(buckets),
-        "each parameter is in exactly one bucket, and no bucket is empty",
-        got,
-        partial(diagnosis.explain_missing, buckets, len(sizes)),
-    )
+    is_complete = sorted(flat) == list(range(len(sizes))) and all(buckets)
+    right, why = "each parameter is in exactly one bucket, and no bucket is empty", diagnosis.explain_missing
+    expect(is_complete, right, got, partial(why, buckets, len(sizes)))
     for dtype in set(case["dtypes"]):
         order = [i for bucket in buckets for i in bucket if case["dtypes"][i] == dtype]
-        expect(
-            order == sorted(order, reverse=True),
-            "the parameters are in reverse registration order",
-            got,
-            diagnosis.NOT_REVERSED,
-        )
-    expect(
-        all(len({case["dtypes"][i] for i in bucket}) == 1 for bucket in buckets),
-        "all parameters of a bucket have the same dtype",
-        got,
-        diagnosis.MIXED_DTYPES,
-    )
-    for bucket in buckets:
-        total = sum(sizes[i] for i in bucket)
-        expect(
-            total <= case["cap_bytes"] or len(bucket) == 1,
-            f"a bucket of several parameters contains at most {case['cap_bytes']} bytes",
-            f"{got}. One bucket contains {total} bytes",
-            partial(diagnosis.explain_large_bucket, apply_rule, case, sizes, buckets),
-        )
-    for bucket, after in zip(buckets, buckets[1:]):
-        if case["dtypes"][bucket[0]] == case["dtypes"][after[0]] and len(set(case["dtypes"])) == 1:
-            total = sum(sizes[i] for i in bucket)
-            expect(
-                total + sizes[after[0]] > case["cap_bytes"],
-                "a bucket closes only if the next parameter does not fit. A parameter that fits exactly belongs to "
-                "the bucket",
-                f"{got}. Parameter #{after[0]} would still fit",
-                partial(diagnosis.explain_small_bucket, apply_rule, case, sizes, buckets),
-            )
+        right = "the parameters are in reverse registration order"
+        expect(order == sorted(order, reverse=True), right, got, diagnosis.NOT_REVERSED)
+    has_one_dtype = all(len({case["dtypes"][i] for i in bucket}) == 1 for bucket in buckets)
+    expect(has_one_dtype, "all parameters of a bucket have the same dtype", got, diagnosis.MIXED_DTYPES)
+    totals = [sum(sizes[i] for i in bucket) for bucket in buckets]
+    for bucket, total in zip(buckets, totals):
+        right = f"a bucket of several parameters contains at most {case['cap_bytes']} bytes"
+        wrong = f"{got}. One bucket contains {total} bytes"
+        why = partial(diagnosis.explain_large_bucket, apply_rule, case, sizes, buckets)
+        expect(total <= case["cap_bytes"] or len(bucket) == 1, right, wrong, why)
+    for total, after in zip(totals, buckets[1:]):
+        if len(set(case["dtypes"])) == 1:
+            right = "a bucket closes only if the next parameter does not fit. A parameter that fits exactly belongs to "
+            right, wrong = right + "the bucket", f"{got}. Parameter #{after[0]} would still fit"
+            why = partial(diagnosis.explain_small_bucket, apply_rule, case, sizes, buckets)
+            expect(total + sizes[after[0]] > case["cap_bytes"], right, wrong, why)
 
 
 def join(values):
@@ -346,15 +293,12 @@ def expect_dtypes(events, case):
     expected = Counter()
     for parameter in case.parameters().values():
         expected[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    for rank, own in enumerate(events):
+    for at, _, launched in list_steps(events, 1):
         carried = Counter()
-        for launch in launches(own, 0):
+        for launch in launched:
             carried[launch.dtype] += launch.numel
-        expect(
-            carried == expected or len(events) == 1,
-            "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
-            + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
-            f"the step made {summarize(launches(own, 0))}",
-            diagnosis.CAST if carried.total() == expected.total() else "",
-            rank=rank,
-        )
+        right = "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
+        right += join(f"{numel} elements of {dtype}" for dtype, numel in expected.items())
+        is_right, cause = carried == expected or len(events) == 1, diagnosis.CAST
+        cause = cause if carried.total() == expected.total() else ""
+        expect(is_right, right, f"the step made {summarize(launched)}", cause, rank=at["rank"])

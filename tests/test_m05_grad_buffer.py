@@ -13,14 +13,11 @@ from brigade.checks.expectations import (
     expect_equal,
     expect_gradients,
     expect_overlap,
-    expect_restored,
-    expect_silence,
-    expect_start,
-    expect_steps,
     expect_trained,
-    expect_weights,
     explain_failures,
+    list_steps,
     overlaps,
+    replace_cause,
     require_launches,
 )
 from brigade.checks.reference import draw_generators
@@ -28,13 +25,15 @@ from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, format_zero_grad
-from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_idle_rank, expect_no_old_gradients, expect_second_backward, expect_unsynced
+from helpers.easier import explain_late_launches
+from helpers.odd_steps import expect_idle_rank, expect_no_old_gradients, expect_second_backward
+from helpers.steps import expect_all_kinds_of_steps, expect_averages
 from m05_grad_buffer import causes as diagnosis
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.expected import compute_layout
 
 JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bucket_numel": BUCKET_NUMEL}}
+BF16 = torch.bfloat16
 ZEROED = {"zero": "optimizer, to None", "late": False}
 
 
@@ -60,26 +59,17 @@ def test_layout_rule(submission):
     [answers] = submission.run(m05_grad_buffer.plan_layouts, cases, world_size=1)
     for case, answer in zip(cases, answers):
         call = f"plan_layout({', '.join(map(str, case['arguments']))}{', pad_for_busbw=True' * bool(case['keywords'])})"
-        expect(
-            all(start % 64 == 0 for start, _ in answer["param_ranges"]),
-            f"in the layout of {call}, every parameter starts at a multiple of 64 elements",
-            f"param_ranges = {answer['param_ranges']}",
-            diagnosis.ALIGNED,
-        )
+        is_aligned = all(start % 64 == 0 for start, _ in answer["param_ranges"])
+        right = f"in the layout of {call}, every parameter starts at a multiple of 64 elements"
+        expect(is_aligned, right, f"param_ranges = {answer['param_ranges']}", diagnosis.ALIGNED)
         layout = compute_layout(*case["arguments"], **case["keywords"])
         for field in ("bucket_of", "param_ranges", "bucket_ranges", "numel"):
-            expect(
-                answer[field] == layout[field],
-                f"{call} returns {field} = {layout[field]}",
-                f"{field} = {answer[field]}",
-                partial(diagnosis.explain_layout, field, answer, layout, **case),
-            )
+            right, wrong = f"{call} returns {field} = {layout[field]}", f"{field} = {answer[field]}"
+            why = partial(diagnosis.explain_layout, field, answer, layout, **case)
+            expect(answer[field] == layout[field], right, wrong, why)
     [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
-    expect(
-        frozen,
-        "a BufferLayout cannot be changed: it is a dataclass with frozen=True",
-        "a value could be assigned to numel",
-    )
+    right = "a BufferLayout cannot be changed: it is a dataclass with frozen=True"
+    expect(frozen, right, "a value could be assigned to numel")
 
 
 @pytest.mark.parts("Part (b): views of the buffer")
@@ -99,39 +89,29 @@ def test_buffer_memory(submission):
             for i, start in enumerate(starts):
                 for name, flat in (("data", "param_data"), (grad, "grad_data")):
                     offset, value = state[name][i]
-                    expect(
-                        offset == start,
-                        f"{when}, p.{name} is the view of {flat} that begins at element {start}",
-                        f"p.{name} is not a view of {flat}"
-                        if offset is None
-                        else f"p.{name} begins at element {offset}",
-                        partial(diagnosis.explain_place, name, when, state["starts"] == starts),
-                        parameter=f"parameter {i}",
-                    )
+                    at = {"parameter": f"parameter {i}"}
+                    right = f"{when}, p.{name} is the view of {flat} that begins at element {start}"
+                    wrong = f"p.{name} is not a view of {flat}"
+                    if offset is not None:
+                        wrong = f"p.{name} begins at element {offset}"
+                    why = partial(diagnosis.explain_place, name, when, state["starts"] == starts)
+                    expect(offset == start, right, wrong, why, **at)
                     # The scenario fills p.grad before it makes the buffer, and main_grad before it moves the buffer.
                     number = i + 1 if when == "after reallocate()" or name == "grad" else 0
                     expected = values[i] if name == "data" else torch.full_like(values[i], number, dtype=grad_dtype)
-                    expect(
-                        value.shape == expected.shape and torch.equal(value, expected),
-                        f"{when}, p.{name} has the parameter's shape, and its values have not changed",
-                        "the values are different"
-                        if value.shape == expected.shape
-                        else f"the shape is {tuple(value.shape)}, expected {tuple(expected.shape)}",
-                        partial(diagnosis.explain_values, name, value, expected),
-                        parameter=f"parameter {i}",
-                    )
+                    right = f"{when}, p.{name} has the parameter's shape, and its values have not changed"
+                    wrong = f"the shape is {tuple(value.shape)}, expected {tuple(expected.shape)}"
+                    if has_shape := value.shape == expected.shape:
+                        wrong = "the values are different"
+                    why = partial(diagnosis.explain_values, name, value, expected)
+                    expect(has_shape and torch.equal(value, expected), right, wrong, why, **at)
 
 
 @pytest.mark.parts("Parts (c) to (g): gradients in place")
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
     """Replicas start with equal weights and buffers. One all-reduce per padded bucket averages every gradient."""
-    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
-        case = submission.case(model, world)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_start([result["start"] for result in results], case, events=results.events)
-        expect_gradients(results, case)
-        require_padded(results, case)
+    expect_averages(submission, [JOB] * 4, require_padded)
 
 
 @pytest.mark.points(2)
@@ -143,27 +123,17 @@ def test_gradients_are_views(submission):
         results = submission.run(m05_grad_buffer.train, case.make_jobs(zero=form, late=False, **JOB), world_size=world)
         for rank, result in enumerate(results):
             for step, buffers in enumerate(result["buffers"]):
-                expect(
-                    len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
-                    f"there is one grad buffer, with {layout['numel']} elements",
-                    f"the numbers of elements of the grad buffers are {join_names([b['numel'] for b in buffers])}"
-                    if len(buffers) != 1
-                    else f"the grad buffer has {buffers[0]['numel']} elements",
-                    partial(diagnosis.explain_buffers, buffers, names),
-                    rank=rank,
-                    step=step,
-                )
+                at, numels = {"rank": rank, "step": step}, [buffer["numel"] for buffer in buffers]
+                right = f"there is one grad buffer, with {layout['numel']} elements"
+                wrong = f"the numbers of elements of the grad buffers are {join_names(numels)}"
+                why = partial(diagnosis.explain_buffers, buffers, names)
+                expect(numels == [layout["numel"]], right, wrong, why, **at)
                 for name, (start, _) in zip(names, layout["param_ranges"]):
                     offset = buffers[0]["offsets"].get(name)
-                    expect(
-                        offset == start,
-                        f"after finish_grad_sync, p.grad is the view of the buffer that begins at element {start}",
-                        "p.grad is not in the buffer" if offset is None else f"p.grad begins at element {offset}",
-                        partial(diagnosis.explain_offset, results, buffers, names, name),
-                        rank=rank,
-                        step=step,
-                        parameter=name,
-                    )
+                    right = f"after finish_grad_sync, p.grad is the view of the buffer that begins at element {start}"
+                    wrong = "p.grad is not in the buffer" if offset is None else f"p.grad begins at element {offset}"
+                    why = partial(diagnosis.explain_offset, results, buffers, names, name)
+                    expect(offset == start, right, wrong, why, parameter=name, **at)
     for model in ("Plain", "MixedDtypes"):
         case = submission.case(model, world)
         results = submission.run(
@@ -173,24 +143,15 @@ def test_gradients_are_views(submission):
         gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
         for rank, result in enumerate(results):
             bare, ddp = ([n for n in result[key]["copied"] if n >= min(numels)] for key in ("bare", "ddp"))
-            expect(
-                sum(ddp) <= sum(bare),
-                f"a step copies no more elements than a step of the bare model, which copies {sum(bare)}",
-                f"the number of copied elements is {sum(ddp)}. The largest copies have "
-                f"{join_names(sorted(ddp, reverse=True)[:4])} elements"
-                if len(ddp) != 1
-                else f"the only copy has {sum(ddp)} elements",
-                partial(diagnosis.explain_copies, Counter(ddp) - Counter(bare), numels),
-                rank=rank,
-            )
+            right = f"a step copies no more elements than a step of the bare model, which copies {sum(bare)}"
+            wrong = f"the number of copied elements is {sum(ddp)}. The largest copies have "
+            wrong += f"{join_names(sorted(ddp, reverse=True)[:4])} elements"
+            why = partial(diagnosis.explain_copies, Counter(ddp) - Counter(bare), numels)
+            expect(sum(ddp) <= sum(bare), right, wrong, why, rank=rank)
             extra = result["ddp"]["allocated"] - result["bare"]["allocated"]
-            expect(
-                extra < 0.05 * gradient_bytes,
-                "a step allocates no more memory than forward and backward of the bare model",
-                f"the step allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes",
-                diagnosis.ALLOCATES,
-                rank=rank,
-            )
+            right = "a step allocates no more memory than forward and backward of the bare model"
+            wrong = f"the step allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes"
+            expect(extra < 0.05 * gradient_bytes, right, wrong, diagnosis.ALLOCATES, rank=rank)
 
 
 @pytest.mark.points(2)
@@ -220,74 +181,37 @@ def test_buckets_overlap_with_backward(submission):
         jobs = case.make_jobs(proven=1, **ZEROED, **JOB)
         results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
         expected = [end - start for start, end in layout["bucket_ranges"]]
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                launched = launches(events, step)
-                buffers = results[rank]["buffers"][step]
-                expect(
-                    [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
-                    f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
-                    f"{join_names(expected, 8)} elements",
-                    f"the step made {summarize(launched)}",
-                    partial(diagnosis.explain_launches, buffers, names, layout, events, step),
-                    rank=rank,
-                    step=step,
-                )
-                why_late = partial(explain_late_launches, submission, jobs, events, step)
-                expect_overlap(events, step, list_buckets(names, layout), rank, why_late=why_late)
-            for step, buffers in enumerate(results[rank]["buffers"]):
-                expect(
-                    not buffers[0]["padding"],
-                    "the padding is zero after every step",
-                    f"the absolute values of the padding add up to {buffers[0]['padding']:g}",
-                    diagnosis.LEAKS,
-                    rank=rank,
-                    step=step,
-                )
+        for at, events, launched in list_steps(results.events, 2):
+            buffers = results[at["rank"]]["buffers"][at["step"]]
+            right = f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
+            right += f"{join_names(expected, 8)} elements"
+            is_right = [(x.op, x.numel) for x in launched] == [("all_reduce", numel) for numel in expected]
+            why = partial(diagnosis.explain_launches, buffers, names, layout, events, at["step"])
+            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
+            why_late = partial(explain_late_launches, submission, jobs, events, at["step"])
+            expect_overlap(events, at["step"], list_buckets(names, layout), at["rank"], why_late=why_late)
+            wrong = f"the absolute values of the padding add up to {buffers[0]['padding']:g}"
+            right = "the padding is zero after every step"
+            expect(not buffers[0]["padding"], right, wrong, diagnosis.LEAKS, **at)
 
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients stay correct over several steps with no_sync and evaluations, in any ready order, and in sub-groups."""
-    for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case(
-            model,
-            world,
-            steps=4 if model == "Plain" else 3,
-            micro_batches=3 if model == "Plain" else 1,
-            dtype=torch.float64,
-            group=groups[0],
-            branches=list(range(world)) if model == "Reordered" else None,
-        )
-        visits = training.VISITS if model == "Tied" else ()
-        jobs = case.make_jobs(groups=groups, interrupted=2, unsynced=3, visits=visits, **JOB)
-        judge = partial(expect_steps, case, partial(require_padded, steps=3))
-        with blame_visits(submission, jobs, judge):
-            results = submission.run(training.train, jobs, world_size=world)
-            if visits:
-                judge(results)
-        if model == "Plain":
-            expect_silence(results.events, case.group, 3)
-            expect_restored(results.events, case.group, 2)
-            expect_unsynced(results, case, step=3)
-        elif model == "Reordered":
-            for rank in case.group:
-                expect_bucket_order(results.events[rank], *lay_out(case, world), rank)
-        expect_gradients(results, case)
-        expect_weights(results, case)
-        if model == "Plain":
-            count, expected = len(launches(results.events[0], 0)), len(lay_out(case, world)[1]["bucket_ranges"])
-            expect(
-                count == expected,
-                f"a step with 3 micro-batches launches {expected} collectives, one per bucket",
-                f"the step made {count} launches",
-                partial(find_leftover, results.events[0]),
-                rank=0,
-                step=0,
-            )
-        require_padded(results, case, steps=3)
+
+    def inspect(results, case):
+        names, layout = lay_out(case, len(case.group))
+        expected = len(layout["bucket_ranges"])
+        for at, events, launched in list_steps(results.events, 1, case.group):
+            if case.model == "Reordered":
+                expect_bucket_order(events, names, layout, at)
+            elif case.model == "Plain":
+                right = f"a step with 3 micro-batches launches {expected} collectives, one per bucket"
+                wrong, why = f"the step made {len(launched)} launches", partial(find_leftover, events)
+                expect(len(launched) == expected, right, wrong, why, **at)
+
+    expect_all_kinds_of_steps(submission, "Plain", JOB, require_padded, inspect)
     expect_second_backward(submission, submission.worlds(2)[0], JOB)
     expect_no_old_gradients(submission, submission.worlds(2)[0], JOB)
     expect_idle_rank(submission, JOB)
@@ -313,14 +237,9 @@ def test_main_grad_accumulates_in_fp32(submission):
         results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
         for rank, result in enumerate(results):
             absent = [i for i, main_grad in result["steps"][0]["main_grad"].items() if main_grad is None]
-            expect(
-                not absent,
-                "with grad_dtype=float32, every bf16 parameter has a main_grad",
-                f"main_grad is missing for {len(absent)} of {len(sizes)} parameters",
-                diagnosis.NO_MAIN_GRAD,
-                rank=rank,
-                step=0,
-            )
+            right = "with grad_dtype=float32, every bf16 parameter has a main_grad"
+            wrong = f"main_grad is missing for {len(absent)} of {len(sizes)} parameters"
+            expect(not absent, right, wrong, diagnosis.NO_MAIN_GRAD, rank=rank, step=0)
         for step in range(2):
             average = {
                 f"main_grad of parameter {i}": sum(micro[i].float() for own in batches for micro in own[step]) / world
@@ -337,38 +256,22 @@ def test_main_grad_accumulates_in_fp32(submission):
             for rank, result in enumerate(results):
                 for i, main_grad in result["steps"][step]["main_grad"].items():
                     grad = result["steps"][step]["grad"][i]
-                    expect(
-                        grad is not None and grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
-                        "after finish_grad_sync, p.grad equals main_grad rounded to the parameter's dtype",
-                        describe_grad(grad),
-                        diagnosis.NO_ROUNDED_GRAD,
-                        rank=rank,
-                        step=step,
-                        parameter=f"parameter {i}",
-                    )
-        for rank, events in enumerate(results.events):
-            expect(
-                {launch.dtype for launch in launches(events, 0)} == {"float32"},
+                    is_right = grad is not None and grad.dtype == BF16 and torch.equal(grad, main_grad.bfloat16())
+                    right = "after finish_grad_sync, p.grad equals main_grad rounded to the parameter's dtype"
+                    at = {"rank": rank, "step": step, "parameter": f"parameter {i}"}
+                    expect(is_right, right, describe_grad(grad), diagnosis.NO_ROUNDED_GRAD, **at)
+        for at, _, launched in list_steps(results.events, 1):
+            right, wrong = (
                 "gradients are reduced in fp32, the dtype of the buffer",
-                f"the step made {summarize(launches(events, 0))}",
-                rank=rank,
-                step=0,
+                f"the step made {summarize(launched)}",
             )
-            expect(
-                not results[rank]["set"],
-                "after finish_accumulation(set_grads=False), p.grad stays None",
-                f"{len(results[rank]['set'])} of {len(sizes)} parameters have a p.grad",
-                rank=rank,
-            )
-            offsets = results[rank]["steps"][1]["buffers"][0]["offsets"]
-            expect(
-                None not in offsets.values(),
-                "each main_grad is a view of the buffer",
-                f"main_grad is not a view for {sum(offset is None for offset in offsets.values())} of {len(offsets)} "
-                "parameters",
-                rank=rank,
-                step=1,
-            )
+            expect({launch.dtype for launch in launched} == {"float32"}, right, wrong, **at)
+            result = results[at["rank"]]
+            kept, offsets = result["set"], list(result["steps"][1]["buffers"][0]["offsets"].values())
+            right = "after finish_accumulation(set_grads=False), p.grad stays None"
+            expect(not kept, right, f"{len(kept)} of {len(sizes)} parameters have a p.grad", rank=at["rank"])
+            wrong = f"main_grad is not a view for {offsets.count(None)} of {len(offsets)} parameters"
+            expect(None not in offsets, "each main_grad is a view of the buffer", wrong, rank=at["rank"], step=1)
 
 
 @pytest.mark.points(1)
@@ -379,7 +282,7 @@ def test_one_buffer_per_dtype(submission):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}
         wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
-        with diagnosis.suspect_buffer_dtype(wide):
+        with replace_cause(partial(diagnosis.find_buffer_dtype, wide)):
             results = submission.run(m05_grad_buffer.train, case.make_jobs(**ZEROED, **job), world_size=world)
         expected = {}
         for name, parameter in case.parameters().items():
@@ -388,33 +291,21 @@ def test_one_buffer_per_dtype(submission):
         for rank, result in enumerate(results):
             buffers = result["buffers"][0]
             parameter_sets = [set(buffer["offsets"]) for buffer in buffers]
-            expect(
-                len(buffers) == len(expected) and all(names in parameter_sets for names in expected.values()),
-                f"there are {len(expected)} grad buffers, one for the parameters of each dtype: "
-                f"{join_names(sorted(map(str, expected)))}",
-                "the dtypes of the grad buffers are "
-                f"{join_names(sorted(str(buffer['dtype']) for buffer in buffers), 8)}",
-                rank=rank,
-            )
+            is_right = len(buffers) == len(expected) and all(names in parameter_sets for names in expected.values())
+            right = f"there are {len(expected)} grad buffers, one for the parameters of each dtype: "
+            right += join_names(sorted(map(str, expected)))
+            wrong = "the dtypes of the grad buffers are "
+            wrong += join_names(sorted(str(buffer["dtype"]) for buffer in buffers), 8)
+            expect(is_right, right, wrong, rank=rank)
             for buffer in buffers:
                 name = next(iter(buffer["offsets"]))
-                own = case.parameters()[name].dtype
-                expect(
-                    buffer["dtype"] == dtypes[name],
-                    f"with grad_dtype={grad_dtype}, the gradients of {own} parameters are in a {dtypes[name]} buffer",
-                    f"the gradients are in a {buffer['dtype']} buffer",
-                    diagnosis.NARROWER if own in wide else "",
-                    rank=rank,
-                )
+                own, dtype = case.parameters()[name].dtype, dtypes[name]
+                right = f"with grad_dtype={grad_dtype}, the gradients of {own} parameters are in a {dtype} buffer"
+                wrong = f"the gradients are in a {buffer['dtype']} buffer"
+                expect(buffer["dtype"] == dtype, right, wrong, diagnosis.NARROWER if own in wide else "", rank=rank)
             lost = [name for buffer in buffers for name, offset in buffer["offsets"].items() if offset is None]
-            expect(
-                not lost,
-                "every gradient is a view of its buffer",
-                f".grad is not a view for {join_names(lost)}",
-                partial(diagnosis.explain_lost_view, results),
-                rank=rank,
-                step=0,
-            )
+            right, wrong = "every gradient is a view of its buffer", f".grad is not a view for {join_names(lost)}"
+            expect(not lost, right, wrong, partial(diagnosis.explain_lost_view, results), rank=rank, step=0)
         results = submission.run(training.train, case.make_jobs(**job), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
 
@@ -455,18 +346,14 @@ def list_buckets(names, layout):
     return [[name for name, bucket in zip(names, layout["bucket_of"]) if bucket == i] for i in range(count)]
 
 
-def expect_bucket_order(events, names, layout, rank):
-    """Expect launch i of step 0 when all gradients of bucket i are ready, in a layout of the parameters `names`."""
-    ready_at = {name: position for position, name in list_ready_gradients(events, 0)}
+def expect_bucket_order(events, names, layout, at):
+    """Expect launch i of a step when all gradients of bucket i are ready, in a layout of the parameters `names`."""
+    ready_at = {name: position for position, name in list_ready_gradients(events, at["step"])}
     buckets = list_buckets(names, layout)
     lengths = [end - start for start, end in layout["bucket_ranges"]]
-    for number, (launch, bucket) in enumerate(zip(launches(events, 0), buckets)):
+    for number, (launch, bucket) in enumerate(zip(launches(events, at["step"]), buckets)):
         missing = [name for name in bucket if ready_at.get(name, -1) > launch.place]
-        expect(
-            not missing,
-            "buckets are launched in order, each when all its gradients are ready",
-            f"launch {number} (bucket {number}) came before {describe_gradients(missing)} ready",
-            partial(diagnosis.explain_early_launch, events, 0, launch, buckets, lengths),
-            rank=rank,
-            step=0,
-        )
+        right = "buckets are launched in order, each when all its gradients are ready"
+        wrong = f"launch {number} (bucket {number}) came before {describe_gradients(missing)} ready"
+        why = partial(diagnosis.explain_early_launch, ready_at, launch, buckets, lengths)
+        expect(not missing, right, wrong, why, **at)

@@ -14,18 +14,17 @@ from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
-    expect_restored,
-    expect_silence,
     expect_start,
-    expect_steps,
     expect_weights,
     join_names,
+    list_steps,
+    replace_cause,
 )
-from brigade.events import launches, list_ready_gradients, summarize
+from brigade.events import list_ready_gradients, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups, require_halves
-from helpers.easier import blame_visits
-from helpers.odd_steps import expect_no_old_gradients, expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_no_old_gradients, expect_second_backward
+from helpers.steps import expect_all_kinds_of_steps
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m07_cached_shards import causes as diagnosis
 from m07_cached_shards import scenario as m07_cached_shards
@@ -47,13 +46,13 @@ def test_gradients_are_averaged(submission):
         is_mixed = model == "MixedDtypes"
         case = submission.case(model, world, steps=2, dtype=None if is_mixed else torch.float64)
         jobs = case.make_jobs(reallocate=1, **make_job(buckets_per_group))
-        with diagnosis.suspect_views(world):
+        with replace_cause(diagnosis.find_wrong_view):
             results = submission.run(training.train, jobs, world_size=world)
             expect_start([result["start"] for result in results], case, events=results.events)
             tolerance, hypotheses = 2**-6 if is_mixed else 1e-5, partial(diagnosis.suspect_copies, case)
             expect_gradients(results, case, tolerance=tolerance, hypotheses=hypotheses)
             if not is_mixed:
-                with diagnosis.suspect_move():
+                with replace_cause(diagnosis.find_stale_view):
                     expect_weights(results, case)
         require_halves(results, case)
 
@@ -70,18 +69,14 @@ def test_steady_step_makes_no_view(submission):
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
         numels = list_bucket_numels(case, world)
         volume = sum(numels)
-        for rank, (events, steps) in enumerate(zip(results.events, results)):
-            expect_no_view(rank, 2, steps, gather_grads, numels)
-            expect_no_view(rank, 4, steps, gather_grads, numels, is_moved=True)
-            launched = launches(events, 2)
-            expect(
-                all(sum(x.numel for x in launched if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
-                f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers",
-                f"the step made {summarize(launched)}",
-                partial(find_leftover, events),
-                rank=rank,
-                step=2,
-            )
+        for at, events, launched in list_steps(results.events, 3):
+            if at["step"] == 2:
+                for step, is_moved in ((2, False), (4, True)):
+                    expect_no_view(at["rank"], step, results[at["rank"]], gather_grads, numels, is_moved)
+                sums = {sum(x.numel for x in launched if x.op == op) for op in ("reduce_scatter", "all_gather")}
+                right = f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers"
+                wrong, why = f"the step made {summarize(launched)}", partial(find_leftover, events)
+                expect(sums == {volume}, right, wrong, why, **at)
 
 
 @pytest.mark.points(2)
@@ -100,6 +95,7 @@ def test_views_follow_the_buffer(submission):
         for step in range(len(moves)):
             micro = slice(step, step + 1)
             own = [case.gradients([rank], micro) for rank in range(world)]
+            scale = {name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]}
             what = (
                 "finish_grad_sync leaves the average over all ranks in every gradient"
                 if gather_grads
@@ -107,25 +103,17 @@ def test_views_follow_the_buffer(submission):
             )
             num_moves = sum(moves[: step + 1])
             when = f"after {num_moves} call{'s' * (num_moves != 1)}" if num_moves else "before any call"
-            with diagnosis.suspect_stale_views(num_moves, gather_grads, results.events):
-                expect_equal(
-                    f"in step {step}, {when} of reallocate(), {what}",
-                    [result["tensors"][step] for result in results],
-                    case.gradients(micro=micro),
-                    scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
-                )
+            actual = [result["tensors"][step] for result in results]
+            expected, what = case.gradients(micro=micro), f"in step {step}, {when} of reallocate(), {what}"
+            with replace_cause(partial(diagnosis.find_stale_views, num_moves, gather_grads, results.events)):
+                expect_equal(what, actual, expected, scale=scale)
         runs.append((results, gather_grads, list_bucket_numels(case, world)))
     for results, gather_grads, numels in runs:
         for rank, result in enumerate(results):
             for step, count in enumerate(result["num_alive"]):
-                expect(
-                    not count,
-                    "at the end of the step after reallocate(), nothing keeps the old memory alive",
-                    f"{count} old flat tensor{' is' if count == 1 else 's are'} still alive",
-                    diagnosis.OLD_VIEWS,
-                    rank=rank,
-                    step=step,
-                )
+                right = "at the end of the step after reallocate(), nothing keeps the old memory alive"
+                wrong = f"{count} old flat tensor{' is' if count == 1 else 's are'} still alive"
+                expect(not count, right, wrong, diagnosis.OLD_VIEWS, rank=rank, step=step)
             expect_no_view(rank, 2, result["views"], gather_grads, numels, is_moved=True)
 
 
@@ -138,44 +126,20 @@ def test_launches_are_those_of_module_6(submission):
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
         groups = list_groups(case.parameters(), world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                setting = f"with buckets_per_group={buckets_per_group} and gather_grads={gather_grads}, "
-                expect_launches(events, {"rank": rank, "step": step}, groups, gathers, setting)
-            expect_no_view(rank, 2, results[rank], gather_grads, list_bucket_numels(case, world))
+        setting = f"with buckets_per_group={buckets_per_group} and gather_grads={gather_grads}, "
+        for at, events, launched in list_steps(results.events, 2):
+            expect_launches(events, launched, at, groups, gathers, setting)
+        for rank, steps in enumerate(results):
+            expect_no_view(rank, 2, steps, gather_grads, list_bucket_numels(case, world))
 
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients stay correct with no_sync, evaluations and reallocate(), in any ready order, and in sub-groups."""
-    for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case(
-            model,
-            world,
-            steps=4 if model == "Frozen" else 3,
-            micro_batches=3 if model == "Frozen" else 1,
-            dtype=torch.float64,
-            group=groups[0],
-            branches=list(range(world)) if model == "Reordered" else None,
-        )
-        visits = training.VISITS if model == "Tied" else ()
-        jobs = case.make_jobs(groups=groups, interrupted=2, unsynced=3, visits=visits, reallocate=1, **make_job(2))
-        judge = partial(expect_steps, case, partial(require_halves, steps=3))
-        with diagnosis.suspect_views(world):
-            with blame_visits(submission, jobs, judge):
-                results = submission.run(training.train, jobs, world_size=world)
-                if visits:
-                    judge(results)
-            if model == "Frozen":
-                expect_silence(results.events, case.group, 3)
-                expect_restored(results.events, case.group, 2)
-                expect_unsynced(results, case, step=3)
-            expect_gradients(results, case, hypotheses=partial(diagnosis.suspect_copies, case))
-            with diagnosis.suspect_move():
-                expect_weights(results, case)
-        require_halves(results, case, steps=3)
+    with replace_cause(diagnosis.find_wrong_view):
+        job = make_job(2) | {"reallocate": 1}
+        expect_all_kinds_of_steps(submission, "Frozen", job, require_halves, hypotheses=diagnosis.suspect_copies)
     [world] = submission.worlds(2)
     expect_second_backward(submission, world, make_job(2))
     expect_no_old_gradients(submission, world, make_job(2))
@@ -213,71 +177,47 @@ def expect_no_view(rank, step, steps, gather_grads, numels, is_moved=False):
     for line, count in lines.most_common(3):
         got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
     which = "the second step after reallocate()" if is_moved else "a steady step"
-    expect(
-        False,
-        f"{which} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses the views of "
-        "earlier steps",
-        got,
-        partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, numels),
-        rank=rank,
-        step=step,
-    )
+    right = f"{which} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses the views of "
+    right += "earlier steps"
+    why = partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, numels)
+    expect(False, right, got, why, rank=rank, step=step)
 
 
-def expect_launches(events, at, groups, gathers, setting):
-    """Expect one reduce-scatter and one all-gather per group in the step at["step"], the latter in phases `gathers`.
+def expect_launches(events, launched, at, groups, gathers, setting):
+    """Expect one reduce-scatter and one all-gather per group in a step, the latter in phases `gathers`.
 
     `at` has rank and step, and `setting` begins the text of what is expected.
     """
-    launched = launches(events, at["step"])
     numels = [numel for _, numel, _ in groups]
     scatters, all_gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
-    expect(
-        [launch.numel for launch in scatters] == numels
-        and sorted(launch.numel for launch in all_gathers) == sorted(numels)
-        and len(launched) == 2 * len(numels),
-        f"{setting}a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
-        f"{join_names(numels, len(numels))} elements",
-        f"the step made {summarize(launched)}",
-        partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
-        **at,
-    )
+    is_right = [launch.numel for launch in scatters] == numels and len(launched) == 2 * len(numels)
+    is_right = is_right and sorted(launch.numel for launch in all_gathers) == sorted(numels)
+    right = f"{setting}a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
+    right += f"{join_names(numels, len(numels))} elements"
+    why = partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events)
+    expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
     ready_at = {name: position for position, name in list_ready_gradients(events, at["step"])}
     for number, (launch, (*_, names)) in enumerate(zip(scatters, groups[1:])):
-        expect(
-            launch.place < max(ready_at.get(name, -1) for name in names),
-            f"{setting}the reduce_scatter of group {number} is launched before the next group is complete",
-            f"the reduce_scatter was launched {describe_phase(launch)}. At that time, {describe_gradients(names)} "
-            "already ready",
-            partial(diagnosis.explain_late_launch, launch, events),
-            **at,
-        )
+        right = f"{setting}the reduce_scatter of group {number} is launched before the next group is complete"
+        wrong = f"the reduce_scatter was launched {describe_phase(launch)}. At that time, {describe_gradients(names)} "
+        is_early = launch.place < max(ready_at.get(name, -1) for name in names)
+        why = partial(diagnosis.explain_late_launch, launch, events)
+        expect(is_early, right, wrong + "already ready", why, **at)
     for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
         others = [launch.phase for launch in launched if launch.op == op and launch.phase not in phases]
         where = " or ".join("during backward" if phase == "backward" else f"in {phase}" for phase in phases)
-        expect(
-            not others,
-            f"{setting}each {op} is launched {where}",
-            f"{len(others)} launch{'es' * (len(others) != 1)} came in {join_names(sorted(set(others)))} instead",
-            partial(find_leftover, events),
-            **at,
-        )
+        right, came = f"{setting}each {op} is launched {where}", join_names(sorted(set(others)))
+        wrong = f"{len(others)} launch{'es' * (len(others) != 1)} came in {came} instead"
+        expect(not others, right, wrong, partial(find_leftover, events), **at)
     nexts = [*(names for *_, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
     blocking = [launch for launch, names in zip(scatters, nexts) if blocks_backward(launch, names, ready_at)]
     blocking += [x for x in all_gathers if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
-    expect(
-        not blocking,
-        f"{setting}no launch blocks, and backward waits for none before a gradient of the next group is ready",
-        f"the step waited too early for {summarize(blocking)}",
-        partial(diagnosis.explain_blocking, blocking),
-        **at,
-    )
-    wrong = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
-    expect(
-        not wrong,
-        f"{setting}the step waits on every handle before it reads or writes the tensors",
-        f"the step did not wait for {describe_missed(len(wrong), len(launched), 'launch')}, or their tensors changed "
-        "before the wait",
-        partial(diagnosis.explain_unwaited, wrong),
-        **at,
-    )
+    right = f"{setting}no launch blocks, and backward waits for none before a gradient of the next group is ready"
+    wrong = f"the step waited too early for {summarize(blocking)}"
+    expect(not blocking, right, wrong, partial(diagnosis.explain_blocking, blocking), **at)
+    early = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
+    right = f"{setting}the step waits on every handle before it reads or writes the tensors"
+    wrong = f"the step did not wait for {describe_missed(len(early), len(launched), 'launch')}, or their tensors "
+    wrong += "changed before the wait"
+    cause = diagnosis.RACED if any(launch.raced for launch in early) else diagnosis.NOT_AWAITED
+    expect(not early, right, wrong, cause, **at)

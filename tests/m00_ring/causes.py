@@ -1,10 +1,7 @@
 """Likely causes when a check of module 0 fails."""
 
-import contextlib
-
 import torch
 
-from brigade.checks.verdict import CheckFailed
 from brigade.events import OPPOSITES, launches
 
 UNEVEN = "the function does not check the remainder. Compare len(batch) % world_size with 0."
@@ -35,36 +32,35 @@ def explain_sum(members, world):
     size = len(members)
     total = sum(members)
 
-    def name(tensors):
-        return [{"the tensor": tensor} for tensor in tensors]
-
     causes = {
-        "the function returns a new tensor or works on a copy. It must change the tensor itself.": name(members),
-        "the sum is divided by the number of ranks. This function must not average.": name([total // size] * size),
-        "the root's own tensor is missing from the sum. The root must add every message to its own tensor.": name(
-            [total - members[0]] * size
-        ),
-        "only the root has the sum, because it does not send the sum back.": name([total, *members[1:]]),
-        "the sum includes all ranks of the world, because the function ignores process_group.": name(
-            [sum(world)] * size
-        ),
+        "the function returns a new tensor or works on a copy. It must change the tensor itself.": members,
+        "the sum is divided by the number of ranks. This function must not average.": [total // size] * size,
+        "the root's own tensor is missing from the sum. The root must add every message to its own tensor.": [
+            total - members[0]
+        ]
+        * size,
+        "only the root has the sum, because it does not send the sum back.": [total, *members[1:]],
+        "the sum includes all ranks of the world, because the function ignores process_group.": [sum(world)] * size,
     }
-    return causes
+    return name_tensors(causes)
+
+
+def name_tensors(causes):
+    """Return hypotheses about "the tensor" of each rank."""
+    return {cause: [{"the tensor": tensor} for tensor in tensors] for cause, tensors in causes.items()}
 
 
 def explain_chunk(members, place, start, end):
     """Return, by cause, what rank `place` of the group would have instead of the sum of its chunk."""
-    before = members[place - 1] + members[place]
-    return {
-        "this chunk has not changed, so the sum is probably in another chunk. To end with chunk r, rank r must send "
-        "chunk r − 1 first.": [{"the tensor": members[place].flatten()[start:end]}],
-        "the received chunk replaces the rank's own chunk. Add the two chunks instead.": [
-            {"the tensor": members[place - 1].flatten()[start:end]}
-        ],
-        "only the tensors of two neighbours are added. In every step, send on the sum so far.": [
-            {"the tensor": before.flatten()[start:end]}
-        ],
-    }
+    before, own = members[place - 1].flatten()[start:end], members[place].flatten()[start:end]
+    return name_tensors(
+        {
+            "this chunk has not changed, so the sum is probably in another chunk. To end with chunk r, rank r must "
+            "send chunk r − 1 first.": [own],
+            "the received chunk replaces the rank's own chunk. Add the two chunks instead.": [before],
+            "only the tensors of two neighbours are added. In every step, send on the sum so far.": [before + own],
+        }
+    )
 
 
 def explain_view(view, size):
@@ -84,14 +80,14 @@ def explain_gathered(members):
         torch.cat([sum(chunks[(c + k) % size][c] for k in range((rank - c) % size + 1)) for c in range(size)])
         for rank in range(size)
     ]
-    return {
-        "no chunk was replaced. Write each received chunk into the tensor.": [
-            {"the tensor": tensor} for tensor in members
-        ],
-        "received chunks are added to the rank's own chunks. They must replace those chunks.": [
-            {"the tensor": tensor.view(members[0].shape)} for tensor in added
-        ],
-    }
+    return name_tensors(
+        {
+            "no chunk was replaced. Write each received chunk into the tensor.": members,
+            "received chunks are added to the rank's own chunks. They must replace those chunks.": [
+                tensor.view(members[0].shape) for tensor in added
+            ],
+        }
+    )
 
 
 def explain_ring(num_phases, launched, chunk_bytes):
@@ -105,18 +101,9 @@ def explain_ring(num_phases, launched, chunk_bytes):
     )
 
 
-@contextlib.contextmanager
-def suspect_schedule():
-    """Explain messages of unequal lengths in a ring by the other messages of the ranks."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = explain_lengths(failed.events) if failed.verdict.ending == "mismatch" else ""
-        raise failed.with_cause(cause) if cause else failed from None
-
-
-def explain_lengths(events):
+def explain_lengths(failed):
     """Return why a rank receives a chunk of another length than it expects; "" if the messages do not show it."""
+    events = failed.events if failed.verdict.ending == "mismatch" else ()
     launched = [launches(own) for own in events]
     if len(launched) < 3 or any(launch.op not in OPPOSITES for own in launched for launch in own):
         return ""

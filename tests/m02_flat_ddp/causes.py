@@ -1,11 +1,8 @@
 """Likely causes when a check of module 2 fails."""
 
-import contextlib
-
 import torch
 
 from brigade.checks.diagnose.evidence import join_names
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 
 COPY = (
@@ -27,32 +24,22 @@ LEFT_OUT = (
 REPLACED = "p.grad is replaced by another tensor. Copy the average into the existing p.grad instead."
 
 
-@contextlib.contextmanager
-def suspect_left_out_gradients():
+def find_left_out_gradients(failed):
     """Explain a mismatch between the single launches of ranks that use different layers."""
-    try:
-        yield
-    except CheckFailed as failed:
-        counts = {len(launches(events, 0)) for events in failed.events or []}
-        if failed.verdict.ending == "mismatch" and counts == {1}:
-            raise failed.with_cause(LEFT_OUT) from None
-        raise
+    counts = {len(launches(events, 0)) for events in failed.events}
+    return LEFT_OUT if failed.verdict.ending == "mismatch" and counts == {1} else ""
 
 
-@contextlib.contextmanager
-def suspect_padding(case):
+def find_padding(case, failed):
     """Explain an error in splitting a flat tensor by a launch that is longer than the gradients."""
-    try:
-        yield
-    except CheckFailed as failed:
-        numel = sum(p.numel() for p in case.parameters().values() if p.requires_grad)
-        longest = max((launch.numel for events in failed.events or [] for launch in launches(events, 0)), default=0)
-        if longest > numel and "split_with_sizes" in failed.verdict.message:
-            raise failed.with_cause(
-                f"the flat tensor has {longest} elements, but the gradients have {numel}. Do not pad it, and do not "
-                "add other tensors."
-            ) from None
-        raise
+    numel = sum(p.numel() for p in case.parameters().values() if p.requires_grad)
+    longest = max((launch.numel for events in failed.events for launch in launches(events, 0)), default=0)
+    if longest <= numel or "split_with_sizes" not in failed.verdict.message:
+        return ""
+    return (
+        f"the flat tensor has {longest} elements, but the gradients have {numel}. Do not pad it, and do not add other "
+        "tensors."
+    )
 
 
 def explain_launches(launched, case):

@@ -1,6 +1,6 @@
 """Likely causes when a check of module 3 fails."""
 
-from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, find_repeated_reduction
+from brigade.checks.diagnose.evidence import find_repeated_reduction
 from brigade.events import launches
 
 IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
@@ -73,11 +73,6 @@ def explain_race(events, step, numel):
     """Explain why a gradient changes between its launch and its wait. All gradients have `numel` elements in total."""
     divided = "the gradient is divided or overwritten while its all_reduce is running."
     return find_repeated_reduction(events, step, numel) or divided
-
-
-def explain_noise(nested):
-    """Explain launches inside no_sync, of which `nested` were made inside the inner of two blocks."""
-    return FLAG_IGNORED if nested else INNER_NO_SYNC
 
 
 def explain_silence(events):

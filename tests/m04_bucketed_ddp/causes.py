@@ -1,10 +1,8 @@
 """Likely causes when a check of module 4 fails."""
 
-import contextlib
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from helpers import training
 from helpers.easier import explain_late_launches
@@ -77,19 +75,13 @@ def explain_plan(planned, case, cap):
     return SEE_RULE
 
 
-@contextlib.contextmanager
-def blame_plan(submission, case, cap):
-    """Blame plan_buckets for a failure in the block if it loses a parameter of the case's model."""
-    try:
-        yield
-    except CheckFailed as failed:
-        if failed.verdict.part:
-            raise  # a part is not written yet
-        buckets = run_plan(submission, case, cap)
-        names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
-        if buckets is not None and sorted(name for bucket in buckets for name in bucket) != names:
-            raise failed.with_cause(SEE_RULE) from None
-        raise
+def find_lost_parameter(submission, case, cap, failed):
+    """Blame plan_buckets for a failure if it loses a parameter of the case's model."""
+    if failed.verdict.part:
+        return ""  # a part is not written yet
+    buckets = run_plan(submission, case, cap)
+    names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
+    return SEE_RULE if buckets is not None and sorted(n for bucket in buckets for n in bucket) != names else ""
 
 
 def explain_launches(submission, case, buckets, cap, events, step):
@@ -118,14 +110,9 @@ def explain_launches(submission, case, buckets, cap, events, step):
     return "the wrapper does not launch the buckets of plan_buckets, which follow the rule."
 
 
-@contextlib.contextmanager
-def blame_ready_order(submission):
-    """Explain a mismatch of collectives in the block if the launches depend on the order of ready gradients."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = explain_order(submission) if failed.verdict.ending == "mismatch" else ""
-        raise (failed.with_cause(cause) if cause else failed) from None
+def find_ready_order(submission, failed):
+    """Explain a mismatch of collectives if the launches depend on the order of ready gradients."""
+    return explain_order(submission) if failed.verdict.ending == "mismatch" else ""
 
 
 def explain_order(submission):

@@ -1,14 +1,12 @@
 """Likely causes of failures of module 5's checks."""
 
-import contextlib
 import math
 
 import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.diagnose.exceptions import MAIN_GRAD_AS_GRAD
-from brigade.checks.verdict import CheckFailed
-from brigade.events import launches, list_ready_gradients
+from brigade.events import launches
 
 # plan_layout
 SEE_LAYOUT = "plan_layout does not follow its rule (see check 5.1), or it is called with the wrong arguments."
@@ -190,9 +188,8 @@ def explain_launches(buffers, names, layout, events, step):
     return ""
 
 
-def explain_early_launch(events, step, launch, buckets, lengths):
-    """Return why a launch came before its bucket was complete, where it belongs to another bucket; else ""."""
-    ready_at = {name: position for position, name in list_ready_gradients(events, step)}
+def explain_early_launch(ready_at, launch, buckets, lengths):
+    """Return why a launch came before its bucket was complete, from the positions of ready gradients."""
     for names, numel in zip(buckets, lengths):
         is_complete = all(ready_at.get(name, -1) <= launch.place for name in names)
         if is_complete and numel == launch.numel:
@@ -263,14 +260,10 @@ def add_up(micro, i):
     return sums
 
 
-@contextlib.contextmanager
-def suspect_buffer_dtype(wide):
+def find_buffer_dtype(wide, failed):
     """Explain a gradient of the wrong dtype: grad_dtype must be ignored for parameters of the dtypes in `wide`."""
-    try:
-        yield
-    except CheckFailed as failed:
-        if failed.verdict.hypothesis == "assigned gradient":
-            if wide and "'BFloat16'" in failed.verdict.message:
-                raise failed.with_cause(MAIN_GRAD_AS_GRAD) from None
-            raise failed.with_cause(NARROWER if wide else SHARED_BUFFER) from None
-        raise
+    if failed.verdict.hypothesis != "assigned gradient":
+        return ""
+    if wide and "'BFloat16'" in failed.verdict.message:
+        return MAIN_GRAD_AS_GRAD
+    return NARROWER if wide else SHARED_BUFFER

@@ -1,11 +1,9 @@
 """Likely causes of failures of module 6's checks."""
 
-import contextlib
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
-from brigade.checks.verdict import CheckFailed
-from brigade.events import launches, list_ready_gradients
+from brigade.events import launches
 from brigade.progress import Progress
 
 # coalesce
@@ -112,18 +110,12 @@ def suspect_shards(local, average, index, cut, is_subgroup):
     return {cause: [cut(flat)] for cause, flat in hypotheses.items()}
 
 
-@contextlib.contextmanager
-def explain_wrong_buckets(events, lengths):
-    """Explain shards in the block that are wrong because a rank reduces more or fewer elements than its groups have."""
-    try:
-        yield
-    except CheckFailed as failed:
-        total = sum(launch.numel for launch in launches(events, 0) if launch.op == "reduce_scatter")
-        if total > sum(lengths):
-            raise failed.with_cause(f"{OTHER_BUCKETS} Too many elements are reduced.") from None
-        if total < sum(lengths):
-            raise failed.with_cause(f"{OTHER_BUCKETS} Too few elements are reduced.") from None
-        raise
+def find_wrong_buckets(events, lengths, failed):
+    """Return why shards are wrong if a rank reduces more or fewer elements than its groups have."""
+    total = sum(launch.numel for launch in launches(events, 0) if launch.op == "reduce_scatter")
+    if total == sum(lengths):
+        return ""
+    return f"{OTHER_BUCKETS} Too {'many' if total > sum(lengths) else 'few'} elements are reduced."
 
 
 def suspect_no_gather(local, cut):
@@ -190,31 +182,20 @@ def explain_groups(made, expected, op, events):
     return ""
 
 
-@contextlib.contextmanager
-def explain_mixed_order():
-    """Explain all-gathers and reduce-scatters in the block that the ranks launch in different orders."""
-    try:
-        yield
-    except CheckFailed as failed:
-        if failed.verdict.ending == "mismatch" and find_unequal_ops(failed.events) == {"reduce_scatter", "all_gather"}:
-            raise failed.with_cause(MIXED_ORDER) from None
-        raise
-
-
-def find_unequal_ops(records):
-    """Return the two operations of the first mismatch between ranks, or an empty set if there is none."""
-    progress = Progress(len(records))
-    for rank, events in enumerate(records):
+def find_mixed_order(failed):
+    """Return MIXED_ORDER if the first mismatch between ranks is an all-gather and a reduce-scatter."""
+    progress = Progress(len(failed.events))
+    for rank, events in enumerate(failed.events if failed.verdict.ending == "mismatch" else []):
         for event in events:
             progress.add(rank, event)
             if event["kind"] == "launch" and (mismatch := progress.find_mismatch(rank)):
-                return {mismatch.launch["op"], mismatch.peer_launch["op"]}
-    return set()
+                ops = {mismatch.launch["op"], mismatch.peer_launch["op"]}
+                return MIXED_ORDER if ops == {"reduce_scatter", "all_gather"} else ""
+    return ""
 
 
-def explain_early_launch(events, step, launch, groups):
-    """Return why a group was launched before all its gradients were ready."""
-    ready_at = {name: position for position, name in list_ready_gradients(events, step)}
+def explain_early_launch(ready_at, launch, groups):
+    """Return why a group was launched before all its gradients were ready, from the positions of ready gradients."""
     latest = max((at for at in ready_at.values() if at <= launch.place), default=-1)
     complete = {
         number: max(ready_at.get(name, -1) for name in names)  # when its last gradient was ready
@@ -229,6 +210,8 @@ def explain_early_launch(events, step, launch, groups):
 
 def suspect_lost_micro_batches(case):
     """Return what the gradients are if only one of 3 micro-batches counts."""
+    if len(case.batches[0][0]) == 1:
+        return {}
     first, last = case.gradients(micro=slice(0, 1)), case.gradients(micro=slice(2, 3))
     size = len(case.group)
     return {

@@ -1,12 +1,11 @@
 """Likely causes of failures of module 7's checks."""
 
-import contextlib
 import re
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.diagnose.exceptions import UNEQUAL_SHARDS
-from brigade.checks.verdict import GENERAL, CheckFailed
+from brigade.checks.verdict import GENERAL
 
 WRONG_VIEW = (
     "a cached view does not refer to the right bucket or shard. It belongs to another buffer, bucket or rank, or its "
@@ -21,18 +20,14 @@ NOT_AWAITED = "the code does not call wait() on every handle in the step that la
 RACED = "the buffer is written to while a collective is in progress."
 
 
-@contextlib.contextmanager
-def suspect_views(world_size):
+def find_wrong_view(failed):
     """Blame a view where no other cause is known, because module 6 gives the right numbers."""
-    try:
-        yield
-    except CheckFailed as failed:
-        verdict = failed.verdict
-        is_unequal = any(word in verdict.message for word in ("hape", "size"))  # in the words of torch
-        is_general = not verdict.likely_cause or verdict.hypothesis in ("ranks_disagree", "unequal shards")
-        if is_general and not verdict.part and (is_unequal or not verdict.error):
-            failed = failed.with_cause(explain_unequal_shards(verdict.message, world_size) or WRONG_VIEW)
-        raise failed from None
+    verdict = failed.verdict
+    is_unequal = any(word in verdict.message for word in ("hape", "size"))  # in the words of torch
+    is_general = not verdict.likely_cause or verdict.hypothesis in ("ranks_disagree", "unequal shards")
+    if is_general and not verdict.part and (is_unequal or not verdict.error):
+        return explain_unequal_shards(verdict.message, len(failed.events)) or WRONG_VIEW
+    return ""
 
 
 def suspect_copies(case):
@@ -63,16 +58,10 @@ def explain_unequal_shards(message, world_size):
     return ""
 
 
-@contextlib.contextmanager
-def suspect_move():
+def find_stale_view(failed):
     """Blame views of the old memory for wrong weights after a step before which the buffers moved."""
-    try:
-        yield
-    except CheckFailed as failed:
-        verdict = failed.verdict
-        if verdict.likely_cause and verdict.hypothesis not in GENERAL:
-            raise
-        raise failed.with_cause(describe_stale("grad_data")) from None
+    is_general = not failed.verdict.likely_cause or failed.verdict.hypothesis in GENERAL
+    return describe_stale("grad_data") if is_general else ""
 
 
 def describe_stale(flat):
@@ -83,20 +72,14 @@ def describe_stale(flat):
     )
 
 
-@contextlib.contextmanager
-def suspect_stale_views(num_moves, gather_grads, events):
+def find_stale_views(num_moves, gather_grads, events, failed):
     """Blame views of the old memory for values that are correct until the buffers move, and wrong afterwards."""
-    flat = "grad_data" if gather_grads else "grad_data or param_data"
-    try:
-        yield
-    except CheckFailed as failed:
-        if cause := next(filter(None, map(find_leftover, events)), ""):
-            raise failed.with_cause(cause) from None
-        if num_moves:
-            raise failed.with_cause(describe_stale(flat)) from None
-        if not gather_grads and (not failed.verdict.likely_cause or failed.verdict.hypothesis == "ranks_disagree"):
-            raise failed.with_cause(OTHER_SHARD) from None
-        raise
+    if cause := next(filter(None, map(find_leftover, events)), ""):
+        return cause
+    if num_moves:
+        return describe_stale("grad_data" if gather_grads else "grad_data or param_data")
+    is_general = not failed.verdict.likely_cause or failed.verdict.hypothesis == "ranks_disagree"
+    return OTHER_SHARD if is_general and not gather_grads else ""
 
 
 def explain_views(steps, step, package, gather_grads, is_moved, numels):
@@ -191,11 +174,10 @@ def explain_launches(launched, numels, gather_grads, events):
 
 def explain_late_launch(launch, events):
     """Return why a group is launched only when the next one is complete."""
-    if cause := find_leftover(events):
-        return cause
+    after = "groups are launched only after backward."
     if launch.phase == "backward":
-        return "a group is launched too late, when a gradient of a later group becomes ready."
-    return "groups are launched only after backward."
+        after = "a group is launched too late, when a gradient of a later group becomes ready."
+    return find_leftover(events) or after
 
 
 def explain_blocking(blocking):
@@ -206,8 +188,3 @@ def explain_blocking(blocking):
             "finish_param_sync."
         )
     return "wait() is called too early. Keep the handle for finish_grad_sync or finish_param_sync."
-
-
-def explain_unwaited(wrong):
-    """Return why launches are never awaited or their tensors are changed."""
-    return RACED if any(launch.raced for launch in wrong) else NOT_AWAITED
