@@ -64,15 +64,15 @@ def test_steady_step_makes_no_view(submission):
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
         jobs = case.make_jobs(
-            gather_grads=gather_grads, reallocate=3, **make_job(buckets_per_group, grad_dtype=grad_dtype)
+            gather_grads=gather_grads, moves=[0, 0, 0, 1, 0], **make_job(buckets_per_group, grad_dtype=grad_dtype)
         )
-        results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
+        results = submission.run(m07_cached_shards.run_steps, jobs, world_size=world)
         numels = list_bucket_numels(case, world)
         volume = sum(numels)
         for at, events, launched in list_steps(results.events, 3):
             if at["step"] == 2:
                 for step, is_moved in ((2, False), (4, True)):
-                    expect_no_view(at["rank"], step, results[at["rank"]], gather_grads, numels, is_moved)
+                    expect_no_view(at["rank"], step, results[at["rank"]]["views"], gather_grads, numels, is_moved)
                 sums = {sum(x.numel for x in launched if x.op == op) for op in ("reduce_scatter", "all_gather")}
                 right = f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers"
                 wrong, why = f"the step made {summarize(launched)}", partial(find_leftover, events)
@@ -91,7 +91,7 @@ def test_views_follow_the_buffer(submission):
         jobs = case.make_jobs(
             gather_grads=gather_grads, moves=moves, labels=[0, 1, 2, 3], **make_job(2, grad_dtype=torch.float64)
         )
-        results = submission.run(m07_cached_shards.move_buffers, jobs, world_size=world)
+        results = submission.run(m07_cached_shards.run_steps, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)
             own = [case.gradients([rank], micro) for rank in range(world)]
@@ -122,15 +122,15 @@ def test_launches_are_those_of_module_6(submission):
     """Each group has one reduce-scatter in backward and one all-gather of gradients or parameters. Views are cached."""
     for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
-        jobs = case.make_jobs(proven=1, gather_grads=gather_grads, reallocate=None, **make_job(buckets_per_group))
-        results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
+        jobs = case.make_jobs(proven=1, gather_grads=gather_grads, moves=[0] * 3, **make_job(buckets_per_group))
+        results = submission.run(m07_cached_shards.run_steps, jobs, world_size=world)
         groups = list_groups(case.parameters(), world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
         setting = f"with buckets_per_group={buckets_per_group} and gather_grads={gather_grads}, "
         for at, events, launched in list_steps(results.events, 2):
             expect_launches(events, launched, at, groups, gathers, setting)
-        for rank, steps in enumerate(results):
-            expect_no_view(rank, 2, steps, gather_grads, list_bucket_numels(case, world))
+        for rank, result in enumerate(results):
+            expect_no_view(rank, 2, result["views"], gather_grads, list_bucket_numels(case, world))
 
 
 @pytest.mark.points(1)

@@ -1,13 +1,15 @@
 """Module 5 in another style: the plan finds buckets first and places them afterwards, gradients are attached when
 forward begins and moved by one method per case, division comes before the sum, and main_grad is fed from zero."""
 
-import contextlib
 import math
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 
 
 class BufferLayout(SimpleNamespace):
@@ -66,13 +68,12 @@ class GradBuffer:
         self._attach()
 
 
-class BufferedDDP(nn.Module):
+class BufferedDDP(GradSyncMixin, nn.Module):
     def __init__(self, module, bucket_numel=40_000_000, grad_dtype=None, process_group=None):
         super().__init__()
         self.module, self.process_group = module, process_group
         self.size = dist.get_world_size(process_group)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=process_group, group_src=0)
+        broadcast_module_state(module, process_group)
         families = {}
         for p in list(module.parameters())[::-1]:
             if p.requires_grad:
@@ -83,9 +84,7 @@ class BufferedDDP(nn.Module):
             for buffer in self.grad_buffers
             for i, bounds in enumerate(buffer.layout.bucket_ranges)
         ]
-        self._quiet = 0
-        self._handles = []
-        self._ready = set()
+        self._handles, self._ready = [], set()
         for buffer in self.grad_buffers:
             for p in buffer.params:
                 p.register_post_accumulate_grad_hook(lambda p, buffer=buffer: self._arrived(buffer, p))
@@ -103,7 +102,7 @@ class BufferedDDP(nn.Module):
         if any(p in members for _, _, members in self._plan[: len(self._handles)]):
             raise RuntimeError("finish the first backward before the second")
         self._absorb(buffer, p)
-        if self._quiet:
+        if not self.require_grad_sync:
             return
         self._ready.add(p)
         while len(self._handles) < len(self._plan) and self._plan[len(self._handles)][2] <= self._ready:
@@ -143,11 +142,3 @@ class BufferedDDP(nn.Module):
             if buffer.wide:
                 for p in buffer.params:
                     p.grad = p.main_grad.to(p.dtype)
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        self._quiet += 1
-        try:
-            yield
-        finally:
-            self._quiet -= 1

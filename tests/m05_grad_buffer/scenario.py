@@ -10,26 +10,23 @@ from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import build, create_group, forward_backward, move_to_device, wrap
+from helpers.training import Dots, build, create_group, forward_backward, move_to_device, wrap
 
 COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")
 
 
 def plan_layouts(cases: list[dict]) -> list[dict]:
     """Return the fields of the layout that plan_layout returns for each case."""
-    plan_layout = student("m05_grad_buffer", "plan_layout")
-    answers = []
-    for case in cases:
-        layout = plan_layout(*case["arguments"], **case["keywords"])
-        answers.append(
-            {
-                "param_ranges": [list(map(int, pair)) for pair in layout.param_ranges],
-                "bucket_of": [int(bucket) for bucket in layout.bucket_of],
-                "bucket_ranges": [list(map(int, pair)) for pair in layout.bucket_ranges],
-                "numel": int(layout.numel),
-            }
-        )
-    return answers
+    layouts = [student("m05_grad_buffer", "plan_layout")(*case["arguments"], **case["keywords"]) for case in cases]
+    return [
+        {
+            "param_ranges": [list(map(int, pair)) for pair in layout.param_ranges],
+            "bucket_of": [int(bucket) for bucket in layout.bucket_of],
+            "bucket_ranges": [list(map(int, pair)) for pair in layout.bucket_ranges],
+            "numel": int(layout.numel),
+        }
+        for layout in layouts
+    ]
 
 
 def is_frozen() -> bool:
@@ -118,13 +115,9 @@ def describe_buffers(ddp: nn.Module, model: nn.Module) -> list[dict]:
 
 
 def zero_gradients(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Zero the gradients with one of the calls that users make."""
-    if form == "optimizer, to None":
-        optimizer.zero_grad(set_to_none=True)
-    elif form == "optimizer, to zeros":
-        optimizer.zero_grad(set_to_none=False)
-    else:
-        model.zero_grad(set_to_none=form == "model, to None")
+    """Zero the gradients with one of the calls that users make, such as "optimizer, to None"."""
+    owner, value = form.split(", to ")
+    (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=value == "None")
 
 
 def train(job: dict) -> dict:
@@ -190,17 +183,6 @@ def measure_steady_step(job: dict) -> dict:
     return measured
 
 
-class Dots(nn.Module):
-    """A model whose gradients are exactly its inputs, because it returns the sum of weights times inputs."""
-
-    def __init__(self, sizes: list[int], dtype: torch.dtype):
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(size, dtype=dtype) for size in sizes)
-
-    def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        return sum((weight * x).sum() for weight, x in zip(self.weights, inputs))
-
-
 def clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
@@ -210,7 +192,7 @@ def accumulate(job: dict) -> dict:
 
     With job["gather_grads"] False, module 6's wrapper leaves the averages in this rank's shards.
     """
-    model = Dots(job["sizes"], torch.bfloat16).to(device())
+    model = Dots([torch.ones(size, dtype=torch.bfloat16) for size in job["sizes"]]).to(device())
     with phase("construct"):
         ddp = student(job["package"], job["wrapper"])(model, process_group=create_group(job), **job["arguments"])
     if "gather_grads" in job:

@@ -1,13 +1,12 @@
-"""Module 7 in another style: nothing is inherited. All views are made when the wrapper is made, and again, all at once,
-when the flat tensors are found to lie elsewhere; a parameter's place is a view of its own; sums are divided before."""
-
-import contextlib
+"""Module 7 in another style: nothing is inherited from module 6. All views are made when the wrapper is made, and
+again, all at once, when the flat tensors are found to lie elsewhere; sums are divided before."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 from ..m05_grad_buffer.grad_buffer import GradBuffer
 from ..m06_coalesced.coalesced import coalesce
 
@@ -23,6 +22,7 @@ class ShardCache:
         self.buffer, self.rank, self.size = buffer, rank, size
         self.wide = buffer.grad_data.dtype != buffer.params[0].dtype
         self.address = None
+        self.ready, self.started = set(), set()  # gradients of this step, and main_grads
         self.refresh()
 
     def refresh(self):
@@ -40,7 +40,7 @@ class ShardCache:
         return [(whole, whole.view(self.size, -1)[self.rank]) for whole in wholes]
 
 
-class CachedDDP(nn.Module):
+class CachedDDP(GradSyncMixin, nn.Module):
     def __init__(self, module, bucket_numel=40_000_000, buckets_per_group=1, grad_dtype=None, process_group=None):
         super().__init__()
         self.module, self.process_group = module, process_group
@@ -63,9 +63,6 @@ class CachedDDP(nn.Module):
                 chosen = slice(first, first + (buckets_per_group or count))
                 members = {i for i, b in enumerate(layout.bucket_of) if b in range(count)[chosen]}
                 self.groups.append((cache, chosen, members))
-        self.quiet = 0
-        self.ready = {id(cache): set() for cache in self.caches}
-        self.started = {id(cache): set() for cache in self.caches}  # main_grads of the step under way
         self.handles, self.param_handles = [], []
         for cache in self.caches:
             for i, p in enumerate(cache.buffer.params):
@@ -84,9 +81,9 @@ class CachedDDP(nn.Module):
         place = cache.places[i]
         if p.grad is not None and p.grad.data_ptr() == place.data_ptr():
             return
-        if not cache.wide or i not in self.started[id(cache)]:
+        if not cache.wide or i not in cache.started:
             place.zero_()
-        self.started[id(cache)].add(i)
+        cache.started.add(i)
         if p.grad is not None:
             place.add_(p.grad)
         p.grad = None if cache.wide else place
@@ -95,11 +92,11 @@ class CachedDDP(nn.Module):
         if any(cache is other and i in members for other, _, members in self.groups[: len(self.handles)]):
             raise RuntimeError("finish the first backward before the second")
         self.absorb(cache, i, p)
-        if self.quiet:
+        if not self.require_grad_sync:
             return
-        self.ready[id(cache)].add(i)
+        cache.ready.add(i)
         for next_cache, chosen, members in self.groups[len(self.handles) :]:
-            if not members <= self.ready[id(next_cache)]:
+            if not members <= next_cache.ready:
                 break
             self.launch(next_cache, chosen)
 
@@ -120,7 +117,7 @@ class CachedDDP(nn.Module):
     def finish_grad_sync(self):
         for cache in self.caches:
             for i, p in enumerate(cache.buffer.params):
-                if i not in self.ready[id(cache)]:
+                if i not in cache.ready:
                     self.absorb(cache, i, p)
         for cache, chosen, _ in self.groups[len(self.handles) :]:
             self.launch(cache, chosen)
@@ -131,8 +128,8 @@ class CachedDDP(nn.Module):
                 self.complete(cache.grads[chosen]).wait()
         self.handles = []
         for cache in self.caches:
-            self.ready[id(cache)].clear()
-            self.started[id(cache)].clear()
+            cache.ready.clear()
+            cache.started.clear()
             if cache.wide and self.gather_grads:
                 for p, place in zip(cache.buffer.params, cache.places):
                     p.grad = place.to(p.dtype)
@@ -145,11 +142,3 @@ class CachedDDP(nn.Module):
     def finish_param_sync(self):
         while self.param_handles:
             self.param_handles.pop().wait()
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.quiet += 1
-        try:
-            yield
-        finally:
-            self.quiet -= 1

@@ -20,7 +20,7 @@ from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss, copy_gradients
 from brigade.rank import recording, strict, switch_group
 from brigade.rank.memory import list_tensors
-from helpers.training import build, move_to_device, reallocate_buffers, wrap
+from helpers.training import build, move_to_device, wrap
 
 # These return the whole tensor under another name. They do not slice it, and code needs them to write without autograd.
 WHOLE = ("data", "detach", "_base")
@@ -120,7 +120,9 @@ def locate(maker: FrameType) -> dict:
 
     Frames of torch and of the standard library may be between the submission's frame and the frame that made the view.
     """
-    modules = {getattr(module, "__file__", ""): name for name, module in sys.modules.items() if is_submitted(name)}
+    modules = {
+        getattr(module, "__file__", ""): name for name, module in sys.modules.items() if name.startswith("submission.")
+    }
     frame = maker
     while frame.f_back and frame.f_code.co_filename not in modules:
         frame = frame.f_back
@@ -139,47 +141,6 @@ def locate(maker: FrameType) -> dict:
     }
 
 
-def is_submitted(module: str) -> bool:
-    return module.startswith("submission.")
-
-
-def wrap_model(job: dict) -> tuple[nn.Module, nn.Module]:
-    """Return the model and the submission's wrapper around it, with gather_grads as the job says."""
-    model = build(job)
-    ddp = wrap(job, model)
-    if not job["gather_grads"]:
-        ddp.gather_grads = False
-    return model, ddp
-
-
-def count_views(job: dict) -> list[list[dict]]:
-    """Take a step for each batch, and return the views that each step makes.
-
-    Without job["gather_grads"], each step also gathers parameters. Before step job["reallocate"], the buffers move.
-    """
-    model, ddp = wrap_model(job)
-    make_views_in_hooks(model)
-    views = []
-    for step, [batch] in enumerate(job["batches"]):
-        recording.note("step", step=step)
-        if step == job["reallocate"]:
-            reallocate_buffers(ddp)
-        model.zero_grad()
-        with recording.phase("forward"):
-            loss = compute_loss(ddp, move_to_device(batch))
-        counter = ViewCounter()
-        counter.backward(loss)
-        with counter.during("finish_grad_sync"):
-            ddp.finish_grad_sync()
-        if not job["gather_grads"]:
-            with counter.during("start_param_sync"):
-                ddp.start_param_sync()
-            with counter.during("finish_param_sync"):
-                ddp.finish_param_sync()
-        views.append(counter.views)
-    return views
-
-
 def make_views_in_hooks(model: nn.Module) -> None:
     """Register `make_view` on the nodes that accumulate the model's gradients; the recorder keeps the nodes alive."""
     for parameter in model.parameters():
@@ -193,26 +154,28 @@ def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient.unsqueeze(0)
 
 
-def move_buffers(job: dict) -> dict:
-    """Take a step for each micro-batch, with the same weights. Before step i, move the buffers job["moves"][i] times.
+def run_steps(job: dict) -> dict:
+    """Take a step for each batch, with the same weights. Before step i, move the buffers job["moves"][i] times.
 
     With job["gather_grads"], return the gradients of each step as its "tensors". Otherwise, copy this rank's
     gradient shards into its parameter shards, gather the parameters, return them, and restore the weights. Also return
     the views that each step makes and, as "num_alive", how many old flat tensors something keeps alive after each step.
     param_data counts only if it is gathered.
     """
-    model, ddp = wrap_model(job)
+    model = build(job)
+    ddp = wrap(job, model)
+    if not job["gather_grads"]:
+        ddp.gather_grads = False
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
     make_views_in_hooks(model)
     outcomes, num_alive, views, old = [], [], [], []
-    for step, (batch, times) in enumerate(zip(job["batches"][0], job["moves"])):
+    for step, (batch, times) in enumerate(zip(sum(job["batches"], []), job["moves"])):
         recording.note("step", step=step)
-        for _ in range(times):
-            for buffer in ddp.grad_buffers:
-                flat = [buffer.grad_data, *([] if job["gather_grads"] else [buffer.param_data])]
-                old += [StorageWeakRef(tensor.untyped_storage()) for tensor in flat]
-                del flat
-                buffer.reallocate()
+        for buffer in ddp.grad_buffers * times:
+            flat = [buffer.grad_data, *([] if job["gather_grads"] else [buffer.param_data])]
+            old += [StorageWeakRef(tensor.untyped_storage()) for tensor in flat]
+            del flat
+            buffer.reallocate()
         model.zero_grad()
         with recording.phase("forward"):
             loss = compute_loss(ddp, move_to_device(batch))

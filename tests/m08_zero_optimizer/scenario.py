@@ -13,7 +13,7 @@ from brigade.checks.edge_case_models import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import PLACES, follow, move_to_device, reallocate_buffers, visit, wrap
+from helpers.training import PLACES, Dots, follow, move_to_device, reallocate_buffers, visit, wrap
 
 SCHEDULERS = {
     "none": lambda optimizer: None,
@@ -40,17 +40,6 @@ class LARS(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     trust = parameter.norm() / (parameter.grad.norm() + 1e-9)
                     parameter.sub_(group["lr"] * trust * parameter.grad)
-
-
-class Dots(nn.Module):
-    """A model with parameters of several dtypes, whose gradients are exactly its inputs."""
-
-    def __init__(self, weights: list[Tensor]):
-        super().__init__()
-        self.weights = nn.ParameterList(weight.clone() for weight in weights)
-
-    def forward(self, inputs: list[Tensor]) -> Tensor:
-        return sum((weight * x).sum().float() for weight, x in zip(self.weights, inputs))
 
 
 def build(job: dict) -> nn.Module:
