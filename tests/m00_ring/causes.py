@@ -111,10 +111,7 @@ def explain_lengths(failed):
     peers = {(rank, launch.peer) for rank, own in enumerate(sends) for launch in own}
     if peers and all(peer == (rank - 1) % len(sends) for rank, peer in peers):
         rank, peer = min(peers)
-        return (
-            f"rank {rank} sends to rank {peer}, so the ring runs the other way. Rank r must send to rank r + 1 and "
-            "receive from rank r − 1, modulo N."
-        )
+        return f"rank {rank} sends to rank {peer}, so the ring runs the other way. Rank r must send to rank r + 1."
     for call in {launch.step for own in sends for launch in own}:
         lengths = [[launch.numel for launch in own if launch.step == call] for own in sends]
         is_constant = all(len(own) > 1 and len(set(own)) == 1 for own in lengths)
@@ -129,11 +126,5 @@ def explain_lengths(failed):
 def explain_memory(most, nbytes):
     """Explain why so much memory is alive at once."""
     if most > 1.2 * nbytes:
-        return (
-            "the function copies the whole tensor, or as many chunks. One buffer of the length of a chunk is enough "
-            "for all steps."
-        )
-    return (
-        "every step creates a new buffer or a copy of a chunk, and keeps the previous one. Use one buffer "
-        "in all steps, and send the chunk itself."
-    )
+        return "the function copies the whole tensor, or as many chunks. One buffer of the length of a chunk is enough."
+    return "every step creates a new buffer, and keeps the previous one. Use one buffer, and send the chunk itself."

@@ -17,10 +17,7 @@ TO_MEMORY_ORDER = (
     "the pieces are copied back in memory order, but gradients are flattened in row-major order. Use "
     "p.grad.copy_(piece.view(p.shape))."
 )
-LEFT_OUT = (
-    "a rank leaves gradients that are None out of its flat tensor. It must include them as zeros, so that all "
-    "flat tensors have the same length."
-)
+LEFT_OUT = "a rank leaves gradients that are None out of its flat tensor. It must include them as zeros."
 REPLACED = "p.grad is replaced by another tensor. Copy the average into the existing p.grad instead."
 
 
@@ -36,10 +33,7 @@ def find_padding(case, failed):
     longest = max((launch.numel for events in failed.events for launch in launches(events, 0)), default=0)
     if longest <= numel or "split_with_sizes" not in failed.verdict.message:
         return ""
-    return (
-        f"the flat tensor has {longest} elements, but the gradients have {numel}. Do not pad it, and do not add other "
-        "tensors."
-    )
+    return f"the flat tensor has {longest} elements, but the gradients have {numel}. Do not pad it."
 
 
 def explain_launches(launched, case):

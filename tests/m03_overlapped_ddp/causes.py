@@ -47,10 +47,7 @@ def explain_launches(launched, case):
     if not launched:
         return "no all_reduce is launched. The hook is not registered, or it launches nothing."
     if sorted(launch.numel for launch in launched) == sorted(numels * 2):
-        return (
-            "every gradient is all-reduced twice: the hook is registered twice, or finish_grad_sync launches the "
-            "all-reduces again."
-        )
+        return "every gradient is all-reduced twice: the hook is registered twice, or finish_grad_sync launches again."
     if len(launched) == 1:
         return "all gradients are in one launch, as in module 2."
     return ""
@@ -59,14 +56,8 @@ def explain_launches(launched, case):
 def explain_late_launch(num_ready, num_gradients):
     """Explain why a gradient is launched only when `num_ready` of all gradients are ready."""
     if num_ready == num_gradients:
-        return (
-            "the wrapper delays its launches until the end of backward. Each hook must launch its all-reduce "
-            "immediately."
-        )
-    return (
-        "the wrapper delays its launches until several more gradients are ready. The hook must launch its all-reduce "
-        "immediately."
-    )
+        return "the wrapper delays its launches until the end of backward. Each hook must launch at once."
+    return "the wrapper delays its launches until several more gradients are ready. Each hook must launch at once."
 
 
 def explain_race(events, step, numel):

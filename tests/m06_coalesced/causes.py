@@ -58,10 +58,7 @@ def explain_no_error(compared):
     """Return why a block raises nothing, where `compared` is the property in which its calls differ."""
     if compared == "nested":
         return NESTED
-    return (
-        f"the manager treats all calls like the first call. Compare the {compared} of the calls before the manager "
-        "launches them."
-    )
+    return f"the manager treats all calls like the first call. Compare the {compared} before the manager launches them."
 
 
 def explain_launch_after_error(compared):
@@ -144,15 +141,9 @@ def explain_other_kinds(others, is_gather_off):
     """Return why there are launches of other kinds; with `is_gather_off`, `ddp.gather_grads` is False."""
     ops = {launch.op for launch in others}
     if "all_reduce" in ops:
-        return (
-            "the code calls all_reduce. Call reduce_scatter and all_gather instead, which together give the same "
-            "result and send the same number of bytes."
-        )
+        return "the code calls all_reduce. Call reduce_scatter and all_gather instead, which together do the same."
     if is_gather_off and ops == {"all_gather"}:
-        return (
-            "finish_grad_sync does not read gather_grads in every step. If gather_grads is False, do not launch an "
-            "all-gather."
-        )
+        return "finish_grad_sync does not read gather_grads in every step. If it is False, launch no all-gather."
     return ""
 
 

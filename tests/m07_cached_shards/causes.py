@@ -41,10 +41,7 @@ def explain_unequal_shards(message, world_size):
         return ""
     total, given = map(int, match.groups())
     if not total:
-        return (
-            "the cached shard is empty, because it was computed for a rank outside the group. Use "
-            "dist.get_rank(process_group)."
-        )
+        return "the cached shard is empty, as for a rank outside the group. Use dist.get_rank(process_group)."
     if given and total % given == 0 and total > given:
         return (
             "a shard is as long as its whole bucket. Either both use the same cached view, because its key does not "
@@ -157,10 +154,7 @@ def explain_launches(launched, numels, gather_grads, events):
         counts = Counter(launch.op for launch in launched)
         single = [op for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
         if len(single) == 1:
-            return (
-                f"the {single[0]}s of a group are launched one by one. Call them for all its buckets in one coalesce "
-                "block."
-            )
+            return f"the {single[0]}s of a group are launched one by one. Call them in one coalesce block."
         return (
             "every bucket is launched by itself. Either each group has one bucket, for example because a constructor "
             "does not pass on buckets_per_group, or the calls are not inside a coalesce block."
@@ -183,8 +177,5 @@ def explain_late_launch(launch, events):
 def explain_blocking(blocking):
     """Return why these launches are awaited too early."""
     if any(launch.sync for launch in blocking):
-        return (
-            "the launch is synchronous. Make it asynchronous, and keep its handle for finish_grad_sync or "
-            "finish_param_sync."
-        )
+        return "the launch is synchronous. Keep an asynchronous handle for finish_grad_sync or finish_param_sync."
     return "wait() is called too early. Keep the handle for finish_grad_sync or finish_param_sync."

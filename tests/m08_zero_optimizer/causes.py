@@ -24,10 +24,7 @@ from m08_zero_optimizer.expected import (
 # ShardedOptimizer
 ALL_REDUCED = "the gradients are all-reduced, so every rank has all averages and keeps the state of all parameters."
 OTHER_ROOT = "the reduce and the broadcast of a parameter must have the same root, the parameter's owner."
-CLIPPED_TWICE = (
-    "step reduces the gradients again: it averages the owner's clipped gradient with the unclipped gradients of the "
-    "other ranks."
-)
+CLIPPED_TWICE = "step reduces the gradients again: it averages an owner's clipped gradient with unclipped ones."
 AFTER_CLIPPING = (
     "clip_grad_norm_ leaves averages in the gradients of the owners, and the next backward adds a rank's own gradients "
     "to them. Raise RuntimeError until step or zero_grad has been called."
@@ -74,16 +71,10 @@ AFTER_FINISH = (
     "finish_grad_sync leaves averages only in a rank's own shards. A second reduction, or a backward that adds to "
     "them, makes them wrong. Raise RuntimeError until step or zero_grad has been called."
 )
-INNER_GROUPS = (
-    "the outer param_groups contain the rank's shards. They must contain whole parameters. Only the param_groups of "
-    "`optim` contain shards."
-)
+INNER_GROUPS = "the outer param_groups contain shards. They must contain whole parameters. Only `optim` has shards."
 CLOSURE = "step must call the closure itself, once, and return its result."
 NOT_SCALED = "the shards are not all scaled by max_norm / norm, with the norm that clip_grad_norm_ returns."
-ONE_SHARD = (
-    "only one rank's shard contains this value, and the value is lost before or while the ranks add their sums of "
-    "squares."
-)
+ONE_SHARD = "only one rank's shard contains this value, and it is lost before the ranks have added their squares."
 NAN_NOT_SCALED = (
     "gradients keep their values, because a comparison with NaN is False. With a factor of NaN, min(1.0, factor) is "
     "1.0, and factor < 1 is False. clamp keeps NaN."
@@ -105,10 +96,7 @@ MASTERS_NOT_COVERED = (
     "a rank does not load the part of each main parameter that belongs to its own shards. These parts change with the "
     "number of ranks."
 )
-MASTERS_NOT_FROM_WEIGHTS = (
-    "the checkpoint has no main parameters, and they are not taken from the weights that the model has when "
-    "load_state_dict is called."
-)
+MASTERS_NOT_FROM_WEIGHTS = "without masters, they are not taken from the weights when load_state_dict is called."
 NOT_CONSECUTIVE = (
     "the parameters must be numbered consecutively across all groups, even if the rank has no part of some of them."
 )
@@ -135,10 +123,7 @@ def find_skipped_parameter(failed):
     sent = [[e for e in own if e["kind"] == "launch" and e["op"] == "broadcast"] for own in failed.events]
     owned = [all(e["ranks"][e["root"]] == rank for e in events) for rank, events in enumerate(sent) if events]
     if len(owned) > 1 and all(owned):
-        return (
-            "each rank broadcasts only the parameters that it owns. All ranks must call broadcast for every parameter: "
-            "the owner sends it, and the others receive it."
-        )
+        return "each rank broadcasts only the parameters that it owns. All ranks must broadcast all of them."
     used = [{name for _, name in list_ready_gradients(own, 0)} for own in failed.events]
     reduced = [{x.name for x in launches(own) if x.op == "reduce"} for own in failed.events]
     is_limited = all(names <= own for names, own in zip(reduced, used))  # to what each rank used
@@ -158,10 +143,7 @@ def find_unawaited(events_by_rank):
             unawaited = [launch for launch in launched if not launch.waits]
             if unawaited:
                 missed = describe_missed(len(unawaited), len(launched), f"{op} handle")
-                return (
-                    f"rank {rank} does not wait on {missed}. The result of a collective is NaN until you wait on its "
-                    "handle."
-                )
+                return f"rank {rank} does not wait on {missed}. Until then, the result is NaN."
     return ""
 
 
@@ -180,10 +162,7 @@ def explain_sizes(sizes_by_rank, expected):
     if not all(sums):
         return "the parameters come from a generator, which can be read only once."
     if sums == expected and len(sizes_by_rank) > 1:
-        return (
-            "param_groups contain only the parameters that the rank owns. They must contain all parameters. Only the "
-            "param_groups of `optim` are limited to the rank's own parameters."
-        )
+        return "param_groups contain only the parameters that the rank owns. Only those of `optim` may be."
     return ""
 
 
@@ -301,10 +280,7 @@ def explain_state(owned, numels, problem):
     trainable = [index for index in range(len(numels)) if index not in problem["frozen"]]
     idle = [rank for rank, indices in enumerate(owned) if not indices]
     if all(indices == trainable for indices in owned):
-        return (
-            "every rank keeps the state of all parameters. Give the inner optimizer only the parameters that the rank "
-            "owns."
-        )
+        return "every rank keeps the state of all parameters. Give the inner optimizer only those that the rank owns."
     if problem["frozen"]:
         return "frozen parameters count among the bytes of their owners, although they have no state."
     if problem["late"]:
@@ -343,10 +319,7 @@ def explain_numels(op, numels, expected, frozen):
     if not numels:
         return f"the step launches no {op}."
     if elements == expected_elements and numels.total() < expected.total():
-        return (
-            f"one {op} contains several parameters, for example in a flat tensor for each owner. This check expects "
-            f"one {op} per parameter."
-        )
+        return f"one {op} contains several parameters, for example of an owner. This check expects one per parameter."
     if elements == expected_elements and numels.total() > expected.total():
         return f"a parameter is split into several {op}s."
     if not extra:
@@ -362,10 +335,7 @@ def explain_forgotten(forgotten, events, rank):
     """Return why handles are not waited on; `rank` is the rank in the group."""
     roots = {event["index"]: event["root"] for event in events if event["kind"] == "launch"}
     if all(launch.op == "broadcast" and roots[launch.index] == rank for launch in forgotten):
-        return (
-            "the owner does not wait for its own broadcasts. It may write to a tensor only after the tensor has been "
-            "sent."
-        )
+        return "the owner does not wait for its own broadcasts. It may write to a tensor only after it is sent."
     return "the code does not call wait() on every handle. If one launch is complete, others may still be running."
 
 
@@ -432,10 +402,7 @@ def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
     if any(bool(tensor.isnan().any()) for weights in actual for tensor in weights.values()):
         return "weights are NaN: they are read before the handle of their all-gather is waited on."
     if any(not are_close(weights, actual[0], tolerance) for weights in actual):
-        return (
-            "the ranks have different weights. After each rank has stepped on its own shards, gather the weights from "
-            "all ranks."
-        )
+        return "the ranks have different weights. After each rank has stepped on its own shards, gather the weights."
     for cause, compute in hypotheses().items():
         if are_close(actual[0], compute(), tolerance):
             return cause
@@ -536,10 +503,7 @@ def explain_volume(inside, numel, dtype):
     if {launch.dtype for launch in inside} - {dtype}:
         return "main parameters are gathered. Gather the rounded weights, which are smaller."
     if sum(launch.numel for launch in inside) > numel:
-        return (
-            "the step launches too many all-gathers: gradients are gathered too, or weights are gathered twice, for "
-            "example before and after the inner optimizer's step."
-        )
+        return "the step launches too many all-gathers: gradients are gathered too, or weights are gathered twice."
     return "only some of the weights are gathered. ddp.start_param_sync() gathers all groups."
 
 
@@ -629,10 +593,7 @@ def suspect_loading(resume, weights, state, recipe):
 def explain_keys(kinds):
     """Return why a state_dict does not have the plain optimizer's entries and "masters"; `kinds` are their types."""
     if not kinds:
-        return (
-            "state_dict does not return a dict on every rank. All ranks call it, and it must return the whole state on "
-            "each of them."
-        )
+        return "state_dict does not return a dict on every rank. It must return the whole state on each of them."
     if "masters" not in kinds and {"state", "param_groups"} <= set(kinds):
         return 'the key "masters" is missing. Without 16-bit parameters, its value must be an empty dict.'
     missing = [key for key in ("state", "param_groups", "masters") if key not in kinds]
