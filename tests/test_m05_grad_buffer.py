@@ -63,10 +63,9 @@ def test_layout_rule(submission):
         right = f"in the layout of {call}, every parameter starts at a multiple of 64 elements"
         expect(is_aligned, right, f"param_ranges = {answer['param_ranges']}", diagnosis.ALIGNED)
         layout = compute_layout(*case["arguments"], **case["keywords"])
-        for field in ("bucket_of", "param_ranges", "bucket_ranges", "numel"):
+        for field, explain in diagnosis.LAYOUT.items():
             right, wrong = f"{call} returns {field} = {layout[field]}", f"{field} = {answer[field]}"
-            why = partial(diagnosis.explain_layout, field, answer, layout, **case)
-            expect(answer[field] == layout[field], right, wrong, why)
+            expect(answer[field] == layout[field], right, wrong, partial(explain, answer, layout, **case))
     [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
     right = "a BufferLayout cannot be changed: it is a dataclass with frozen=True"
     expect(frozen, right, "a value could be assigned to numel")

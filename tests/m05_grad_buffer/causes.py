@@ -18,9 +18,6 @@ RULE = (
 CLOSED_ELSEWHERE = f"a bucket closes at the wrong parameter. {RULE}"
 NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.main_grad to the view."
 NO_ROUNDED_GRAD = "finish_accumulation does not store the rounded main_grad in p.grad."
-WRONG_TOTAL = "numel must be the end of the last bucket, including its padding."
-
-
 COPIED_GRADIENTS = (
     "gradients are copied into the buffer or out of it. p.grad must already be the view when backward adds to it."
 )
@@ -57,19 +54,9 @@ def explain_values(name, value, expected):
     return f"attach_views does not copy parameter.{name} into the buffer before it sets parameter.{name} to the view."
 
 
-def explain_layout(field, answer, layout, arguments, keywords):
-    """Return why `field` of a planned layout is wrong; the fields before it are right."""
-    if field == "bucket_of":
-        return explain_bucket_of(answer["bucket_of"], layout, arguments)
-    if field == "param_ranges":
-        return explain_param_ranges(answer, layout, arguments, keywords)
-    if field == "bucket_ranges":
-        return explain_bucket_ranges(answer, layout, arguments, keywords)
-    return WRONG_TOTAL
-
-
-def explain_bucket_of(bucket_of, layout, arguments):
+def explain_bucket_of(answer, layout, arguments, keywords):
     """Return why a bucket closes at the wrong parameter, although all parameters have a bucket."""
+    bucket_of = answer["bucket_of"]
     wrong = next((i for i, (a, b) in enumerate(zip(bucket_of, layout["bucket_of"])) if a != b), None)
     if wrong is None:
         return CLOSED_ELSEWHERE
@@ -108,6 +95,14 @@ def explain_bucket_ranges(answer, layout, arguments, keywords):
     if starts != right:
         return "a bucket does not start where the padding of the previous bucket ends."
     return f"a bucket has more padding than it needs to reach the next multiple of {numbers} elements."
+
+
+LAYOUT = {  # what explains a wrong field of a planned layout if the fields before it are right
+    "bucket_of": explain_bucket_of,
+    "param_ranges": explain_param_ranges,
+    "bucket_ranges": explain_bucket_ranges,
+    "numel": lambda *_, **__: "numel must be the end of the last bucket, including its padding.",
+}
 
 
 def explain_buffers(buffers, names):

@@ -108,17 +108,13 @@ def explain_views(steps, step, package, gather_grads, is_moved, numels):
     count = sum(view["count"] for view in views)
     if count == first and gather_grads and count == 2 * len(numels):  # a shard and a bucket for two collectives
         return "views are cached only within a step: the cache is emptied or created again before the next step."
-    if count == first and gather_grads and count == 4 * len(numels):
-        return (
-            "no view is cached: already in the first step, before any move, every view is created twice. Either the "
-            "code does not look in the cache before it creates a view, or every call empties the cache, for example "
-            "because it does not remember which tensor the cache belongs to."
-        )
     if count == first:
+        again = ", because a later step creates as many views as the first step"
+        if gather_grads and count == 4 * len(numels):
+            again = ": already in the first step, before any move, every view is created twice"
         return (
-            "no view is cached, because a later step creates as many views as the first step. Either the code does "
-            "not look in the cache before it creates a view, or it empties the cache every time, for example because "
-            "it does not remember which tensor the cache belongs to."
+            f"no view is cached{again}. Either the code does not look in the cache before it creates a view, or it "
+            "empties the cache every time, for example because it does not remember which tensor the cache belongs to."
         )
     return (
         f"only some views are cached. The first step created {first} views, and every later step creates "
@@ -142,19 +138,17 @@ def explain_launches(launched, numels, gather_grads, events):
         return cause
     if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):
         return "gradients are gathered, although gather_grads is False. In this case, gather only parameters."
-    total = sum(launch.numel for launch in launched)
+    total, counts = sum(launch.numel for launch in launched), Counter(launch.op for launch in launched)
+    many = [op for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
     if total > 2 * sum(numels):
-        gathers = [launch for launch in launched if launch.op == "all_gather"]
-        if not gather_grads and Counter(x.numel for x in gathers) == Counter(numels * 2):
+        gathered = Counter(launch.numel for launch in launched if launch.op == "all_gather")
+        if not gather_grads and gathered == Counter(numels * 2):
             return "start_param_sync gathers the parameters of each group twice."
-        counts = Counter(launch.op for launch in launched)
-        twice = [f"{op}s" for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
-        return f"some buckets are launched twice: there are too many {join_names(twice) or 'elements'}."
-    if len(launched) > 2 * len(numels) and total <= 2 * sum(numels):
-        counts = Counter(launch.op for launch in launched)
-        single = [op for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
-        if len(single) == 1:
-            return f"the {single[0]}s of a group are launched one by one. Call them in one coalesce block."
+        twice = join_names([f"{op}s" for op in many]) or "elements"
+        return f"some buckets are launched twice: there are too many {twice}."
+    if len(launched) > 2 * len(numels):
+        if len(many) == 1:
+            return f"the {many[0]}s of a group are launched one by one. Call them in one coalesce block."
         return (
             "every bucket is launched by itself. Either each group has one bucket, for example because a constructor "
             "does not pass on buckets_per_group, or the calls are not inside a coalesce block."
