@@ -192,7 +192,8 @@ def test_steps_and_subgroups(submission):
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         jobs = case.make_jobs(groups=groups, visits=training.VISITS, **JOB)
         judge = partial(expect_steps, case, partial(require_buckets, submission, jobs, steps=4))
-        with diagnosis.blame_plan(submission, case, CAP_BYTES), blame_visits(submission, jobs, judge):
+        plan = partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)
+        with replace_cause(plan), blame_visits(submission, jobs, judge):
             judge(submission.run(training.train, jobs, world_size=world))
 
 
