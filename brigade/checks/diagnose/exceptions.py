@@ -28,6 +28,7 @@ GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
     "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
 )
+WORLD_RANK = "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)."
 CALLED_HOOK = "a hook is called on the line that registers it. Pass the function itself, without (...)."
 
 
@@ -63,8 +64,7 @@ def explain_no_return(failure: RankFailure, sources: Sources) -> str:
 
 def explain_world_rank(failure: RankFailure, sources: Sources) -> str:
     ranks = [event["ranks"] for event in get_events(failure) if event["kind"] == "launch"]
-    cause = "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)."
-    return cause if any(len(group) < len(failure.events) for group in ranks) else ""
+    return WORLD_RANK if any(len(group) < len(failure.events) for group in ranks) else ""
 
 
 def explain_refusal(failure: RankFailure, sources: Sources) -> str:
@@ -185,6 +185,7 @@ SYMPTOMS = [
             "which is as long as all shards together."),
     Symptom("no gradient", "", "'NoneType' object has no attribute", "the gradient of a parameter that a rank did not "
             "use is None. Treat it as zeros.", line=r"\.grad\."),
+    Symptom("world rank", "IndexError", "", WORLD_RANK, line=r"get_rank\(\)"),
     Symptom("world rank", "IndexError", "", explain_world_rank, file=r"get_rank\(\)"),
     Symptom("last bucket", "IndexError", "", "an index is beyond the buffer's last bucket. The last group may have "
             "fewer buckets than the others.", line=r"bucket_ranges\["),
