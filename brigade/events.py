@@ -189,21 +189,21 @@ def split_calls(events: Sequence[Event], num_calls: int) -> list[list[Event]]:
 
 def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
     """Return (position in the record, parameter) for each gradient of a step, in the order of readiness."""
-    return [(place, event["name"]) for place, event in _events_of_step(events, step) if event["kind"] == "ready"]
+    return [(place, event["name"]) for place, event in list_step_events(events, step) if event["kind"] == "ready"]
 
 
 def find_last_border(events: Sequence[Event], step: int) -> int:
     """Return the position in the record of the last border of a step, or -1."""
-    return max((place for place, event in _events_of_step(events, step) if event["kind"] == "border"), default=-1)
+    return max((place for place, event in list_step_events(events, step) if event["kind"] == "border"), default=-1)
 
 
 def list_backward_passes(events: Sequence[Event], step: int) -> list[int]:
     """Return the positions in the record at which the backward passes of a step begin."""
-    in_step = _events_of_step(events, step)
+    in_step = list_step_events(events, step)
     return [place for place, event in in_step if event["kind"] == "phase" and event["phase"] == "backward"]
 
 
-def _events_of_step(events: Sequence[Event], step: int) -> list[tuple[int, Event]]:
+def list_step_events(events: Sequence[Event], step: int) -> list[tuple[int, Event]]:
     """Return the events of one step, with their positions in the record."""
     current_step, in_step = None, []
     for place, event in enumerate(events):

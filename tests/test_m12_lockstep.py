@@ -7,8 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names
-from brigade.events import launches, list_backward_passes, list_ready_gradients
+from brigade.checks.expectations import (
+    MANY_STEPS,
+    expect,
+    expect_equal,
+    format_distinct,
+    join_names,
+    list_steps,
+    replace_cause,
+)
+from brigade.events import launches, list_backward_passes, list_ready_gradients, list_step_events
 from m12_lockstep import causes as diagnosis
 from m12_lockstep import scenario as scenarios
 from m12_lockstep.causes import SMALL
@@ -41,7 +49,7 @@ def test_assignment(submission):
         indices = sorted(index for part in parts for index in part)
         right = f"{setting}assign_sequences returns {num_ranks} lists, with every index in one of them"
         wrong = f"{len(parts)} lists with {len(indices)} indices, {len(set(indices))} of them different"
-        why = partial(diagnosis.explain_indices, lengths, num_ranks, parts)
+        why = partial(diagnosis.explain_indices, lengths, parts)
         expect(len(parts) == num_ranks and indices == list(range(len(lengths))), right, wrong, why)
         heaviest = max(sum(lengths[index] for index in part) for part in parts)
         bound = sum(lengths) / num_ranks + max(lengths, default=0)
@@ -102,10 +110,9 @@ def test_collectives(submission):
     settings = [(wrapper, [[1, 3, 2], [2, 1, 0]], {}) for wrapper in (BUCKETED, CACHED_ZERO)]
     without_tokens = partial(ignore, step=2, ranks=[0], part=slice(-1, None))  # this rank's last backward
     common = {"labels": [PLAIN, None, 0, 1, 2], **SGD}
-    for results, case, _ in run_cases(submission, 2, settings, scenarios.count_collectives, without_tokens, **common):
-        for rank in case.group if case.world_size > 1 else []:
-            for step in range(3):
-                expect_collectives(results.events[rank], step, rank)
+    for results, _, _ in run_cases(submission, 2, settings, scenarios.count_collectives, without_tokens, **common):
+        for at, events, launched in list_steps(results.events if len(results) > 1 else [], 3):
+            expect_collectives(events, launched, at)
 
 
 @pytest.mark.points(1)
@@ -156,9 +163,9 @@ def test_one_decision(submission):
 def test_run(submission):
     """run uses every batch once, reads at most one ahead, and ends on all ranks when no rank has data left."""
     settings = (
-        (BUCKETED, [[7, 0], [4, 3], [5, 1]], {"micro_batches": 2, "is_list": False}),
-        (BUFFERED, [[0, 3], [0, 1], [0, 0]], {"micro_batches": 2, "is_list": True}),
-        (CACHED, [[1, 2], [3, 0], [0, 2]], {"micro_batches": 1, "is_list": False}),
+        (BUCKETED, [[7, 0], [4, 3], [5, 1]], {"micro_batches": 2}),
+        (BUFFERED, [[0, 3], [0, 1], [0, 0]], {"micro_batches": 2}),
+        (CACHED, [[1, 2], [3, 0], [0, 2]], {"micro_batches": 1}),
     )
     without_tokens = partial(ignore, step=0, part=slice(2, 4))  # in the first setting, such a step is not the end
     for results, case, job in run_cases(submission, 3, settings, scenarios.run, without_tokens, **SGD):
@@ -223,7 +230,7 @@ def run_cases(submission, world, settings, scenario=scenarios.train, prepare=lam
         options |= {"groups": [[0]]} if world == 1 else {}
         cases.append(make_case(submission, counts[:world], options))
         jobs.append(cases[-1].make_jobs(**common, **options, **(prepare(cases[-1]) or {})))
-    with diagnosis.explain_failed_run():
+    with replace_cause(diagnosis.explain_failed_run):
         return zip(submission.run_each(scenario, jobs), cases, (own[0] for own in jobs))
 
 
@@ -301,35 +308,31 @@ def expect_bits(result, reason, rank, step):
     expect(not left, right, f"those of {join_names(left)} are not", diagnosis.GRADIENTS_LEFT, rank=rank, step=step)
 
 
-def expect_collectives(events, step, rank):
+def expect_collectives(events, launched, at):
     """Expect a step to make the collectives of the plain step, and at most two small ones."""
-    plain, made = count_launches(events, PLAIN), count_launches(events, step)
-    clips = Counter((x.op, x.numel, x.nbytes) for x in launches(events, PLAIN, phase="clip"))
-    missing, added, at = plain - clips - made, made - plain, {"rank": rank, "step": step}
-    right = f"the step makes the {(plain - clips).total()} collectives of a plain step"
+    plain, made = count_launches(events, PLAIN), count_launches(events, at["step"])
+    needed = plain - Counter((x.op, x.numel, x.nbytes) for x in launches(events, PLAIN, phase="clip"))
+    missing, added = needed - made, made - plain
+    right = f"the step makes the {needed.total()} collectives of a plain step"
     expect(not missing, right, f"it does not make {describe_launches(missing)}", **at)
     is_small = added.total() <= 2 and all(nbytes <= SMALL for _, _, nbytes in added)
     right = f"beside the collectives of a plain step, the step makes at most two, of at most {SMALL} bytes each"
-    why = partial(diagnosis.explain_added, added, plain - clips)
+    why = partial(diagnosis.explain_added, added, needed)
     expect(is_small, right, f"it adds {describe_launches(added)}", why, **at)
-    if passes := list_backward_passes(events, step):
-        first = next(x for x in launches(events, step) if x.nbytes > SMALL).place
-        late, early = ("after the last", diagnosis.ALL_QUIET), ("in an earlier", diagnosis.NOT_LAST)
-        wrong, why = early if first < passes[-1] else late
-        is_right = passes[-1] < first < list_ready_gradients(events, step)[-1][0]
+    if passes := list_backward_passes(events, at["step"]):
+        first = next(x for x in launched if x.nbytes > SMALL).place
+        wrong, why = ("in an earlier", diagnosis.NOT_LAST)
+        if first > passes[-1]:
+            wrong, why = ("after the last", diagnosis.ALL_QUIET)
+        is_right = passes[-1] < first < list_ready_gradients(events, at["step"])[-1][0]
         right = "the wrapper begins to reduce in this rank's last backward"
         expect(is_right, right, f"it begins {wrong} backward", why, **at)
 
 
 def count_launches(events, step):
     """Count the collectives of a step by operation, number of elements and bytes. Barriers count too."""
-    current, made = None, Counter()
-    for event in events:
-        if event["kind"] == "step":
-            current = event["step"]
-        elif event["kind"] == "launch" and current == step:
-            made[event["op"], event["numel"], event["nbytes"]] += 1
-    return made
+    made = [event for _, event in list_step_events(events, step) if event["kind"] == "launch"]
+    return Counter((event["op"], event["numel"], event["nbytes"]) for event in made)
 
 
 def describe_launches(counted):
@@ -358,7 +361,7 @@ def expect_epochs(results, case, job):
             wrong = f"it returned {len(got)} results with {join_names(got) or 'no'} tokens"
             why = partial(diagnosis.explain_num_steps, len(got), totals, own, micro_batches)
             expect(got == totals and not answer["raised"], right, wrong, why, **at)
-            is_right = job["is_list"] or all(taken <= most for taken, most in zip(reads, taken_at))
+            is_right = all(taken <= most for taken, most in zip(reads, taken_at))
             right = f"before step k, run has taken at most k · {micro_batches} + 1 batches{setting}"
             wrong = f"it had taken {join_names(reads)} batches before its steps"
             expect(is_right, right, wrong, diagnosis.READ_AHEAD, **at)

@@ -1,12 +1,10 @@
 """Likely causes of failures of module 12's checks."""
 
-import contextlib
 import itertools
 import math
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_backward_passes
 from m12_lockstep import expected, scenario
 
@@ -17,47 +15,30 @@ GRADIENTS_LEFT = "a skipped step does not clear the gradients."
 READ_AHEAD = "run turns the iterable into a list, or reads several steps ahead."
 TOO_MANY = "a collective of its own asks whether the data have ended. Let the number of tokens carry it."
 NO_FINISH = "a rank without micro-batches does not call finish_grad_sync, and misses the wrapper's collectives."
-LOSS_FIRST = (
-    "the losses are summed before finish_grad_sync. A rank without micro-batches launches the wrapper's collectives in "
-    "the finish, so its order differs from the other ranks'."
-)
+LOSS_FIRST = "the losses are summed before finish_grad_sync, in which ranks without micro-batches reduce."
 NOT_LAST = "a backward pass that is not the last one of the step runs outside no_sync."
 ALL_QUIET = "all backward passes run inside no_sync, so the finish reduces everything, and nothing overlaps."
 NOT_TOLD = "the exception leaves run before the other ranks know about it, so they wait for a rank that has gone."
-NOT_HEARD = (
-    "the rank with the exception takes part in the sums before the step, but the other ranks then take this step and "
-    "wait for it. The sums must tell them, and no rank may take the step."
-)
+NOT_HEARD = "the other ranks then take this step and wait for the failing rank. The sums before it must tell them."
 DECIDED_ALONE = "one rank skips the optimizer's step, and another takes it. All must decide from the same numbers."
 STEP_TAKEN = "the step whose batches were being taken happens on the other ranks."
-NO_CLIP = (
-    "the ZeroOptimizer's clip_grad_norm_ is not called. torch's function sees gradients of which only this rank's "
-    "shard is averaged."
-)
+NO_CLIP = "clip_grad_norm_ of ZeroOptimizer is not called. torch's sees averages of only this rank's shard."
 WEIGHINGS = {
-    "every rank computes the mean over its own tokens, and these means are averaged. A token on a rank with few tokens "
-    "counts more.": lambda tokens: [[1 / len(tokens) / max(sum(own), 1)] * len(own) for own in tokens],
+    "the ranks compute means over their own tokens, and these means are averaged.": lambda tokens: [
+        [1 / len(tokens) / max(sum(own), 1)] * len(own) for own in tokens
+    ],
     "every rank averages the means of its micro-batches, and the ranks count equally.": lambda tokens: [
         [1 / len(tokens) / len(own) / max(count, 1) for count in own] for own in tokens
     ],
-    "the sum is divided by all tokens and once more by the number of ranks: the wrapper averages.": lambda tokens: [
-        [factor / len(tokens) for factor in own] for own in expected.weigh_tokens(tokens)
-    ],
+    "the sum is divided by all tokens and once more by the number of ranks: the wrapper averages.": (
+        lambda tokens: expected.weigh_tokens(tokens, 1 / len(tokens))
+    ),
 }
 
 
-@contextlib.contextmanager
-def explain_failed_run():
-    """Explain a run that hangs or whose collectives do not match."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = find_mistake(failed.events)
-        raise (failed.with_cause(cause) if cause else failed) from None
-
-
-def find_mistake(events):
-    """Return the mistake that the records of a failed run show, or ""."""
+def explain_failed_run(failed):
+    """Return the mistake that the records of a run show that hangs, or whose collectives do not match; else ""."""
+    events = failed.events
     if any(is_decided_alone(*pair) for pair in itertools.permutations(events, 2)):
         return DECIDED_ALONE
     for own in events:
@@ -96,11 +77,9 @@ def is_loss_first(events):
     return large is not None and any(large.place < x.place < large.waits[0] for x in launched if x.nbytes <= SMALL)
 
 
-def explain_indices(lengths, num_ranks, parts):
+def explain_indices(lengths, parts):
     """Return why not every index is in one list."""
     absent = set(range(len(lengths))) - {index for part in parts for index in part}
-    if len(parts) != num_ranks:
-        return "ranks without a sequence have no list. They need an empty one."
     return "" if not absent or any(lengths[i] for i in absent) else "sequences of length 0 are left out."
 
 
@@ -120,20 +99,18 @@ def suspect_weights(case, job, step):
     def train(**options):
         return [expected.train_alone(case, job | options.pop("job", {}), steps=step, **options)["weights"][-1]] * size
 
-    hypotheses = {}
+    weighings = {}
     if size < case.world_size:
         totals = iter([sum(sum(expected.count_tokens(own[k])) for own in case.batches) for k in range(step)])
-        hypotheses = {
-            "the factor is the size of the world instead of the size of the group.": train(
-                weigh=lambda tokens: [
-                    [case.world_size / size * f for f in own] for own in expected.weigh_tokens(tokens)
-                ]
+        weighings = {
+            "the factor is the size of the world instead of the size of the group.": (
+                lambda tokens: expected.weigh_tokens(tokens, case.world_size / size)
             ),
-            "the tokens are summed over all ranks of the world instead of the group.": train(
-                weigh=lambda tokens: [[1 / total] * len(own) for total in [next(totals)] for own in tokens]
+            "the tokens are summed over all ranks of the world instead of the group.": (
+                lambda tokens: expected.weigh_tokens(tokens, sum(map(sum, tokens)) / next(totals))
             ),
         }
-    hypotheses |= {cause: train(weigh=weigh) for cause, weigh in WEIGHINGS.items()}
+    hypotheses = {cause: train(weigh=weigh) for cause, weigh in (weighings | WEIGHINGS).items()}
     stale = "a rank without micro-batches does not clear its gradients, so they count again."
     hypotheses[stale] = train(is_stale=True)
     if "options" in job:

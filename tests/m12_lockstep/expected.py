@@ -14,10 +14,10 @@ def count_tokens(batches):
     return [int((batch["y"] != IGNORED).sum()) for batch in batches]
 
 
-def weigh_tokens(tokens):
-    """Return the factor of each micro-batch's summed loss, from tokens[rank][micro-batch]: every token counts once."""
+def weigh_tokens(tokens, factor=1):
+    """Return the factors of the summed losses of tokens[rank][micro-batch]: every token counts `factor` times."""
     total = sum(map(sum, tokens))
-    return [[1 / total if total else math.nan] * len(own) for own in tokens]
+    return [[factor / total if total else math.nan] * len(own) for own in tokens]
 
 
 def train_alone(case, job, weigh=weigh_tokens, is_sum_clipped=False, is_stale=False, steps=None):

@@ -43,30 +43,20 @@ class Classifier(nn.Module):
         return outputs
 
 
-class OnePass(list):
-    """A list whose iterator can be made only once."""
-
-    is_used = False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.is_used:
-            raise AssertionError("call iter(batches) only once: a second iterator begins with the first batch again")
-        self.is_used = True
-        return super().__iter__()
-
-
 class Feed:
     """One pass over batches, which counts them. Batch `fails_at` raises `error`; so does the iterator if that is -1."""
 
     def __init__(self, batches: list[dict[str, Any]], error: Exception | None = None, fails_at: int | None = None):
         self.batches, self.error, self.fails_at = batches, error, fails_at
-        self.num_taken = 0
-        self.iterator = self.take()
+        self.num_taken, self.is_used = 0, False
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.fails_at == -1:
             raise self.error
-        return self.iterator
+        if self.is_used:
+            raise AssertionError("call iter(batches) only once: a second iterator begins with the first batch again")
+        self.is_used = True
+        return self.take()
 
     def take(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(self.batches):
@@ -178,9 +168,8 @@ def run(job: dict) -> list[dict]:
         handle = optimizer.register_step_pre_hook(lambda *_, feed=feed, reads=reads: reads.append(feed.num_taken))
         raised, results = "", []
         try:
-            source = OnePass((batch["x"], batch["y"]) for batch in batches) if job.get("is_list") else feed
             arguments = [job["micro_batches"]] if job["micro_batches"] > 1 else []
-            results = [describe(result) for result in loop.run(source, *arguments)]
+            results = [describe(result) for result in loop.run(feed, *arguments)]
         except NotImplementedError:
             raise  # the skeleton's
         except Exception as exception:
