@@ -13,6 +13,7 @@ from brigade.checks.expectations import (
     format_distinct,
     join_names,
     list_steps,
+    replace_cause,
 )
 from brigade.events import list_backward_passes, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
@@ -274,7 +275,7 @@ def run_cases(submission, scenario, settings, **common):
         is_resharded = options.get("arguments", {}).get("reshard_after_forward", True)
         runs.append((case, Grid(case, shards if world > 1 else 1, is_resharded)))
         jobs.append(runs[-1][1].make_jobs(**options))
-    with diagnosis.explain_run([grid for _, grid in runs]):
+    with replace_cause(partial(diagnosis.explain_run, [grid for _, grid in runs])):
         return [(*run, results) for run, results in zip(runs, submission.run_each(scenario, jobs))]
 
 

@@ -134,10 +134,10 @@ def test_several_in_flight(submission):
                 why = diagnosis.SHARED if raced and raced[0].waits else diagnosis.UNAWAITED
                 expect(not raced, right, wrong, why, rank=rank)
             right = f"four reductions in flight, awaited in the order {join_names(order)}, all get their averages"
-            for place, (rank, output, exact, _, index) in enumerate(list_outputs(results, calls, group)):
-                number = place % 4
-                wrong = f"the output of reduction {number} is wrong by up to {float((output - exact).abs().max()):.3g}"
-                why = partial(diagnosis.explain_flight, output, calls, number, index)
+            for place, (rank, output, exact, values, index) in enumerate(list_outputs(results, calls, group)):
+                error = float((output - exact).abs().max())
+                wrong = f"the output of reduction {place % 4} is wrong by up to {error:.3g}"
+                why = partial(diagnosis.explain_error, output, values, index)
                 expect(torch.allclose(output.double(), exact, atol=0.05), right, wrong, why, rank=rank)
 
 

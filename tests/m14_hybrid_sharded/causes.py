@@ -1,9 +1,6 @@
 """Likely causes when a check of module 14 fails."""
 
-import contextlib
-
 from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, split_calls
 
 NO_ERROR = "a grid that does not divide, or without ranks, is not refused. Raise ValueError."
@@ -31,14 +28,10 @@ PARTLY = "the nodes have different weights, so a part of what was added up in sh
 NORM = "the norm counts every replica. One replica has the whole gradient, so sum over the shard group only."
 
 
-@contextlib.contextmanager
-def explain_run(grids):
-    """Explain a run that hangs because the gradients of one of the grids cross in another group."""
-    try:
-        yield
-    except CheckFailed as failed:
-        wrong = any(uses_other_group(own, rank, grids) for rank, own in enumerate(failed.events))
-        raise (failed.with_cause(ON_DEFAULT_GROUP) if wrong else failed) from None
+def explain_run(grids, failed):
+    """Return why a run hangs, if the gradients of one of the grids cross in another group."""
+    wrong = any(uses_other_group(own, rank, grids) for rank, own in enumerate(failed.events))
+    return ON_DEFAULT_GROUP * wrong
 
 
 def uses_other_group(events, rank, grids):

@@ -52,30 +52,15 @@ def explain_error(output, values, index, wire=torch.bfloat16, world=None):
         (f"the sum of {size} ranks is not divided.", average * size),
         ("the rank still has its own values.", parts[index]),
         *(
-            (f"this is part {i} of the average, but the rank's part is {index}.", compute_average(values, i))
-            for i in range(size)
+            (f"this is part {i} of the average, but the rank's part is {index}.", sum(others) / size)
+            for i, others in enumerate(zip(*(value.chunk(size) for value in values)))
         ),
         ("the sum is divided by the size of the world instead of the group's.", average * size / (world or size)),
     ):
-        if torch.allclose(output, wrong, rtol=0.02, atol=0.01 * scale) and not torch.allclose(
-            wrong, average, rtol=0.02, atol=0.01 * scale
-        ):
+        fits, is_right = (torch.allclose(wrong, other, rtol=0.02, atol=0.01 * scale) for other in (output, average))
+        if fits and not is_right:
             return cause
     return ""
-
-
-def compute_average(values, index):
-    """Return part `index` of the average of the ranks' values."""
-    return sum(value.chunk(len(values))[index] for value in values) / len(values)
-
-
-def explain_flight(output, calls, number, index):
-    """Return why the output of one of several reductions in flight is wrong."""
-    for other in range(len(calls[0])):
-        wrong = compute_average([values[other] for values in calls], index)
-        if other != number and wrong.shape == output.shape and torch.allclose(output, wrong, atol=0.05):
-            return SHARED
-    return explain_error(output, [values[number] for values in calls], index)
 
 
 def explain_calls(launched, numel):
