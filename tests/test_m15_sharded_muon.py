@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect, expect_equal, join_names
-from brigade.events import drop_flags, launches, summarize
+from brigade.checks.expectations import expect, expect_equal, join_names, list_steps, replace_cause
+from brigade.events import drop_flags, summarize
 from m15_sharded_muon import causes as diagnosis
 from m15_sharded_muon import scenario as scenarios
 from m15_sharded_muon.expected import LISTS, SMALL, assign, count_cost, draw_problem, orthogonalize
@@ -20,6 +20,14 @@ WORK = 1.15  # FLOPs of a rank, relative to the larger of total / N and the larg
 COUNTED = 0.2  # the least part of all FLOPs that the counter must see
 RANKS = range(2, 17)
 MIXED = [(6, 9), (9, 6), (7, 7), (1, 12), (12, 1), (5, 16), (16, 5)]
+ORTHOGONALIZED = (  # shape, dtype, norm and steps (default: None)
+    *((shape, torch.float64, None, None) for shape in MIXED),
+    ((8, 5), torch.float64, 1e-7, None),
+    ((4, 6), torch.float64, 0, 5),
+    ((3, 8), torch.float64, None, 2),
+    ((6, 16), torch.float32, None, None),
+    ((6, 16), torch.bfloat16, None, None),
+)
 
 
 # ---- pure functions
@@ -31,18 +39,10 @@ def test_orthogonalize(submission):
     """orthogonalize returns the result of the iteration in the dtype of the matrix, and does not change the matrix."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     problems = []
-    for number, (shape, dtype, size, options) in enumerate(
-        [(shape, torch.float64, 1, {}) for shape in MIXED]
-        + [
-            ((8, 5), torch.float64, 1e-7, {}),
-            ((4, 6), torch.float64, 0, {"steps": 5}),
-            ((3, 8), torch.float64, 1, {"steps": 2}),
-        ]
-        + [((6, 16), dtype, 1, {}) for dtype in (torch.float32, torch.bfloat16)]
-    ):
+    for number, (shape, dtype, norm, steps) in enumerate(ORTHOGONALIZED):
         matrix = torch.randn(shape, dtype=torch.float64, generator=generator)
-        matrix = (matrix * size / matrix.norm()).to(dtype) if size != 1 else matrix.to(dtype)
-        problems.append((matrix, number % 2 == 1, options))
+        matrix = (matrix if norm is None else matrix * norm / matrix.norm()).to(dtype)
+        problems.append((matrix, number % 2 == 1, {} if steps is None else {"steps": steps}))
     [world] = submission.worlds(1)
     [answers] = submission.run(scenarios.orthogonalize_each, {"problems": problems}, world_size=world)
     for (matrix, is_transposed, options), answer in zip(problems, answers):
@@ -50,26 +50,16 @@ def test_orthogonalize(submission):
         rows, columns = matrix.shape
         where = f"for a {rows} × {columns} matrix in {dtype} with norm {matrix.double().norm():.3g}"
         where += " (a transposed view)" * is_transposed + f" and steps={options.get('steps', 5)}"
-        given, result = answer["given"], answer["result"]
-        expect(
-            torch.equal(given, matrix),
-            f"{where}, orthogonalize does not change the matrix",
-            "it changed",
-            diagnosis.IN_PLACE,
-        )
+        is_kept, result = torch.equal(answer["given"], matrix), answer["result"]
+        expect(is_kept, f"{where}, orthogonalize does not change the matrix", "it changed", diagnosis.IN_PLACE)
         right = f"{where}, the result has the matrix's dtype and shape"
         wrong = f"it has {result.dtype} and the shape {tuple(result.shape)}"
         expect((result.dtype, result.shape) == (matrix.dtype, matrix.shape), right, wrong)
-        expected = orthogonalize(matrix, **options)
+        expected, limit = orthogonalize(matrix, **options), PRECISION[matrix.dtype]
         error = float((result.double() - expected).norm()) / max(1e-30, float(expected.norm()))
-        error = 0.0 if torch.equal(result.double(), expected) else error
-        limit = PRECISION[matrix.dtype]
-        expect(
-            error <= limit,
-            f"{where}, the relative error of the result is at most {limit:g} (2-norm)",
-            f"it is {error:.3g}",
-            partial(diagnosis.explain_result, matrix, result, limit, **options),
-        )
+        right = f"{where}, the relative error of the result is at most {limit:g} (2-norm)"
+        why = partial(diagnosis.explain_result, matrix, result, **options)
+        expect(error <= limit or torch.equal(result.double(), expected), right, f"it is {error:.3g}", why)
 
 
 @pytest.mark.points(1)
@@ -151,22 +141,21 @@ def test_equals_one_process(submission):
     absent += [(step, 6, range(4)) for step in range(6, 10)]
     decay = {"weight_decay": 0.3, "lr": 0.05}
     settings = (
-        (1, {"shapes": MIXED[:5], "options": {"momentum": 0.0}, "transposed": [1]}),
-        (2, {"shapes": MIXED, "absent": absent, "transposed": [0, 4, 6], "options": decay}),
-        (3, {"shapes": [(4, 9), (9, 4)], "absent": [(2, 0, [0, 1]), (3, 1, [2])], "options": {"lr": 0.1}}),
-        (4, {"shapes": MIXED, "absent": absent, "group": [1, 3], "more": {"groups": [[1, 3], [0, 2]]}}),
+        (MIXED[:5], {"options": {"momentum": 0.0}, "transposed": [1]}),
+        (MIXED, {"absent": absent, "transposed": [0, 4, 6], "options": decay}),
+        ([(4, 9), (9, 4)], {"absent": [(2, 0, [0, 1]), (3, 1, [2])], "options": {"lr": 0.1}}),
+        (MIXED, {"absent": absent, "group": [1, 3], "more": {"groups": [[1, 3], [0, 2]]}}),
     )
-    for world, (_, setting) in zip(submission.worlds(1, 2, 3, 4), settings):
-        setting = {**setting}
-        problem = draw_problem(submission.rng, setting.pop("shapes"), world, 10, **setting)
-        with diagnosis.explain_failed_run():
-            results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
+    right = "correct weights earn points only if gradients are reduce-scattered and weights are all-gathered"
+    for world, (shapes, setting) in zip(submission.worlds(1, 2, 3, 4), settings):
+        problem = draw_problem(submission.rng, shapes, world, 10, **setting)
+        [(results, _)] = train(submission, [problem])
         expect_weights(results, problem)
-        for rank in problem.group if len(problem.group) > 1 else []:
-            ops = {launch.op for launch in drop_flags(launches(results.events[rank], 0))}
-            right = "correct weights earn points only if gradients are reduce-scattered and weights are all-gathered"
+        for at, _, launched in list_steps(results.events, 1, problem.group if len(problem.group) > 1 else []):
+            ops = {launch.op for launch in drop_flags(launched)}
             wrong = f"the step launched {join_names(sorted(ops)) or 'nothing'}"
-            expect(ops == {"reduce_scatter", "all_gather"}, right, wrong, diagnosis.NOT_SCATTERED, rank=rank)
+            is_right = ops == {"reduce_scatter", "all_gather"}
+            expect(is_right, right, wrong, diagnosis.NOT_SCATTERED, rank=at["rank"])
 
 
 @pytest.mark.points(2)
@@ -174,9 +163,8 @@ def test_equals_one_process(submission):
 def test_launches(submission):
     """A step makes one reduce-scatter and one all-gather per group, as large as its buffer, and nothing else."""
     for results, problem in run_steps(submission, 3, [{"num_groups": 3}, {}, {"num_groups": 1}]):
-        for rank in problem.group if problem.world_size > 1 else []:
-            rows = results[rank]["plan"]["rows"]
-            expect_launches(results.events[rank], rows, 2, rank, len(problem.shapes))
+        for at, events, launched in list_steps(results.events if problem.world_size > 1 else [], 2):
+            expect_launches(events, launched, results[at["rank"]]["plan"]["rows"], at, len(problem.shapes))
 
 
 @pytest.mark.points(2)
@@ -184,9 +172,8 @@ def test_launches(submission):
 def test_overlap(submission):
     """Reduce-scatters are all launched at once. Each all-gather travels while the next group is orthogonalized."""
     for results, problem in run_steps(submission, 2, [{"num_groups": 4}, {}]):
-        for rank in problem.group if problem.world_size > 1 else []:
-            for step in range(2):
-                expect_overlap(launches(results.events[rank], step), rank, step)
+        for at, _, launched in list_steps(results.events if problem.world_size > 1 else [], 2):
+            expect_overlap(launched, at)
 
 
 @pytest.mark.points(2)
@@ -197,17 +184,14 @@ def test_flops(submission):
     settings = ([("Llama 3 8B", 6)], [("XL", 8), ("Llama 3 8B", 8)])
     for world, sizes in zip(submission.worlds(3, 4), settings):
         names = [f"{layers} small layers of {name}" for name, layers in sizes]
-        problems = [
-            draw_problem(submission.rng, SMALL[name] * layers, world, 1, more={"counts": True})
-            for name, layers in sizes
-        ]
-        runs = submission.run_each(scenarios.train, [problem.make_jobs() for problem in problems])
-        for name, problem, results in zip(names, problems, runs):
+        more = {"counts": True}
+        problems = [draw_problem(submission.rng, SMALL[name] * count, world, 1, more=more) for name, count in sizes]
+        for name, (results, problem) in zip(names, train(submission, problems)):
             costs = [10 * count_cost(shape) for shape in problem.shapes]
             limit = WORK * max(sum(costs) / world, max(costs))
             flops = [result["steps"][0]["flops"] for result in results]
+            right = f"with {name}, each of {world} ranks computes at most {limit:,.0f} FLOPs per step"
             for rank, count in enumerate(flops):
-                right = f"with {name}, each of {world} ranks computes at most {limit:,.0f} FLOPs per step"
                 why = partial(diagnosis.explain_work, problem.shapes, results[rank]["plan"]["owners"], rank, flops)
                 expect(count <= limit, right, f"it computes {count:,}", why, rank=rank)
             right = f"torch's counter sees the matrix products of {name}: about {sum(costs):,} FLOPs on all ranks"
@@ -222,19 +206,18 @@ def test_options(submission):
     other = ([1, 3, 5, 6], {})
     options = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "steps": 4, "num_groups": 2}
     more = {"scheduler": [[0.1 / (1 + step), 0.03 * (1 + step)] for step in range(4)], "closure": True}
-    for world in submission.worlds(2):
-        setting = {"frozen": [2, 3], "param_groups": [one, other], "options": options, "more": more}
-        problem = draw_problem(submission.rng, MIXED, world, 4, **setting)
-        results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
-        expect_weights(results, problem)
-        for rank, result in enumerate(results):
-            right = "ShardedMuon is a subclass of torch.optim.Optimizer"
-            expect(result["is_optimizer"], right, "it is not a subclass", rank=rank)
-            for step, answer in enumerate(result["steps"]):
-                right, wrong = "step calls the closure once", f"it called it {answer['calls']} times"
-                expect(answer["calls"] == 1, right, wrong, diagnosis.CLOSURE, rank=rank, step=step)
-                right = "step returns what the closure returned"
-                expect(answer["is_loss"], right, "it returned something else", diagnosis.CLOSURE, rank=rank, step=step)
+    [world] = submission.worlds(2)
+    setting = {"frozen": [2, 3], "param_groups": [one, other], "options": options, "more": more}
+    [(results, problem)] = train(submission, [draw_problem(submission.rng, MIXED, world, 4, **setting)])
+    expect_weights(results, problem)
+    for rank, result in enumerate(results):
+        right = "ShardedMuon is a subclass of torch.optim.Optimizer"
+        expect(result["is_optimizer"], right, "it is not a subclass", rank=rank)
+        right = "step calls the closure once, and returns what it returned"
+        for step, answer in enumerate(result["steps"]):
+            wrong = f"it called it {answer['calls']} times" + " and returned something else" * (not answer["is_loss"])
+            is_right = answer["calls"] == 1 and answer["is_loss"]
+            expect(is_right, right, wrong, diagnosis.CLOSURE, rank=rank, step=step)
     [world] = submission.worlds(1)
     f32, f64 = torch.float32, torch.float64
     wrong = {
@@ -252,11 +235,10 @@ def test_options(submission):
 @pytest.mark.needs("test_equals_one_process")
 def test_momentum(submission):
     """Each matrix has its momentum on its owner and on no other rank, even if a rank owns nothing."""
-    for world in submission.worlds(3):
-        problems = [draw_problem(submission.rng, shapes, world, 2) for shapes in (MIXED, [(4, 9), (9, 4)])]
-        runs = submission.run_each(scenarios.train, [problem.make_jobs() for problem in problems])
-        for results, problem in zip(runs, problems):
-            expect_momentum(results, problem)
+    [world] = submission.worlds(3)
+    problems = [draw_problem(submission.rng, shapes, world, 2) for shapes in (MIXED, [(4, 9), (9, 4)])]
+    for results, problem in train(submission, problems):
+        expect_momentum(results, problem)
 
 
 # ---- checkpoints
@@ -269,34 +251,29 @@ def test_state_dict(submission):
     """state_dict returns one process's momentum and options, on the CPU, on every rank."""
     absent = [(1, 0, [1]), (2, 0, [0, 2]), (2, 1, [0, 1, 2])]
     one, other = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5}), ([1, 3, 5, 6], {"weight_decay": 0.1})
-    for world in submission.worlds(3):
-        more = {"saves": True, "labels": None} | ({"groups": [[1, 2], [0]]} if world > 1 else {})
-        setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "more": more}
-        setting["group"] = [1, 2] if world > 1 else [0]
-        # The second checkpoint comes before the first step. In the third, a rank owns nothing.
-        problems = [
-            draw_problem(submission.rng, MIXED, world, steps, frozen=frozen, **setting)
-            for frozen, steps in (([2], 3), ([2], 0), ([0, 1, 2, 3, 4, 6], 1))
-        ]
-        runs = submission.run_each(scenarios.train, [problem.make_jobs() for problem in problems])
-        for results, problem in zip(runs, problems):
-            expect_state_dict(results, problem, one[0], other[0])
+    [world] = submission.worlds(3)
+    more = {"saves": True, "labels": None} | ({"groups": [[1, 2], [0]]} if world > 1 else {})
+    setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "more": more}
+    setting["group"] = [1, 2] if world > 1 else [0]
+    # The second checkpoint comes before the first step. In the third, a rank owns nothing.
+    problems = [
+        draw_problem(submission.rng, MIXED, world, steps, frozen=frozen, **setting)
+        for frozen, steps in (([2], 3), ([2], 0), ([0, 1, 2, 3, 4, 6], 1))
+    ]
+    for results, problem in train(submission, problems):
+        expect_state_dict(results, problem, one[0], other[0])
 
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_state_dict")
 def test_resharding(submission):
     """load_state_dict takes one process's checkpoint, at any world size, and each rank keeps its own part of it."""
-    options = [[0.07, 0.8, 0.1, 3.0]]
     for world in submission.worlds(1, 3):
         problem = draw_problem(submission.rng, MIXED, world, 3, transposed=[0, 3])
         saved = draw_problem(submission.rng, MIXED, 1, 1).gradients[0][0]
-        problem.more = {
-            "load": ({str(i): values for i, values in enumerate(saved)}, options),
-            "saves": True,
-            "labels": None,
-        }
-        results = submission.run(scenarios.train, problem.make_jobs(), world_size=world)
+        momentum = {str(i): values for i, values in enumerate(saved)}
+        problem.more = {"load": (momentum, [[0.07, 0.8, 0.1, 3.0]]), "saves": True, "labels": None}
+        [(results, _)] = train(submission, [problem])
         expect_weights(results, problem, "after a checkpoint has been loaded and ")
         for rank, result in enumerate(results):
             expect(result["is_kept"], "the loaded state dict keeps its entries", "some are removed", rank=rank)
@@ -309,8 +286,7 @@ def test_resharding(submission):
 def ask(submission, function, problems):
     """Return what a function of the submission returns for each list of arguments. All ranks must compute the same."""
     [world] = submission.worlds(2)
-    lists = [*LISTS.values(), *(shapes for shapes, *_ in problems if shapes not in LISTS.values())]
-    job = {"function": function, "lists": lists, "problems": [(lists.index(own), *more) for own, *more in problems]}
+    job = {"function": function, "problems": problems}
     first, *others = submission.run(scenarios.call_each, job, world_size=world)
     is_equal = all(other == first for other in others)
     expect(is_equal, f"all ranks compute the same {function}", "the ranks differ", diagnosis.NOT_DETERMINISTIC)
@@ -324,13 +300,22 @@ def describe_shapes(shapes):
     return names[0] if names else f"matrices of {join_names(texts, 6)}" if texts else "no matrices"
 
 
+def train(submission, problems):
+    """Train on each problem, on the same ranks. Return pairs of results and problem."""
+    with replace_cause(diagnosis.explain_failed_run):
+        runs = submission.run_each(scenarios.train, [problem.make_jobs() for problem in problems])
+    return list(zip(runs, problems))
+
+
 def run_steps(submission, world, options):
     """Take two steps for each of these options. Yield (results, problem) if the weights are right."""
-    for size in submission.worlds(world):
-        problems = [draw_problem(submission.rng, MIXED + MIXED[:5], size, 2, options=own) for own in options]
-        for results, problem in zip(submission.run_each(scenarios.train, [p.make_jobs() for p in problems]), problems):
-            expect_weights(results, problem)
-            yield results, problem
+    [world] = submission.worlds(world)
+    shapes = MIXED + MIXED[:5]
+    for results, problem in train(
+        submission, [draw_problem(submission.rng, shapes, world, 2, options=own) for own in options]
+    ):
+        expect_weights(results, problem)
+        yield results, problem
 
 
 def expect_groups(groups, shapes, owners, num_ranks, num_groups, is_real):
@@ -374,42 +359,38 @@ def expect_weights(results, problem, after=""):
         )
 
 
-def expect_launches(events, rows, steps, rank, num_matrices):
-    """Expect one reduce-scatter and one all-gather per group in each step. `rows` has the row lengths of each group."""
+def expect_launches(events, launched, rows, at, num_matrices):
+    """Expect one reduce-scatter and one all-gather per group in a step. `rows` has the row lengths of each group."""
     sizes = sorted(len(lengths) * max(lengths) for lengths in rows)
     barriers = sum(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
-    for step in range(steps):
-        launched, at = launches(events, step), {"rank": rank, "step": step}
-        right = f"a step launches one reduce-scatter and one all-gather for each of {len(rows)} groups, of "
-        right += f"{join_names(sizes)} elements, and nothing else"
-        got = [(x.op, x.numel) for x in launched]
-        expected = [(op, size) for op in ("all_gather", "reduce_scatter") for size in sizes]
-        why = partial(diagnosis.explain_launches, launched, rows, barriers, num_matrices)
-        wrong = f"it made {summarize(launched, 12)}" + f" and {barriers} barriers" * bool(barriers)
-        expect(sorted(got) == expected and not barriers, right, wrong, why, **at)
-        raced = [x for x in launched if x.raced]
-        right = "no tensor of a collective changes between launch and wait"
-        expect(not raced, right, f"those of {summarize(raced)} change", diagnosis.RACE, **at)
-        missed = [x for x in launched if not x.waits or x.wait_steps[0] != step]
-        right = "a step waits on every handle"
-        expect(not missed, right, f"it does not wait on {summarize(missed)}", diagnosis.NOT_AWAITED, **at)
+    right = f"a step launches one reduce-scatter and one all-gather for each of {len(rows)} groups, of "
+    right += f"{join_names(sizes)} elements, and nothing else"
+    wrong = f"it made {summarize(launched, 12)}" + f" and {barriers} barriers" * bool(barriers)
+    expected = [(op, size) for op in ("all_gather", "reduce_scatter") for size in sizes]
+    why = partial(diagnosis.explain_launches, launched, rows, num_matrices)
+    expect(sorted((x.op, x.numel) for x in launched) == expected and not barriers, right, wrong, why, **at)
+    raced = [x for x in launched if x.raced]
+    right = "no tensor of a collective changes between launch and wait"
+    expect(not raced, right, f"those of {summarize(raced)} change", diagnosis.RACE, **at)
+    missed = [x for x in launched if not x.waits or x.wait_steps[0] != at["step"]]
+    wrong = f"it does not wait on {summarize(missed)}"
+    expect(not missed, "a step waits on every handle", wrong, diagnosis.NOT_AWAITED, **at)
 
 
-def expect_overlap(launched, rank, step):
+def expect_overlap(launched, at):
     """Expect the order of launches and waits that the skeleton asks for. A launch that was polled does not block."""
     reduces, gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
     waits = sorted(x.waits[0] for x in reduces if not x.is_polled or x.sync)
-    at = {"rank": rank, "step": step}
-    last = max(x.place for x in reduces)
+    early = sum(wait < max(x.place for x in reduces) for wait in waits)
     right = f"all {len(reduces)} reduce-scatters are launched before the first wait"
-    early = sum(wait < last for wait in waits)
     wrong = f"the rank waits {early} times before it launches the last one"
     expect(not early, right, wrong, partial(diagnosis.explain_reductions, reduces, gathers), **at)
-    polled = sum(x.is_polled for x in reduces)
+    polled, why = sum(x.is_polled for x in reduces), ""
+    if waits and gathers[0].place > waits[-1]:
+        why = diagnosis.LATE_GATHERS
     for number, wait in enumerate(waits):
         before = sum(x.place < wait for x in gathers)
         right = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
-        why = diagnosis.LATE_GATHERS if gathers[0].place > waits[-1] else ""
         expect(before >= number - polled, right, f"{before} are", why, **at)
     last = max(x.place for x in gathers)
     blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]

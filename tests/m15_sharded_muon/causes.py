@@ -1,14 +1,13 @@
 """Likely causes of failures of module 15's checks."""
 
-import contextlib
 import math
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
-from m15_sharded_muon import expected
-from m15_sharded_muon.expected import Problem, count_cost, orthogonalize
+from m15_sharded_muon.expected import DEFAULTS, average, count_cost, orthogonalize, take_update
 
 NOT_DETERMINISTIC = "the plan depends on random numbers, addresses or the rank."
 IN_PLACE = "the matrix itself is divided or multiplied in place."
@@ -23,15 +22,6 @@ NOT_AWAITED = "a handle is lost, or awaited only in the next step."
 NOT_COUNTED = "matrices are multiplied outside torch, where the counter cannot see them. Use torch's matrix products."
 TRANSPOSE = "G has the long side. Transpose a matrix with more rows than columns, and no other."
 RECOMPUTED = "an iteration makes more than three matrix products, or G is multiplied with X twice."
-OWN_ORTHOGONAL = "each rank orthogonalizes its own gradient, and the results are averaged. Average first."
-NO_NESTEROV = "the momentum is orthogonalized. The formula asks for g + momentum · m."
-NO_SCALE = "the update is not scaled by sqrt(max(1, rows / columns))."
-WRONG_SCALE = "the update of a matrix with more columns than rows is scaled. Only one with more rows is."
-NO_ROOT = "the update is scaled by max(1, rows / columns), without the square root."
-NO_LR = "weight decay is not multiplied by the learning rate."
-NO_DECAY = "the weight decay is ignored."
-SKIPPED = "a matrix whose gradient is None on all ranks is skipped. Zeros count: its momentum goes on."
-PRESENT = "the average is taken over the ranks that have a gradient. None counts as zeros."
 CONSTRUCTOR = "step uses the options of the constructor. Read them from param_groups in each step."
 OLD_GROUPS = "the options are those from before load_state_dict, which replaces the dicts in param_groups."
 FIRST_GROUP = "step uses the options of the first parameter group for all matrices."
@@ -44,20 +34,44 @@ OWN_NUMBERS = "state_dict counts only trainable matrices. Torch numbers all para
 NO_STATE = "the momentum is not in optimizer.state."
 EVERYWHERE = "the rank keeps the momentum of matrices that it does not own."
 
+AVERAGES = {  # causes: averages of the ranks' gradients, of which some are None
+    "each rank orthogonalizes its own gradient, and the results are averaged. Average first.": (
+        lambda grads, zeros: average([None if g is None else orthogonalize(g) for g in grads], zeros)
+    ),
+    "a matrix whose gradient is None on all ranks is skipped. Zeros count: its momentum goes on.": (
+        lambda grads, zeros: average(grads, zeros) if any(g is not None for g in grads) else None
+    ),
+    "the average is taken over the ranks that have a gradient. None counts as zeros.": (
+        lambda grads, zeros: average([g for g in grads if g is not None] or [None], zeros)
+    ),
+}
+UPDATES = {  # causes: arguments of take_update
+    "the momentum is orthogonalized. The formula asks for g + momentum · m.": {"nesterov": False},
+    "the update is not scaled by sqrt(max(1, rows / columns)).": {"ratio": lambda rows, columns: 1},
+    "the update of a matrix with more columns than rows is scaled. Only one with more rows is.": {
+        "ratio": lambda rows, columns: math.sqrt(max(1, columns / rows))
+    },
+    "the update is scaled by max(1, rows / columns), without the square root.": {
+        "ratio": lambda rows, columns: max(1, rows / columns)
+    },
+    "weight decay is not multiplied by the learning rate.": {"decay": lambda lr, weight_decay: weight_decay},
+    "the weight decay is ignored.": {"decay": lambda lr, weight_decay: 0},
+}
 
-def explain_result(matrix, result, limit, steps=5):
+
+def explain_result(matrix, result, steps=5):
     """Return why orthogonalize returns another matrix."""
     epsilon, got = 1e-7, result.double()
     guesses = {
-        BARE_NORM: expected.orthogonalize(matrix, steps, normalize=lambda x: x / x.norm().clamp(min=epsilon)),
-        "the matrix is not divided by its norm.": expected.orthogonalize(matrix, steps, normalize=lambda x: x),
+        BARE_NORM: orthogonalize(matrix, steps, normalize=lambda x: x / x.norm().clamp(min=epsilon)),
+        "the matrix is not divided by its norm.": orthogonalize(matrix, steps, normalize=lambda x: x),
     }
     if steps != 5:
-        guesses["the argument steps is ignored."] = expected.orthogonalize(matrix)
+        guesses["the argument steps is ignored."] = orthogonalize(matrix)
     for cause, guess in guesses.items():
         if torch.allclose(got, guess, rtol=1e-7, atol=1e-9):
             return cause
-    wide, is_rounded = expected.orthogonalize(matrix, steps), torch.equal(got, got.bfloat16().double())
+    wide, is_rounded = orthogonalize(matrix, steps), torch.equal(got, got.bfloat16().double())
     is_narrow = matrix.dtype == torch.float64 and is_rounded and (got - wide).norm() < 0.1 * wide.norm()
     return "the result is computed in bfloat16, not in the dtype of the matrix." if is_narrow else ""
 
@@ -95,18 +109,12 @@ def explain_buffers(groups):
     return "the matrices are cut into consecutive groups regardless of their owners." if is_cut else ""
 
 
-@contextlib.contextmanager
-def explain_failed_run():
-    """Explain a run that fails because a rank owns nothing."""
-    try:
-        yield
-    except CheckFailed as failed:
-        launched = [launches(events) for events in failed.events or []]
-        first = {(x[0].op, x[0].numel) for x in launched if x}  # with several, the orders differ
-        if failed.verdict.ending in ("deadlock", "mismatch") and len(set(map(len, launched))) > 1 == len(first):
-            cause = "a rank that owns nothing, or whose gradients are all None, leaves out a collective."
-            raise failed.with_cause(cause) from None
-        raise
+def explain_failed_run(failed):
+    """Return why a run fails, if the reason is that a rank owns nothing."""
+    launched = [launches(events) for events in failed.events or []]
+    first = {(x[0].op, x[0].numel) for x in launched if x}  # with several, the orders differ
+    is_left_out = failed.verdict.ending in ("deadlock", "mismatch") and len(set(map(len, launched))) > 1 == len(first)
+    return "a rank that owns nothing, or whose gradients are all None, leaves out a collective." * is_left_out
 
 
 def suspect_weights(problem, step, right, weights_by_rank):
@@ -114,48 +122,21 @@ def suspect_weights(problem, step, right, weights_by_rank):
     if all(torch.allclose(own[name], right[name], atol=1e-6) for own in weights_by_rank for name in right):
         return {}
 
-    def train(**mistakes):
-        return [problem.train(**mistakes)[0][step]] * len(problem.group)
-
-    def update(**mistakes):
-        return train(update=lambda *args, **options: expected.take_update(*args, **options, **mistakes))
-
-    def present(self, step, i):
-        grads = [self.gradients[rank][step][i] for rank in self.group]
-        own = [g for g in grads if g is not None]
-        return sum(own) / len(own) if own else torch.zeros_like(self.start[i])
-
-    def skipping(self, step, i):
-        grads = [self.gradients[rank][step][i] for rank in self.group]
-        return None if all(g is None for g in grads) else Problem.average(self, step, i)
-
-    def orthogonal(self, step, i):
-        grads = [self.gradients[rank][step][i] for rank in self.group]
-        return sum(torch.zeros_like(self.start[i]) if g is None else orthogonalize(g) for g in grads) / len(grads)
-
-    hypotheses = {
-        OWN_ORTHOGONAL: train(average=orthogonal),
-        NO_NESTEROV: update(nesterov=False),
-        NO_SCALE: update(ratio=lambda rows, columns: 1),
-        WRONG_SCALE: update(ratio=lambda rows, columns: math.sqrt(max(1, columns / rows))),
-        NO_ROOT: update(ratio=lambda rows, columns: max(1, rows / columns)),
-        NO_LR: update(decay=lambda lr, weight_decay: weight_decay),
-        NO_DECAY: update(decay=lambda lr, weight_decay: 0),
-        SKIPPED: train(average=skipping),
-        PRESENT: train(average=present),
-    }
+    histories = {cause: problem.train(average=other) for cause, other in AVERAGES.items()}
+    histories |= {cause: problem.train(partial(take_update, **other)) for cause, other in UPDATES.items()}
+    changes = {}
     if "load" in problem.more:
         momentum, options = problem.more["load"]
-        fresh = Problem(**vars(problem) | {"more": {"load": ({}, options)}})
-        old = Problem(**vars(problem) | {"more": {"load": (momentum, [list(expected.DEFAULTS.values())])}})
-        hypotheses |= {NOT_LOADED: [fresh.train()[0][step]], OLD_GROUPS: [old.train()[0][step]]}
+        changes[NOT_LOADED] = {"more": {"load": ({}, options)}}
+        changes[OLD_GROUPS] = {"more": {"load": (momentum, [list(DEFAULTS.values())])}}
     if "scheduler" in problem.more:
-        plain = Problem(**vars(problem) | {"more": {}})
-        first = Problem(**vars(problem) | {"param_groups": [(range(len(problem.shapes)), problem.param_groups[0][1])]})
-        hypotheses |= {CONSTRUCTOR: [plain.train()[0][step]], FIRST_GROUP: [first.train()[0][step]]}
+        changes[CONSTRUCTOR] = {"more": {}}
+        changes[FIRST_GROUP] = {"param_groups": [(range(len(problem.shapes)), problem.param_groups[0][1])]}
+    histories |= {cause: replace(problem, **change).train() for cause, change in changes.items()}
+    guesses = {cause: history[step] for cause, (history, _) in histories.items()}
     return {
         cause: [guess] * len(problem.group)
-        for cause, (guess, *_) in hypotheses.items()
+        for cause, guess in guesses.items()
         if any(not torch.allclose(guess[name], right[name], rtol=1e-3) for name in right)
     }
 
@@ -181,26 +162,17 @@ def explain_numbers(have, right, numbers):
     return OWN_NUMBERS if set(have) == {str(i) for i in range(len(numbers))} else ""
 
 
-def explain_launches(launched, rows, barriers, num_matrices):
+def explain_launches(launched, rows, num_matrices):
     """Return why a step launches something else."""
-    ops = {x.op for x in launched}
+    ops, sizes = {x.op for x in launched}, [x.numel for x in launched if x.op == "reduce_scatter"]
     if ops == {"reduce_scatter", "all_gather"}:
-        elements = sum(len(lengths) * max(lengths) for lengths in rows)
-        sizes = sorted(x.numel for x in launched if x.op == "reduce_scatter")
         if len(sizes) == num_matrices:
             return "every matrix has its own collectives. Use the groups of plan_groups."
         if len(sizes) == 1 < len(rows):
             return "all matrices are in one buffer. Use the groups of plan_groups."
-        return (
-            "a group has more padding than its longest row needs."
-            if sum(sizes) > elements and len(sizes) == len(rows)
-            else ""
-        )
-    if not launched:
-        return "the step launches nothing."
-    if barriers and ops <= {"reduce_scatter", "all_gather"}:
-        return ""
-    return NOT_SCATTERED if "all_reduce" in ops and "reduce_scatter" not in ops else ""
+        is_padded = len(sizes) == len(rows) and sum(sizes) > sum(len(lengths) * max(lengths) for lengths in rows)
+        return "a group has more padding than its longest row needs." if is_padded else ""
+    return NOT_SCATTERED if "all_reduce" in ops and not sizes else ""
 
 
 def explain_reductions(reduces, gathers):

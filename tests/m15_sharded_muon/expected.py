@@ -50,6 +50,29 @@ def assign(shapes: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
     return owners
 
 
+def average(grads: Sequence[Tensor | None], zeros: Tensor) -> Tensor:
+    """Return the average of the ranks' gradients. None counts as zeros."""
+    return sum((g for g in grads if g is not None), zeros) / len(grads)
+
+
+def take_update(
+    weights: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    steps: int,
+    *,
+    ratio: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    nesterov: bool = True,
+    decay: Callable[[float, float], float] = lambda lr, weight_decay: lr * weight_decay,
+) -> Tensor:
+    """Return the new weights of a matrix. The keyword arguments are for mistakes."""
+    direction = orthogonalize(grad + momentum * momentum_buffer if nesterov else momentum_buffer, steps)
+    return (1 - decay(lr, weight_decay)) * weights - lr * ratio(*weights.shape) * direction
+
+
 @dataclass
 class Problem:
     """Matrices, their start, and gradients[rank][step][i], of which some are None. `group` has the ranks that train."""
@@ -76,11 +99,6 @@ class Problem:
     def trainable(self) -> list[int]:
         return [i for i in range(len(self.shapes)) if i not in self.frozen]
 
-    def average(self, step: int, i: int) -> Tensor:
-        """Return the average of a gradient over the group. None counts as zeros."""
-        present = [self.gradients[rank][step][i] for rank in self.group]
-        return sum((g for g in present if g is not None), torch.zeros_like(self.start[i])) / len(self.group)
-
     def get_options(self, i: int, step: int) -> dict[str, Any]:
         """Return the options of matrix i in a step."""
         options = DEFAULTS | {name: value for name, value in self.options.items() if name in DEFAULTS}
@@ -93,11 +111,10 @@ class Problem:
                     options["lr"] = self.more["scheduler"][step][number]
         return options | {"steps": int(options["steps"])}
 
-    def train(self, update: Callable[..., Tensor] | None = None, average: Callable[..., Tensor | None] | None = None):
+    def train(self, update: Callable[..., Tensor] = take_update, average: Callable[..., Tensor | None] = average):
         """Return the weights after each step, and the momentum in the end by number.
 
-        `update` and `average` replace functions of the same name for the likely causes. If `average` returns None, the
-        matrix is left alone.
+        Other functions `update` and `average` are mistakes. If `average` returns None, the matrix is left alone.
         """
         weights, history = [values.double().clone() for values in self.start], []
         momentum = {i: torch.zeros_like(weights[i]) for i in self.trainable()}
@@ -105,31 +122,13 @@ class Problem:
             momentum[int(number)] = value.double().clone()
         for step in range(len(self.gradients[0])):
             for i in self.trainable():
-                grad = (average or Problem.average)(self, step, i)
+                grad = average([self.gradients[rank][step][i] for rank in self.group], torch.zeros_like(weights[i]))
                 if grad is not None:
                     options = self.get_options(i, step)
                     momentum[i] = options["momentum"] * momentum[i] + grad
-                    weights[i] = (update or take_update)(weights[i], grad, momentum[i], **options)
-            history.append(scenario.name_matrices({"start": self.start}, [values.clone() for values in weights]))
+                    weights[i] = update(weights[i], grad, momentum[i], **options)
+            history.append(scenario.name_matrices(self.shapes, [values.clone() for values in weights]))
         return history, {str(i): value for i, value in momentum.items()}
-
-
-def take_update(
-    weights: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    steps: int,
-    *,
-    ratio: Callable[[int, int], float] = lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    nesterov: bool = True,
-    decay: Callable[[float, float], float] = lambda lr, weight_decay: lr * weight_decay,
-) -> Tensor:
-    """Return the new weights of a matrix. The keyword arguments are for the likely causes."""
-    direction = orthogonalize(grad + momentum * momentum_buffer if nesterov else momentum_buffer, steps)
-    return (1 - decay(lr, weight_decay)) * weights - lr * ratio(*weights.shape) * direction
 
 
 def draw_problem(rng: Any, shapes: Sequence[tuple[int, int]], world_size: int, steps: int, **more: Any) -> Problem:
@@ -137,17 +136,14 @@ def draw_problem(rng: Any, shapes: Sequence[tuple[int, int]], world_size: int, s
     absent = {(step, i, rank) for step, i, ranks in more.pop("absent", []) for rank in ranks}
     own, *others = draw_generators(rng, world_size + 1)
     start = [torch.randn(shape, dtype=torch.float64, generator=own) for shape in shapes]
-    frozen = more.get("frozen", [])
+
+    def draw(generator: torch.Generator, rank: int, step: int, i: int) -> Tensor | None:
+        if (step, i, rank) in absent or i in more.get("frozen", []):
+            return None
+        return SCALE * torch.randn(shapes[i], dtype=torch.float64, generator=generator)
+
     gradients = [
-        [
-            [
-                None
-                if (step, i, rank) in absent or i in frozen
-                else SCALE * torch.randn(shape, dtype=torch.float64, generator=generator)
-                for i, shape in enumerate(shapes)
-            ]
-            for step in range(steps)
-        ]
+        [[draw(generator, rank, step, i) for i in range(len(shapes))] for step in range(steps)]
         for rank, generator in enumerate(others)
     ]
     group = more.pop("group", list(range(world_size)))

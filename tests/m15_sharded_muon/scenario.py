@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,10 +31,9 @@ def orthogonalize_each(job: dict) -> list[dict]:
 
 
 def call_each(job: dict) -> list[Any]:
-    """Return what a function of the submission returns for each problem: the number of a list of shapes, and more."""
+    """Return what a function of the submission returns for each problem: a list of shapes, and more arguments."""
     function = student(PACKAGE, job["function"])
-    lists = [[tuple(shape) for shape in shapes] for shapes in job["lists"]]
-    return [function(list(lists[number]), *more) for number, *more in job["problems"]]
+    return [function([tuple(shape) for shape in shapes], *more) for shapes, *more in job["problems"]]
 
 
 def make_parameter(values: Tensor, is_transposed: bool) -> nn.Parameter:
@@ -77,34 +77,28 @@ def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Opti
     losses: list[Tensor] = []
 
     def compute() -> Tensor:
-        gradients = job["gradients"][step]
-        if "closure" not in job:
-            for i, (p, gradient) in enumerate(zip(params, gradients)):
-                p.grad = None if gradient is None else make_parameter(gradient, i in job["transposed"]).detach()
-            return torch.zeros(())
         optimizer.zero_grad()
-        pairs = [(p, g) for p, g in zip(params, gradients) if g is not None and p.requires_grad]
-        losses.append(sum((p * g.to(p.device)).sum() for p, g in pairs))
-        losses[-1].backward()
+        pairs = [(p, g) for p, g in zip(params, job["gradients"][step]) if g is not None and p.requires_grad]
+        losses.append(sum(((p * g.to(p.device)).sum() for p, g in pairs), torch.zeros((), requires_grad=True)))
+        losses[-1].backward()  # the gradients are exactly those of the job
         return losses[-1]
 
-    if "scheduler" in job:
-        for group, lr in zip(optimizer.param_groups, job["scheduler"][step]):
-            group["lr"] = lr
-    if "closure" not in job:
+    for group, lr in zip(optimizer.param_groups, job["scheduler"][step] if "scheduler" in job else ()):
+        group["lr"] = lr
+    has_closure = "closure" in job
+    if not has_closure:
         compute()
     counter = FlopCounterMode(display=False) if job.get("counts") else None
     with phase("step"), counter or contextlib.nullcontext():
-        returned = optimizer.step(compute) if "closure" in job else optimizer.step()
+        returned = optimizer.step(*[compute] * has_closure)
     flops = counter.get_total_flops() if counter else 0
-    weights = name_matrices(job, [p.detach().clone() for p in params])
-    is_loss = "closure" not in job or (returned is not None and torch.as_tensor(returned).item() == losses[-1].item())
+    weights = name_matrices([p.shape for p in params], [p.detach().clone() for p in params])
+    is_loss = not has_closure or (returned is not None and torch.as_tensor(returned).item() == losses[-1].item())
     return {"weights": weights, "flops": flops, "calls": len(losses), "is_loss": is_loss}
 
 
-def name_matrices(job: dict, tensors: list[Any]) -> dict[str, Any]:
+def name_matrices(shapes: Sequence[Sequence[int]], tensors: list[Any]) -> dict[str, Any]:
     """Return tensors by the number and the shape of their matrix, such as "matrix 2 (16 × 64)"."""
-    shapes = [values.shape for values in job["start"]]
     return {f"matrix {i} ({rows} × {columns})": t for i, ((rows, columns), t) in enumerate(zip(shapes, tensors))}
 
 
