@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from brigade.checks import edge_case_models
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names, list_steps
-from brigade.events import launches, summarize
+from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names, list_steps, replace_cause
+from brigade.events import launches, list_step_events, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits
@@ -161,7 +161,8 @@ def test_complete_weights_elsewhere(submission):
         if "evaluation" in reader:
             model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
             expected = {"output": model(jobs[0]["probe"]).detach()}
-        with diagnosis.explain_reading(reader, submission, jobs, results, list(case.parameters())):
+        why = partial(diagnosis.explain_reading, reader, submission, jobs, results, list(case.parameters()))
+        with replace_cause(why):
             expect_equal(
                 f"after step, {reader} {'use' if 'late' in recipe else 'uses'} the plain optimizer's weights",
                 list(results),
@@ -178,7 +179,7 @@ def expect_unsharded(submission, jobs, case, recipe, is_shared, results):
     """Expect the plain optimizer's weights, a prefetch and, if `is_shared`, state for a rank's own shards only."""
     steps, optimizer = len(case.batches[0]), recipe["optimizer"]
     what = f"weights after {steps} steps of {optimizer} equal those of the plain optimizer ({case.model} model)"
-    with diagnosis.explain_incomplete(submission, jobs, results, case):
+    with replace_cause(partial(diagnosis.explain_incomplete, submission, jobs, results, case)):
         expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
     if is_shared:
         require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
@@ -244,14 +245,10 @@ def locate_waits(events, step, gathers):
     "" is before the model's own forward. A wait while a module runs counts for the next one that starts.
     """
     places = {launch.waits[0] for launch in gathers if launch.waits}
-    counts, num_waits, current_step = {}, 0, None
-    for place, event in enumerate(events):
-        if event["kind"] == "step":
-            current_step = event["step"]
-        if current_step != step or event["phase"] != "forward":
-            continue
-        num_waits += place in places
-        if event["kind"] == "module":
+    counts, num_waits = {}, 0
+    for place, event in list_step_events(events, step):
+        num_waits += event["phase"] == "forward" and place in places
+        if event["phase"] == "forward" and event["kind"] == "module":
             key = event["name"] if event["at"] == "start" else f"the end of {event['name'] or 'the model'}"
             counts[key] = counts.get(key, 0) + num_waits
             num_waits = 0
@@ -266,13 +263,8 @@ def describe_waits(counts):
 
 def find_early_module(events, step):
     """Return the start of the first module in a step's forward whose own weights are incomplete; None if none is."""
-    current_step = None
-    for event in events:
-        if event["kind"] == "step":
-            current_step = event["step"]
-        if current_step == step and event["kind"] == "module" and event["at"] == "start" and list_incomplete(event):
-            return event
-    return None
+    starts = [x for _, x in list_step_events(events, step) if x["kind"] == "module" and x["at"] == "start"]
+    return next(filter(list_incomplete, starts), None)
 
 
 def list_incomplete(start):
@@ -282,14 +274,9 @@ def list_incomplete(start):
 
 def find_write(events, step):
     """Return the position at which the inner optimizer writes weights in a step, or else that of the step's end."""
-    current_step = None
-    for place, event in enumerate(events):
-        is_end = event["kind"] == "step" and current_step == step
-        if event["kind"] == "step":
-            current_step = event["step"]
-        if is_end or (current_step == step and event["kind"] == "write"):
-            return place
-    return len(events)
+    in_step = list_step_events(events, step)
+    end = in_step[-1][0] + 1 if in_step else len(events)
+    return next((place for place, event in in_step if event["kind"] == "write"), end)
 
 
 def step_alone(case, recipe, steps):

@@ -1,12 +1,10 @@
 """Likely causes of failures of module 9's checks."""
 
-import contextlib
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
-from brigade.checks.verdict import CheckFailed
-from brigade.events import launches
+from brigade.events import launches, list_step_events
 from brigade.runner.ranks import PerRank
 from m09_prefetched_weights import scenario as m09_prefetched_weights
 
@@ -32,19 +30,14 @@ READINGS = {
 }
 
 
-@contextlib.contextmanager
-def explain_reading(read, submission, jobs, results, trainable):
-    """Explain wrong weights in the block by what the ranks waited for when they were read in the way `read`."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = find_unfinished(results.events)
-        if not cause and "evaluation" in read:
-            cause = find_evaluation(submission, jobs, results.events[0], trainable)
-        elif not cause:
-            causes = (find_reader(own, read, has_nan(results)) for own in results.events)
-            cause = next(filter(None, causes), "")
-        raise (failed.with_cause(cause) if cause else failed) from None
+def explain_reading(read, submission, jobs, results, trainable, _):
+    """Return why weights that were read in the way `read` are wrong, by what the ranks waited for; "" if unknown."""
+    if cause := find_unfinished(results.events):
+        return cause
+    if "evaluation" in read:
+        return find_evaluation(submission, jobs, results.events[0], trainable)
+    causes = (find_reader(own, read, has_nan(results)) for own in results.events)
+    return next(filter(None, causes), "")
 
 
 def find_evaluation(submission, jobs, events, trainable):
@@ -91,20 +84,16 @@ def explain_unused(left, events, step):
     return WRITTEN_FIRST if is_late else UNUSED
 
 
-@contextlib.contextmanager
-def explain_incomplete(submission, jobs, results, case):
-    """Explain wrong weights in the block by a wrong group, or if they are NaN, by what did not wait for them.
+def explain_incomplete(submission, jobs, results, case, _):
+    """Return why weights are wrong: by a wrong group, or if they are NaN, by what did not wait for them; else "".
 
     The ranks returned `results` for the `jobs` of the case.
     """
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = find_wrong_group(results.events, case.group)
-        if not cause and has_nan(result["weights"] for result in results):
-            trainable = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
-            cause = find_unfinished(results.events) or find_early_forward(submission, jobs, trainable) or INCOMPLETE
-        raise (failed.with_cause(cause) if cause else failed) from None
+    cause = find_wrong_group(results.events, case.group)
+    if cause or not has_nan(result["weights"] for result in results):
+        return cause
+    trainable = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
+    return find_unfinished(results.events) or find_early_forward(submission, jobs, trainable) or INCOMPLETE
 
 
 def find_unfinished(events_by_rank):
@@ -114,20 +103,13 @@ def find_unfinished(events_by_rank):
         if gathers and not any(launch.sync or launch.waits for launch in gathers):
             return NOTHING_AWAITED
         last = [launch for launch in gathers if launch.step == gathers[-1].step]
-        left = [place for place, launch in enumerate(last) if not launch.sync and not launch.waits]
+        left = [number for number, launch in enumerate(last, 1) if not launch.sync and not launch.waits]
         if left:
-            which = join_names([name_place(place, len(last)) for place in left])
             return (
-                f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers: the one"
-                f"{'s' * (len(left) > 1)} launched {which}. It must pass every group to wait_for."
+                f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers: number "
+                f"{join_names(left)}. It must pass every group to wait_for."
             )
     return ""
-
-
-def name_place(place, count):
-    """Return the position of one of `count` launches in words, for example "second"."""
-    ordinals = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
-    return "last" if place + 1 == count else ordinals[place] if place < len(ordinals) else f"{place + 1}th"
 
 
 def find_early_forward(submission, jobs, trainable):
@@ -144,8 +126,7 @@ def explain_forward(events, trainable, step=1):
     Step 1 has the first forward after an all-gather. After incomplete weights, NaN spreads to all weights, so later
     forwards do not count.
     """
-    places = {event["step"]: place for place, event in enumerate(events) if event["kind"] == "step"}
-    forward = [x for x in events[places[step] : places.get(step + 1, len(events))] if x["phase"] == "forward"]
+    forward = [event for _, event in list_step_events(events, step) if event["phase"] == "forward"]
     forward = [x for x in forward if x["kind"] != "end"]  # the end of a transfer, which may come at any time
     owned = {}
     for name in trainable:
