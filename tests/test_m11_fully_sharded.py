@@ -17,8 +17,9 @@ from brigade.checks.expectations import (
     format_distinct,
     join_names,
     list_steps,
+    replace_cause,
 )
-from brigade.events import drop_flags, launches, list_ready_gradients, summarize
+from brigade.events import drop_flags, launches, list_ready_gradients, list_step_events, summarize
 from brigade.runner.ranks import PerRank
 from helpers.units import JOB, expect_none, expect_orders, expect_trained, run_each
 from m11_fully_sharded import causes as diagnosis
@@ -448,7 +449,7 @@ def test_mixed_precision(submission):
         weights, first = train_mixed(case, compute, reduce)
         exact = 2e-5 if results[0]["device"] == "cpu" else 2**-5  # a GPU rounds in other places
         suspects = [partial(diagnosis.suspect_casts, case, compute, reduce, which) for which in (0, 1)]
-        with diagnosis.explain_garbage(results.events):
+        with replace_cause(partial(diagnosis.explain_garbage, results.events)):
             expect_equal(
                 f"gradients of the shards after two backward passes and finishes {what}",
                 [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
@@ -708,11 +709,8 @@ def find_borders(events, step):
     Unit 0 has computed at the first border. In backward, a unit's norm computes after its border "computes".
     """
     computes, leaves, enters = {}, {}, {}
-    current = None
-    for place, event in enumerate(events):
-        if event["kind"] == "step":
-            current = event["step"]
-        elif event["kind"] == "border" and current == step:
+    for place, event in list_step_events(events, step):
+        if event["kind"] == "border":
             kind, unit = divmod(event["number"], BORDERS)
             by_kind = {3: leaves if unit == 0 else {}, 4: computes, 5: leaves, 2: enters}
             by_kind.get(kind, {})[unit] = place

@@ -4,7 +4,15 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, evaluate, expect, expect_equal, explain_failures, join_names
+from brigade.checks.expectations import (
+    MANY_STEPS,
+    evaluate,
+    expect,
+    expect_equal,
+    explain_failures,
+    join_names,
+    replace_cause,
+)
 from m11_fully_sharded import causes as diagnosis
 from m11_fully_sharded import scenario as scenarios
 from m11_fully_sharded.expected import lay_out, train_plain
@@ -59,7 +67,7 @@ def expect_trained(results, case, what, expected=None, tolerance=MANY_STEPS, oth
         other = [name for name, value in expected.items() if result["weights"][name].dtype != value.dtype]
         what_dtypes = "full_state_dict returns the dtypes that the parameters had before wrapping"
         expect(not other, what_dtypes, f"{join_names(other)} have other dtypes", diagnosis.CONVERTED, rank=rank)
-    with diagnosis.explain_garbage(events), explain_failures([], lambda: evaluate(otherwise)):
+    with replace_cause(partial(diagnosis.explain_garbage, events)), explain_failures([], lambda: evaluate(otherwise)):
         expect_equal(
             what,
             [result["weights"] for result in results],
@@ -77,5 +85,5 @@ def expect_none(names, expected, cause, what="have memory", **place):
 
 def run_each(submission, scenario, jobs_per_call):
     """Call a scenario once for each element of `jobs_per_call`, and return the results of each call."""
-    with diagnosis.explain_run(submission, scenario, jobs_per_call):
+    with replace_cause(partial(diagnosis.explain_failure, submission, scenario, jobs_per_call)):
         return submission.run_each(scenario, jobs_per_call)

@@ -1,6 +1,5 @@
 """Likely causes of failures of module 11's checks."""
 
-import contextlib
 import math
 import re
 from collections import Counter
@@ -9,7 +8,7 @@ import torch
 
 from brigade.checks import edge_case_models
 from brigade.checks.diagnose.evidence import find_no_sync_launches, join_names
-from brigade.checks.verdict import USUAL_CAUSE, CheckFailed
+from brigade.checks.verdict import USUAL_CAUSE
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.causes import scale_to
@@ -227,20 +226,8 @@ def explain_whole(whole, case, unit_type):
 # ---- the wrapper
 
 
-@contextlib.contextmanager
-def explain_run(submission, scenario, jobs_per_call):
-    """If the scenario fails, add a more specific likely cause to the failure."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = find_wrong_group(failed.events, jobs_per_call) or explain_failure(
-            failed, submission, scenario, jobs_per_call
-        )
-        raise (failed.with_cause(cause) if cause else failed) from None
-
-
-def explain_failure(failed, submission, scenario, jobs_per_call):
-    """Return a more specific cause than that of the failure, or ""."""
+def explain_failure(submission, scenario, jobs_per_call, failed):
+    """Return a more specific cause than that of a failure of the scenario, or ""."""
     verdict, first = failed.verdict, jobs_per_call[0][0]
 
     def succeeds(change):
@@ -248,6 +235,8 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
         changed = [PerRank(job | change(job, jobs[0]) for job in jobs) for jobs in jobs_per_call]
         return all(submission.try_run(scenario, jobs, world_size=len(jobs)) is not None for jobs in changed)
 
+    if cause := find_wrong_group(failed.events, jobs_per_call):
+        return cause
     if verdict.error == "FreedShardError":
         return NOT_CLONED if "full weights" in verdict.message else ""
     if sizes := re.search(r"all_gather needs (\d+) bytes.* has (\d+) bytes", verdict.message):
@@ -341,14 +330,10 @@ def explain_order_of_calls(order, records, num_units):
     return STALE if order == (DISCARDED, PLACES[3]) and len(gathers) < 3 * num_units - 1 else ""
 
 
-@contextlib.contextmanager
-def explain_garbage(records):
-    """If tensors contain NaN, add a cause, judging by the launches that nobody waits for."""
-    try:
-        yield
-    except CheckFailed as failed:
-        cause = explain_unawaited(records) or UNWRITTEN * is_all_awaited(records)
-        raise (failed.with_cause(cause) if cause and failed.verdict.hypothesis == "early_read" else failed) from None
+def explain_garbage(records, failed):
+    """Return why tensors contain NaN, if they do, judging by the launches that nobody waits for."""
+    cause = explain_unawaited(records) or UNWRITTEN * is_all_awaited(records)
+    return cause if failed.verdict.hypothesis == "early_read" else ""
 
 
 def explain_in_flight(failed):
