@@ -47,11 +47,7 @@ class Channel:
         self._events.append(event)
         is_urgent = self._stream and (not self._has_switch or event["kind"] == "phase")
         if is_urgent or time.monotonic() > self._sent_at + UNSTREAMED_S:
-            self.send_events()
-
-    def send_events(self) -> None:
-        """Send the events that have not been sent."""
-        self._send()
+            self._send()
 
     def send_result(self, result: bytes) -> None:
         """Send the encoded result, after all events."""
