@@ -49,7 +49,7 @@ class Recorder:
         self.progress = 0  # events so far, except ends of transfers, which come at any time
         self._launches = 0
         self._lock = threading.RLock()
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}  # whose names are recorded with launches on them
         self._nodes: list[Any] = []  # that accumulate the watched gradients
 
     def note(self, kind: str, **fields: Any) -> None:
@@ -65,10 +65,6 @@ class Recorder:
             self._launches += 1
             self.note("launch", index=index, **fields)
         return index
-
-    def name_parameters(self, module: torch.nn.Module) -> None:
-        """Record later launches on a parameter of `module`, or on its current gradient, with the parameter's name."""
-        self._parameters = dict(module.named_parameters())
 
     def watch_gradients(self, module: torch.nn.Module) -> None:
         """In the phase "backward", record an event "ready" just before a gradient of the module is added to `.grad`.
@@ -87,18 +83,6 @@ class Recorder:
                 self._nodes.append(node)  # keeps it alive, which the parameter does not
                 node.register_prehook(functools.partial(note_ready, name))
 
-    def follow_backward(self, output: torch.Tensor) -> None:
-        """Record the phase "backward", with "ready" events, in any backward through `output`."""
-
-        def note_start(_: Sequence[torch.Tensor | None]) -> None:
-            if self.phase != "backward":  # a backward may pass several outputs
-                before, self.phase = self.phase, "backward"
-                self.note("phase")
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(self, "phase", before))
-
-        if output.grad_fn is not None:
-            output.grad_fn.register_prehook(note_start)
-
     def find_owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
         """Return the name of the parameter whose memory a launch uses, and "weight" or "gradient".
 
@@ -107,7 +91,7 @@ class Recorder:
         if len(tensors) != 1:
             return None, None
         address, numel = tensors[0].data_ptr(), tensors[0].numel()
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             if parameter.numel() != numel:
                 continue
             if parameter.data_ptr() == address:
@@ -149,8 +133,8 @@ def note(kind: str, **fields: Any) -> None:
 
 
 def name_parameters(module: torch.nn.Module) -> None:
-    """From now on, name parameters in events as `module` does."""
-    _recorder.name_parameters(module)
+    """Record later launches on a parameter of `module`, or on its current gradient, with the parameter's name."""
+    _recorder.parameters = dict(module.named_parameters())
 
 
 def watch_gradients(module: torch.nn.Module) -> None:
@@ -159,8 +143,17 @@ def watch_gradients(module: torch.nn.Module) -> None:
 
 
 def follow_backward(output: torch.Tensor) -> None:
-    """Record any backward through this tensor: see `Recorder.follow_backward`."""
-    _recorder.follow_backward(output)
+    """Record the phase "backward", with "ready" events, in any backward through `output`."""
+    recorder = _recorder
+
+    def note_start(_: Sequence[torch.Tensor | None]) -> None:
+        if recorder.phase != "backward":  # a backward may pass several outputs
+            before, recorder.phase = recorder.phase, "backward"
+            recorder.note("phase")
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(recorder, "phase", before))
+
+    if output.grad_fn is not None:
+        output.grad_fn.register_prehook(note_start)
 
 
 @contextlib.contextmanager
