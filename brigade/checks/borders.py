@@ -44,6 +44,10 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
         return hidden
     if not batches or not {"model", "sizes", "dtype", "state", "batches"} <= job.keys():
         return ""
+
+    def get_order(batch: dict[str, Any]) -> Order:
+        return compute_order(job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
+
     step, has_steps = BEFORE, any(event["kind"] == "step" for event in events) and "labels" not in job
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
     last: tuple[int, int] | None = None  # the batch and the number of the last border
@@ -58,7 +62,7 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
                 return "a pass asked for the factors of a batch that is not its own"
             if has_steps and step != step_of[event["batch"] - first]:
                 return "a pass was reported in another step than that of its batch"
-            borders, _ = compute_order(*describe(job, batches[event["batch"] - first]))
+            borders, _ = get_order(batches[event["batch"] - first])
             position = borders.index(event["number"]) if event["number"] in borders else -1
             before = (event["batch"], borders[position - 1]) if position > 0 else None
             if position < 0 or before and before != last:
@@ -68,10 +72,10 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
             is_within = following and is_forward(following[0]) == is_forward(event["number"])
             phase = event["phase"] if is_within else None
         elif event["kind"] in ("ready", "module"):
-            borders, sections = compute_order(*describe(job, batches[last[0] - first if last else 0]))
+            borders, sections = get_order(batches[last[0] - first if last else 0])
             key = event["kind"], event["name"], event.get("at")
             is_between = (last is None or last[1] == borders[-1]) and any(
-                compute_order(*describe(job, batch))[1].get(key) is None for batch in batches
+                get_order(batch)[1].get(key) is None for batch in batches
             )
             is_proven = key[0] == "ready" or any(map(is_forward, borders))
             if is_proven and not is_between and sections.get(key) != (last and last[1]):
@@ -135,11 +139,6 @@ def are_close(text: str, expected: Tensor) -> bool:
 
 def is_forward(border: int) -> bool:
     return border >= edge_case_models.ALL_BORDERS
-
-
-def describe(job: dict[str, Any], batch: dict[str, Any]) -> tuple[str, tuple[int, ...], torch.dtype | None, int, int]:
-    """Return what determines the order of a forward and a backward pass."""
-    return job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"])
 
 
 @functools.lru_cache(maxsize=256)

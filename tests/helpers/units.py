@@ -1,4 +1,4 @@
-"""What module 11's checks and a test of its reference share: expectations about weights and orders of calls."""
+"""Expectations about module 11: weights, and orders of calls."""
 
 from functools import partial
 

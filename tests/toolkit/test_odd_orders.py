@@ -1,17 +1,14 @@
 """The solutions are right or raise RuntimeError, whatever the order of backward passes, finishes and other calls."""
 
 import pytest
-import torch
 
 from brigade.checks.context import CheckContext
-from brigade.checks.expectations import MANY_STEPS, expect_equal
+from brigade.checks.expectations import expect_equal
 from brigade.course.modules import get_module
 from brigade.course.submission import read
 from helpers import training
-from helpers.units import expect_orders
 from m08_zero_optimizer import scenario
 from m08_zero_optimizer.expected import compute_weights
-from m11_fully_sharded.scenario import ORDERS
 
 BACKWARD, QUIET = ["forward", "backward"], ["forward", "backward in no_sync"]
 RIGHT = [  # the actions, the micro-batches whose gradients count
@@ -60,21 +57,3 @@ def test_right_or_refused(number, world):
         expected = case.gradients() if number < 8 else compute_weights(case, SGD)
         if (order, used) in RIGHT or None not in results:
             expect_equal(" ".join(order), list(results), expected, tolerance=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("world", "compute_dtype", "forward"),
-    [
-        pytest.param(world, dtype, forward, marks=[] if world == 2 and dtype and forward else pytest.mark.extended)
-        for world in (1, 2, 3, 4)
-        for dtype in (None, torch.float64)
-        for forward in ("", "checkpointed")
-    ],
-)
-def test_fully_sharded_orders(world, compute_dtype, forward):
-    context = CheckContext(read("solutions", 11).sources)
-    for reshard, prefetch in ((True, 1), (True, 2), (False, 0)):
-        arguments = {"reshard_after_forward": reshard, "prefetch": prefetch, "compute_dtype": compute_dtype}
-        options = [{"arguments": arguments, "forward": forward}] * len(ORDERS)
-        dtype, tolerance = (torch.float32, 1e-4) if compute_dtype else (torch.float64, MANY_STEPS)
-        expect_orders(context, world, ORDERS, options, dtype, tolerance)

@@ -44,29 +44,22 @@ class Comparison:
 
 def explain_tensors(compared: Comparison) -> tuple[str, str]:
     """Return a mistake that explains all wrong tensors and the name of its hypothesis, or ("", "") if none does."""
+    if compared.evidence.mistake:
+        return compared.evidence.mistake, "recorded_mistake"
     for hypothesis in HYPOTHESES:
         if cause := hypothesis(compared):
             return cause, hypothesis.__name__
     return "", ""
 
 
-def recorded_mistake(compared: Comparison) -> str:
-    return compared.evidence.mistake
-
-
-def overwritten_gradient(compared: Comparison) -> str:
-    is_gone = all(value is None for tensors in compared.actual for value in tensors.values())
-    if not compared.evidence.has_sync_launch or not is_gone:
-        return ""
-    return (
-        "p.grad was overwritten with None. A collective works in place and returns None unless async_op=True. Do not "
-        "assign its result to p.grad."
-    )
-
-
 def missing_gradient(compared: Comparison) -> str:
     if any(entry.actual is not None for entry in compared.wrong):
         return ""
+    if compared.evidence.has_sync_launch and not any(flatten_all(each.values()).numel() for each in compared.actual):
+        return (
+            "p.grad was overwritten with None. A collective works in place and returns None unless async_op=True. Do "
+            "not assign its result to p.grad."
+        )
     if all(tensors.get(entry.name) is None for entry in compared.wrong for tensors in compared.actual):
         return "the average is not stored in p.grad, or p.grad is set to None later: it is None on every rank."
     return (
@@ -198,8 +191,6 @@ def ranks_disagree(compared: Comparison) -> str:
 
 
 HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
-    recorded_mistake,
-    overwritten_gradient,
     missing_gradient,
     early_read,
     hypothesis_values,
