@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from brigade.checks.diagnose.evidence import describe_missed
 from brigade.cli.console import console, shorten
-from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add, add_prior, add_target
+from brigade.cli.options import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, Range, add, add_prior, add_target
 from brigade.course.measurements import MEASUREMENTS, locate_measurements
 from brigade.course.modules import (
     ROOT,
@@ -21,6 +21,7 @@ from brigade.course.modules import (
     select_modules,
 )
 from brigade.course.submission import read, resolve_target
+from brigade.lab import torchrun
 from brigade.lab.experiment import explain_failure, show_progress
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which would import torch
 WARMUP = 5  # the first steps, which are not timed
-AT_LEAST_ONE = Range(int, lambda value: value >= 1, "at least 1")
 ENOUGH_ROUNDS = Range(int, lambda value: value >= WARMUP + 2, f"at least {WARMUP + 2}, because {WARMUP} are not timed")
 COMM_RATIO, LATENCY_RATIO = 0.8, 0.002  # of the link of `brigade trace`
 SLOWDOWN = 8.0  # of the link between nodes
@@ -54,8 +54,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     batch = "sequences per step on all ranks together (default: 8, or 24 on an emulated link)"
     add(parser, "--batch N", batch, AT_LEAST_ONE)
     add(parser, "--time N", "tokens per sequence (default: 64, or 128 on an emulated link)", AT_LEAST_ONE)
-    buckets = "the size of the buckets in MiB, or several sizes to compare, such as 0.3,1,4 (default: 1)"
-    add(parser, "--bucket-mb LIST", buckets, default="1")
+    buckets = "the size of the buckets in MiB, or several sizes to compare (default: 1)"
+    add(parser, "--bucket-mb MB", buckets, ABOVE_ZERO, nargs="+", default=[1.0])
     backend = "the backend (default: nccl if there is a GPU for every rank, otherwise gloo)"
     add(parser, "--backend", backend, choices=("gloo", "nccl"))
     add(parser, "--share-gpu", "put several NCCL ranks on one GPU; the times are then meaningless")
@@ -67,46 +67,41 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add_link_arguments(parser, "no link is emulated")
 
 
+@torchrun.report_rank_failures
 def run_bench(options: argparse.Namespace) -> int:
-    """brigade bench: run the benchmark on new ranks, or on the ranks that torchrun has started."""
-    from brigade.lab.torchrun import report_rank_failures
+    """brigade bench: run the benchmark on new ranks, or on the ranks that torchrun has started.
 
-    return report_rank_failures(run_bench_on_ranks)(options)
-
-
-def run_bench_on_ranks(options: argparse.Namespace) -> int:
-    """Run the benchmark. Return the exit status: 1 if a variant trains differently from one process, else 0.
-
-    Raise what `ladder.run_benchmark` raises.
+    Return the exit status: 1 if a variant trains differently from one process, else 0.
     """
     from brigade.checks import tiny_lm
-    from brigade.lab import bench, ladder, plots, torchrun
+    from brigade.lab import bench, ladder, plots
 
-    world_size = choose_world_size(options.ranks)
+    world_size, backend = choose_ranks(options)
     entries = select_modules(options.modules)
     for entry in entries:
         require_training(entry)
     link, node_size = choose_link(options, world_size)
-    sizes = read_sizes(options.bucket_mb)
     wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
     workload = replace(
         replace(ladder.EMULATED, link=link) if link else ladder.Workload(),
         size=tiny_lm.SIZES[options.size],
-        bucket_mb=sizes[0],
+        bucket_mb=options.bucket_mb[0],
         node_size=node_size,
         **{name: value for name, value in wanted.items() if value is not None},
     )
-    json_file, picture = resolve_results_file(options.json), resolve_results_file(options.png)
-    measurements = choose_measurements_file(options)
+    json_file, picture, measurements = resolve_results_file(options.json), resolve_results_file(options.png), None
+    if options.save:
+        if options.target == "solutions":
+            raise CourseError("--save works only with your own modules, not with --target solutions")
+        measurements = resolve_results_file(str(locate_measurements(resolve_target(options.target))))
     entries, sources, left_out = bench.select_written(options.target, entries)
     for sentence in left_out:
         console.print(sentence, markup=False)
     variants = [ladder.get_variant(entry) for entry in entries]
-    if len(sizes) == 1:
+    if len(options.bucket_mb) == 1:
         variants = ladder.add_torch_variants(variants)
     else:
-        variants = [ladder.set_bucket_size(one, size) for one in (*variants, ladder.TORCH_DDP) for size in sizes]
-    backend = options.backend or default_backend(world_size)
+        variants = [ladder.set_bucket_size(v, mb) for v in (*variants, ladder.TORCH_DDP) for mb in options.bucket_mb]
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
     if torchrun.is_torchrun():
         how["run"] = torchrun.run_on_torchrun
@@ -133,45 +128,20 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def choose_measurements_file(options: argparse.Namespace) -> Path | None:
-    """Return the file for --save, or None without this option. Raise CourseError if it cannot be written."""
-    if not options.save:
-        return None
-    if options.target == "solutions":
-        raise CourseError("--save works only with your own modules, not with --target solutions")
-    return resolve_results_file(str(locate_measurements(resolve_target(options.target))))
+def choose_ranks(options: argparse.Namespace) -> tuple[int, str]:
+    """Return the number of ranks, which torchrun may have started, and the backend.
 
-
-def choose_world_size(wanted: int | None) -> int:
-    """Return torchrun's number of ranks, else `wanted` or 2. Raise CourseError if `wanted` contradicts torchrun."""
-    from brigade.lab import torchrun
-
-    if torchrun.is_torchrun():
-        given = torchrun.read_world_size()
-        if wanted not in (None, given):
-            raise CourseError(f"--ranks {wanted}: torchrun has started {given} ranks; leave out --ranks")
-        return given
-    return wanted or 2
-
-
-def default_backend(world_size: int) -> str:
-    """Return "nccl" if there are several ranks and each rank on this machine can have its own GPU, else "gloo"."""
-    from brigade.lab import torchrun
+    The backend is NCCL if there are several ranks and each rank on this machine can have its own GPU.
+    """
     from brigade.runner import machine
 
-    local_ranks = torchrun.read_rank_variables()[3] if torchrun.is_torchrun() else world_size
-    return "nccl" if world_size > 1 and local_ranks <= machine.count_gpus() else "gloo"
-
-
-def read_sizes(text: str) -> list[float]:
-    """Return the bucket sizes of --bucket-mb, in MiB, ascending. Raise CourseError if the text is malformed."""
-    try:
-        sizes = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        sizes = []
-    if not sizes or not all(0 < size < float("inf") for size in sizes):
-        raise CourseError(f"--bucket-mb {text}: expected numbers above 0, such as 0.1,1,10")
-    return sizes
+    world_size = local_size = options.ranks or 2
+    if torchrun.is_torchrun():
+        _, world_size, _, local_size = torchrun.read_rank_variables()
+        if options.ranks not in (None, world_size):
+            raise CourseError(f"--ranks {options.ranks}: torchrun has started {world_size} ranks; leave out --ranks")
+    has_gpus = world_size > 1 and local_size <= machine.count_gpus()
+    return world_size, options.backend or ("nccl" if has_gpus else "gloo")
 
 
 def require_training(entry: Module) -> None:
@@ -192,12 +162,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--ranks N", ranks, few, default=2)
     add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 1)", ABOVE_ZERO, default=1.0)
     add(parser, "--memory", "draw the memory use during a step instead of a timeline")
-    picture = "write the picture to this file (default: out/trace-N.png, or out/memory-N.png with --memory)"
-    add(parser, "--png FILE", picture)
-    trace_file = "write the trace to this file; open it in Perfetto or chrome://tracing (default: out/trace-N.json)"
-    add(parser, "--json FILE", trace_file)
-    page = "write the interactive timeline, an HTML page, to this file (default: out/trace-N.html)"
-    add(parser, "--html FILE", page)
+    add(parser, "--out DIR", "write the files to this directory (default: out)", default=str(ROOT / "out"))
     add_link_arguments(parser, f"an all-reduce of all gradients takes {COMM_RATIO} times as long as backward")
 
 
@@ -207,10 +172,11 @@ def run_trace(options: argparse.Namespace) -> int:
     require_training(entry)
     link, node_size = choose_link(options, options.ranks, COMM_RATIO)
     sources = read(options.target, entry.number, options.prior).sources
-    kinds = ["memory"] if options.memory else ["png", "html", "json"]
-    files = {kind: resolve_results_file(getattr(options, "png" if kind == "memory" else kind)) for kind in kinds}
-    usual = {"memory": f"memory-{entry.number}.png"}
-    files = {k: file or ROOT / "out" / usual.get(k, f"trace-{entry.number}.{k}") for k, file in files.items()}
+    out = Path(options.out)
+    out.mkdir(exist_ok=True)
+    name = "memory" if options.memory else "trace"
+    kinds = ["png"] if options.memory else ["png", "html", "json"]
+    files = {kind: resolve_results_file(str(out / f"{name}-{entry.number}.{kind}")) for kind in kinds}
 
     from brigade.runner.ranks import SERVER, RankFailure
 
@@ -220,14 +186,14 @@ def run_trace(options: argparse.Namespace) -> int:
     variants = [get_variant(entry), *([TORCH_DDP] if options.torch else [])]
     try:
         if options.memory:
-            draw_memory(variants, sources, files["memory"], options)
+            draw_memory(variants, sources, files["png"], options)
         else:
             draw_timelines(variants, sources, files, options, link, node_size)
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
-    what = {"html": "the timeline as an interactive page", "json": "for https://ui.perfetto.dev or chrome://tracing"}
-    for kind, file in files.items():
-        console.print(f"{shorten(file)}  {what.get(kind, 'the picture')}", markup=False)
+    uses = ("the picture", "the timeline as an interactive page", "for https://ui.perfetto.dev or chrome://tracing")
+    for file, use in zip(files.values(), uses):
+        console.print(f"{shorten(file)}  {use}", markup=False)
     return 0
 
 

@@ -22,6 +22,7 @@ class Range:
 
 ABOVE_ZERO = Range(float, lambda value: 0 < value < math.inf, "a number above 0")
 NOT_NEGATIVE = Range(float, lambda value: 0 <= value < math.inf, "a number that is not negative")
+AT_LEAST_ONE = Range(int, lambda value: value >= 1, "at least 1")
 
 
 def add(

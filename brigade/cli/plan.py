@@ -8,7 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from brigade.cli.console import console
-from brigade.cli.options import ABOVE_ZERO, Range, add
+from brigade.cli.options import ABOVE_ZERO, AT_LEAST_ONE, Range, add
 from brigade.course.modules import CourseError
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ WIDTH = 80  # columns
 PRECISION = {"fp32": "fp32 without TF32", "bf16": "bf16"}  # of the device's peak
 MAX_RANKS = 4096
 RANKS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} ranks")
-TOKENS = Range(int, lambda value: value > 0, "a number above 0")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +26,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     model = "the model: tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (default: xl)"
     add(parser, "--model NAME", model, default="xl")
     add(parser, "--dp N", f"the number of data-parallel ranks, 1 to {MAX_RANKS} (default: 8)", RANKS, default=8)
-    add(parser, "--tokens N", "tokens per rank per step (default: 4096)", TOKENS, default=4096)
+    add(parser, "--tokens N", "tokens per rank per step (default: 4096)", AT_LEAST_ONE, default=4096)
     add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 25)", ABOVE_ZERO, default=25.0)
     add(parser, "--dtype", "the dtype of the parameters (default: fp32)", default="fp32", choices=("fp32", "bf16"))
     link = "the link between neighbours: nvlink4, pcie4, 100gbe, 10gbe, or a rate in Gbit/s (default: 100gbe)"

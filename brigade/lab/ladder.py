@@ -112,20 +112,17 @@ def compute_spread(values: Sequence[float]) -> Spread:
 class Measurement:
     """The measurements of one variant in a finished ladder. Everything except the losses excludes the warm-up.
 
-    `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `collectives`,
-    `sent_bytes` and `outer_bytes` are means over ranks, per step; `sent_bytes` counts the bytes that a rank sends with
-    ring algorithms, and `outer_bytes` those in groups that span nodes. `losses` are per rank, in nats per token.
-    `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and on the fullest rank
-    (see `memory_accounting.py`). `copied_bytes`, `allocated_bytes` and `new_views` are what the submission's own lines
-    do in one step on rank 0. `bucket_mb` is the variant's.
+    `collectives`, `sent_bytes` and `outer_bytes` are means over ranks, per step. `kept_bytes` and `peak_bytes` are the
+    bytes between steps and at the peak of a step, by kind and on the fullest rank (see `memory_accounting.py`).
+    `copied_bytes`, `allocated_bytes` and `new_views` are what the submission's own lines do in one step on rank 0.
     """
 
     label: str
-    marks: list[list[list[float]]]
+    marks: list[list[list[float]]]  # [rank][round]: the start of the step and the ends of its `PHASES`, in seconds
     collectives: float
-    sent_bytes: float
-    outer_bytes: float
-    losses: list[float]
+    sent_bytes: float  # with ring algorithms
+    outer_bytes: float  # of `sent_bytes`, in groups that span nodes
+    losses: list[float]  # per rank, in nats per token
     kept_bytes: Bytes
     peak_bytes: Bytes
     copied_bytes: int = 0
@@ -169,8 +166,8 @@ class Measurement:
 class Ladder:
     """The results of `run_benchmark`.
 
-    `expected_loss` is the loss of one process, in nats per token, if it was measured. `computation` is the measurement
-    of the same steps without communication. `link` is the emulated link, made for `backward_s`, the time of backward
+    `expected_loss` is the loss of one process, in nats per token. `computation` is the measurement of the same steps
+    without communication. `link` is the emulated link, made for `backward_s`, the time of backward
     alone. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
     """
 

@@ -19,7 +19,6 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from brigade.checks.tiny_lm import Block
@@ -28,6 +27,7 @@ from brigade.course.submission import Sources
 from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import Bytes
 from brigade.rank.emulated_link import Link
+from brigade.runner.ranks import RankFailure, run_ranks
 
 DEADLINE_S = 300.0
 STORED = ROOT / "out" / "programs"  # the recorded steps, by a hash of everything that they depend on
@@ -86,11 +86,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Compute:
-    """An instruction that keeps the processor busy for some seconds.
+    """An instruction that keeps the processor busy: "forward", "backward", "step" or "copy", which includes divisions.
 
-    `kind` is "forward", "backward", "step" for the optimizer's computation, or "copy" for copies and divisions of
-    gradients. `param_indices` are the parameters whose layers compute, if they are known. `nbytes` are the bytes that a
-    step or a copy reads and writes.
+    `param_indices` are the parameters whose layers compute. `nbytes` are the bytes that a step or a copy reads and
+    writes.
     """
 
     kind: str
@@ -101,10 +100,9 @@ class Compute:
 
 @dataclass(frozen=True)
 class Launch:
-    """An instruction that launches a collective on a buffer of `nbytes` bytes and does not wait.
+    """An instruction that launches a collective on a buffer of `nbytes` bytes, which contains some parameters.
 
-    The buffer contains the parameters `param_indices`. `phase` is the phase of the step. The group has `num_ranks`
-    ranks, from rank 0 to `last_rank`.
+    The group has `num_ranks` ranks, from rank 0 to `last_rank`.
     """
 
     op: str
@@ -164,7 +162,6 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
     steps = {path: json.loads(path.read_text()) for path in paths if path.is_file()}
     if missing := [(case, path) for case, path in zip(cases, paths) if path not in steps]:
         from brigade.lab.recorded_step import record_steps
-        from brigade.runner.ranks import RankFailure, run_ranks
 
         how = {"world_size": 1, "packages": {"submission": sources}, "deadline": DEADLINE_S, "stream": False}
         try:
@@ -174,19 +171,14 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
         for (_, path), text in zip(missing, recorded):
             steps[path] = json.loads(text)
             with contextlib.suppress(OSError):  # the course may belong to somebody else
-                store(path, text)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                new = path.with_suffix(f".{os.getpid()}")
+                new.write_text(text)
+                new.replace(path)  # another process may read the file at the same time
     return {
         variant.label: step if isinstance(step, str) else Program(convert(step[0], setting.machine), step[1])
         for variant, step in ((variant, steps[path]) for variant, path in zip(variants, paths))
     }
-
-
-def store(path: Path, text: str) -> None:
-    """Write a file that other processes may read at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}")
-    new.write_text(text)
-    new.replace(path)
 
 
 def hash_content(*content: Any) -> str:
@@ -229,12 +221,8 @@ class Transfer(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """The result of `simulate`: when the rank computes and waits, and when the link carries each collective.
-
-    Times are in seconds since the start.
-    """
+class Simulation(NamedTuple):
+    """The result of `simulate`. Times are in seconds since the start."""
 
     busy: list[Busy]
     transfers: list[Transfer]
@@ -259,10 +247,9 @@ def simulate(instructions: Sequence[Instruction], network: Link) -> Simulation:
             free[link] = begin + link.seconds(instruction.op, instruction.nbytes, instruction.num_ranks)
             transfers.append(Transfer(instruction, now, begin, free[link]))
             continue
-        now = (
-            now + instruction.seconds
-            if isinstance(instruction, Compute)
-            else max(now, transfers[instruction.launch].end_s)
-        )
+        if isinstance(instruction, Compute):
+            now += instruction.seconds
+        else:
+            now = max(now, transfers[instruction.launch].end_s)
         busy.append(Busy(instruction, start, now))
     return Simulation(busy, transfers, now)

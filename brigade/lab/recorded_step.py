@@ -43,23 +43,23 @@ class Log(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Forget all instructions, before another variant is recorded."""
         self.instructions: list[list[Any]] = []
+        self.waiting: set[int] = set()  # the ids of launches for which nobody has waited yet
         self.begin_step()
-        self.forget_owners()
+        self.phase = "outside"
 
     def begin_step(self) -> None:
-        """Forget all instructions, except launches for which nobody has waited."""
-        waited = {id(one[1]) for one in self.instructions if one[0] == "wait"}
-        self.instructions = [one for one in self.instructions if one[0] == "launch" and id(one) not in waited]
+        """Forget which parameters are in which memory, and all instructions that the next step does not wait for."""
+        self.instructions = [one for one in self.instructions if id(one) in self.waiting]
         for launch in self.instructions:  # the next forward needs these weights in the order of the parameters
             launch[3].sort()
         self.futures: dict[int, list[Any]] = {}  # storage -> the launch on it that somebody may await through a future
         self.unknown: dict[int, list[Any]] = {}  # storage -> the launch on it whose parameters are not known yet
-        self.waiting = {id(launch) for launch in self.instructions}  # launches for which nobody has waited yet
         self.phase = "forward"
-
-    def forget_owners(self) -> None:
-        """Forget which parameters are in which memory."""
         self._owners: dict[int, dict[tuple[int, int], set[int]]] = {}  # storage -> range in bytes -> parameters
         self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets their numbers
 
@@ -331,8 +331,7 @@ def record_step(
         variant = variant | {"arguments": {"init_sync": False}}  # otherwise it compares what all ranks send
     workload = {"bucket_mb": bucket_mb, "node_size": node_size, "learning_rate": 0.1}
     workload["optimizer"] = make_optimizer(values, log)
-    log.instructions = []
-    log.phase = "outside"
+    log.forget_all()
     with log:
         setup = build_setup(variant, model, workload)
     for turn in range(STEPS + is_ddp):
@@ -345,7 +344,6 @@ def take_step(log: Log, setup: TrainingSetup) -> None:
     """Take a training step as `on_ranks.take_step` does."""
     log.begin_step()
     setup.optimizer.zero_grad()
-    log.forget_owners()
     for i, parameter in enumerate(setup.model.parameters()):
         for tensor in (parameter.detach(), parameter.grad, getattr(parameter, "main_grad", None)):
             if tensor is not None:

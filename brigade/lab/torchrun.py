@@ -46,29 +46,18 @@ def is_torchrun() -> bool:
 
 def read_rank_variables() -> tuple[int, int, int, int]:
     """Return this process's rank, the world size, its local rank and the number of ranks on this machine."""
-    try:
-        return tuple(int(os.environ[name]) for name in VARIABLES[:4])
-    except ValueError:
-        raise CourseError(f"{', '.join(VARIABLES[:4])} must be numbers; torchrun sets them") from None
-
-
-def read_world_size() -> int:
-    """Return the number of ranks that torchrun has started."""
-    return read_rank_variables()[1]
+    return tuple(int(os.environ[name]) for name in VARIABLES[:4])
 
 
 def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
     """Run a function as `run_ranks` does, on torchrun's ranks. Return on rank 0; the other processes end here.
 
-    Times in events and results are those of each machine's own clock (`time.perf_counter`). `on_event` is called on
-    rank 0 only, with the events of rank 0. Printed output is not kept, and events are never streamed. Raise CourseError
-    on every rank if the run is impossible, and RankFailure on the rank that failed. After the deadline, each process
-    prints where it is and ends with status 1. Mode "emulate" is not possible.
+    Times are those of each machine's own clock. `on_event` is called on rank 0 only, with the events of rank 0. Printed
+    output is not kept. Raise CourseError on every rank if a link is to be emulated, and RankFailure on the rank that
+    failed. After the deadline, each process prints where it is and ends with status 1.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = read_rank_variables()
-    if size != how.world_size:
-        raise CourseError(f"torchrun has started {size} ranks, but {how.world_size} are needed")
     if how.mode == "emulate":
         raise CourseError("under torchrun, the ranks use a real link: leave out the options of an emulated link")
     if how.share_gpu and local_size != size:

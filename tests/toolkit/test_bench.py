@@ -68,7 +68,7 @@ def test_options_describe_a_link():
         (["--ranks", 0], "--ranks 0: expected at least 1"),
         (["--ranks", 3], "3 ranks cannot split a batch of 8 sequences equally"),
         (["--rounds", 6], "--rounds 6: expected at least 7, because 5 are not timed"),
-        (["--bucket-mb", "1,x"], "--bucket-mb 1,x: expected numbers above 0, such as 0.1,1,10"),
+        (["--bucket-mb", 1, 0], "--bucket-mb 0: expected a number above 0"),
         (["--deadline", -1], "--deadline -1: expected a number above 0"),
         (["--modules", "99"], "there is no module"),
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),
@@ -85,13 +85,13 @@ def test_wrong_input_gets_one_line(brigade, arguments, sentence):
 
 def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [lab.default_backend(ranks) for ranks in (1, 2, 3)] == ["gloo", "nccl", "gloo"]
+    wanted = [argparse.Namespace(ranks=ranks, backend=None) for ranks in (1, None, 3)]
+    assert [lab.choose_ranks(one) for one in wanted] == [(1, "gloo"), (2, "nccl"), (3, "gloo")]
     for name, value in zip(torchrun.VARIABLES, ("5", "8", "1", "2", "localhost", "0")):
         monkeypatch.setenv(name, value)
-    assert lab.choose_world_size(None) == 8
-    assert lab.default_backend(8) == "nccl", "two of eight ranks are on this machine"
-    with pytest.raises(CourseError, match="--ranks 2: torchrun has started 8"):
-        lab.choose_world_size(2)
+    assert lab.choose_ranks(wanted[1]) == (8, "nccl"), "two of eight ranks are on this machine"
+    with pytest.raises(CourseError, match="--ranks 3: torchrun has started 8"):
+        lab.choose_ranks(wanted[2])
 
 
 # ---- what it prints and writes
@@ -166,7 +166,7 @@ def test_the_emulation_is_trusted_up_to_a_fifth():
 
 
 def test_several_bucket_sizes_are_compared_in_one_run(brigade, tmp_path):
-    done = brigade("--bucket-mb", "4,0.3", "--modules", "4,5", *SMALL, "--json", tmp_path / "sizes.json")
+    done = brigade("--bucket-mb", 0.3, 4, "--modules", "4,5", *SMALL, "--json", tmp_path / "sizes.json")
     assert done.returncode == 0, done
     rows = json.loads((tmp_path / "sizes.json").read_text())["rows"]
     labels = [f"{name}, {mb} MiB" for name in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP") for mb in ("0.3", "4")]
@@ -258,18 +258,11 @@ def test_torchrun_gives_the_losses_of_a_local_run(measured, tmp_path):
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"mode": "emulate"}, "leave out the options of an emulated link"),
-        ({"backend": "nccl", "share_gpu": True}, "--share-gpu needs all ranks on one machine"),
-    ],
-)
-def test_under_torchrun_some_options_are_refused(options, said, monkeypatch):
+def test_under_torchrun_no_link_is_emulated(monkeypatch):
     for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(CourseError, match=said):
-        torchrun.run_on_torchrun(on_ranks.train, {}, [], **options)
+    with pytest.raises(CourseError, match="leave out the options of an emulated link"):
+        torchrun.run_on_torchrun(on_ranks.train, {}, [], mode="emulate")
 
 
 WHERE = r", at naive_ddp\.py:\d+ in finish_grad_sync$"

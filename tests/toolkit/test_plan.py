@@ -207,7 +207,7 @@ def test_a_module_of_ones_own_is_planned_without_a_row():
 def test_what_was_recorded_once_is_not_recorded_again(monkeypatch):
     setting = make_two_parameters(world_size=7)
     before = record(plan.list_variants(), setting)
-    monkeypatch.setattr("brigade.runner.ranks.run_ranks", None)
+    monkeypatch.setattr("brigade.lab.program.run_ranks", None)
     assert record(plan.list_variants(), setting) == before
 
 

@@ -133,8 +133,8 @@ def quick(monkeypatch):
 
 
 def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
-    picture, events, page = (tmp_path / f"step.{kind}" for kind in ("png", "json", "html"))
-    options = ("--torch", "--comm-ratio", "2", "--png", picture, "--json", events, "--html", page)
+    picture, events, page = (tmp_path / f"trace-2.{kind}" for kind in ("png", "json", "html"))
+    options = ("--torch", "--comm-ratio", "2", "--out", tmp_path)
     status, out, err = brigade("trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
     out = re.sub(r" \(unreliable: the machine was busy\)", "", out)  # perhaps it was
@@ -167,8 +167,8 @@ def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
 
 def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path):
     forgets = (3, r"handle\.wait\(\)", "pass")
-    files = [word for kind in ("png", "json", "html") for word in (f"--{kind}", tmp_path / f"step.{kind}")]
-    status, printed, _ = brigade("trace", 3, "--target", make_submission(tmp_path, [forgets], (1, 2, 3)), *files)
+    target = make_submission(tmp_path, [forgets], (1, 2, 3))
+    status, printed, _ = brigade("trace", 3, "--target", target, "--out", tmp_path)
     assert status == 0
     assert f"Across all ranks, the code does not wait for any of the {2 * len(PARAMETERS)} collectives" in printed
 
@@ -180,7 +180,7 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path)
         (["2", "--ranks", "1"], "--ranks 1: expected 2 to 64 ranks"),
         (["2", "--bucket-mb", "0"], "--bucket-mb 0: expected a number above 0"),
         (["2", "--comm-ratio", "-1"], "--comm-ratio -1: expected a number above 0"),
-        (["2", "--png", "no/such/place.png"], "there is no directory"),
+        (["2", "--out", "no/such/place"], "no/such/place: No such file or directory"),
     ],
 )
 def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
