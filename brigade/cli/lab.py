@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from brigade.checks.diagnose.evidence import describe_missed
 from brigade.cli.console import console, shorten
@@ -27,7 +27,6 @@ from brigade.lab.experiment import explain_failure, show_progress
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
     from brigade.lab.ladder import Variant
-    from brigade.rank.emulated_link import Pace
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which would import torch
@@ -35,7 +34,7 @@ WARMUP = 5  # the first steps, which are not timed
 ENOUGH_ROUNDS = Range(int, lambda value: value >= WARMUP + 2, f"at least {WARMUP + 2}, because {WARMUP} are not timed")
 COMM_RATIO, LATENCY_RATIO = 0.8, 0.002  # of the link of `brigade trace`
 SLOWDOWN = 8.0  # of the link between nodes
-MOST_RANKS = 64  # with more ranks, a timeline is unreadable
+FEW_RANKS = Range(int, lambda value: 2 <= value <= 64, "2 to 64")  # with more ranks, a timeline is unreadable
 TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 
 
@@ -80,13 +79,13 @@ def run_bench(options: argparse.Namespace) -> int:
     entries = select_modules(options.modules)
     for entry in entries:
         require_training(entry)
-    link, node_size = choose_link(options, world_size)
+    network = choose_link(options, world_size)
     wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
     workload = replace(
-        replace(ladder.EMULATED, link=link) if link else ladder.Workload(),
+        ladder.EMULATED if network["link"] else ladder.Workload(),
         size=tiny_lm.SIZES[options.size],
         bucket_mb=options.bucket_mb[0],
-        node_size=node_size,
+        **network,
         **{name: value for name, value in wanted.items() if value is not None},
     )
     json_file, picture, measurements = resolve_results_file(options.json), resolve_results_file(options.png), None
@@ -118,13 +117,11 @@ def run_bench(options: argparse.Namespace) -> int:
     console.print("\n".join(wrong) if wrong else plots.describe_losses(results))
     if picture:
         plots.draw_bench(results, picture)
-        console.print(f"{options.png} written", markup=False)
-    if json_file:
-        bench.save(results, json_file)
-        console.print(f"{options.json} written", markup=False)
-    if measurements:
-        bench.save(results, measurements)
-        console.print(f"{shorten(measurements)} written; `brigade submit` includes it", markup=False)
+    for file in filter(None, (json_file, measurements)):
+        bench.save(results, file)
+    for file in filter(None, (picture, json_file, measurements)):
+        note = "; `brigade submit` includes it" if file == measurements else ""
+        console.print(f"{shorten(file)} written{note}", markup=False)
     return 1 if wrong else 0
 
 
@@ -157,9 +154,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     add_prior(parser)
     add(parser, "--torch", "also draw a step of torch DDP, measured in the same run")
-    ranks = f"the number of ranks, 2 to {MOST_RANKS} (default: 2)"
-    few = Range(int, lambda value: 2 <= value <= MOST_RANKS, f"2 to {MOST_RANKS} ranks")
-    add(parser, "--ranks N", ranks, few, default=2)
+    add(parser, "--ranks N", f"the number of ranks, {FEW_RANKS.description} (default: 2)", FEW_RANKS, default=2)
     add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 1)", ABOVE_ZERO, default=1.0)
     add(parser, "--memory", "draw the memory use during a step instead of a timeline")
     add(parser, "--out DIR", "write the files to this directory (default: out)", default=str(ROOT / "out"))
@@ -170,13 +165,13 @@ def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N: draw a step of module N as a timeline, or with --memory, its memory."""
     entry = get_module(options.number)
     require_training(entry)
-    link, node_size = choose_link(options, options.ranks, COMM_RATIO)
+    network = choose_link(options, options.ranks, COMM_RATIO)
     sources = read(options.target, entry.number, options.prior).sources
     out = Path(options.out)
     out.mkdir(exist_ok=True)
     name = "memory" if options.memory else "trace"
     kinds = ["png"] if options.memory else ["png", "html", "json"]
-    files = {kind: resolve_results_file(str(out / f"{name}-{entry.number}.{kind}")) for kind in kinds}
+    files = [resolve_results_file(str(out / f"{name}-{entry.number}.{kind}")) for kind in kinds]
 
     from brigade.runner.ranks import SERVER, RankFailure
 
@@ -186,13 +181,13 @@ def run_trace(options: argparse.Namespace) -> int:
     variants = [get_variant(entry), *([TORCH_DDP] if options.torch else [])]
     try:
         if options.memory:
-            draw_memory(variants, sources, files["png"], options)
+            draw_memory(variants, sources, options, *files)
         else:
-            draw_timelines(variants, sources, files, options, link, node_size)
+            draw_timelines(variants, sources, options, network, *files)
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
     uses = ("the picture", "the timeline as an interactive page", "for https://ui.perfetto.dev or chrome://tracing")
-    for file, use in zip(files.values(), uses):
+    for file, use in zip(files, uses):
         console.print(f"{shorten(file)}  {use}", markup=False)
     return 0
 
@@ -200,26 +195,26 @@ def run_trace(options: argparse.Namespace) -> int:
 def draw_timelines(
     variants: list[Variant],
     sources: Sources,
-    files: dict[str, Path],
     options: argparse.Namespace,
-    link: Pace | None,
-    node_size: int | None,
+    network: dict[str, Any],
+    picture: Path,
+    page: Path,
+    trace: Path,
 ) -> None:
     """Measure a step of each variant, write the three files, and print the length of each step."""
     from brigade.lab import ladder, timeline, timeline_view
     from brigade.lab.timeline_plot import draw
 
     batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
-    changes = {"batch_size": batch_size, "bucket_mb": options.bucket_mb, "link": link, "node_size": node_size}
-    workload = replace(timeline.WORKLOAD, **changes)
+    workload = replace(timeline.WORKLOAD, batch_size=batch_size, bucket_mb=options.bucket_mb, **network)
     how = {"world_size": options.ranks, "deadline": TRACE_S}
     if options.target != "solutions":
         ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
     with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
         timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
-    draw(timelines, files["png"], width=1200)
-    timeline.save_chrome(timelines, files["json"])
-    timeline_view.save_html(timelines, files["html"])
+    draw(timelines, picture, width=1200)
+    timeline.save_chrome(timelines, trace)
+    timeline_view.save_html(timelines, page)
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if shown.doubt:
@@ -233,7 +228,7 @@ def draw_timelines(
     )
 
 
-def draw_memory(variants: list[Variant], sources: Sources, picture: Path, options: argparse.Namespace) -> None:
+def draw_memory(variants: list[Variant], sources: Sources, options: argparse.Namespace, picture: Path) -> None:
     """Draw how many bytes are allocated on rank 0 during a step of each variant, and print the extremes."""
     from brigade.lab import memory
 
@@ -258,10 +253,8 @@ def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     add(group, "--latency-ratio L", latency, NOT_NEGATIVE)
 
 
-def choose_link(
-    options: argparse.Namespace, world_size: int, default: float | None = None
-) -> tuple[Pace | None, int | None]:
-    """Return the link that the options describe, and the number of ranks of a node, or None if there is one node.
+def choose_link(options: argparse.Namespace, world_size: int, default: float | None = None) -> dict[str, Any]:
+    """Return the "link" and the "node_size" of the workload that the options describe.
 
     `default` replaces --comm-ratio. Raise CourseError if the options contradict each other.
     """
@@ -272,10 +265,11 @@ def choose_link(
     if comm_ratio is None:
         if options.latency_ratio is not None:
             raise CourseError("--latency-ratio needs --comm-ratio")
-        return None, node_size
+        return {"link": None, "node_size": node_size}
     if world_size < 2:
         raise CourseError("an emulated link needs at least two ranks, because one rank does not communicate")
     from brigade.rank.emulated_link import Pace
 
     latency_ratio = LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio
-    return Pace(comm_ratio, latency_ratio, node_size, SLOWDOWN if node_size else 1.0), node_size
+    link = Pace(comm_ratio, latency_ratio, node_size, SLOWDOWN if node_size else 1.0)
+    return {"link": link, "node_size": node_size}

@@ -25,7 +25,7 @@ from brigade.course.measurements import MAX_BYTES, read_measurements
 from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
 from brigade.lab import bench, ladder, on_ranks, torchrun
 from brigade.progress import RankRecord
-from brigade.rank.emulated_link import Link, Pace
+from brigade.rank.emulated_link import Link
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
 NO_GRADIENTS = {"parameters": 1, "gradients": 1, "optimizer state": 1}
@@ -43,25 +43,11 @@ def brigade(brigade):
     return functools.partial(brigade, "bench", "--target", "solutions")
 
 
-def options(*arguments):
-    parser = argparse.ArgumentParser()
-    lab.add_link_arguments(parser, "no link is emulated")
-    return parser.parse_args([str(argument) for argument in arguments])
-
-
-def test_options_describe_a_link():
-    assert lab.choose_link(options(), 2) == (None, None)
-    assert lab.choose_link(options("--comm-ratio", 0.8), 2)[0] == ladder.EMULATED.link == Pace(0.8, 0.002)
-    assert lab.choose_link(options("--comm-ratio", 2, "--latency-ratio", 0), 2)[0] == Pace(2, 0)
-    assert lab.choose_link(options("--comm-ratio", 2, "--nodes", 2), 4) == (Pace(2, 0.002, 2, lab.SLOWDOWN), 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--latency-ratio", 1], "--latency-ratio needs --comm-ratio"),
         (["--comm-ratio", "nan"], "--comm-ratio nan: expected a number above 0"),
-        (["--comm-ratio", 1, "--latency-ratio", -1], "--latency-ratio -1: expected a number that is not negative"),
         (["--comm-ratio", 1, "--ranks", 1], "an emulated link needs at least two ranks"),
         (["--comm-ratio", 1, "--backend", "nccl"], "an emulated link needs the backend gloo"),
         (["--comm-ratio", 1, "--nodes", 3], "--nodes 3: 2 ranks do not form 3 equal nodes"),
@@ -69,8 +55,6 @@ def test_options_describe_a_link():
         (["--ranks", 3], "3 ranks cannot split a batch of 8 sequences equally"),
         (["--rounds", 6], "--rounds 6: expected at least 7, because 5 are not timed"),
         (["--bucket-mb", 1, 0], "--bucket-mb 0: expected a number above 0"),
-        (["--deadline", -1], "--deadline -1: expected a number above 0"),
-        (["--modules", "99"], "there is no module"),
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["--target", "lessons", "--modules", "1-2"], "Module 2 is left out: module 2, part (a) is not written yet."),
         (["--json", "does/not/exist.json"], "there is no directory"),

@@ -37,16 +37,11 @@ def test_time_on_a_link(op, world_size, sent, seconds):
     assert LINK.seconds(op, 6000, world_size) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 8])
 def test_a_pace_is_a_ratio_to_backward(world_size):
     link = Pace(comm_ratio=0.8, latency_ratio=0.01).link(backward_s=0.05, grad_bytes=4e6, world_size=world_size)
     assert link.seconds("all_reduce", 0, world_size) == pytest.approx(0.01 * 0.05)
     assert link.seconds("all_reduce", 4e6, world_size) == pytest.approx((0.8 + 0.01) * 0.05)
-    # k collectives that carry the same together have k times the latency.
-    assert 5 * link.seconds("all_reduce", 4e6 / 5, world_size) == pytest.approx((0.8 + 5 * 0.01) * 0.05)
-    slower = Pace(comm_ratio=0.8, latency_ratio=0.01).link(backward_s=0.1, grad_bytes=4e6, world_size=world_size)
-    assert slower.bytes_per_s == pytest.approx(link.bytes_per_s / 2)
-    assert slower.latency_s == pytest.approx(link.latency_s * 2)
 
 
 def test_collectives_take_the_time_of_the_link_one_after_the_other():
@@ -73,11 +68,10 @@ def test_results_are_those_of_the_group_that_records(async_op):
             assert encode(mine[name]["after"]) == encode(found["after"]), name
 
 
-@pytest.mark.parametrize("call", [("end", 1, "os._exit(0)"), ("train_ddp_with_a_peer_that_ends",)], ids=lambda c: c[0])
-def test_a_peer_that_ends_is_the_one_to_blame(call):
+def test_a_peer_that_ends_is_the_one_to_blame():
     """The rank that ended is named even if torch DDP's C++ reducer waits for it."""
     with pytest.raises(RankFailure) as failure:
-        run_ranks(functions.on_link, 1e-4, 1e9, *call, mode="emulate")
+        run_ranks(functions.on_link, 1e-4, 1e9, "train_ddp_with_a_peer_that_ends", mode="emulate")
     assert (failure.value.kind, failure.value.rank) == ("died", 1), failure.value
     assert failure.value.summary == "rank 1 died without a result (exit code 0)"
 
@@ -172,13 +166,3 @@ def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
         run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="emulate", deadline=3)
     assert failure.value.kind in ("deadline", "deadlock") and time.monotonic() - start < 15
     assert "waits in broadcast" in failure.value.lines[0], failure.value
-
-
-def test_messages_take_latency_and_bytes_and_share_a_direction():
-    """A rank receives its messages one after the other, but sends a message while it receives another."""
-    results = run_ranks(functions.time_messages, 100_000, world_size=3, mode="emulate")
-    expected = {"one": 0.15, "to one rank": 0.3, "around": 0.15}
-    for name, seconds in expected.items():
-        longest = max(result[name] for result in results)
-        assert seconds <= longest < 1.9 * seconds, (name, longest)
-    assert results[2]["one"] < 0.05, "a rank that neither sends nor receives goes on"

@@ -183,13 +183,6 @@ def test_a_script_runs_from_the_command_line():
     assert done.returncode == 0 and "10 MiB: 339 buckets" in done.stdout and not done.stderr
 
 
-def test_a_directory_that_is_not_there_is_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["buckets.py", "no/such/directory"])
-    with pytest.raises(SystemExit, match="^there is no directory no/such/directory$"):
-        runpy.run_path(str(ROOT / "lessons/m04_bucketed_ddp/buckets.py"), run_name="__main__")
-    assert capsys.readouterr().out == ""
-
-
 def test_torchrun_starts_the_ranks():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(LAUNCH)]
     assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in LAUNCH.with_name("README.md").read_text()

@@ -177,7 +177,7 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path)
     ("arguments", "line"),
     [
         (["99"], "there is no module 99: the course has modules 0 to"),
-        (["2", "--ranks", "1"], "--ranks 1: expected 2 to 64 ranks"),
+        (["2", "--ranks", "1"], "--ranks 1: expected 2 to 64"),
         (["2", "--bucket-mb", "0"], "--bucket-mb 0: expected a number above 0"),
         (["2", "--comm-ratio", "-1"], "--comm-ratio -1: expected a number above 0"),
         (["2", "--out", "no/such/place"], "no/such/place: No such file or directory"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -15,9 +14,7 @@ from torch import nn
 
 from brigade.rank import emulated_link
 from brigade.rank.api import student
-from in_ranks.basics import end, reduce_often  # noqa: F401
 from in_ranks.collectives import every_collective  # noqa: F401
-from in_ranks.recording import train_ddp  # noqa: F401
 
 
 def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:
@@ -135,29 +132,3 @@ def train_ddp_with_a_peer_that_ends() -> None:
         ddp(torch.ones(2, 8)).sum().backward()
         if dist.get_rank() == 1:
             os._exit(0)
-
-
-def time_messages(nbytes: int) -> dict[str, float]:
-    """Return the seconds on an emulated link for one message, two messages to one rank, and one in each direction."""
-    emulated_link.use(emulated_link.Link(latency_s=0.05, bytes_per_s=1e6))
-    rank, tensor = dist.get_rank(), torch.zeros(nbytes, dtype=torch.uint8)
-    seconds = {}
-
-    def measure(name, *calls):
-        for _ in range(3):  # the shortest time, because a busy machine makes any of them longer
-            dist.barrier()
-            began = time.perf_counter()
-            for work in [call() for call in calls]:
-                work.wait()
-            seconds[name] = min(time.perf_counter() - began, seconds.get(name, math.inf))
-
-    def send(to):
-        return lambda: dist.isend(tensor, to)
-
-    def receive(source):
-        return lambda: dist.irecv(torch.zeros_like(tensor), source)
-
-    measure("one", *{0: [send(1)], 1: [receive(0)]}.get(rank, []))
-    measure("to one rank", *{0: [receive(1), receive(2)]}.get(rank, [send(0)]))
-    measure("around", send((rank + 1) % 3), receive((rank - 1) % 3))
-    return seconds
