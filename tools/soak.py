@@ -3,25 +3,25 @@
 Without options: the reference with 30 seeds, while busy loops occupy both cores. A correct answer must never fail.
 
 With `--all`: also the alternatives, the variants and the mutants. Every program must pass or fail the same checks with
-every seed. Results are kept in the file `--out`, so that a later run continues where this one stopped; the results of
-a program are used again only if neither its text nor the module's checks and scenario have changed.
+every seed. With `--isolated`, which needs root, every check runs both ways, as `brigade check` and as `brigade grade`
+run it, and must have the same status.
 
-With `--isolated`, which needs root: every check runs both ways, as `brigade check` and as `brigade grade` run it. It
-must have the same status with gloo as in isolation with the switch.
+Results are kept in the file `--out`, so that a later run continues where this one stopped. The results of a program are
+used again only if neither its text nor the module's checks and scenario have changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.progress import track
 
@@ -31,93 +31,62 @@ from brigade.course.modules import Module, select_modules
 from brigade.grade.isolation import isolate_ranks, may_isolate
 from brigade.runner.server import SERVER
 
-import_from_tests("mutants")  # finds the directory
-from mutants import list_mutants, list_variants, read_reference, run_on_text  # noqa: E402
+mutants = import_from_tests("mutants")
 
 
-@dataclass(frozen=True)
-class Program:
-    """A text of a module. Every check in `fails` must fail, every check in `passes` must pass."""
+class Program(NamedTuple):
+    """Texts of a module's files by name. The named checks must have the status `wanted`, the others any one status."""
 
     module: Module
     name: str
-    texts: dict[str, str]  # of its files, by name
-    fails: tuple[str, ...] = ()
-    passes: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def key(self) -> str:
-        tests = [path for name in ("scenario*.py", "expected.py") for path in sorted(self.module.tests.glob(name))]
-        texts = [self.name, *self.texts.values(), *(path.read_text() for path in (self.module.checks, *tests))]
-        return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    texts: dict[str, str]
+    wanted: str
+    checks: Sequence[str]
 
 
 def list_programs(module: Module, include_all: bool) -> Iterator[Program]:
-    names = tuple(check.name for check in collect([module]))
-    yield Program(module, "the reference", read_reference(module), passes=names)
+    """Yield the reference, and with `include_all` also the alternative, the variants and the mutants."""
+    names = [check.name for check in collect([module])]
+    yield Program(module, "the reference", mutants.read_reference(module), "passed", names)
     if include_all:
         alternative = {module.path.name: (module.tests / "alternative.py").read_text()}
-        yield Program(module, "the alternative", alternative, passes=names)
-        for variant in list_variants(module):
-            yield Program(module, variant.name, variant.apply(), passes=variant.checks)
-        for mutant in list_mutants(module):
-            yield Program(module, mutant.name, mutant.apply(), fails=mutant.checks)
+        yield Program(module, "the alternative", alternative, "passed", names)
+        for variant in mutants.list_variants(module):
+            yield Program(module, variant.name, variant.apply(), "passed", variant.checks)
+        for mutant in mutants.list_mutants(module):
+            yield Program(module, mutant.name, mutant.apply(), "failed", mutant.checks)
 
 
-def find_fault(program: Program, check: str, statuses: dict[str, str]) -> str:
-    """Return what is wrong with the status of a check for each seed and way, or ""."""
-    first = next(iter(statuses.values()))
-    wanted = "failed" if check in program.fails else "passed" if check in program.passes else first
-    if set(statuses.values()) == {wanted}:
-        return ""
-    kinds = {kind: [seed for seed in statuses if statuses[seed] == kind] for kind in sorted({*statuses.values()})}
-    seeds = "; ".join(f"{kind} with seed {', '.join(found)}" for kind, found in kinds.items())
-    return f"module {program.module.number}, {program.name}, {check}: {seeds}"
+def make_key(program: Program) -> str:
+    """Return a hash of everything on which the results of a program depend."""
+    paths = [program.module.checks, *sorted(program.module.tests.glob("[se]*.py"))]  # scenarios and expected values
+    texts = [program.name, *program.texts.values(), *(path.read_text() for path in paths)]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def run(
-    programs: Sequence[Program],
-    seeds: Sequence[int],
-    out: Path | None = None,
-    only: str = "",
-    isolated: bool = False,
-    named: bool = False,
-) -> list[str]:
-    """Run the checks whose names contain `only` on every program with every seed, and return what is wrong.
-
-    With `named`, run only those that a program must fail or must pass. With `isolated`, run each of them with gloo and
-    in isolation. Results in `out` are not repeated.
-    """
-    known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
-    results = {(entry["key"], entry["check"], entry["seed"], entry.get("isolated", False)): entry for entry in known}
-    faults = []
-    with isolate_ranks("", None, "gloo") if isolated else contextlib.nullcontext():
-        sandbox = SERVER.sandbox
-        prepare()
-        for program in track(programs, description="programs"):
-            names = {*program.fails, *program.passes}
-            for check in collect([program.module]):
-                if only not in check.name or named and check.name not in names:
-                    continue
-                statuses = {}
-                for seed in seeds:
-                    for way in (False, True)[: 1 + isolated]:
-                        place = (program.key, check.name, seed, way)
-                        if place not in results:
-                            SERVER.sandbox = sandbox if way else None  # for the next ranks of the same server
-                            outcome = run_on_text(check, program.texts, Conditions(seed=seed))
-                            SERVER.sandbox = sandbox
-                            entry = dict(zip(("key", "check", "seed", "isolated"), place)) | {"status": outcome.status}
-                            entry |= {"module": program.module.number, "name": program.name}
-                            entry |= {"cause": outcome.verdict.likely_cause if outcome.verdict else ""}
-                            results[place] = entry
-                            if out:
-                                with out.open("a") as file:
-                                    file.write(json.dumps(entry) + "\n")
-                        statuses[f"{seed}{' isolated' * way}"] = results[place]["status"]
-                if fault := find_fault(program, check.name, statuses):
-                    print(fault, flush=True)
-                    faults.append(fault)
+def run(programs: Sequence[Program], seeds: Sequence[int], isolated: bool, out: Path | None) -> int:
+    """Run all checks on every program with every seed, print which results are wrong, and return their number."""
+    lines = out.read_text().splitlines() if out and out.exists() else []
+    statuses = {tuple(place): status for place, status in map(json.loads, lines)}
+    faults, sandbox = 0, SERVER.sandbox
+    for program in track(programs, description="programs"):
+        key = make_key(program)
+        for check in collect([program.module]):
+            seen: dict[str, list[str]] = {}  # by status: the seeds
+            for seed, way in itertools.product(seeds, ("", " isolated")[: 1 + isolated]):
+                place = (program.module.number, program.name, key, check.name, f"{seed}{way}")
+                if place not in statuses:
+                    SERVER.sandbox = sandbox if way else None  # for the next ranks of the same server
+                    statuses[place] = mutants.run_on_text(check, program.texts, Conditions(seed=seed)).status
+                    if out:
+                        with out.open("a") as file:
+                            file.write(json.dumps([place, statuses[place]]) + "\n")
+                seen.setdefault(statuses[place], []).append(place[-1])
+            if len(seen) > 1 or check.name in program.checks and program.wanted not in seen:
+                faults += 1
+                found = "; ".join(f"{status} with seed {', '.join(seen[status])}" for status in sorted(seen))
+                print(f"module {program.module.number}, {program.name}, {check.name}: {found}", flush=True)
+    SERVER.sandbox = sandbox
     return faults
 
 
@@ -129,10 +98,8 @@ def burn() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=30, metavar="N", help="use the seeds 0 to N - 1 (default: 30)")
-    parser.add_argument("--modules", default="0-11", help="such as 3, 1-4 or 1,5 (default: all)")
-    parser.add_argument("--only", default="", metavar="NAME", help="run the checks whose names contain NAME")
+    parser.add_argument("--modules", default="0-16", help="such as 3, 1-4 or 1,5 (default: all)")
     parser.add_argument("--all", action="store_true", help="also run alternatives, variants and mutants")
-    parser.add_argument("--named", action="store_true", help="run only the checks that must catch a mutant")
     parser.add_argument("--isolated", action="store_true", help="run each check with gloo and isolated, as root")
     parser.add_argument("--busy", type=int, default=2, help="the number of busy loops meanwhile (default: 2)")
     parser.add_argument("--out", type=Path, help="keep the results in this file, and continue from it")
@@ -141,14 +108,12 @@ def main() -> int:
         parser.error("--isolated needs Linux and root")
     programs = [p for module in select_modules(options.modules) for p in list_programs(module, options.all)]
     loops = [multiprocessing.Process(target=burn, daemon=True) for _ in range(options.busy)]
-    for loop in loops:
-        loop.start()
-    try:
-        faults = run(programs, range(options.seeds), options.out, options.only, options.isolated, options.named)
-    finally:
+    with isolate_ranks("", None, "gloo") if options.isolated else contextlib.nullcontext():
+        prepare()
         for loop in loops:
-            loop.terminate()
-    print(f"{len(programs)} programs, {options.seeds} seeds: {len(faults) or 'no'} results are wrong or depend on luck")
+            loop.start()
+        faults = run(programs, range(options.seeds), options.isolated, options.out)
+    print(f"{len(programs)} programs, {options.seeds} seeds: {faults or 'no'} results are wrong or depend on luck")
     return 1 if faults else 0
 
 
