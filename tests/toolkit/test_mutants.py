@@ -28,9 +28,9 @@ def conditions(request):
 
 
 def list_marks(entry, mutant):
-    """Return the marks of a mutant: `extended`, unless it is the first mutant that its check must catch."""
+    """Return the marks of a mutant: `extended`, unless it is the first mutant that its check must catch; `sample`."""
     first = next(other for other in list_mutants(entry) if other.checks[0] == mutant.checks[0])
-    return [] if mutant is first else [pytest.mark.extended]
+    return [pytest.mark.extended] * (mutant is not first) + [pytest.mark.sample] * mutant.in_sample
 
 
 ALL_MUTANTS = [
@@ -45,6 +45,18 @@ def test_mutant_is_caught(entry, mutant, conditions):
     """Every check that the mutant names fails as a check, not by accident. The first one names the likely cause."""
     fault = escapes(mutant, conditions)
     assert not fault, f"the mutant {mutant.name!r} of module {entry.number} is not caught as it should be: {fault}"
+
+
+def test_a_mutant_that_escapes_is_reported(conditions):
+    """The mutant names a check that it does not break."""
+    nothing = replace(list_mutants(get_module(2))[0], checks=("test_one_all_reduce_per_dtype",), hunks=())
+    assert escapes(nothing, conditions).startswith("test_one_all_reduce_per_dtype: passed")
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_the_sample_has_two_mutants_of_each_module(entry):
+    """`make gpu-check` runs them."""
+    assert sum(mutant.in_sample for mutant in list_mutants(entry)) == 2
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
