@@ -22,7 +22,7 @@ from brigade.runner import ranks
 # jsonschema, which nbformat imports, would build 38 parsers for formats of addresses: most of nbformat's import time.
 sys.modules.setdefault("rfc3987_syntax", None)
 
-LOOP = """docs experiments gpu_check hints messages mutants notebooks prose
+LOOP = """docs experiments hints messages mutants new_module notebooks prose
 requests schematic skeletons wrong_answers"""
 Done = namedtuple("Done", "returncode stdout stderr")
 
@@ -84,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "extended: runs only with --everything, or with --module if it is about that module"
     )
+    config.addinivalue_line("markers", "sample: a mutant that `make gpu-check` runs")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
