@@ -2,12 +2,8 @@
 
     python -m brigade.course.student_edition [--hints 3] [--answers]
 
-For students who are stuck on module 5, make out/unlock-5.zip, which contains the module's reference:
-
-    python -m brigade.course.student_edition --unlock 5
-
-The students unpack the zip in the directory of their edition. Then `--prior reference` uses the reference's module
-instead of theirs.
+For students who are stuck on module 5, `--unlock 5` only makes out/unlock-5.zip, which contains the module's reference.
+The students unpack it in the directory of their edition. Then `--prior reference` uses it instead of their module.
 
 The edition contains the toolkit without the grader, and the other files in `INCLUDED`, if git tracks them. Skeletons
 and the templates for written answers are generated. Files in `student/` replace the course's own. No other file is
@@ -26,13 +22,14 @@ import zipfile
 from pathlib import Path
 
 from brigade.course import editions, handout, skeletons, validation, written
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
 
+BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.js", *editions.CHECKS)
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
 DOCUMENTS = ("browser", "claims", "glossary", "gpus", "plan", "privacy")
-INCLUDED += (*handout.BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))
+INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
 SITE_PACKAGES = ("sphinx", "furo", "myst-nb", "sphinx-design", "sphinx-copybutton")
@@ -45,9 +42,7 @@ def list_tracked_files() -> set[Path]:
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        raise CourseError(
-            "make the student edition in a clone, because it contains only files that git tracks"
-        ) from None
+        raise CourseError("make the student edition in a clone: it contains only files that git tracks") from None
     return {ROOT / name for name in listed.split("\0") if name}
 
 
@@ -94,42 +89,26 @@ def build(target: Path, hint_levels: int = HINT_LEVELS, with_answers: bool = Fal
     return len(files)
 
 
-def write_unlock(number: str, out: Path) -> Path:
-    """Write the zip with a module's reference to `out`, and return its path.
-
-    Raise CourseError if there is no such module.
-    """
-    entry = get_module(number)
+def write_unlock(entry: Module, out: Path) -> Path:
+    """Write the zip with a module's reference to `out`, and return its path."""
     archive = out / f"unlock-{entry.number}.zip"
     out.mkdir(exist_ok=True)
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
-        for path in (Path("solutions") / path for path in entry.paths):
-            bundle.write(ROOT / path, path.as_posix())
+        for path in entry.paths:
+            bundle.write(ROOT / "solutions" / path, f"solutions/{path.as_posix()}")
     return archive
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m brigade.course.student_edition",
-        description="Make the student edition, without solutions, mutants and answers, in out/student and "
-        "out/student.zip. This deletes the previous contents of out/student.",
-        epilog="Example: python -m brigade.course.student_edition --hints 3",
-    )
-    parser.add_argument(
-        "--hints",
-        type=int,
-        choices=(2, 3),
-        default=HINT_LEVELS,
-        help="how many of a module's three hints to include; the third gives away most of the code (default: 2)",
-    )
-    parser.add_argument("--answers", action="store_true", help="include the model answers to the written questions")
-    parser.add_argument(
-        "--unlock", metavar="N", help="make no edition; write only out/unlock-N.zip, with the reference of module N"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="how many of three hints (default: 2)")
+    add("--answers", action="store_true", help="include the model answers to the written questions")
+    add("--unlock", metavar="N", help="make no edition; write only out/unlock-N.zip, with the reference of module N")
     options = parser.parse_args()
     try:
         if options.unlock:
-            archive = write_unlock(options.unlock, OUT.parent)
+            archive = write_unlock(get_module(options.unlock), OUT.parent)
             unpack = f"to unpack it, run `python -m zipfile -e {archive.name} .` in the course's directory"
             print(f"{archive.relative_to(ROOT)}: {unpack}")
             return 0

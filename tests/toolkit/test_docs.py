@@ -72,7 +72,7 @@ def test_no_question_and_no_check_is_stated_twice():
 
 def test_made_parts_are_made_anew_and_the_rest_is_left_alone():
     before = (ROOT / "assignments.md").read_text()
-    edited = before.replace("| 1. ", "| 9. ").replace("## Module 2", "## Part 2") + "By hand.\n"
+    edited = before.replace("| 1 | ", "| 9 | ").replace("## Module 2", "## Part 2") + "By hand.\n"
     assert handout.fill_in(edited, ROOT) == before + "By hand.\n"
 
 
