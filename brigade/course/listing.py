@@ -59,4 +59,5 @@ def list_check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
 def read_mark(check: ast.FunctionDef, name: str) -> Any:
     """Return the argument of the decorator `pytest.mark.NAME`, or None if there is none."""
     calls = [mark for mark in check.decorator_list if isinstance(mark, ast.Call)]
-    return next((mark.args[0].value for mark in calls if ast.unparse(mark.func) == f"pytest.mark.{name}"), None)
+    values = [mark.args for mark in calls if ast.unparse(mark.func) == f"pytest.mark.{name}"]
+    return getattr(values[0][0], "value", None) if len(values) == 1 and values[0] else None

@@ -130,18 +130,7 @@ def get_module(number: int | str) -> Module:
     for entry in MODULES:
         if str(number) == str(entry.number):
             return entry
-    raise CourseError(f"there is no module {number}: the course has modules {list_numbers()}")
-
-
-def list_numbers() -> str:
-    """Return the numbers of all modules as text, such as "1 to 8, 99"."""
-    runs: list[list[int]] = []
-    for entry in MODULES:
-        if runs and entry.number == runs[-1][-1] + 1:
-            runs[-1].append(entry.number)
-        else:
-            runs.append([entry.number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    raise CourseError(f"there is no module {number}: the course has modules 0 to {MODULES[-1].number}")
 
 
 def select_modules(text: str) -> list[Module]:
@@ -156,16 +145,15 @@ def select_modules(text: str) -> list[Module]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise CourseError(f"--modules {text}: {first} comes after {last}")
-        lowest, highest = get_module(first).number, get_module(last).number
-        numbers |= {entry.number for entry in MODULES if lowest <= entry.number <= highest}
+        numbers |= {*range(get_module(first).number, get_module(last).number + 1)}
     return [entry for entry in MODULES if entry.number in numbers]
 
 
 def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
     """Return the absolute path of a results file, or None if `path` is None.
 
-    Raise CourseError if the file cannot be written. Refuse links, including links to directories inside `submission`:
-    with such links, the author of the submission could choose which file is overwritten.
+    Raise CourseError if the file cannot be written, or if it or a directory inside `submission` is a link: then the
+    author of the submission could choose which file is overwritten.
     """
     if path is None:
         return None

@@ -30,12 +30,11 @@ GIVEN = "given.py"
 REPAIR = "  # delete this line, then repair the code below"
 
 
-def make_skeleton(entry: Module, path: Path | None = None) -> str:
-    """Return the skeleton of a module's file, the main one by default.
+def make_skeleton(entry: Module, path: Path) -> str:
+    """Return the skeleton of a module's file.
 
     Raise CourseError if the markers in the solution do not form pairs.
     """
-    path = path or entry.path
     if not HAS_SOLUTIONS:
         return (ROOT / STORED_SKELETONS / path).read_text()
     solution = (ROOT / "solutions" / path).read_text()
@@ -64,48 +63,31 @@ def read_given(entry: Module) -> dict[str, str]:
     return {part: code for _, part, code in BLOCK.findall(path.read_text())} if path.is_file() else {}
 
 
-def find_outdated() -> list[Path]:
-    """Return the skeletons, templates and documents that differ from what `write` would write."""
-    files = {ROOT / "lessons" / path: text for entry in MODULES for path, text in make_skeletons(entry).items()}
-    files |= handout.make_documents(ROOT)
-    files |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry, ROOT) for entry in MODULES}
-    return [path for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
-
-
-def write() -> list[Path]:
-    """Write all skeletons, templates and documents. Return the files that changed.
-
-    Move replaced skeletons and templates to REPLACED.
-    """
-    changed = find_outdated()
-    for entry in MODULES:
-        write_skeletons(entry)
-        answers = ROOT / "lessons" / get_answers_path(entry)
-        replace_file(answers, written.make_template(entry, ROOT), ROOT / REPLACED / entry.package)
-    for path, text in handout.make_documents(ROOT).items():
-        path.write_text(text)
-    return changed
-
-
 def get_answers_path(entry: Module) -> Path:
     """Return the path of the file with written answers, relative to `lessons` or a submission."""
     return Path(entry.package) / written.ANSWERS
 
 
-def write_skeletons(entry: Module) -> Path:
-    """Write a module's skeletons and return the path of the main one. Move the files that they replace to REPLACED."""
-    replace(entry, ROOT / REPLACED / entry.package)
-    return ROOT / "lessons" / entry.path
+def find_outdated() -> dict[Path, str]:
+    """Return the new texts of the skeletons, templates and documents that are not up to date."""
+    texts = {ROOT / "lessons" / path: text for entry in MODULES for path, text in make_skeletons(entry).items()}
+    texts |= handout.make_documents(ROOT)
+    texts |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry, ROOT) for entry in MODULES}
+    return {path: text for path, text in texts.items() if not path.is_file() or path.read_bytes() != text.encode()}
+
+
+def write() -> list[Path]:
+    """Write all skeletons, templates and documents. Return the files that changed; the old ones are in REPLACED."""
+    outdated = find_outdated()
+    for path, text in outdated.items():
+        replace_file(path, text, ROOT / REPLACED)
+    return list(outdated)
 
 
 def reset(entry: Module) -> list[Path]:
     """Restore a module's skeletons in `lessons`. Return the paths of the backups beside them."""
-    return replace(entry, ROOT / "lessons" / entry.package)
-
-
-def replace(entry: Module, backups: Path) -> list[Path]:
-    """Write the skeletons to `lessons`. Move existing files that differ to `backups` and return their new paths."""
-    moved = [replace_file(ROOT / "lessons" / path, text, backups) for path, text in make_skeletons(entry).items()]
+    folder = ROOT / "lessons" / entry.package
+    moved = [replace_file(ROOT / "lessons" / path, text, folder) for path, text in make_skeletons(entry).items()]
     return [path for path in moved if path]
 
 
