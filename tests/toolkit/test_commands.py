@@ -44,7 +44,8 @@ def find_commands(text: str) -> list[str]:
     return found + [code for code in inline if COMMAND.fullmatch(code)]
 
 
-COMMANDS = {command for document in documents() for command in find_commands(read_markdown(document))}
+CURRENT = [path for path in documents() if path.name != "CHANGELOG.md"]  # which names what is no more
+COMMANDS = {command for document in CURRENT for command in find_commands(read_markdown(document))}
 
 
 def test_commands_are_found():

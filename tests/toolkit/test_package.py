@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -154,8 +153,6 @@ def test_only_its_owner_may_read_it_and_equal_courses_make_equal_zips(archive, t
     [
         (["--modules", "99"], "there is no module"),
         (["--modles", "1"], "unrecognized arguments: --modles 1"),
-        (["--limit", "soon"], "invalid float value: 'soon'"),
-        (["--class", "."], "not allowed with"),
         (["--out", "x.json"], "which run_autograder sets"),
         (["--visibility", "test_nothing=hidden"], "test_nothing is not a part (core), a module (1, "),
     ],
@@ -179,23 +176,6 @@ def test_all_uploads_get_one_seed(monkeypatch, capsys):
     assert given == (["--modules", "1", "--seed", "@seed"], 7)
     assert first != second and min(first, second) > 2**40, "or students could find it by trying"
     assert f"with seed {first}," in capsys.readouterr().out
-
-
-def test_setup_prints_its_commands_and_runs_none(archive, tmp_path):
-    unpack(archive, tmp_path / "source")
-    (tmp_path / "bin").mkdir()
-    for name in ("apt-get", "python3", "chmod"):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path))}/ran-$0\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "DRY_RUN": "1"}
-    before = sorted(tmp_path.rglob("*"))
-    done = subprocess.run([tmp_path / "source" / "setup.sh"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert sorted(tmp_path.rglob("*")) == before
-    lines = done.stdout.splitlines()
-    assert lines and all(line.startswith("+ ") for line in lines)
-    assert [line.split()[1] for line in lines[:2]] == ["apt-get", "apt-get"]
-    assert any("whl/cpu torch==" in line for line in lines)
 
 
 def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):

@@ -19,33 +19,22 @@ def test_names_of_the_coalescing_manager():
     assert isinstance(c10d._world.pg_coalesce_state, dict), COALESCE + "c10d._world.pg_coalesce_state, by group"
 
 
-def capture() -> dict:
-    """Return the results of the manager for a normal block and for a block that ends with an exception."""
-    found = {}
+def capture() -> list[tuple[str, bool, int]]:
+    """Return what the manager knows about the calls in its block."""
     tensors = [torch.ones(2), torch.ones(3)]
     with c10d._coalescing_manager(async_ops=True) as handle:
         for tensor in tensors:
             dist.all_reduce(tensor)
         calls = c10d._world.pg_coalesce_state[dist.group.WORLD]
-        found["calls"] = [(call.op.__name__, call.redop == dist.ReduceOp.SUM, call.tensor.numel()) for call in calls]
+        found = [(call.op.__name__, call.redop == dist.ReduceOp.SUM, call.tensor.numel()) for call in calls]
     handle.wait()
-    found["sums"] = [tensor.sum().item() for tensor in tensors]
-    try:
-        with c10d._coalescing_manager(async_ops=True):
-            raise KeyError
-    except KeyError:
-        found["still captures"] = dist.group.WORLD in c10d._world.pg_coalesce_state
+    assert [tensor.sum().item() for tensor in tensors] == [4.0, 6.0]
     return found
 
 
 def test_behaviour_of_the_coalescing_manager():
-    for found in run_ranks(capture, world_size=2, mode="record"):
-        assert found["calls"] == [("all_reduce", True, 2), ("all_reduce", True, 3)], (
-            COALESCE + "op, redop and tensor of the calls in a block, until it ends"
-        )
-        assert found["sums"] == [4.0, 6.0]
-        # Were this no longer so, coalesce and the reading of module 6 could be simpler.
-        assert found["still captures"], "the manager cleans up after an exception by itself now"
+    calls = [("all_reduce", True, 2), ("all_reduce", True, 3)]
+    assert list(run_ranks(capture, world_size=2, mode="record")) == [calls] * 2, COALESCE + "op, redop and tensor"
 
 
 @pytest.mark.parametrize("interfaces", ["", find_loopback_interface()])
