@@ -70,7 +70,6 @@ REFUSED_OFFLINE = {
     "inotify_init": (253, -1), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
 
-
 MOST_MEMORY = 3 << 30  # bytes of a process of an offline rank, in addition to what torch has mapped
 MOST_PROCESSES = 400  # of a user, threads included
 MOST_FILE = 64 << 20  # bytes of a file

@@ -76,7 +76,6 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("notify", lambda: fcntl.fcntl(os.open("/usr", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS))
     attempt("terminal", os.openpty)
     found["pid"] = os.getpid(), os.getppid()
-    attempt("gloo", lambda: make_gloo())
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):
         attempt(f"write {place}", lambda place=place: Path(place, f"from-{rank}").write_text("secret"))
     dist.barrier()
@@ -95,15 +94,6 @@ def is_visible(pid: int) -> bool:
         return True
     except OSError:
         return False
-
-
-def make_gloo() -> str:
-    try:
-        store = dist.FileStore("/tmp/store", 1)
-        dist.ProcessGroupGloo(store, 0, 1)
-        return "made"
-    except RuntimeError as error:
-        return str(error).splitlines()[0][:60]
 
 
 def exchange_everything() -> dict[str, Any]:
