@@ -135,26 +135,19 @@ def explain_lost_view(results):
     `results` are those of the scenario `train`.
     """
     for rank, result in enumerate(results):
-        for step, buffers in enumerate(result["buffers"]):
-            for buffer, before in zip(buffers, result["offsets_before_finish"][step]):
+        for step, (buffers, all_before) in enumerate(zip(result["buffers"], result["offsets_before_finish"])):
+            where = f"after finish_grad_sync on rank {rank} in step {step}, .grad is"
+            for buffer, before in zip(buffers, all_before):
                 lost = [name for name, offset in buffer["offsets"].items() if offset is None]
                 others = [name for name in lost if name not in buffer["absent"]]
+                what = f"{where} not a view of the buffer for {join_names(others)}"
+                if others and all(before.get(name) is not None for name in others):
+                    return f"{what}, although it was a view before. finish_grad_sync must change it in place."
                 if others:
-                    what = (
-                        f"after finish_grad_sync on rank {rank} in step {step}, .grad is not a view of the buffer for "
-                        f"{join_names(others)}"
-                    )
-                    if all(before.get(name) is not None for name in others):
-                        return what + ", although it was a view before. finish_grad_sync must change it in place."
-                    return (
-                        what
-                        + ". The wrapper did not restore the view after zero_grad removed it, or it attached a copy."
-                    )
+                    return f"{what}. The wrapper did not restore the view after zero_grad, or it attached a copy."
                 if lost:
-                    return (
-                        f"after finish_grad_sync on rank {rank} in step {step}, .grad is None for {join_names(lost)}. "
-                        "finish_grad_sync must also attach the views of gradients that never became ready."
-                    )
+                    what = "finish_grad_sync must also attach the views of gradients that never became ready."
+                    return f"{where} None for {join_names(lost)}. {what}"
     return ""
 
 
