@@ -277,8 +277,10 @@ def expect_buckets(case, buckets):
         expect(total <= case["cap_bytes"] or len(bucket) == 1, right, wrong, why)
     for total, after in zip(totals, buckets[1:]):
         if len(set(case["dtypes"])) == 1:
-            right = "a bucket closes only if the next parameter does not fit. A parameter that fits exactly belongs to "
-            right, wrong = right + "the bucket", f"{got}. Parameter #{after[0]} would still fit"
+            right = (
+                "a bucket closes only if the next parameter does not fit. One that fits exactly belongs to the bucket"
+            )
+            wrong = f"{got}. Parameter #{after[0]} would still fit"
             why = partial(diagnosis.explain_small_bucket, apply_rule, case, sizes, buckets)
             expect(total + sizes[after[0]] > case["cap_bytes"], right, wrong, why)
 

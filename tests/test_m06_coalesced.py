@@ -454,9 +454,10 @@ def sort_by_dtype(pairs):
 def expect_waited(launched, at, events):
     """Expect that each launch of the step at["step"] is awaited in it, and its tensors unchanged until then."""
     forgotten = [launch for launch in launched if at["step"] not in launch.wait_steps]
-    right, wrong = "every handle is waited on in the step that launched it", "the step did not wait for "
+    right = "every handle is waited on in the step that launched it"
+    wrong = f"the step did not wait for {summarize(forgotten)}"
     cause = find_leftover(events) or diagnosis.NOT_AWAITED if forgotten else ""
-    expect(not forgotten, right, wrong + summarize(forgotten), cause, **at)
+    expect(not forgotten, right, wrong, cause, **at)
     raced = [launch for launch in launched if launch.raced]
     right = "the tensors of a launch do not change before its handle is waited on"
     expect(not raced, right, f"the tensors changed in {summarize(raced)}", diagnosis.RACED, **at)

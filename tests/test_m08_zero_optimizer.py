@@ -291,8 +291,8 @@ def test_zero_state_is_shared(submission):
                 right = f"the fp32 main parameters take at most {bound} bytes on each of {world} ranks"
                 wrong = f"optimizer.optim has {result['fp32_bytes']} bytes of fp32 parameters"
                 expect(result["fp32_bytes"] <= bound, right, wrong, diagnosis.WHOLE_MASTERS, rank=rank)
-                right, wrong = "after a step, no fp32 copies of the gradients are left", "the parameters of "
-                wrong += f"optimizer.optim have gradients of {result['grad_bytes']} bytes outside the buffers"
+                right = "after a step, no fp32 copies of the gradients are left"
+                wrong = f"optimizer.optim has {result['grad_bytes']} bytes of gradients outside the buffers"
                 expect(not result["grad_bytes"], right, wrong, diagnosis.GRADIENTS_KEPT, rank=rank)
         total = sum(result["state_bytes"] for result in results)
         right = f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32"
