@@ -202,8 +202,8 @@ def draw_timelines(
     trace: Path,
 ) -> None:
     """Measure a step of each variant, write the three files, and print the length of each step."""
-    from brigade.lab import ladder, timeline, timeline_view
-    from brigade.lab.timeline_plot import draw
+    from brigade.lab import ladder, timeline
+    from brigade.lab.timeline_plot import draw, save_html
 
     batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
     workload = replace(timeline.WORKLOAD, batch_size=batch_size, bucket_mb=options.bucket_mb, **network)
@@ -214,7 +214,7 @@ def draw_timelines(
         timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
     draw(timelines, picture, width=1200)
     timeline.save_chrome(timelines, trace)
-    timeline_view.save_html(timelines, page)
+    save_html(timelines, page)
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if shown.doubt:

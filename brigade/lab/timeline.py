@@ -3,7 +3,7 @@
     [timeline] = trace([get_variant(get_module(3))])
     make_chrome_trace([timeline])     the step for https://ui.perfetto.dev and chrome://tracing
 
-`timeline_plot.py` draws timelines. `timeline_view.py` writes an interactive page.
+`timeline_plot.py` draws timelines, and writes them as an interactive page.
 
 The workload's link is emulated (`emulated_link.py`). Ranks compute on the CPU, because on a GPU, the events show when
 work was queued, not when it ran.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +93,7 @@ class Collective(Span):
 
     @property
     def labels(self) -> list[str]:
-        """The possible labels of the collective in `timeline_view.py`, the longest first."""
+        """The possible labels of the collective on the interactive page, the longest first."""
         size = f"{self.launch.nbytes / 1e6:.2g} MB"
         short = (self.launch.name or "").removesuffix(".weight")
         return [*([f"{short}, {size}", short] if short else []), f"{self.label}: {size}", self.label]
@@ -211,10 +210,9 @@ def number_launches(launched: Sequence[Launch], planned: Sequence[program.Launch
     numbered in the order of backward, and units in the order of forward, from 0 for the root. If the launches are not
     the planned ones, return how many earlier launches have the same operation.
     """
-    counters = defaultdict(itertools.count)
-    counts = [next(counters[one.op]) for one in launched]
-    plans = {op: [one for one in planned if one.op == op] for op in counters}
-    matches = [plans[one.op][count % len(plans[one.op])] for one, count in zip(launched, counts) if plans[one.op]]
+    counts = [sum(earlier.op == one.op for earlier in launched[:place]) for place, one in enumerate(launched)]
+    plans = {op: itertools.cycle([one for one in planned if one.op == op]) for op in {one.op for one in planned}}
+    matches = [next(plans[one.op]) for one in launched if one.op in plans]
     if [one.nbytes for one in launched] != [one.nbytes for one in matches] or len(matches) < len(planned):
         return counts
     carried = [tuple(sorted(one.param_indices)) for one in matches]

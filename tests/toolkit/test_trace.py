@@ -13,7 +13,7 @@ from lab_files import make_submission
 
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course.modules import ROOT, get_module
-from brigade.lab import ladder, timeline, timeline_plot, timeline_view
+from brigade.lab import ladder, timeline, timeline_plot
 from brigade.rank.emulated_link import Link
 from tools import figures
 
@@ -116,7 +116,7 @@ def read_page(path):
 def test_the_page_has_all_that_was_traced_and_loads_nothing(traced, tmp_path):
     path = tmp_path / "out" / "timeline.html"
     hostile = "</script><b>"
-    timeline_view.save_html([replace(traced[3], label=hostile), traced[6]], path)
+    timeline_plot.save_html([replace(traced[3], label=hostile), traced[6]], path)
     text, view = read_page(path)
     assert hostile not in text
     assert not re.search(r"src=|href=|@import|url\(h", text)
