@@ -71,7 +71,6 @@ def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float
     if _running:
         _running.stop()
     _running = Ranks(n, mode, deadline_s)
-    _running.wait_for_start()
     with contextlib.suppress(ImportError):
         from IPython import get_ipython
 
@@ -113,6 +112,7 @@ class Ranks:
         }
         for rank in range(self.world_size):
             self._start_rank(request | {"rank": rank})
+        self._finish(range(self.world_size), START_S)
 
     def _start_rank(self, request: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
@@ -131,10 +131,6 @@ class Ranks:
         self._connections.append(Connection(ours.detach()))
         self._send(request["rank"], request)
 
-    def wait_for_start(self) -> None:
-        """Wait until all ranks have a process group. Raise RanksError if they do not start."""
-        self._finish(range(self.world_size), START_S)
-
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
         """Execute Python text on all ranks (or on `ranks`), as a `%%px` cell does, and show what they print.
 
@@ -149,6 +145,9 @@ class Ranks:
 
     def read_events(self) -> list[list[Event]]:
         """Return, for each rank, the events that it recorded since it was started."""
+        for rank, connection in enumerate(self._connections):
+            while connection.poll() and (message := self._receive(rank))[0] == "event":
+                self._events[rank].append(message[1])
         return [[*events] for events in self._events]
 
     def stop(self) -> None:
