@@ -167,8 +167,8 @@ class Ladder:
     """The results of `run_benchmark`.
 
     `expected_loss` is the loss of one process, in nats per token. `computation` is the measurement of the same steps
-    without communication. `link` is the emulated link, made for `backward_s`, the time of backward
-    alone. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
+    without communication. `link` is the emulated link, made for `backward_s`, the time of backward alone. `real_s` is
+    the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
     """
 
     workload: Workload
@@ -229,10 +229,7 @@ def get_variant(entry: Module) -> Variant:
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
-    """Return the variant with buckets of `bucket_mb` MiB and with this size in its label.
-
-    If `bucket_mb` is None, return the variant unchanged.
-    """
+    """Return the variant with buckets of `bucket_mb` MiB, if this is not None, and with this size in its label."""
     label = f"{variant.label}, {bucket_mb:g} MiB" if bucket_mb else variant.label
     return replace(variant, label=label, bucket_mb=bucket_mb)
 
