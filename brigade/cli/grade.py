@@ -8,18 +8,18 @@ import secrets
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from brigade.checks.run import prepare
 from brigade.cli.options import ABOVE_ZERO, add
 from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
 from brigade.course.submission import find
-from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look, visibility
+from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look
+from brigade.grade.gradebook import Row
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import machine, ranks
@@ -45,12 +45,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--please-look FILE", look)
     add(parser, "--out FILE", "the results file (default: print to the terminal)")
     formatted = "the output format (default: gradescope with --out, otherwise text)"
-    add(parser, "--format", formatted, choices=formats.FORMATS)
-    repeated = {"action": "append", "default": []}
-    add(parser, "--meta NAME=VALUE", "a field in the classroom50 format; you can repeat this option", **repeated)
-    seen = "what students see on Gradescope. NAME is a part such as core, a module such as 3, or a check such as "
-    seen += f"test_subgroups; VALUE is one of {', '.join(visibility.VALUES)}; you can repeat this option"
-    add(parser, "--visibility NAME=VALUE", seen, **repeated)
+    add(parser, "--format", formatted, choices=tuple(formats.WRITERS))
     selection = parser.add_mutually_exclusive_group()
     add(selection, "--modules LIST", "modules of one part, such as 1-4 or 2,5", default="")
     add(selection, "--part", "all modules of a part (default: core)", default=CORE, choices=PARTS)
@@ -116,13 +111,14 @@ def delay_interrupts() -> Iterator[None]:
 
 def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grade --submission and write the results to --out."""
-    if options.gradebook:
-        raise CourseError("--gradebook works only with --class; for one submission, use --out")
-    if options.roster or options.feedback:
-        raise CourseError("--roster and --feedback work only with --class")
-    render = choose_format(options, entries)
+    if options.gradebook or options.roster or options.feedback:
+        raise CourseError("--gradebook, --roster and --feedback work only with --class; for one submission, use --out")
+    render = formats.WRITERS[options.format or ("gradescope" if options.out else "text")]
     out = resolve_results_file(options.out, options.submission)
     please_look = resolve_results_file(options.please_look, options.submission)
+    latest = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
+    found: list[int] = []
+    findings: list[str] = []
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -132,14 +128,12 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             latest = grading
             latest.found = found
             latest.findings = findings  # only Gradescope's format contains them, hidden from students
+            text = render(grading)
             if out:
-                formats.write(out, render(grading))
+                formats.write(out, text)
             done = sum(outcome.is_settled for outcome in grading.outcomes)
             progress.update(task, total=len(grading.outcomes), completed=done)
 
-        found: list[int] = []
-        findings: list[static_look.Finding] = []
-        latest = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
         with delay_interrupts():
             tempfile.gettempdir()  # creates a test file, which an interrupt would leave behind
         follow(latest)  # before torch is imported, which takes seconds
@@ -198,15 +192,10 @@ def draw_seed() -> int:
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grade all submissions in --class and write --gradebook. Return the exit status."""
-    misplaced = (options.out, options.format, options.meta, options.visibility, options.please_look)
-    if not options.gradebook or any(misplaced):
-        raise CourseError(
-            "--class needs --gradebook FILE.csv, and does not work with --out, --format, --meta, --visibility or "
-            "--please-look"
-        )
+    if not options.gradebook or options.out or options.format or options.please_look:
+        raise CourseError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --please-look")
     gradebook = resolve_results_file(options.gradebook)
     people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])
-    feedback = Path(options.feedback).resolve() if options.feedback else None
     ours = [Path(path).resolve() for path in (options.feedback, options.roster) if path]
     everyone = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *ours)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
@@ -223,88 +212,72 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         waiting = classroom.find_outdated(everyone, [*passed_on, seed_file.read_text()])
         passed_on += ["--seed", f"@{seed_file}"]  # the ranks' user may be able to read command lines
         room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
-        columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        columns += (TextColumn("{task.fields[left]}"),)
-        started = time.monotonic()
+        columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("", total=len(waiting), left="")
-
+            task = progress.add_task("", total=len(waiting))
             left_to_grade = set(waiting)
 
             def follow(student: classroom.Student) -> None:
                 left_to_grade.discard(student)
-                table = classroom.save(book, everyone, entries, left_to_grade, people).table
-                line = table[everyone.index(student)]
-                is_graded = student.fingerprint_file.exists()
-                what = f"{line['score']} points" if is_graded else line["note"]
+                line = classroom.save(book, everyone, entries, left_to_grade, people)[everyone.index(student)]
+                what = f"{line['score']} points" if student.fingerprint_file.exists() else line["note"]
                 console.print(f"{student.name}: {what}", markup=False)
-                done = progress.tasks[task].completed + 1
-                left = (time.monotonic() - started) / done * (len(waiting) - done)
-                progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
+                progress.advance(task)
 
             classroom.save(book, everyone, entries, left_to_grade, people)
             at_once = 1 if options.backend == "nccl" else max(1, min(room, machine.count_cores()))
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
-        identified = classroom.save(book, everyone, entries, people=people)
+        table = classroom.save(book, everyone, entries, people=people)
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
     report.print(f"All are graded with the seed in {seed_file}, which students must not know.")
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
-    now = classroom.read_scores(everyone)
-    rows = dict(zip(everyone, identified.table))
-    names = {student: str(row["student"]) for student, row in rows.items()}
-    if failed := [name for student, name in names.items() if student not in now]:
-        report.print(f"  not graded (the gradebook says why): {', '.join(failed)}")
-    if empty := [student for student in classroom.list_empty(everyone) if rows.pop(student)]:
-        without = ", ".join(names[student] for student in empty)
-        report.print(f"  score 0, because no module file was found (see the gradebook's note): {without}")
-    for student, score in before.items():
-        if score != now.get(student):
-            report.print(f"  {names[student]}: {score} points before, {now.get(student, 'none')} now")
-    for correction in book.corrections:
-        report.print(f"  changed by hand, and kept: {correction}")
-    if book.removed:
-        report.print(f"  kept, although the submission is not there any more: {', '.join(book.removed)}")
-    if feedback:
-        report.print(f"  feedback for {classroom.write_feedback(feedback, everyone, people)} submissions: {feedback}")
+    for line in list_remarks(everyone, before, table, book):
+        report.print(f"  {line}")
     if ignored:
         report.print(f"  columns of the roster that are not used: {', '.join(ignored)}")
-    if identified.unknown:
-        report.print(f"  not in the roster: {', '.join(identified.unknown)}")
-    if identified.missing:
-        report.print(f"  no submission: {', '.join(identified.missing)}")
-    for key, several in identified.several.items():
-        report.print(f"  several submissions by {key}: {', '.join(several)}")
+    if options.feedback:
+        count = classroom.write_feedback(ours[0], everyone, people)
+        report.print(f"  feedback for {count} submissions: {ours[0]}")
     if watched := classroom.write_findings(gradebook, everyone):
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
-    for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
-        report.print(f"  {conflict}; decide which one counts")
-    for check, count in classroom.count_failures([*rows.values()])[:10]:
-        report.print(f"  {count} of {len(everyone)} submissions fail {check}")
-    for group in similarity.find_groups(
-        similarity.find_pairs(classroom.read_class(classroom.name_students(everyone, people), entries))
-    ):
+    texts = {student.name: classroom.read_texts(student) for student in classroom.name_students(everyone, people)}
+    for group in similarity.find_groups(texts, entries):
         report.print(f"  near-identical in module {group.module}: {', '.join(group.names)} ({group.share:.0%})")
-    return 1 if failed else 0
+    return 1 if len(classroom.read_scores(everyone)) < len(everyone) else 0
 
 
-def choose_format(options: argparse.Namespace, entries: Sequence[Module]) -> Callable[[Grading], str]:
-    """Return the function that formats the results.
-
-    Raise CourseError if --meta or --visibility is malformed or misplaced.
-    """
-    form = options.format or ("gradescope" if options.out else "text")
-    if options.visibility:
-        if form != "gradescope":
-            raise CourseError("--visibility works only with --format gradescope")
-        chosen = visibility.resolve_visibility(options.visibility, entries)
-        return lambda grading: formats.format_gradescope(grading, chosen)
-    if form == "classroom50":
-        if malformed := [pair for pair in options.meta if "=" not in pair]:
-            raise CourseError(f"--meta {malformed[0]}: write it as NAME=VALUE")
-        metadata = formats.read_classroom50_metadata(dict(pair.split("=", 1) for pair in options.meta))
-        return lambda grading: formats.format_classroom50(grading, metadata)
-    if options.meta:
-        raise CourseError("--meta works only with --format classroom50")
-    return formats.WRITERS[form]
+def list_remarks(
+    everyone: Sequence[classroom.Student],
+    before: Mapping[classroom.Student, int],
+    table: Sequence[Row],
+    book: GradebookFile,
+) -> list[str]:
+    """Return what an instructor should know about a graded class. `before` are the scores of the earlier run."""
+    results = {student: student.read_result() for student in everyone}
+    names = {student: str(row["student"]) for student, row in zip(everyone, table)}
+    empty = [student for student, result in results.items() if result and not result["modules_found"]]
+    submissions: dict[str, list[str]] = {}
+    for row in table:
+        submissions.setdefault(str(row["student"]), []).append(str(row["submission"]))
+    groups = {
+        "not graded (the gradebook says why)": [names[student] for student, result in results.items() if not result],
+        "score 0, because no module file was found (see the gradebook's note)": [names[student] for student in empty],
+        "kept, although the submission is not there any more": book.removed,
+        roster.UNKNOWN: [str(row["student"]) for row in table if roster.UNKNOWN in str(row["note"])],
+        "no submission": [str(row["student"]) for row in table if not row["submission"]],
+    }
+    lines = [f"{what}: {', '.join(some)}" for what, some in groups.items() if some]
+    for student, score in before.items():
+        now = results[student]["score"] if results[student] else "none"
+        if score != now:
+            lines.append(f"{names[student]}: {score} points before, {now} now")
+    lines += [f"changed by hand, and kept: {correction}" for correction in book.corrections]
+    lines += [
+        f"several submissions by {name}: {', '.join(some)}" for name, some in submissions.items() if len(some) > 1
+    ]
+    full = [row for student, row in zip(everyone, table) if student not in empty]
+    for check, count in classroom.count_failures(full)[:10]:
+        lines.append(f"{count} of {len(everyone)} submissions fail {check}")
+    return lines

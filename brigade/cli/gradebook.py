@@ -55,7 +55,7 @@ def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -
     penalties = dict(parse_penalty(text, options.gradebooks) for text in options.late)
     tables = {name: gradebook.read_gradebook(Path(name)) for name in options.gradebooks}
     table = gradebook.merge(tables, options.keep, penalties)
-    formats.write(out, gradebook.format_csv(table))
+    formats.write(out, gradebook.BOM + gradebook.format_csv(gradebook.list_columns(table), table))
     console.print(f"{len(table)} students from {len(tables)} gradebooks: {out}")
 
 

@@ -15,7 +15,6 @@ from brigade.cli.grade import draw_seed, read_seed, select_graded_modules
 from brigade.cli.main import parse
 from brigade.course.modules import ROOT, CourseError
 from brigade.grade import gradescope_package
-from brigade.grade.visibility import resolve_visibility
 
 
 def check_options(options: Sequence[str]) -> argparse.Namespace:
@@ -23,7 +22,7 @@ def check_options(options: Sequence[str]) -> argparse.Namespace:
     chosen = parse(["grade", "--submission", "", *options])
     if chosen.submission or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
-    resolve_visibility(chosen.visibility, select_graded_modules(chosen))
+    select_graded_modules(chosen)
     return chosen
 
 

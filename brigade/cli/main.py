@@ -42,8 +42,6 @@ COMMANDS = (
             "brigade grade --submission DIR --out results.json", needs_solutions=True),
     Command("gradebook", "gradebook", "Merge gradebooks, or export one for Canvas or Moodle.",
             "brigade gradebook merge week1.csv week2.csv --keep best --out grades.csv", needs_solutions=True),
-    Command("similarity", "similarity", "Write a report on similar submissions of a class.",
-            "brigade similarity submissions --out report.html", needs_solutions=True),
     Command("skeletons", "skeletons", "Generate the skeletons and the handout.", "brigade skeletons --check",
             needs_solutions=True),
     Command("bench", "lab", "Compare all core modules with torch in one run.", "brigade bench --comm-ratio 0.8"),

@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import subprocess
 import textwrap
 import time
@@ -26,16 +25,15 @@ from typing import Any
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
 from brigade.course.submission import find, read_text
-from brigade.grade import feedback, formats, incoming, roster, similarity
+from brigade.grade import formats, incoming, roster
 from brigade.grade.gradebook import Row
 from brigade.grade.gradebook_file import GradebookFile
-from brigade.grade.roster import Identified, Person
+from brigade.grade.roster import Person
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 TRIES = 2  # attempts, if a grader is killed
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
 END_S = 20.0  # limit for a grader to clean up
-CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Student:
     name: str
     path: Path
     results: Path
-    conflict: str = ""  # a note on another submission that seems to be the same student's
     submission: str = ""  # the name of the file or directory, unique and printable
 
     @property
@@ -62,6 +59,12 @@ class Student:
     def log(self) -> Path:
         """The file with the grader's output."""
         return self.results.with_suffix(".log")
+
+    def read_result(self) -> dict[str, Any] | None:
+        """Return the results, or None if the student is not graded."""
+        if not (self.fingerprint_file.exists() and self.results.exists()):
+            return None
+        return json.loads(self.results.read_text())
 
 
 def get_results_path(gradebook: Path) -> Path:
@@ -83,26 +86,21 @@ def list_students(directory: Path, gradebook: Path, *others: Path) -> list[Stude
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
     ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), *others)
-    entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
-    found = [path for path in entries if path.name not in incoming.SKIPPED]
-    if not any(path.is_dir() or path.name.lower().endswith((*incoming.ARCHIVES, ".py")) for path in found):
-        raise CourseError(
-            f"there are no submissions in {directory}; it must contain one directory or archive per student"
-        )
-    same: dict[str, list[Path]] = {}
-    for path in found:
-        same.setdefault(formats.make_line(get_student_name(path)), []).append(path)
+    found = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
+    found = [path for path in found if path.name not in incoming.SKIPPED]
+    if not any(path.is_dir() or path.name.lower().endswith((".zip", ".py")) for path in found):
+        raise CourseError(f"there are no submissions in {directory}; it must contain one directory or zip per student")
     results = get_results_path(gradebook)
-    everyone: list[Student] = []
+    names = Counter(formats.make_line(get_student_name(path)) for path in found)
+    submissions: Counter[str] = Counter()
+    everyone = []
     for path in found:
         name, submission = (formats.make_line(text) for text in (get_student_name(path), path.name))
-        alike = ", ".join(formats.make_line(one.name) for one in same[name])  # such as ada, ada.zip
-        several = len(same[name]) > 1
-        conflict = f"Possibly one student: {alike}. All of them are graded" if several else ""
-        if count := sum(formats.make_line(one.path.name) == submission for one in everyone):
-            submission += f" ({count + 1})"  # the names differ in characters that cannot be shown
-        shown = submission if several else name
-        everyone.append(Student(shown, path, results / f"{limit_name(path.name)}.json", conflict, submission))
+        submissions[submission] += 1
+        if submissions[submission] > 1:  # the names differ in characters that cannot be shown
+            submission += f" ({submissions[submission]})"
+        shown = name if names[name] == 1 else submission  # such as ada and ada.zip
+        everyone.append(Student(shown, path, results / f"{limit_name(path.name)}.json", submission))
     return everyone
 
 
@@ -256,27 +254,19 @@ def make_row(student: Student, entries: Sequence[Module], waiting: Container[Stu
     """
     line: Row = {"student": student.name, "submission": student.submission, "score": "", "max": ""}
     line |= {f"module {entry.number}": "" for entry in entries}
-    try:
-        result = json.loads(student.results.read_text())
-    except (OSError, ValueError):
-        result = None
     if student in waiting:
-        earlier = f"; an earlier run under other conditions gave {result['score']} points" if result else ""
-        return line | {"note": collect_notes(student, f"not graded yet{earlier}")}
-    if result is None or not student.fingerprint_file.exists():
-        reasons = result["notes"][-1:] if result else [f"the grader wrote no results: see {student.log.name}"]
-        return line | {"note": collect_notes(student, "not graded", *reasons)}
+        return line | {"note": "not graded yet"}
+    result = student.read_result()
+    if result is None:
+        notes = json.loads(student.results.read_text())["notes"] if student.results.exists() else []
+        reason = notes[-1] if notes else f"the grader wrote no results: see {student.log.name}"
+        return line | {"note": f"not graded / {reason}"}
     line |= {"score": result["score"], "max": result["max_score"]}
     for entry in entries:
         line[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
     for check in result["checks"]:
         line[f"{check['module']}.{check['name'].removeprefix('test_')}"] = check["score"]
-    return line | {"note": collect_notes(student, *result["notes"])}
-
-
-def collect_notes(student: Student, *notes: str) -> str:
-    """Return the notes of a row, including a note on a conflict."""
-    return " / ".join(filter(None, [student.conflict, *notes]))
+    return line | {"note": " / ".join(result["notes"])}
 
 
 def save(
@@ -285,36 +275,26 @@ def save(
     entries: Sequence[Module],
     waiting: Container[Student] = (),
     people: Sequence[Person] = (),
-) -> Identified:
+) -> list[Row]:
     """Update the gradebook and return the grader's rows. The rows of students who are still `waiting` have no score.
 
     `people` is the roster, if there is one.
     """
     table = [make_row(student, entries, waiting) for student in everyone]
-    names = [get_student_name(student.path) for student in everyone]
-    identified = roster.identify(table, people, names) if people else Identified(table, [], [], {})
-    book.update(identified.table, entries)
-    return identified
-
-
-def read_results(everyone: Sequence[Student]) -> dict[Student, dict[str, Any]]:
-    """Return the results of the students who are graded."""
-    graded = [student for student in everyone if student.fingerprint_file.exists() and student.results.exists()]
-    return {student: json.loads(student.results.read_text()) for student in graded}
+    if people:
+        table = roster.identify(table, people, [get_student_name(student.path) for student in everyone])
+    book.update(table, entries)
+    return table
 
 
 def read_scores(everyone: Sequence[Student]) -> dict[Student, int]:
     """Return the scores of the students who are graded."""
-    return {student: result["score"] for student, result in read_results(everyone).items()}
-
-
-def list_empty(everyone: Sequence[Student]) -> list[Student]:
-    """Return the graded students whose submissions contain no module file."""
-    return [student for student, result in read_results(everyone).items() if not result["modules_found"]]
+    results = {student: student.read_result() for student in everyone}
+    return {student: result["score"] for student, result in results.items() if result}
 
 
 def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequence[Person] = ()) -> int:
-    """Write each graded student's feedback as text and as a web page, and archives of the pages for Moodle and Canvas.
+    """Write each graded student's feedback, and archives of these files for Moodle and Canvas.
 
     Return the number of students.
     """
@@ -322,15 +302,13 @@ def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequenc
     graded = [student for student in everyone if student.fingerprint_file.exists()]
     archives: dict[str, dict[str, str | bytes]] = {"moodle.zip": {}, "canvas.zip": {}}
     for student, named in zip(graded, name_students(graded, people)):
-        result = json.loads(student.results.read_text())
-        name, upload = limit_name(named.name.replace("/", "-")), formats.make_printable(student.path.name)
-        page = feedback.format_html(named.name, result)
-        formats.write(directory / f"{name}.txt", feedback.format_text(result))
-        formats.write(directory / f"{name}.html", page)
+        text = f"{named.name}\n\n{formats.format_result(student.read_result())}"
+        upload = formats.make_printable(student.path.name)
+        formats.write(directory / f"{limit_name(named.name.replace('/', '-'))}.txt", text)
         if roster.MOODLE.fullmatch(upload):
-            archives["moodle.zip"][f"{upload}/feedback.html"] = page
+            archives["moodle.zip"][f"{upload}/feedback.txt"] = text
         elif roster.CANVAS.fullmatch(upload) and upload.endswith(".zip"):  # Canvas shows the file under this name
-            archives["canvas.zip"][upload] = make_zip({"feedback.html": page})
+            archives["canvas.zip"][upload] = make_zip({"feedback.txt": text})
     for name, files in archives.items():
         (directory / name).unlink(missing_ok=True)
         if files:
@@ -359,26 +337,3 @@ def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
     """Return each failed check with the number of submissions that fail it, the largest number first."""
     columns = (column for row in table for column, value in row.items() if "." in column and value == 0)
     return Counter(columns).most_common()
-
-
-def read_class(everyone: Sequence[Student], entries: Sequence[Module]) -> similarity.ClassTexts:
-    """Return the texts of all students, and the texts that everybody has: skeletons, readings and hints.
-
-    The course's own answers are compared too, under the names of their directories.
-    """
-    texts: dict[str, dict[int, str]] = {student.name: read_texts(student) for student in everyone}
-    given = {}
-    for entry in entries:
-        for name, paths in (
-            ("solutions/", [ROOT / "solutions" / path for path in entry.paths]),  # no student's name has a slash
-            ("tests/", [entry.tests / "alternative.py"]),
-        ):
-            texts.setdefault(name, {})[entry.number] = "".join(path.read_text() for path in paths)
-        reading = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
-        given[entry.number] = [
-            *(
-                path.read_text() for path in sorted(entry.lesson.glob("*.py"))
-            ),  # the skeleton, and the measuring scripts
-            *map(textwrap.dedent, CODE.findall(reading)),
-        ]
-    return similarity.ClassTexts(texts, given, reference=set(texts) - {student.name for student in everyone})

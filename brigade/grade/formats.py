@@ -5,9 +5,9 @@ A file is replaced atomically, so that it is complete whenever it is read. Only 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,11 +18,9 @@ from xml.etree import ElementTree
 
 from brigade.checks import render
 from brigade.course import written
-from brigade.course.modules import CourseError, get_module
-from brigade.grade import feedback
+from brigade.course.modules import CourseError, Module, get_module
 from brigade.grade.outcome import UNFINISHED, Grading
-from brigade.grade.static_look import HEADING, Finding
-from brigade.grade.visibility import VISIBLE, Visibility
+from brigade.grade.static_look import HEADING
 
 SCREEN_CHARACTERS = 4_000  # of feedback for one check
 
@@ -37,12 +35,6 @@ CLASSROOM50_FIELDS = {
     "commit": "COMMIT_URL",
     "release": "RELEASE_URL",
     "review": "REVIEW_URL",
-}
-CLASSROOM50_OPTIONAL = ("datetime", "submitted_by")
-CLASSROOM50_FORMS = {
-    "assignment_type": ("individual|group|team", "be individual, group or team"),
-    "submission": ("submit/.*", "be a tag such as submit/2026-01-31T12-00-00Z-1a2b3c4"),
-    "datetime": (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", "have the form 2026-01-31T12:00:00Z"),
 }
 INSTANT = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -92,9 +84,9 @@ def list_feedback(grading: Grading) -> dict[tuple[int, str], str]:
     return texts
 
 
-def format_findings(findings: Sequence[Finding]) -> str:
+def format_findings(findings: Sequence[str]) -> str:
     """Return the findings of the static check for the instructor, or "" if there are none."""
-    lines = [make_printable(str(finding)) for finding in findings]
+    lines = [make_printable(finding) for finding in findings]
     return "\n".join(["For the instructor only. This list does not change the score.", *lines, ""]) if lines else ""
 
 
@@ -152,15 +144,36 @@ def clean(value: Any) -> Any:
     return make_printable(value)[:SCREEN_CHARACTERS] if isinstance(value, str) else value
 
 
-def format_gradescope(grading: Grading, visibility: Visibility | None = None) -> str:
-    """Return Gradescope's results.json.
+def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, list[Mapping[str, Any]]]]:
+    """Return the modules of a result, each with its checks."""
+    grouped = itertools.groupby(result["checks"], key=lambda check: check["module"])
+    return [(get_module(number), list(checks)) for number, checks in grouped]
 
-    Students do not see the seed, because it is the same for all uploads. If they do not see all checks, their text has
-    no score, and there is no leaderboard. Gradescope then hides the total.
-    """
-    visibility = visibility or {}
+
+def list_heading(result: Mapping[str, Any], shows_seed: bool = False) -> list[str]:
+    """Return the score, perhaps with the seed, the written points that it does not include, and the remarks."""
+    score = f"{result['score']} of {result['max_score']} points" + f", seed {result['seed']}" * shows_seed
+    return [score, *filter(None, [result["not_included"]]), *result["notes"]]
+
+
+def format_result(result: Mapping[str, Any], shows_seed: bool = False) -> str:
+    """Return the text of a result for people: the score, then every module, with the feedback on failed checks."""
+    instant = result["started"].replace("T", " ").replace("Z", " UTC")
+    lines = [*list_heading(result, shows_seed), f"Graded on {instant}.", ""]
+    for module, checks in list_modules(result):
+        earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
+        lines.append(f"Module {module.number}: {module.title}, {earned} of {possible} points")
+        for check in checks:
+            mark = "+" if check["status"] == "passed" else "-"
+            lines.append(f"  {mark} {check['score']}/{check['points']}  {check['number']:<5} {check['title']}")
+            lines += [" " * 15 + line for line in check["feedback"].splitlines()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def format_gradescope(grading: Grading) -> str:
+    """Return Gradescope's results.json. Students do not see the seed, because it is the same for all uploads."""
     result = encode_grading(grading)
-    shows_all = all(value == VISIBLE for value in visibility.values())
     tests = [
         {
             "score": check["score"],
@@ -171,7 +184,6 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
             "output": check["feedback"],
             "output_format": "text",
             "tags": [f"module {check['module']}", check["name"]],
-            "visibility": visibility.get((check["module"], check["name"]), VISIBLE),
         }
         for check in result["checks"]
     ]
@@ -181,22 +193,22 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
         tests.append(
             {"name": HEADING, "output": findings, "output_format": "text", "tags": [HEADING], "visibility": "hidden"}
         )
-    heading = feedback.list_heading(result)
     gradescope = {
         "score": result["score"],
         "execution_time": result["seconds"],
-        "output": "\n".join(heading if shows_all else ["Some checks and the score are hidden.", *heading[1:]]),
-        "visibility": VISIBLE,
+        "output": "\n".join(list_heading(result)),
+        "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": tests,
+        "leaderboard": [{"name": "Points", "value": result["score"], "order": "desc"}],
     }
-    if shows_all:
-        gradescope["leaderboard"] = [{"name": "Points", "value": result["score"], "order": "desc"}]
     return json.dumps(gradescope, indent=2) + "\n"
 
 
-def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
-    """Return Classroom 50's result.json. `metadata` comes from `read_classroom50_metadata`."""
+def format_classroom50(grading: Grading) -> str:
+    """Return Classroom 50's result.json. Raise CourseError if its runner has not set an environment variable."""
+    if missing := [variable for variable in CLASSROOM50_FIELDS.values() if not os.environ.get(variable)]:
+        raise CourseError(f"--format classroom50 needs the environment variables {', '.join(missing)}")
     now = datetime.now(timezone.utc).strftime(INSTANT)
     result = encode_grading(grading)
     open_end = "" if grading.finished else f" ({UNFINISHED})"
@@ -206,12 +218,12 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
         test = {"test-name": name + ("" if passed else open_end), "passed": passed}
         test |= {"score": check["score"], "max-score": check["points"]}
         tests.append(test if passed else test | {"output": check["feedback"]})
-    heading = "\n".join(feedback.list_heading(result, shows_seed=True))
+    heading = "\n".join(list_heading(result, shows_seed=True))
     tests.append({"test-name": "Summary", "passed": True, "score": 0, "max-score": 0, "output": heading})
     classroom50 = {
         "schema": "classroom50/result/v1",
         "datetime": now,  # when it was submitted; Classroom 50's runner replaces it with the time of the commit
-        **metadata,
+        **{field: os.environ[variable] for field, variable in CLASSROOM50_FIELDS.items()},
         "graded_at": now,
         "score": result["score"],
         "max-score": result["max_score"],
@@ -220,56 +232,30 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
     return json.dumps(classroom50, indent=2) + "\n"
 
 
-def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields from the options or from the environment.
-
-    Raise CourseError if a field is missing, unknown or malformed.
-    """
-    if unknown := given.keys() - CLASSROOM50_FIELDS - set(CLASSROOM50_OPTIONAL):
-        known = ", ".join([*CLASSROOM50_FIELDS, *CLASSROOM50_OPTIONAL])
-        raise CourseError(f"--meta {min(unknown)}: Classroom 50 has no such field; its fields are {known}")
-    found: dict[str, Any] = {}
-    for name, variable in CLASSROOM50_FIELDS.items():
-        found[name] = given.get(name) or os.environ.get(variable)
-        if not found[name]:
-            raise CourseError(
-                f"--format classroom50 needs {name}; pass --meta {name}=... or set {variable} in the environment"
-            )
-    if "datetime" in given:
-        found["datetime"] = given["datetime"]
-    for name, (form, description) in CLASSROOM50_FORMS.items():
-        if name in found and not re.fullmatch(form, found[name]):
-            raise CourseError(f"{name} must {description}, not {found[name]}")
-    if "submitted_by" in given:
-        found["submitted_by"] = {"username": given["submitted_by"]}
-    return found
-
-
 def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
     result = encode_grading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{result['seconds']:.3f}")
-    heading = "\n".join(feedback.list_heading(result, shows_seed=True))
-    for module in feedback.list_modules(result):
-        package, suite = get_module(module.number).package, ElementTree.SubElement(top, "testsuite")
-        failed = [check for check in module.checks if check["status"] != "passed"]
-        counts = {"tests": str(len(module.checks)), "failures": str(len(failed)), "errors": "0", "skipped": "0"}
-        seconds = sum(check["seconds"] for check in module.checks)
-        suite.attrib |= {"name": package, **counts, "time": f"{seconds:.3f}", "timestamp": result["started"]}
-        for check in module.checks:
-            time = f"{check['seconds']:.3f}"
-            case = ElementTree.SubElement(suite, "testcase", classname=package, name=check["name"], time=time)
+    for module, checks in list_modules(result):
+        failed = [check for check in checks if check["status"] != "passed"]
+        counts = {"tests": str(len(checks)), "failures": str(len(failed)), "errors": "0", "skipped": "0"}
+        seconds = sum(check["seconds"] for check in checks)
+        times = {"time": f"{seconds:.3f}", "timestamp": result["started"]}
+        suite = ElementTree.SubElement(top, "testsuite", {"name": module.package, **counts, **times})
+        for check in checks:
+            named = {"classname": module.package, "name": check["name"], "time": f"{check['seconds']:.3f}"}
+            case = ElementTree.SubElement(suite, "testcase", named)
             if check in failed:
                 message = f"{check['number']}: 0 of {check['points']} points"
                 ElementTree.SubElement(case, "failure", message=message).text = check["feedback"]
-        ElementTree.SubElement(suite, "system-out").text = heading
+        ElementTree.SubElement(suite, "system-out").text = "\n".join(list_heading(result, shows_seed=True))
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
 def format_text(grading: Grading) -> str:
-    """Return text for people: the score, then every module, with the feedback on failed checks."""
-    return feedback.format_text(encode_grading(grading), shows_seed=True)
+    """Return text for people, with the seed."""
+    return format_result(encode_grading(grading), shows_seed=True)
 
 
 WRITERS: dict[str, Callable[[Grading], str]] = {
@@ -277,5 +263,5 @@ WRITERS: dict[str, Callable[[Grading], str]] = {
     "json": format_json,
     "junit": format_junit,
     "text": format_text,
+    "classroom50": format_classroom50,
 }
-FORMATS = (*WRITERS, "classroom50")

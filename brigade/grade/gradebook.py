@@ -33,10 +33,9 @@ def escape_formula(value: str | int | float) -> str | int | float:
     return FORMULA.sub(r"\1\2'", value)
 
 
-def format_csv(table: Sequence[Row]) -> str:
-    """Return the table as CSV, with the columns of all rows, and without formulas."""
-    escaped = [{key: escape_formula(value) for key, value in row.items()} for row in table]
-    return BOM + format_columns(list_columns(table), escaped)
+def format_csv(columns: Sequence[str], table: Sequence[Row]) -> str:
+    """Return these columns of the table as CSV without formulas."""
+    return format_columns(columns, [{key: escape_formula(value) for key, value in row.items()} for row in table])
 
 
 def list_columns(table: Sequence[Row]) -> list[str]:
@@ -95,7 +94,7 @@ def read_gradebook(path: Path) -> list[Row]:
 
 
 def list_modules(table: Sequence[Mapping]) -> list[Module]:
-    """Return the modules whose points the table contains. Raise CourseError if the course has no such module."""
+    """Return the modules for which the table has a column. Raise CourseError if the course has no such module."""
     found = {match[1] for row in table for column in row if (match := re.fullmatch(r"module (\d+)", column))}
     return [get_module(number) for number in sorted(found, key=int)]
 
@@ -160,9 +159,9 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
     of a module's checks come from the row whose points are kept, without the penalty. For other columns, keep the last
     value. Raise CourseError if the modules belong to several parts of the course.
     """
-    entries = list_modules([row for table in gradebooks.values() for row in table])
+    every_row = [row for table in gradebooks.values() for row in table]
+    entries, with_written = list_modules(every_row), list_written(every_row)
     refuse_several_parts(entries)
-    with_written = list_written([row for table in gradebooks.values() for row in table])
     students: dict[str, list[tuple[str, Row]]] = {}
     for name, table in gradebooks.items():
         for row in table:
@@ -185,39 +184,28 @@ def merge_student(
 
     The score and the maximum are left empty.
     """
-    taken = re.compile(r"score|max|note|module \d+|\d+\..*")
-    merged: Row = {}
-    for _, row in rows:
-        merged |= {column: value for column, value in row.items() if not taken.fullmatch(column) and value != ""}
-    points: Row = {}
+    ours = re.compile(r"score|max|note|module \d+|\d+\..*")
+    others: Row = {}
+    points: Row = {f"module {entry.number}": "" for entry in entries}
     checks: Row = {}
+    late: dict[str, str] = {}
     notes = []
-    for entry in entries:
-        column = f"module {entry.number}"
-        graded = [
-            (value * (1 - penalties.get(name, 0) / 100), place)
-            for place, (name, row) in enumerate(rows)
-            if (value := read_points(row, column)) is not None
-        ]
-        if not graded:
-            points[column] = ""
-            continue
-        value, place = graded[-1] if keep == "last" else max(graded, key=lambda pair: pair[0])
-        name, row = rows[place]
-        points[column] = shorten(value)
-        checks |= {key: cell for key, cell in row.items() if key.startswith(f"{entry.number}.")}
-        if penalties.get(name):
-            notes.append(f"{column}: {shorten(penalties[name])} % off ({name})")
-        notes.append(str(row.get("note", "")))
-    merged |= {"score": "", "max": ""}
-    if all(value == "" for value in points.values()):
-        notes = [str(row.get("note", "")) for _, row in rows]
-    return merged | points | checks | {"note": join_texts(notes)}
-
-
-def join_texts(texts: Sequence[str]) -> str:
-    """Join the distinct texts that are not empty, in order."""
-    return " / ".join(dict.fromkeys(filter(None, texts)))
+    for name, row in rows:
+        others |= {column: value for column, value in row.items() if not ours.fullmatch(column) and value != ""}
+        notes += [f"{name}: {row['note']}"] if row.get("note") else []
+        penalty = penalties.get(name, 0)
+        for column, kept in points.items():
+            earned = read_points(row, column)
+            if earned is None:
+                continue
+            value = earned * (1 - penalty / 100)
+            if keep == "last" or kept == "" or value > float(kept):
+                points[column] = shorten(value)
+                prefix = column.removeprefix("module ") + "."
+                checks |= {key: cell for key, cell in row.items() if key.startswith(prefix)}
+                late[column] = f"{column}: {shorten(penalty)} % off ({name})" if penalty else ""
+    note = " / ".join(filter(None, [*late.values(), *notes]))
+    return others | {"score": "", "max": ""} | points | checks | {"note": note}
 
 
 def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
@@ -225,21 +213,14 @@ def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
 
     Canvas identifies students by its own ID or, without one, by their SIS ID or their login.
     """
-    entries = list_modules(table)
     identified, others = split_identified(table, list(CANVAS.values()), "Canvas")
-    possible = {f"Module {entry.number}": entry.points for entry in entries}
+    possible = {f"Module {entry.number}": entry.points for entry in list_modules(table)}
     possible |= {f"Written {entry.number}": written.count_points([entry]) for entry in list_written(table)}
-    headings = ["Student", *CANVAS, "Section", *possible]
     rows: list[Row] = [{"Student": "Points Possible"} | possible]
     for row in identified:
         person = {"Student": row.get("name") or row["student"], "Section": row.get("section", "")}
         rows.append(person | {heading: row.get(column, "") for heading, column in CANVAS.items()} | list_points(row))
-    return format_export(headings, rows), others
-
-
-def format_export(headings: Sequence[str], rows: Sequence[Row]) -> str:
-    """Return a file for a platform, without formulas."""
-    return format_columns(headings, [{key: escape_formula(value) for key, value in row.items()} for row in rows])
+    return format_csv(["Student", *CANVAS, "Section", *possible], rows), others
 
 
 def export_moodle(table: Sequence[Row]) -> tuple[str, list[str]]:
@@ -247,14 +228,11 @@ def export_moodle(table: Sequence[Row]) -> tuple[str, list[str]]:
 
     Moodle identifies students by one column. Use the email address, the ID number or the user name, in this order.
     """
-    entries = list_modules(table)
     columns = {key for row in table for key, value in row.items() if value != ""}
     heading = next((heading for heading, column in MOODLE.items() if column in columns), "Email address")
     identified, others = split_identified(table, [MOODLE[heading]], "Moodle")
     rows = [{heading: row[MOODLE[heading]]} | list_points(row) for row in identified]
-    points = [f"Module {entry.number}" for entry in entries]
-    points += [f"Written {entry.number}" for entry in list_written(table)]
-    return format_export([heading, *points], rows), others
+    return format_csv([heading, *list_points(table[0])], rows), others
 
 
 def list_points(row: Row) -> Row:

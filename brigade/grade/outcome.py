@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from brigade.checks.verdict import Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import Module
-from brigade.grade.static_look import Finding
 
 UNFINISHED = "did not finish"
 
@@ -24,7 +23,7 @@ class Grading:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)  # for everybody: ignored files and missing protections
     found: list[int] = field(default_factory=list)  # the numbers of the modules that the submission contains
-    findings: list[Finding] = field(default_factory=list)  # for the instructor
+    findings: list[str] = field(default_factory=list)  # for the instructor
     finished: bool = False
 
     @property

@@ -10,7 +10,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.course.modules import CourseError
@@ -31,6 +30,7 @@ FIELDS = {
 NAMES = (("first name", "vorname"), ("last name", "surname", "nachname"))  # together, they are a name
 IDENTIFYING = [field for field in FIELDS if field != "section"]
 UNIQUE = [field for field in IDENTIFYING if field != "name"]
+UNKNOWN = "not in the roster"
 NOT_STUDENTS = ("Points Possible", "Student, Test")  # rows of Canvas's gradebook
 # The names that platforms give to the submissions in a download. Moodle's contains the student's name (or "Participant"
 # if marking is blind) and the number of the participant. Canvas's contains the letters of the name and the canvas id.
@@ -39,16 +39,6 @@ MOODLE = re.compile(r"(.+)_(\d+)_assignsubmission_.*")
 CANVAS = re.compile(r"([^_]+)(?:_LATE)?_(\d+)_\d+_.*")
 
 Person = dict[str, str]  # the values of a student's fields
-
-
-@dataclass(frozen=True)
-class Identified:
-    """A gradebook's rows with the columns of the roster, and the names that do not match."""
-
-    table: list[Row]
-    unknown: list[str]  # submissions without a student
-    missing: list[str]  # students without a submission
-    several: dict[str, list[str]]  # the submissions of each student with more than one
 
 
 def read_roster(path: Path) -> tuple[list[Person], list[str]]:
@@ -74,16 +64,12 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
             f"{path} has no students; its columns are {', '.join(headings)}, and the grader needs one such as "
             f"{', '.join(IDENTIFYING)}"
         )
-    for field in UNIQUE:
-        refuse_repetition(path, field, [person[field] for person in people if person[field]])
-    refuse_repetition(path, "name", [get_key(person) for person in people])
+    for field in (*UNIQUE, "name"):
+        values = [get_key(person) if field == "name" else person[field] for person in people]
+        counts = Counter(value.casefold() for value in values if value)
+        if twice := [value for value, count in counts.items() if count > 1]:
+            raise CourseError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
     return people, [heading for heading in headings if heading and heading not in known]
-
-
-def refuse_repetition(path: Path, field: str, values: Sequence[str]) -> None:
-    """Raise CourseError if two students of the roster have the same value."""
-    if twice := [value for value, count in Counter(map(str.casefold, values)).items() if count > 1]:
-        raise CourseError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
 
 
 def find_value(cells: dict[str, str], headings: Sequence[str]) -> str:
@@ -140,7 +126,7 @@ def is_blind(name: str) -> bool:
     return name.casefold().startswith("participant")
 
 
-def identify(table: Sequence[Row], people: Sequence[Person], names: Sequence[str]) -> Identified:
+def identify(table: Sequence[Row], people: Sequence[Person], names: Sequence[str]) -> list[Row]:
     """Add the roster's columns to the rows of a gradebook, and a row for each student without a submission.
 
     `names` are the names of the submissions, one for each row, without an archive's file extension. In the column
@@ -148,21 +134,15 @@ def identify(table: Sequence[Row], people: Sequence[Person], names: Sequence[str
     """
     columns = [field for field in FIELDS if field != "key" and any(person[field] for person in people)]
     rows: list[Row] = []
-    unknown: list[str] = []
-    submissions: dict[str, list[str]] = {get_key(person): [] for person in people}
     for row, name in zip(table, names):
         person = find_person(name, people)
         key = get_key(person) if person else row["student"]
         fields = {field: person[field] if person else "" for field in columns}
-        note = str(row["note"]) if person else " / ".join(filter(None, ["not in the roster", str(row["note"])]))
+        note = row["note"] if person else " / ".join(filter(None, [UNKNOWN, str(row["note"])]))
         rows.append({"student": key, "submission": row["submission"], **fields} | row | {"student": key, "note": note})
-        if person:
-            submissions[str(key)].append(str(row["student"]))
-        else:
-            unknown.append(str(row["student"]))
+    found = {row["student"] for row in rows}
     for person in people:
-        if not submissions[get_key(person)]:
+        if get_key(person) not in found:
             fields = {field: person[field] for field in columns}
             rows.append({"student": get_key(person), "submission": "", **fields, "score": "", "note": "no submission"})
-    missing = [key for key, found in submissions.items() if not found]
-    return Identified(rows, unknown, missing, {key: found for key, found in submissions.items() if len(found) > 1})
+    return rows

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
@@ -52,28 +51,12 @@ NAMES = {name: reason for reason, names in REASONS.items() for name in names.spl
 ORDER = list(NAMES)
 WORD = re.compile(r"[^\W\d]\w*")
 DOCSTRING = re.compile(r'""".*?"""' + r"|'''.*?'''", re.DOTALL)
-ENCODING = re.compile(r"[ \t\f]*#.*?coding[:=][ \t]*(?!utf-?8\b)([-\w.]+)", re.IGNORECASE)  # PEP 263
 DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A suspicious name in a file, with its lines and the reason. A finding without lines concerns the whole file."""
-
-    file: str
-    lines: tuple[int, ...]
-    name: str
-    reason: str
-
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.lines[:MOST_LINES])) + (", ..." if len(self.lines) > MOST_LINES else "")
-        where = f"{self.file}:{shown}" if self.lines else self.file
-        return f"{where}: {self.name}: {self.reason}" if self.name else f"{where}: {self.reason}"
-
-
-def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
-    """List the findings in the modules of `target` that a grading run of `entries` may import."""
-    texts, findings = {}, []
+def look_at(target: Path, entries: Sequence[Module]) -> list[str]:
+    """List the names in the modules of `target` that a grading run of `entries` may import, the most telling first."""
+    texts, unreadable = {}, []
     last = max((entry.number for entry in entries), default=0)
     for entry in MODULES:
         main = find(target, entry) if entry.number <= last else None
@@ -83,45 +66,43 @@ def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
                 if path == main or path.exists():
                     texts[str(name)] = read_text(path, target)
             except CourseError as error:
-                findings.append(Finding(str(name), (), "", f"cannot be examined: {error}"))
-    return findings + look(texts)
+                unreadable.append(f"{name}: cannot be examined: {error}")
+    return unreadable + look(texts)
 
 
-def look(texts: Mapping[str, str]) -> list[Finding]:
-    """List the findings in these files of one submission, the most telling first, at most MOST_FINDINGS.
+def look(texts: Mapping[str, str]) -> list[str]:
+    """List the names in these files with their lines, at most MOST_FINDINGS of them.
 
     A name that the module's skeleton contains is not listed.
     """
-    occurrences: dict[tuple[str, str, str], list[int]] = {}
+    found = []
     for file, text in texts.items():
         skeleton = ROOT / "lessons" / file
-        given = {name for name, _, _ in list_names(skeleton.read_text())} if skeleton.is_file() else set()
-        for name, reason, number in list_names(text):
+        given = find_names(skeleton.read_text()) if skeleton.is_file() else {}
+        for name, lines in find_names(text).items():
             if name not in given:
-                occurrences.setdefault((file, name, reason), []).append(number)
-    found = [Finding(file, tuple(lines), name, reason) for (file, name, reason), lines in occurrences.items()]
-    found.sort(key=lambda finding: ORDER.index(finding.name) if finding.name in NAMES else -1)
-    if len(found) > MOST_FINDINGS:
-        left_out = len(found) - MOST_FINDINGS + 1
-        found[MOST_FINDINGS - 1 :] = [Finding("and more", (), "", f"{left_out} other names are worth a look")]
+                shown = ", ".join(map(str, lines[:MOST_LINES])) + ", ..." * (len(lines) > MOST_LINES)
+                found.append((ORDER.index(name), f"{file}:{shown}: {name}: {NAMES[name]}"))
+        if DIRECTIONS.search(text):
+            found.append((-1, f"{file}: contains text directions, so it looks different from what runs"))
+    listed = [line for _, line in sorted(found)]
+    if len(listed) > MOST_FINDINGS:
+        left_out = len(listed) - MOST_FINDINGS + 1
+        listed[MOST_FINDINGS - 1 :] = [f"and more: {left_out} other names are worth a look"]
+    return listed
+
+
+def find_names(text: str) -> dict[str, list[int]]:
+    """Return the names of NAMES in a text without comments and docstrings, each with its lines."""
+    found: dict[str, list[int]] = {}
+    for number, line in enumerate(remove_docstrings(text).split("\n"), 1):
+        words = WORD.findall(unicodedata.normalize("NFKC", line.partition("#")[0]))
+        for word in dict.fromkeys(words):
+            if word in NAMES:
+                found.setdefault(word, []).append(number)
     return found
-
-
-def list_names(text: str) -> list[tuple[str, str, int]]:
-    """Return the names of NAMES in a text, each with its reason and its line."""
-    lines = enumerate(remove_docstrings(text).split("\n"), 1)
-    return [(name, reason, number) for number, line in lines for name, reason in find_names(line, number)]
 
 
 def remove_docstrings(text: str) -> str:
     """Return the text without long strings. The number of each line stays the same."""
     return DOCSTRING.sub(lambda match: "\n" * match.group().count("\n"), text)
-
-
-def find_names(line: str, number: int) -> list[tuple[str, str]]:
-    """Return the names of NAMES in a line without its comment, and whatever makes it hard to read."""
-    found = [("text direction", "makes the text look different from what runs")] if DIRECTIONS.search(line) else []
-    if number <= 2 and (encoding := ENCODING.match(line)):
-        found.append((encoding.group(1), "is an encoding in which the text can mean something else"))
-    words = WORD.findall(unicodedata.normalize("NFKC", line.partition("#")[0]))
-    return found + [(word, NAMES[word]) for word in dict.fromkeys(words) if word in NAMES]

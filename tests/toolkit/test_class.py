@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,9 +20,8 @@ from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import main as cli
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.grade import classroom, formats, gradebook, roster, similarity, similarity_report
+from brigade.grade import classroom, formats, gradebook, roster, similarity
 from brigade.grade.outcome import UNFINISHED, Grading
-from brigade.grade.static_look import Finding
 
 
 def answer(number, place="solutions"):
@@ -115,7 +113,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     printed = re.sub(r"\d+(\.\d+)? s\b", "(n) s", done.stdout.replace(str(tmp_path), "(directory)"))
     table = table_file.read_text(encoding="utf-8-sig")
     snapshot("class", "\n".join([printed, *sorted(done.stderr.splitlines()), "", table]))
-    assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points\n")
+    assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("ada.zip\n\n7 of 8 points\n")
     assert not list(tmp_path.glob(".*")) and {p.name for p in (tmp_path / "grades.csv.results").glob(".*")} == {
         ".lock",
         ".seed",
@@ -239,12 +237,12 @@ def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, mon
 
         patch.setattr(classroom, "start_grader", interrupted)
         assert cli.main(regrade) == 130
-    earlier = "not graded yet; an earlier run under other conditions gave {} points"
+    earlier = "not graded yet"
     table = gradebook_rows(tmp_path / "grades.csv")
     assert [(row["student"], row["score"], row["1.stub"], row["note"]) for row in table] == [
         ("ada", "7", "7", "Note one / Note two"),
-        ("bob", "", "", earlier.format(3)),
-        ("carl", "", "", earlier.format(5)),
+        ("bob", "", "", earlier),
+        ("carl", "", "", earlier),
         ("dora", "", "", "not graded yet"),
     ]
     assert cli.main(regrade) == 0
@@ -413,7 +411,7 @@ def test_strange_names_get_a_row_each(stub, tmp_path, capfd):
     rows = gradebook_rows(tmp_path / "grades.csv")
     assert sorted(row["submission"] for row in rows) == sorted(["?", "? (2)", "bob", "eve?bob: 8 points", "x" * 255])
     assert len(re.findall("^bob: ", capfd.readouterr().err, re.MULTILINE)) == 1
-    assert len(list((tmp_path / "feedback").iterdir())) == 10
+    assert len(list((tmp_path / "feedback").iterdir())) == 5
 
 
 # Names and tables
@@ -423,19 +421,12 @@ def test_names_of_submissions(tmp_path):
     directory = tmp_path / "class"
     for name in ("ada", "b.c", ".git", "class.csv.results", "__MACOSX"):
         (directory / name).mkdir(parents=True)
-    archives = ("ada.zip", "eve.ZIP", "fay.tar.gz", "gus.tgz", "gus.TAR", os.fsdecode(b"\xff\x1b.zip"))
-    for name in (*archives, "class.csv", "roster.csv", "list.txt", ".hidden", "a\nscore,100: 8.zip"):
+    for name in ("ada.zip", "eve.ZIP", os.fsdecode(b"\xff\x1b.zip"), "class.csv", "roster.csv", "list.txt", ".hidden"):
         (directory / name).touch()
     everyone = classroom.list_students(directory, directory / "class.csv", directory / "roster.csv")
-    names = [student.name for student in everyone]
-    assert names == ["a?score,100: 8", "ada", "ada.zip", "b.c", "eve", "fay", "gus.TAR", "gus.tgz", "list", "??"]
-    conflicts = {student.conflict for student in everyone if student.name.startswith(("ada", "gus"))}
-    assert conflicts == {
-        "Possibly one student: ada, ada.zip. All of them are graded",
-        "Possibly one student: gus.TAR, gus.tgz. All of them are graded",
-    }
+    assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "list", "??"]
     files = [path for student in everyone for path in (student.results, student.fingerprint_file, student.log)]
-    assert len(set(files)) == 30
+    assert len(set(files)) == 18
     (tmp_path / "empty").mkdir()
     with pytest.raises(CourseError, match="there are no submissions in"):
         classroom.list_students(tmp_path / "empty", tmp_path / "class.csv")
@@ -443,7 +434,7 @@ def test_names_of_submissions(tmp_path):
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-A1", "@A1", "\t=1", "\r=1", "x;=1+1;y", "\uff1dSUM(A1)", "a, -b"])
 def test_a_name_is_no_formula(name):
-    text = gradebook.format_csv([{"student": name, "score": 1}])
+    text = gradebook.format_csv(["student", "score"], [{"student": name, "score": 1}])
     assert not re.search(r"(^|[;,\t\r\n])\s*[=+@\uff1d-]", text.replace('"', ""))
     for harmless in (-1, "-1", "o=o", "2 - 1"):
         assert gradebook.escape_formula(harmless) == harmless
@@ -454,35 +445,28 @@ def test_columns_do_not_depend_on_who_comes_first():
     unknown = {"student": "a", "score": 0, "max": 8, "module 1": 0, "note": "did not finish"}
     nothing = {"student": "c", "score": 0, "note": "the grader wrote no results: see c.log"}
     for table in ([unknown, known, nothing], [nothing, known, unknown]):
-        assert gradebook.format_csv(table).splitlines()[0] == "\ufeffstudent,score,max,module 1,1.a,1.b,note"
+        assert gradebook.list_columns(table) == ["student", "score", "max", "module 1", "1.a", "1.b", "note"]
     assert classroom.count_failures([known, unknown, nothing, known]) == [("1.b", 2)]
 
 
 # What students get
 
 
-def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
-    outcomes = [Outcome(check) for check in list_checks(get_module(1))[:2]]
-    outcomes[0].status, outcomes[1].status = "passed", "failed"
-    outcomes[1].verdict = Verdict("averages", "<script>alert(1)</script>")
-    grading = Grading(
-        outcomes, 7, findings=[Finding("naive_ddp.py", (1,), "os", "for the instructor only")], finished=True
-    )
-    for name in ("<b>ada", "bob"):
+def test_feedback_is_for_students(tmp_path):
+    state = Grading([Outcome(check) for check in list_checks(get_module(1))[:2]], 7, findings=["for the instructor"])
+    state.outcomes[1].verdict = Verdict("averages", "something else")
+    for name in ("ada", "bob"):
         (tmp_path / name).mkdir()
     [ada, bob] = classroom.list_students(tmp_path, tmp_path / "grades.csv")
     ada.results.parent.mkdir()
-    ada.results.write_text(formats.format_json(grading))
+    ada.results.write_text(formats.format_json(state))
     ada.fingerprint_file.touch()
     assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
-    text, page = [(tmp_path / "feedback" / f"<b>ada.{ending}").read_text() for ending in ("txt", "html")]
-    assert text.startswith("1 of 2 points\n") and f" {outcomes[0].check.title}\n" in text
-    assert "Got:          <script>alert(1)</script>\n" in text
-    assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "Feedback for &lt;b&gt;ada</h1>" in page
-    assert "instructor" not in text + page
-    assert not list((tmp_path / "feedback").glob("[!<]*"))
+    [file] = (tmp_path / "feedback").iterdir()
+    assert file.name == "ada.txt" and file.read_text().startswith("ada\n\n0 of 2 points\n")
+    assert "Got:          something else\n" in file.read_text() and "instructor" not in file.read_text()
     names = [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")]
-    assert names == ["<b>ada", "bob", "grades.csv.results"]
+    assert names == ["ada", "bob", "grades.csv.results"]
 
 
 def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_path):
@@ -492,12 +476,11 @@ def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_p
     command = small_class(tmp_path / "class", **dict.fromkeys(uploads, 8))
     options = ["--roster", str(tmp_path / "roster.csv"), "--feedback", str(tmp_path / "out")]
     assert cli.main([*command, *options]) == 0
-    students = ("Jane Doe", "Bo- Ley", "Jörg Müller")
-    names = {"moodle.zip", "canvas.zip", *(f"{name}.{ending}" for name in students for ending in ("txt", "html"))}
+    names = {"moodle.zip", "canvas.zip", "Jane Doe.txt", "Bo- Ley.txt", "Jörg Müller.txt"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     moodle, canvas = [zipfile.ZipFile(tmp_path / "out" / f"{name}.zip") for name in ("moodle", "canvas")]
-    assert "Feedback for Jane Doe" in moodle.read(f"{uploads[0]}/feedback.html").decode()
-    assert "Feedback for Bo/ Ley" in zipfile.ZipFile(canvas.open(uploads[1])).read("feedback.html").decode()
+    assert moodle.read(f"{uploads[0]}/feedback.txt").decode().startswith("Jane Doe\n")
+    assert zipfile.ZipFile(canvas.open(uploads[1])).read("feedback.txt").decode().startswith("Bo/ Ley\n")
 
 
 # Copies
@@ -519,74 +502,27 @@ def disguise(text):
     return renamed.replace("\n", "  # see the lecture\n\n")
 
 
-def read_class(number, texts):
-    return classroom.read_class(
-        [SimpleNamespace(name=n, texts={number: t}) for n, t in texts.items()], [get_module(number)]
-    )
-
-
-def groups(number, texts):
+def find_groups(number, texts):
     """Return the groups that are reported for module n: a dict from names to the similarity."""
-    return {
-        group.names: group.share for group in similarity.find_groups(similarity.find_pairs(read_class(number, texts)))
-    }
+    found = similarity.find_groups({name: {number: text} for name, text in texts.items()}, [get_module(number)])
+    return {group.names: group.share for group in found}
 
 
-@pytest.fixture
-def texts_given(monkeypatch):
-    monkeypatch.setattr(classroom, "read_texts", lambda student: student.texts)
-
-
-@pytest.mark.parametrize("number", [4, 8])
-def test_disguised_copies_are_reported(number, texts_given):
-    alternative = answer(number, "tests")
-    copies = {"ada": disguise(answer(number)), "bob": disguise(alternative), "carl": alternative}
-    found = groups(number, copies)
-    assert set(found) == {("ada", "solutions/"), ("bob", "carl", "tests/")}
-    assert min(found.values()) > 0.95
+def test_disguised_copies_are_reported_in_one_group():
+    alternative = answer(8, "tests")
+    copies = {"ada": disguise(answer(8)), "bob": disguise(alternative), "carl": alternative, "dora": answer(8)}
+    found = find_groups(8, copies)
+    assert set(found) == {("ada", "dora", "solutions/"), ("bob", "carl", "tests/")} and min(found.values()) > 0.8
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
-def test_what_is_not_copied_is_not_reported(entry, texts_given):
+def test_what_is_not_copied_is_not_reported(entry):
     """Skeletons, correct answers in different styles, and very short answers are not reported."""
     skeleton = (ROOT / "lessons" / entry.path).read_text()
-    assert groups(entry.number, {"ada": skeleton, "bob": skeleton, "carl": "", "dora": "def f(:\n" * 9}) == {}
+    assert find_groups(entry.number, {"ada": skeleton, "bob": skeleton, "carl": "", "dora": "def f(:\n" * 9}) == {}
     if entry.number in (1, 2, 3, 7):
-        assert groups(entry.number, {"ada": answer(entry.number), "bob": disguise(answer(entry.number))}) == {}
-
-
-@pytest.mark.parametrize("number", [1, 4])
-def test_the_report_ranks_copies_first_and_shows_both_texts(number, texts_given, monkeypatch):
-    """In a short and a long module, copies with other names come before the reference and the alternative."""
-    monkeypatch.setattr(similarity, "SHOWN", 0)  # list independent answers too
-    original = answer(number) + "\n# <script>alert(1)</script>\n"
-    copies = {"ada": original, "bob": disguise(original), "carl": answer(number, "tests"), "dora": "x = 1"}
-    texts = read_class(number, copies)
-    pairs = similarity.find_pairs(texts)
-    copied = {("ada", "bob"), ("ada", "solutions/"), ("bob", "solutions/"), ("carl", "tests/")}
-    assert {pair.names for pair in pairs[:3]} < copied and len(pairs) == 4, "two pairs connect ada, bob and solutions/"
-    assert pairs[2].share > 0.95 and pairs[3].share < 0.2
-    page = similarity_report.format_report(pairs, texts)
-    assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "dora" not in page
-    marked, _ = similarity.match_pair(similarity.Pair(number, ("ada", "bob"), 1.0, 100), texts)
-    mine, theirs = original.splitlines(), copies["bob"].replace("_2", "").splitlines()
-    assert len(marked) > 10 and all(mine[i - 1].split()[0] == theirs[j - 1].split()[0] for i, j in marked.items())
-
-
-def test_copies_are_reported_without_grading(tmp_path, capfd):
-    for name in ("ada", "bob"):
-        hand_in(tmp_path / "class", name, {4: answer(4)})
-    assert cli.main(["similarity", str(tmp_path / "class"), "--out", str(tmp_path / "report.html")]) == 0
-    assert "ada, bob" in (tmp_path / "report.html").read_text()
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_copies_of_one_answer_are_one_group_under_the_students_names(texts_given):
-    texts = read_class(4, {f"s{place}": answer(4) for place in range(4)})
-    pairs = similarity.find_pairs(texts)
-    assert len([pair for pair in pairs if "tests/" not in pair.names]) == 4
-    page = similarity_report.format_report(pairs, texts)
-    assert "<li>Module 4, 100%: s0, s1, s2, s3, solutions/</li>" in page and "<details open" not in page
+        texts = {"ada": answer(entry.number), "bob": disguise(answer(entry.number))}
+        assert find_groups(entry.number, texts) == {}
 
 
 def test_submissions_are_shown_under_the_students_names(tmp_path):
@@ -601,7 +537,6 @@ def test_submissions_are_shown_under_the_students_names(tmp_path):
     assert [student.name for student in everyone] == names
 
 
-def test_answers_along_the_hints_are_not_reported(texts_given):
+def test_answers_along_the_hints_are_not_reported():
     text = (ROOT / "tests" / "toolkit" / "snapshots" / "along_the_hints").read_text()
-    found = groups(4, {"ada": text, "bob": text.replace("p.", "q."), "carl": answer(4)})
-    assert found == {("ada", "bob"): 1.0, ("carl", "solutions/"): 1.0}
+    assert find_groups(4, {"ada": text, "carl": answer(4)}) == {("carl", "solutions/"): 1.0}

@@ -87,7 +87,6 @@ def expect_brigade(arguments: list[str]) -> None:
     needed = {
         "init": ["DIR"],
         "update": ["DIR"],
-        "similarity": ["DIR", "--out", "x.html"],
         "grade": ["--submission", "DIR"],
     }
     if len(arguments) == 1 or arguments[0] == "grade" and not {"--submission", "--class"} & {*arguments}:

@@ -21,11 +21,10 @@ from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, list_checks
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, CourseError, get_module, select_modules
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, get_module, select_modules
 from brigade.course.parts import Part
 from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
-from brigade.grade.visibility import resolve_visibility
 from brigade.runner import ranks
 
 META = {
@@ -124,16 +123,12 @@ def states():
     yield state
 
 
-@pytest.mark.parametrize("form", formats.FORMATS)
+@pytest.mark.parametrize("form", formats.WRITERS)
 def test_results_in_every_state(form, monkeypatch, snapshot):
     """No state contains a character that a terminal, XML or a database does not take, or more than a screen of text."""
     for name, value in META.items():
         monkeypatch.setenv(name, value)
-    metadata = formats.read_classroom50_metadata({"submitted_by": "ada"})
-    texts = [
-        formats.format_classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
-        for state in states()
-    ]
+    texts = [formats.WRITERS[form](state) for state in states()]
     assert all(set(filter(lambda c: not c.isprintable(), text)) == {"\n"} for text in texts)
     for text in texts:
         ElementTree.fromstring(text.encode()) if form == "junit" else form == "text" or json.loads(text)
@@ -142,37 +137,6 @@ def test_results_in_every_state(form, monkeypatch, snapshot):
         re.sub(rf"{now}T[\d:]+Z", "(now)", re.sub("x{99,}", lambda xs: f"({len(xs[0])} x)", text)) for text in texts
     ]
     snapshot(f"results.{form}", "\n".join(texts))
-
-
-def test_students_see_what_the_instructor_chooses():
-    """A check's setting overrides its module's, which overrides its part's. A hidden check hides the score."""
-    state = make_empty_grading(CORE_MODULES, 7)
-    settings = ["test_steps_and_subgroups=visible", "4=hidden", "core=after_due_date"]
-    chosen = resolve_visibility(settings, CORE_MODULES)
-    result = json.loads(formats.format_gradescope(state, chosen))
-    seen = {tuple(test["tags"]): test["visibility"] for test in result["tests"]}
-    assert seen["module 4", "test_steps_and_subgroups"] == "visible"
-    assert seen["module 4", "test_gradients_are_averaged"] == "hidden"
-    assert seen["module 1", "test_gradients_are_averaged"] == "after_due_date"
-    assert "leaderboard" not in result and "of 100 points" not in result["output"] and "seed" not in result["output"]
-    everything = formats.format_gradescope(state, resolve_visibility(["core=visible"], CORE_MODULES))
-    assert everything == formats.format_gradescope(state)
-
-
-def test_classroom50_fields_come_from_options_and_environment(monkeypatch):
-    for name, value in META.items():
-        monkeypatch.setenv(name, value)
-    found = formats.read_classroom50_metadata({"owner": "bob", "datetime": "2026-01-31T12:00:00Z"})
-    assert found["owner"] == "bob" and found["classroom"] == "parallel" and found["datetime"] == "2026-01-31T12:00:00Z"
-    assert (
-        json.loads(formats.format_classroom50(make_empty_grading(CORE_MODULES, 1), found))["datetime"]
-        == "2026-01-31T12:00:00Z"
-    )
-    monkeypatch.delenv("RELEASE_URL")
-    with pytest.raises(
-        CourseError, match=r"needs release; pass --meta release=\.\.\. or set RELEASE_URL in the environment"
-    ):
-        formats.read_classroom50_metadata({})
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
@@ -380,12 +344,6 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
     assert state.finished and not state.count_unfinished()
 
 
-def test_an_endless_loop_after_correct_modules_costs_its_module_only(monkeypatch):
-    simulated = Simulated(monkeypatch, lambda module, *_: OWN_HANGS if module == 3 else ("passed", 0.5))
-    assert count_lost_points(simulated.grade()) == {3: get_module(3).points}
-    assert simulated.attempts.count((3, 0, "reference")) == 1, "with all of the reference's modules, too"
-
-
 def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
     """No check reaches its deadline. Without a share of the time for each module, module 1 would use all of it."""
     simulated = Simulated(monkeypatch, lambda module, _, source: ("passed", 70.0 if source == "own" else 0.5))
@@ -446,13 +404,6 @@ def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, 
     assert simulated.now < 450 and not any("used up" in outcome.verdict.got for outcome in state.outcomes)
 
 
-def test_a_module_alone_is_tried_on_the_reference_after_it_hung_on_its_own(monkeypatch):
-    simulated = Simulated(monkeypatch, lambda module, _, source: OWN_HANGS if source == "own" else ("passed", 0.5))
-    state = simulated.grade(entries=[get_module(6)])
-    assert state.score == get_module(6).points
-    assert simulated.attempts[:3] == [(6, 0, "own"), (6, 1, "own"), (6, 0, "reference")]
-
-
 def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
     """Module 2 uses a name that only the submission's module 1 defines, and this module 1 is wrong."""
     mine = (
@@ -479,28 +430,16 @@ def test_without_root_the_results_say_what_is_not_protected(grade, submit, monke
 # What the user typed
 
 
-GRADESCOPE_OPTIONS = ["--submission", "lessons", "--format", "gradescope", "--visibility"]
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--submission", "does/not/exist"], "there is no directory or archive does/not/exist"),
+        (["--submission", "does/not/exist"], "there is no directory or zip does/not/exist"),
         (["--submission", __file__], "unreadable: test_grade.py has no name of a module, such as naive_ddp.py"),
         (["--submission", "lessons", "--out", "does/not/exist/results.json"], "does/not/exist for the results"),
         (["--submission", "lessons", "--out", "/"], "/ is not an ordinary file"),
         (["--submission", "lessons", "--modules", "99"], "there is no module"),
-        (["--submission", "lessons", "--modules", "4-2"], "4 comes after 2"),
-        (["--submission", "lessons", "--modules", "two"], "write it as 1-4 or 2,5"),
-        (["--submission", "lessons", "--format", "classroom50"], "needs classroom; pass --meta classroom="),
-        (["--submission", "lessons", "--format", "classroom50", "--meta", "shoe=4"], "shoe: Classroom 50 has no such"),
-        (["--submission", "lessons", "--format", "classroom50", "--meta", "owner"], "write it as NAME=VALUE"),
-        (["--submission", "lessons", "--meta", "owner=ada"], "--meta works only with --format classroom50"),
-        (["--submission", "lessons", "--visibility", "core=hidden"], "works only with --format gradescope"),
-        ([*GRADESCOPE_OPTIONS, "core"], "write it as NAME=VALUE; VALUE is one of visible, hidden, after_due_date"),
-        ([*GRADESCOPE_OPTIONS, "9=hidden"], "9 is not a part (core), a module (1, 2, "),
-        (["--submission", "lessons", "--roster", "a.csv"], "--roster and --feedback work only with --class"),
-        (["--submission", "lessons", "--gradebook", "a.csv"], "--gradebook works only with --class"),
+        (["--submission", "lessons", "--format", "classroom50"], "needs the environment variables CLASSROOM, "),
+        (["--submission", "lessons", "--gradebook", "a.csv"], "work only with --class; for one submission, use --out"),
         (["--submission", "lessons", "--limit", "nan"], "--limit nan: expected a number above 0"),
         (["--class", "lessons", "--memory-gb", "-1"], "--memory-gb -1: expected a number above 0"),
         (["--class", "lessons"], "--class needs --gradebook FILE.csv"),
@@ -517,21 +456,6 @@ def test_wrong_input_gets_one_line(options, line, capfd, monkeypatch):
     assert errors.startswith("brigade: ") and errors.count("\n") == 1 and line in errors, errors
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "line"),
-    [
-        ("assignment_type", "pair", "assignment_type must be individual, group or team, not pair"),
-        ("submission", "v1", "submission must be a tag such as submit/"),
-        ("datetime", "yesterday", "datetime must have the form 2026-01-31T12:00:00Z"),
-    ],
-)
-def test_wrong_metadata_gets_one_line(name, value, line, monkeypatch):
-    for variable, right in META.items():
-        monkeypatch.setenv(variable, right)
-    with pytest.raises(CourseError, match=line):
-        formats.read_classroom50_metadata({name: value})
-
-
 def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
     (tmp_path / "mine.zip").write_text("no zip")
     done = grade(tmp_path / "mine.zip")
@@ -545,17 +469,6 @@ def test_results_say_that_written_points_are_not_included(modules, points):
     done = make_empty_grading(select_modules(modules), 7)
     sentence = f"Not included: {points} points for written answers. A person grades them."
     assert formats.format_written_points(done) == formats.format_text(done).splitlines()[1] == sentence
-
-
-def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
-    monkeypatch.setattr(grading, "collect", lambda entries: [])
-    assert cli.main(["grade", "--submission", str(submit()), "--modules", "1"]) == 0
-    assert capfd.readouterr().out.startswith("0 of 0 points, seed ")
-
-
-def test_selected_modules():
-    assert select_modules("") == select_modules(f"1-{len(CORE_MODULES)}") == list(CORE_MODULES)
-    assert [entry.number for entry in select_modules("5, 2-3,3")] == [2, 3, 5]
 
 
 def test_a_part_of_the_course_is_graded_alone(submit, capfd):

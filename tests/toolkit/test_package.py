@@ -154,7 +154,6 @@ def test_only_its_owner_may_read_it_and_equal_courses_make_equal_zips(archive, t
         (["--modules", "99"], "there is no module"),
         (["--modles", "1"], "unrecognized arguments: --modles 1"),
         (["--out", "x.json"], "which run_autograder sets"),
-        (["--visibility", "test_nothing=hidden"], "test_nothing is not a part (core), a module (1, "),
     ],
 )
 def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from brigade.course.listing import GradedCheck
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade import classroom, formats
 from brigade.grade.outcome import Grading, Outcome
-from brigade.grade.static_look import HEADING, MOST_FINDINGS, NAMES, Finding, look, look_at
+from brigade.grade.static_look import HEADING, MOST_FINDINGS, NAMES, look, look_at
 
 FILE = "m01_naive_ddp/naive_ddp.py"
 
@@ -28,7 +28,6 @@ RIGHT = {
     "an attribute that may not be there": "import torch.distributed as dist\ngetattr(dist, 'all_gather_single', None)",
     "words in a docstring": '"""Open the bucket; see os, sys and __globals__."""\nx = 1  # eval',
     "special names in a message": "raise TypeError('no __init__')\nx = type(y).__name__",
-    "utf-8, declared": "# -*- coding: utf-8 -*-\nx = 1",
 }
 
 
@@ -38,80 +37,58 @@ def test_ordinary_code_is_not_listed(name):
 
 
 LISTED = {  # text -> the name that is listed
-    "x = getattr(f, '__globals__')": "__globals__",
-    "from operator import attrgetter as look_up": "attrgetter",
-    "from enum import bltns": "bltns",
-    "torch.utils.benchmark.Timer(stmt=text)": "Timer",
-    "def f():\n  import ctypes as c": "ctypes",
-    "frame = e.__traceback__.tb_frame.f_back": "f_back",
-    "from torch.distributed.fsdp import fully_shard as mine": "fully_shard",
-    "flat.as_subclass(Parcel)": "as_subclass",
-    "torch.zeros(1).apply_(callback)": "apply_",
-    "# -*- coding: rot13 -*-\nx = 1": "rot13",
-    "x = 'a\u202eb'": "text direction",
-    "x = f.__ｇlobals__": "__globals__",
+    "x = getattr(f, '__globals__')": ":1: __globals__: ",
+    "from operator import attrgetter as look_up": ":1: attrgetter: ",
+    "torch.utils.benchmark.Timer(stmt=text)": ":1: Timer: ",
+    "x = 'a\u202eb'": ": contains text directions",
+    "x = f.__ｇlobals__": ":1: __globals__: ",
+    "import torch\nimport ctypes\n" + "def f():\n    import ctypes\n" * 5: ":2, 4, 6, 8, ...: ctypes: accesses files, ",
 }
 
 
 @pytest.mark.parametrize("text", LISTED)
 def test_it_is_listed(text):
-    assert LISTED[text] in [finding.name for finding in look({FILE: text})]
-
-
-def test_a_finding_has_file_line_name_and_reason():
-    [finding] = look({FILE: "import torch\n\n\nimport ctypes\n" + "def f():\n    import ctypes\n" * 5})
-    assert finding.lines == (4, 6, 8, 10, 12, 14)
-    assert str(finding) == f"{FILE}:4, 6, 8, 10, ...: ctypes: accesses files, processes, threads or the interpreter"
+    [line] = look({FILE: text})
+    assert line.startswith(FILE + LISTED[text])
 
 
 def test_the_list_is_bounded_and_begins_with_the_most_telling_names():
-    text = "\n".join(f"import {name}" for name in reversed(NAMES))
-    findings = look({FILE: text})
-    assert len(findings) == MOST_FINDINGS and findings[0].name == "_getframe"
-    assert str(findings[-1]) == f"and more: {len(NAMES) - MOST_FINDINGS + 1} other names are worth a look"
+    findings = look({FILE: "\n".join(f"import {name}" for name in reversed(NAMES))})
+    assert len(findings) == MOST_FINDINGS and ": _getframe: " in findings[0]
+    assert findings[-1] == f"and more: {len(NAMES) - MOST_FINDINGS + 1} other names are worth a look"
 
 
 def test_only_modules_that_a_grading_may_import_are_looked_at(tmp_path):
     (tmp_path / "flat_ddp.py").write_text("import os")
     assert look_at(tmp_path, [get_module(1)]) == []
-    assert [finding.name for finding in look_at(tmp_path, [get_module(3)])] == ["os"]
+    assert len(look_at(tmp_path, [get_module(3)])) == 1
+    (tmp_path / "naive_ddp.py").symlink_to("/dev/null")
+    assert "naive_ddp.py: cannot be examined: " in look_at(tmp_path, [get_module(1)])[0]
 
 
 # Where it is told
 
 
-@pytest.fixture
-def state():
-    return Grading([Outcome(GradedCheck(1, "test_one", "The first.", 3), "passed")], 7, finished=True)
-
-
-FOUND = Finding(FILE, (12, 40), "_getframe\x1b", "reads the frames of other functions")
-LINE = f"{FILE}:12, 40: _getframe?: reads the frames of other functions"
-
-
-def test_gradescope_hides_it_from_the_student(state):
-    before = json.loads(formats.format_gradescope(state))
-    state.findings.append(FOUND)
-    after = json.loads(formats.format_gradescope(state))
-    hidden = after["tests"].pop()
-    assert after == before, "the score or what the student sees has changed"
-    assert hidden["visibility"] == "hidden" and hidden["name"] == HEADING and LINE in hidden["output"]
-    assert "score" not in hidden and "max_score" not in hidden
-
-
-@pytest.mark.parametrize("form", ["json", "junit", "text"])
-def test_what_a_student_may_read_does_not_contain_it(form, state):
+@pytest.mark.parametrize("form", ["gradescope", "json", "junit", "text"])
+def test_what_a_student_may_read_does_not_contain_it(form):
+    """Gradescope's results contain it in a test without points, which students do not see."""
+    state = Grading([Outcome(GradedCheck(1, "test_one", "The first.", 3), "passed")], 7, finished=True)
     before = formats.WRITERS[form](state)
-    state.findings.append(FOUND)
-    assert formats.WRITERS[form](state) == before
+    state.findings.append(f"{FILE}:12, 40: _getframe\x1b: reads the frames of other functions")
+    after = formats.WRITERS[form](state)
+    if form == "gradescope":
+        result = json.loads(after)
+        hidden = result["tests"].pop()
+        assert hidden.pop("output").endswith(f"\n{FILE}:12, 40: _getframe?: reads the frames of other functions\n")
+        assert hidden == {"name": HEADING, "output_format": "text", "tags": [HEADING], "visibility": "hidden"}
+        after = json.dumps(result, indent=2) + "\n"
+    assert after == before
 
 
-def test_a_class_has_a_file_of_findings_for_the_instructor(state, tmp_path):
+def test_a_class_has_a_file_of_findings_for_the_instructor(tmp_path):
     [ada, bob] = [classroom.Student(name, tmp_path / name, tmp_path / f"{name}.json") for name in ("ada", "bob")]
-    state.findings += [FOUND, Finding(FILE, (), "", "cannot be examined: it is odd")]
-    ada.findings.write_text(formats.format_findings(state.findings))
+    ada.findings.write_text(formats.format_findings(["one", "two"]))
     bob.findings.write_text(formats.format_findings([]))
     assert classroom.write_findings(tmp_path / "grades.csv", [ada, bob]) == ["ada"]
     text = (tmp_path / "grades.csv.please-look.txt").read_text()
-    assert text.startswith("ada\n  For the instructor only.") and "bob" not in text
-    assert f"\n  {LINE}\n  {FILE}: cannot be examined: it is odd\n" in text
+    assert text.startswith("ada\n  For the instructor only.") and "bob" not in text and "\n  one\n  two\n" in text
