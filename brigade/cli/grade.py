@@ -19,7 +19,7 @@ from brigade.cli.options import ABOVE_ZERO, add
 from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
 from brigade.course.submission import find
 from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look
-from brigade.grade.gradebook import Row
+from brigade.grade.gradebook import Row, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import machine, ranks
@@ -75,12 +75,7 @@ def select_graded_modules(options: argparse.Namespace) -> list[Module]:
     if not options.modules:
         return [entry for entry in MODULES if entry.track == options.part]
     entries = select_modules(options.modules)
-    parts = list(dict.fromkeys(entry.track for entry in entries))
-    if len(parts) > 1:
-        raise CourseError(
-            f"--modules {options.modules}: the {' and the '.join(parts)} modules have separate totals; "
-            "grade them separately"
-        )
+    refuse_several_parts(entries)
     return entries
 
 

@@ -17,15 +17,6 @@ from brigade.course.modules import ROOT, CourseError
 from brigade.grade import gradescope_package
 
 
-def check_options(options: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed options. If `brigade grade` would refuse them, raise CourseError or exit as argparse does."""
-    chosen = parse(["grade", "--submission", "", *options])
-    if chosen.submission or chosen.out or chosen.format:
-        raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
-    select_graded_modules(chosen)
-    return chosen
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the archive. Return the exit status: 0 for success, 2 if the options are wrong."""
     parser = argparse.ArgumentParser(
@@ -38,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = draw_seed() if own.seed is None else own.seed
     archive = ROOT / "out" / "gradescope.zip"
     try:
-        check_options(options)
+        chosen = parse(["grade", "--submission", "", *options])
+        if chosen.submission or chosen.out or chosen.format:
+            raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
+        select_graded_modules(chosen)  # refuses modules that do not exist
         count = gradescope_package.build(archive, [*options, "--seed", "@seed"], seed)
     except CourseError as error:
         print(f"brigade: {error}", file=sys.stderr)

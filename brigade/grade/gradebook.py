@@ -109,9 +109,7 @@ def refuse_several_parts(entries: Sequence[Module]) -> None:
     """Raise CourseError if the modules belong to several parts of the course."""
     parts = list(dict.fromkeys(entry.track for entry in entries))
     if len(parts) > 1:
-        raise CourseError(
-            f"the {' and the '.join(parts)} modules have separate totals; write separate gradebooks for them"
-        )
+        raise CourseError(f"the {' and the '.join(parts)} modules have separate totals; grade them separately")
 
 
 def parse_points(cell: str | int | float) -> float | None:

@@ -19,8 +19,6 @@ from brigade.course.modules import CourseError, Module
 from brigade.grade import formats, gradebook
 from brigade.grade.gradebook import BOM, Row, escape_formula, format_columns, list_columns, parse_points, read_table
 
-REMOVED = "the submission is not in the class's directory any more"
-
 
 class GradebookFile:
     """The gradebook at `path`. Raise CourseError if it exists but nobody knows which of its cells the grader wrote."""
@@ -39,11 +37,8 @@ class GradebookFile:
                 "changed; rename it, or choose another file for --gradebook"
             )
 
-    def update(self, table: Sequence[Row], graded: Sequence[Module]) -> list[Row]:
-        """Write the grader's rows for the `graded` modules, without losing what a person wrote.
-
-        Return all rows as they are in the file.
-        """
+    def update(self, table: Sequence[Row], graded: Sequence[Module]) -> None:
+        """Write the grader's rows for the `graded` modules, without losing what a person wrote."""
         fresh = [{column: str(escape_formula(value)) for column, value in row.items()} for row in table]
         columns = list_columns(fresh)
         fresh = [dict.fromkeys(columns, "") | row for row in fresh]
@@ -62,7 +57,8 @@ class GradebookFile:
             by_hand = find_changes(row, known)
             if new is None or not added.pop(id(new), None):
                 if known[0]:
-                    new_record.append(self.mark_removed(row, known[0], by_hand))
+                    new_record.append(known[0])
+                    self.removed += [str(row["submission"])] if row.get("submission") else []
                 merged.append(row)
                 continue
             obsolete = [c for c in known[0].keys() - {*columns, *by_hand} if is_check(c, graded)]
@@ -86,20 +82,10 @@ class GradebookFile:
         columns = insert_columns(present, columns)
         columns = [c for c in columns if not is_check(c, graded) or any(row.get(c) for row in merged)]
         self.write(columns, merged, new_record, delimiter)
-        return merged
 
     def read_record(self, path: Path) -> dict[str, dict[str, str]]:
         """Return the rows that the grader wrote, by submission or student."""
         return {get_key(row): row for row in read_table(path)[1]} if path.exists() else {}
-
-    def mark_removed(self, row: Row, known: Row, by_hand: Row) -> Row:
-        """Note in a row that its submission is not there any more. Its points remain. Return its record."""
-        if row.get("submission"):
-            self.removed.append(str(row["submission"]))
-            if "note" not in by_hand and REMOVED not in row["note"]:
-                row["note"] = " / ".join(filter(None, [REMOVED, row["note"]]))
-                return known | {"note": row["note"]}
-        return known
 
     def write(self, columns: Sequence[str], rows: Sequence[Row], record: Sequence[Row], delimiter: str) -> None:
         """Replace the gradebook and the record. If this process is killed in between, nothing is lost."""

@@ -139,14 +139,6 @@ def test_none_is_zero_on_both_sides():
     expect_equal("...", [{"w": None}, zero, {}], {"w": None})
 
 
-def test_tensors_that_are_empty_or_integers():
-    expected = {"empty": torch.zeros(0, 3), "count": torch.tensor(5), "mask": torch.tensor([True, False])}
-    expect_equal("...", [expected], expected, tolerance=0.0)
-
-
-# ---- on a case
-
-
 # ---- causes that the record shows
 
 
