@@ -31,7 +31,6 @@ from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Person
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
-TRIES = 2  # attempts, if a grader is killed
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
 END_S = 20.0  # limit for a grader to clean up
 
@@ -197,25 +196,22 @@ def grade_all(
 
     `command` takes the options `--submission` and `--out`. An interrupt ends all graders.
     """
-    queue = [(student, 1) for student in waiting]
-    running: list[tuple[subprocess.Popen, Student, int]] = []
+    queue = list(waiting)
+    running: list[tuple[subprocess.Popen, Student]] = []
     try:
         while queue or running:
             while queue and len(running) < at_once:
-                student, attempt = queue.pop(0)
+                student = queue.pop(0)
                 try:
-                    running.append((start_grader(student, command, lock), student, attempt))
+                    running.append((start_grader(student, command, lock), student))
                 except OSError as error:  # concerns only this student
                     formats.write(student.log, f"the grader could not be started: {error}\n")
                     on_finish(student)
             time.sleep(0.05)
             for job in [job for job in running if job[0].poll() is not None]:
                 running.remove(job)
-                process, student, attempt = job
+                process, student = job
                 process.stdin.close()
-                if process.returncode < 0 and attempt < TRIES:  # killed from outside, perhaps because memory ran out
-                    queue.append((student, attempt + 1))
-                    continue
                 if process.returncode == 0:
                     formats.write(student.fingerprint_file, waiting[student])
                 on_finish(student)

@@ -1,7 +1,7 @@
 """Find the modules in a submission: a clone, a lessons directory, flat files, or a zip of these.
 
 Only the course's module files are used. Everything else is ignored. Notes tell the instructor if no module file was
-found, if there are several copies, or if some files may be an attempt to manipulate the grading.
+found, or if there are several copies.
 """
 
 from __future__ import annotations
@@ -22,16 +22,6 @@ from brigade.course.submission import open_no_follow as open_no_link
 from brigade.grade.formats import make_line
 from brigade.ipc.temporary import temporary_directory
 
-MEDDLING = (
-    "conftest.py",
-    "sitecustomize.py",
-    "usercustomize.py",
-    "pytest.ini",
-    "tox.ini",
-    "setup.cfg",
-    "torch",
-    "pytest",
-)
 SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints")
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z", ".bz2", ".xz", ".zst")  # only a zip is unpacked
 LOOKED_AT = 20_000  # entries of a directory tree to examine, the upper levels first
@@ -76,8 +66,7 @@ def open_submission(path: str | Path) -> Iterator[Incoming]:
             names = format_names(archives)
             raise CourseError(f"found no module file, but {len(archives)} archives: {names}; hand in only one")
         with temporary_directory() as directory:
-            notes = unpack(path / archives[0], archives[0], directory)
-            yield Incoming(directory, [*notes, *find_meddling(files)])
+            yield Incoming(directory, unpack(path / archives[0], archives[0], directory))
         return
     notes = make_notes(files, place)
     if archives:
@@ -156,16 +145,7 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
     if others:
         graded = make_line(place) if place else "those at the top level"
         notes.append(f"Module files are in several places. Graded: {graded}. Not graded: {format_names(others)}")
-    return notes + find_meddling(files)
-
-
-def find_meddling(files: Iterable[str]) -> list[str]:
-    """Return a note on files that could influence a careless grader. They are ignored."""
-    found = set()
-    for file in files:
-        parts = file.split("/")
-        found |= {"/".join(parts[: index + 1]) for index, part in enumerate(parts) if part in MEDDLING}
-    return [f"Ignored, and worth a look: {format_names(sorted(found))}"] if found else []
+    return notes
 
 
 def format_names(names: Sequence[str]) -> str:

@@ -98,11 +98,6 @@ NOTES = {
         {1: "own"},
         "Ignored, because module files have names in small letters: hw/Flat_DDP.py",
     ),
-    "what could meddle, in a zip": (
-        {"submission.zip": make_zip({"naive_ddp.py": "own", "a/torch/__init__.py": "", "conftest.py": ""})},
-        {1: "own"},
-        "Ignored, and worth a look: a/torch, conftest.py",
-    ),
 }
 
 
