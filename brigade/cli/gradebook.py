@@ -62,16 +62,11 @@ def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -
 def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
     """Return the gradebook and the percentage in text such as "week2-late.csv=20". Raise CourseError for other text."""
     name, _, percent = text.rpartition("=")
-    if name not in names:
+    value = gradebook.parse_points(percent)
+    if name not in names or value is None or value > 100:
         raise CourseError(
-            f"--late {text}: write it as FILE.csv=PERCENT, where FILE.csv is one of the gradebooks to merge"
+            f"--late {text}: write it as FILE.csv=PERCENT, with one of the gradebooks to merge and at most 100 percent"
         )
-    try:
-        value = float(percent)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise CourseError(f"--late {text}: expected a percentage from 0 to 100")
     return name, value
 
 

@@ -173,9 +173,9 @@ def test_moodle_gets_one_identifier_and_the_grades(term, capfd):
         (["merge", "below.csv", "--keep", "best"], "ada: module 1 has '-1' instead of points"),
         (
             ["merge", "week1.csv", "--keep", "best", "--late", "late.csv=20"],
-            "where FILE.csv is one of the gradebooks to merge",
+            "with one of the gradebooks to merge",
         ),
-        (["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"], "expected a percentage from 0 to 100"),
+        (["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"], "at most 100 percent"),
         (["export", "week2.csv", "--to", "canvas"], "Canvas identifies students by canvas id or id or login, but"),
         (["export", "nowhere.csv", "--to", "moodle"], "nowhere.csv: No such file"),
     ],
