@@ -13,14 +13,15 @@ from pathlib import Path
 
 from brigade.checks.collect import Check
 from brigade.checks.context import CheckContext, Conditions
-from brigade.checks.verdict import CheckFailed, Outcome, Verdict, make_not_run
+from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
 from brigade.course.submission import Sources, compile_texts, is_sealed, keep_code, read, resolve_target
 from brigade.rank import dynamo_stub
 from brigade.runner import machine, ranks
 from brigade.runner.server import SERVER, ServerLost
 
+BROKEN_NOTE = "The check fails with the reference solution, too. It is not your mistake; please report it."
 HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other check runs
 
 
@@ -56,18 +57,30 @@ def run_check(
     except CheckFailed as failed:
         outcome.verdict = failed.verdict
         outcome.status = "not written" if failed.verdict.part else "failed"
+        is_import = failed.verdict.error in ("ImportError", "ModuleNotFoundError")
+        is_ours = is_import and not failed.verdict.location  # perhaps of a scenario
+        if is_ours and is_broken(check, conditions, sources):
+            outcome.status, outcome.verdict = "error", replace(failed.verdict, ending=BROKEN, note=BROKEN_NOTE)
     except ServerLost as lost:
         outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
     except CourseError as error:
         outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending="refused")
     except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash the grader
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        got = f"the check could not examine what the ranks returned ({reason})"
-        outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")
+        got, ending = f"the check could not examine what the ranks returned ({reason})", "unexamined"
+        if context and is_broken(check, conditions, sources):
+            got, ending = f"the check raised {reason}. {BROKEN_NOTE}", BROKEN
+        outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending=ending)
         outcome.exception = error
     outcome.printed = context.output if context else []
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def is_broken(check: Check, conditions: Conditions, sources: Sources) -> bool:
+    """Return whether a check that raised an exception on a submission does not pass with the reference either."""
+    own = next(path for name, (path, _) in sources.items() if name.startswith(get_module(check.module).package))
+    return HAS_SOLUTIONS and (is_sealed(own) or not run_check(check, "solutions", conditions).passed)
 
 
 def run_checks(

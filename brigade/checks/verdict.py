@@ -20,6 +20,7 @@ LABEL_WIDTH = 14  # the length of "Likely cause: "
 # "refused" (the check cannot run here), "lost" (the process that starts the ranks) or "unexamined" (the check raised).
 COMPLETE = "complete"  # every rank returned a result, but not the expected one
 NOT_RUN = "not run"  # `got` is the reason
+BROKEN = "broken"  # the check raises an exception on the reference, too
 # Hypotheses of vague causes. A more specific cause replaces them, or is shown first.
 GENERAL = ("early_read", "ranks_disagree")
 USUAL_CAUSE = "usual cause"  # a hypothesis without evidence of its own
@@ -81,8 +82,10 @@ class CheckFailed(AssertionError):
         self.verdict, self.events = verdict, events
 
     def with_cause(self, likely_cause: str, hypothesis: str = "") -> CheckFailed:
-        """Return the same failure with another likely cause."""
-        return CheckFailed(replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis), self.events)
+        """Return the same failure with another likely cause. Drop the note of an exception without a known cause."""
+        note = "" if self.verdict.ending == "exception" else self.verdict.note
+        verdict = replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis, note=note)
+        return CheckFailed(verdict, self.events)
 
 
 @dataclass
@@ -126,7 +129,7 @@ class Outcome:
             return USUAL
         if verdict.likely_cause or verdict.ending == "unreadable":
             return SEEN if verdict.hypothesis in GENERAL else STATED
-        return SEEN if verdict.error else UNEXPLAINED
+        return SEEN if verdict.error or verdict.ending == BROKEN else UNEXPLAINED
 
     @property
     def ending(self) -> str:
