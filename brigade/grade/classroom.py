@@ -25,7 +25,7 @@ from typing import Any
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
 from brigade.course.submission import find, read_text
-from brigade.grade import formats, incoming, roster
+from brigade.grade import feedback_page, formats, incoming, roster
 from brigade.grade.gradebook import Row
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Person
@@ -290,7 +290,7 @@ def read_scores(everyone: Sequence[Student]) -> dict[Student, int]:
 
 
 def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequence[Person] = ()) -> int:
-    """Write each graded student's feedback, and archives of these files for Moodle and Canvas.
+    """Write each graded student's feedback as text and as a web page, and archives of the pages for Moodle and Canvas.
 
     Return the number of students.
     """
@@ -298,13 +298,15 @@ def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequenc
     graded = [student for student in everyone if student.fingerprint_file.exists()]
     archives: dict[str, dict[str, str | bytes]] = {"moodle.zip": {}, "canvas.zip": {}}
     for student, named in zip(graded, name_students(graded, people)):
-        text = f"{named.name}\n\n{formats.format_result(student.read_result())}"
-        upload = formats.make_printable(student.path.name)
-        formats.write(directory / f"{limit_name(named.name.replace('/', '-'))}.txt", text)
+        result = student.read_result()
+        page = feedback_page.format_page(named.name, result)
+        name, upload = limit_name(named.name.replace("/", "-")), formats.make_printable(student.path.name)
+        formats.write(directory / f"{name}.txt", f"{named.name}\n\n{formats.format_result(result)}")
+        formats.write(directory / f"{name}.html", page)
         if roster.MOODLE.fullmatch(upload):
-            archives["moodle.zip"][f"{upload}/feedback.txt"] = text
+            archives["moodle.zip"][f"{upload}/feedback.html"] = page
         elif roster.CANVAS.fullmatch(upload) and upload.endswith(".zip"):  # Canvas shows the file under this name
-            archives["canvas.zip"][upload] = make_zip({"feedback.txt": text})
+            archives["canvas.zip"][upload] = make_zip({"feedback.html": page})
     for name, files in archives.items():
         (directory / name).unlink(missing_ok=True)
         if files:

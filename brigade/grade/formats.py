@@ -144,10 +144,14 @@ def clean(value: Any) -> Any:
     return make_printable(value)[:SCREEN_CHARACTERS] if isinstance(value, str) else value
 
 
-def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, list[Mapping[str, Any]]]]:
-    """Return the modules of a result, each with its checks."""
-    grouped = itertools.groupby(result["checks"], key=lambda check: check["module"])
-    return [(get_module(number), list(checks)) for number, checks in grouped]
+def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, str, list[Mapping[str, Any]]]]:
+    """Return the modules of a result, each with a heading that contains its points, and its checks."""
+    modules = []
+    for number, grouped in itertools.groupby(result["checks"], key=lambda check: check["module"]):
+        module, checks = get_module(number), list(grouped)
+        earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
+        modules.append((module, f"Module {number}: {module.title}, {earned} of {possible} points", checks))
+    return modules
 
 
 def list_heading(result: Mapping[str, Any], shows_seed: bool = False) -> list[str]:
@@ -160,9 +164,8 @@ def format_result(result: Mapping[str, Any], shows_seed: bool = False) -> str:
     """Return the text of a result for people: the score, then every module, with the feedback on failed checks."""
     instant = result["started"].replace("T", " ").replace("Z", " UTC")
     lines = [*list_heading(result, shows_seed), f"Graded on {instant}.", ""]
-    for module, checks in list_modules(result):
-        earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
-        lines.append(f"Module {module.number}: {module.title}, {earned} of {possible} points")
+    for _, heading, checks in list_modules(result):
+        lines.append(heading)
         for check in checks:
             mark = "+" if check["status"] == "passed" else "-"
             lines.append(f"  {mark} {check['score']}/{check['points']}  {check['number']:<5} {check['title']}")
@@ -236,7 +239,7 @@ def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
     result = encode_grading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{result['seconds']:.3f}")
-    for module, checks in list_modules(result):
+    for module, _, checks in list_modules(result):
         failed = [check for check in checks if check["status"] != "passed"]
         counts = {"tests": str(len(checks)), "failures": str(len(failed)), "errors": "0", "skipped": "0"}
         seconds = sum(check["seconds"] for check in checks)

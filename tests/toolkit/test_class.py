@@ -445,18 +445,19 @@ def test_a_name_is_no_formula(name):
 def test_feedback_is_for_students(tmp_path):
     state = Grading([Outcome(check) for check in list_checks(get_module(1))[:2]], 7, findings=["for the instructor"])
     state.outcomes[1].verdict = Verdict("averages", "something else")
-    for name in ("ada", "bob"):
+    for name in ("<b>ada", "bob"):
         (tmp_path / name).mkdir()
     [ada, bob] = classroom.list_students(tmp_path, tmp_path / "grades.csv")
     ada.results.parent.mkdir()
     ada.results.write_text(formats.format_json(state))
     ada.fingerprint_file.touch()
     assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
-    [file] = (tmp_path / "feedback").iterdir()
-    assert file.name == "ada.txt" and file.read_text().startswith("ada\n\n0 of 2 points\n")
-    assert "Got:          something else\n" in file.read_text() and "instructor" not in file.read_text()
+    page, text = [path.read_text() for path in sorted((tmp_path / "feedback").iterdir())]
+    assert text.startswith("<b>ada\n\n0 of 2 points\n") and "<h1>Feedback for &lt;b&gt;ada</h1>" in page
+    for content in (page, text):
+        assert "Got:          something else" in content and "instructor" not in content
     names = [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")]
-    assert names == ["ada", "bob", "grades.csv.results"]
+    assert names == ["<b>ada", "bob", "grades.csv.results"]
 
 
 def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_path):
@@ -466,11 +467,12 @@ def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_p
     command = small_class(tmp_path / "class", **dict.fromkeys(uploads, 8))
     options = ["--roster", str(tmp_path / "roster.csv"), "--feedback", str(tmp_path / "out")]
     assert cli.main([*command, *options]) == 0
-    names = {"moodle.zip", "canvas.zip", "Jane Doe.txt", "Bo- Ley.txt", "Jörg Müller.txt"}
+    names = {"moodle.zip", "canvas.zip"}
+    names |= {f"{name}.{ending}" for name in ("Jane Doe", "Bo- Ley", "Jörg Müller") for ending in ("txt", "html")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     moodle, canvas = [zipfile.ZipFile(tmp_path / "out" / f"{name}.zip") for name in ("moodle", "canvas")]
-    assert moodle.read(f"{uploads[0]}/feedback.txt").decode().startswith("Jane Doe\n")
-    assert zipfile.ZipFile(canvas.open(uploads[1])).read("feedback.txt").decode().startswith("Bo/ Ley\n")
+    assert moodle.read(f"{uploads[0]}/feedback.html").decode().count("Feedback for Jane Doe") == 2
+    assert zipfile.ZipFile(canvas.open(uploads[1])).read("feedback.html").decode().count("Feedback for Bo/ Ley") == 2
 
 
 # Copies
