@@ -386,7 +386,10 @@ def explain_different_norms(norms, expected):
 def find_skipped_shard(failed):
     """Return why all-reduces differ between ranks that create a state_dict."""
     is_unequal = failed.verdict.ending in ("mismatch", "deadlock") and failed.events
-    if not is_unequal or not all(own and launches(own)[-1].op == "all_reduce" for own in failed.events):
+    last = [launch for own in failed.events or () for launch in launches(own)[-1:] if launch.op == "all_reduce"]
+    # With gloo, a rank may crash in the unequal all-reduce before it has reported its launch.
+    is_seen = len(last) == len(failed.events or ()) or len({launch.nbytes for launch in last}) > 1
+    if not is_unequal or not is_seen:
         return ""
     return (
         "state_dict does not assemble the same entries on all ranks. Every rank must call all_gather_full for every "
