@@ -238,8 +238,11 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     if watched := classroom.write_findings(gradebook, everyone):
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
     texts = {student.name: classroom.read_texts(student) for student in classroom.name_students(everyone, people)}
-    for group in similarity.find_groups(texts, entries):
+    groups, short = similarity.find_groups(texts, entries)
+    for group in groups:
         report.print(f"  near-identical in module {group.module}: {', '.join(group.names)} ({group.share:.0%})")
+    if short:
+        report.print(f"  too short to be compared with each other: module {', '.join(map(str, short))}")
     return 1 if len(classroom.read_scores(everyone)) < len(everyone) else 0
 
 
@@ -259,9 +262,9 @@ def list_remarks(
     groups = {
         "not graded (the gradebook says why)": [names[student] for student, result in results.items() if not result],
         "score 0, because no module file was found (see the gradebook's note)": [names[student] for student in empty],
-        "kept, although the submission is not there any more": book.removed,
+        "kept with all that you wrote there, although the submission is not there any more": book.removed,
         roster.UNKNOWN: [str(row["student"]) for row in table if roster.UNKNOWN in str(row["note"])],
-        "no submission": [str(row["student"]) for row in table if not row["submission"]],
+        "no submission": [str(row.get("name") or row["student"]) for row in table if not row["submission"]],
     }
     lines = [f"{what}: {', '.join(some)}" for what, some in groups.items() if some]
     for student, score in before.items():

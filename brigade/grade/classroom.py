@@ -300,7 +300,10 @@ def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequenc
     for student, named in zip(graded, name_students(graded, people)):
         result = student.read_result()
         page = feedback_page.format_page(named.name, result)
-        name, upload = limit_name(named.name.replace("/", "-")), formats.make_printable(student.path.name)
+        name, earlier = (limit_name(one.name.replace("/", "-")) for one in (named, student))
+        upload = formats.make_printable(student.path.name)
+        for ending in ("txt", "html") if name != earlier else ():  # written before the roster identified the student
+            (directory / f"{earlier}.{ending}").unlink(missing_ok=True)
         formats.write(directory / f"{name}.txt", f"{named.name}\n\n{formats.format_result(result)}")
         formats.write(directory / f"{name}.html", page)
         if roster.MOODLE.fullmatch(upload):

@@ -18,6 +18,7 @@ from pathlib import Path
 from brigade.course.modules import CourseError, Module
 from brigade.grade import formats, gradebook
 from brigade.grade.gradebook import BOM, Row, escape_formula, format_columns, list_columns, parse_points, read_table
+from brigade.grade.roster import UNIQUE
 
 
 class GradebookFile:
@@ -48,6 +49,7 @@ class GradebookFile:
         with_written = gradebook.list_written(rows)
         records = [self.read_record(path) for path in (self.record, self.previous_record)]
         by_submission = {row["submission"]: row for row in fresh if row["submission"]}
+        rows = merge_rows_without_submission(rows, fresh, records)
         by_student = {row["student"]: row for row in reversed(fresh)}
         merged, new_record, added = [], [], {id(row): row for row in fresh}
         self.corrections, self.removed = [], []
@@ -134,6 +136,36 @@ def find_changes(row: Row, records: Sequence[Row]) -> Row:
         for column, value in row.items()
         if value != "" and not any(is_same(value, known.get(column, "")) for known in records)
     }
+
+
+def merge_rows_without_submission(
+    rows: Sequence[Row], fresh: Sequence[Row], records: Sequence[Mapping[str, Row]]
+) -> list[Row]:
+    """Return the rows of a gradebook without those of students whose submission has a row of its own by now.
+
+    What a person wrote in such a row moves to the submission's row. If it is filled in there, too, both rows stay.
+    """
+    by_submission = {row["submission"]: row for row in rows if row.get("submission")}
+    own = [row for row in fresh if row["submission"] in by_submission]
+    merged = []
+    for row in rows:
+        found = [] if row.get("submission") else [new for new in own if is_same_student(row, new)]
+        by_hand = find_changes(row, [record.get(get_key(row), {}) for record in records])
+        other = by_submission[found[0]["submission"]] if found else {}
+        if (
+            not found
+            or by_hand.keys() & find_changes(other, [record.get(get_key(other), {}) for record in records]).keys()
+        ):
+            merged.append(row)
+        else:
+            other.update(by_hand)
+    return merged
+
+
+def is_same_student(row: Row, new: Row) -> bool:
+    """Return whether two rows have the same value in the first column of a roster that is filled in on both."""
+    shared = [field for field in (*UNIQUE, "name") if row.get(field) and new.get(field)]
+    return row[shared[0]] == new[shared[0]] if shared else row.get("student") == new["student"]
 
 
 def is_check(column: str, entries: Sequence[Module]) -> bool:

@@ -100,6 +100,8 @@ def find_person(submission: str, people: Sequence[Person]) -> Person | None:
             return named[0]
     for field, value in wanted.items():
         found = [person for person in people if person[field] and is_equal(person[field], value)]
+        if field == "name" and not found:  # such as jane_doe, or Doe-Jane
+            found = [person for person in people if join_letters(value) in list_joined_names(person["name"])]
         if len(found) == 1:
             return found[0]
     return None

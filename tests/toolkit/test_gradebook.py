@@ -37,6 +37,7 @@ def read(tmp_path):
         (HAND_MADE, "Jane Doe_98765_assignsubmission_file", "jane@x.org"),
         (HAND_MADE, "jane@x.org", "jane@x.org"),
         (HAND_MADE, "Jane", None),
+        (HAND_MADE, "jane_doe", "jane@x.org"),
         (CANVAS, "doejane_12345_678_submission", "jane"),
         (CANVAS, "doejane_LATE_12345_678_submission", "jane"),
         (CANVAS, "12345_x", None),
