@@ -1,6 +1,6 @@
 """Break a job of three ranks in one of seven ways, and dump what each rank recorded before it is stopped.
 
-    torchrun --standalone --nproc-per-node 3 lessons/m13_post_mortem/hang.py skip
+    torchrun --standalone --nproc-per-node 3 lessons/m13_post_mortem/hang.py A
     python lessons/m13_post_mortem/post_mortem.py dump_*.json
 
 After 3 seconds, a second thread of each rank writes `dump_RANK.json` to the working directory and ends the process. It
@@ -78,13 +78,14 @@ def healthy(rank: int) -> None:
         dist.all_reduce(torch.ones(40))
 
 
-FAULTS = {function.__name__: function for function in (skip, blocked, size, circle, behind, ended, healthy)}
+FUNCTIONS = dict(zip("ABCDEFG", (skip, blocked, size, circle, behind, ended, healthy)))  # names would be answers
+FAULTS = FUNCTIONS | {function.__name__: function for function in FUNCTIONS.values()}
 
 
 def main() -> None:
-    """Run the fault that the command line names."""
+    """Run the fault that the command line gives, by its letter or its name."""
     if len(sys.argv) != 2 or sys.argv[1] not in FAULTS:
-        sys.exit(f"usage: torchrun --standalone --nproc-per-node 3 hang.py {{{','.join(FAULTS)}}}")
+        sys.exit(f"usage: torchrun --standalone --nproc-per-node 3 hang.py {{{','.join(FUNCTIONS)}}}")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     has_ended = threading.Event()
