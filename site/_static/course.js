@@ -10,14 +10,37 @@ document.addEventListener("DOMContentLoaded", () => {
     const headings = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent.trim());
     const cells = [...table.querySelectorAll("tbody td")];
     if (headings.length < 4 || cells.every((cell) => cell.textContent.length < 24)) continue;
+    const isShort = headings.map((_, column) => cells.every((cell) => cell.cellIndex !== column || cell.textContent.length < 15));
     table.classList.add("listed");
     cells.forEach((cell) => {
       cell.dataset.heading = headings[cell.cellIndex];
       cell.classList.toggle("empty", !cell.textContent.trim());
+      cell.classList.toggle("short", isShort[cell.cellIndex]);
     });
   }
-  // Paths break after slashes.
+  // Paths break after slashes, and long names in tables after underscores. A break at the end would remove a space that follows.
   document.querySelectorAll("code.literal .pre").forEach((code) => {
-    code.replaceChildren(...code.textContent.split(/(?<=\/)(?=.)/).flatMap((part) => [part, document.createElement("wbr")]));
+    code.classList.toggle("option", /^--\S{1,24}$/.test(code.textContent));
+    const parts = code.textContent.split(code.closest("table") ? /(?<=[/_=(])(?=\w{3})/ : /(?<=\/)(?=.)/);
+    code.replaceChildren(...parts.flatMap((part, index) => (index ? [document.createElement("wbr"), part] : [part])));
   });
+  // Blocks that contain only commands wrap, and not inside an option.
+  const isCommand = (line) => /^(brigade|make|pytest|python|torchrun) /.test(line);
+  document.querySelectorAll(".highlight-none pre").forEach((block) => {
+    block.closest(".highlight-none").classList.toggle("highlight-sh", block.textContent.trim().split("\n").every(isCommand));
+  });
+  for (const block of document.querySelectorAll(".highlight-sh pre")) {
+    const walker = document.createTreeWalker(block, NodeFilter.SHOW_TEXT);
+    const texts = [];
+    while (walker.nextNode()) texts.push(walker.currentNode);
+    for (const text of texts) {
+      text.replaceWith(...text.data.split(/(--[\w-]+)/).map((part, index) => {
+        if (index % 2 === 0) return part;
+        const option = document.createElement("span");
+        option.className = "option";
+        option.textContent = part;
+        return option;
+      }));
+    }
+  }
 });
