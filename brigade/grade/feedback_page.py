@@ -52,14 +52,13 @@ def format_page(student: str, result: Mapping[str, Any]) -> str:
     bar = format_bar(result["score"], result["max_score"])
     lines = [f'<p class="score"><b>{result["score"]}</b> of {result["max_score"]} points<br>{bar}</p>']
     lines += [f"<p>{escape(line)}</p>" for line in list_heading(result)[1:]]
-    for module, heading, checks in list_modules(result):
-        earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
-        lines.append(f"<h2>{escape(heading)} {format_bar(earned, possible)}</h2>")
-        if earned < possible:
-            repeat = f"brigade check {module.number}"
+    for module in list_modules(result):
+        lines.append(f"<h2>{escape(module.heading)} {format_bar(module.earned, module.possible)}</h2>")
+        if module.earned < module.possible:
+            repeat = f"brigade check {module.module.number}"
             lines.append(f"<p>To repeat these checks with other random cases, type <code>{repeat}</code>.</p>")
         lines.append("<ul>")
-        for check in checks:
+        for check in module.checks:
             kind, mark = ("passed", "✓") if check["status"] == "passed" else ("failed", "✗")
             text, more = escape(check["feedback"]), ""
             if text:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from brigade.checks import render
@@ -144,13 +144,26 @@ def clean(value: Any) -> Any:
     return make_printable(value)[:SCREEN_CHARACTERS] if isinstance(value, str) else value
 
 
-def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, str, list[Mapping[str, Any]]]]:
-    """Return the modules of a result, each with a heading that contains its points, and its checks."""
+class ModuleResult(NamedTuple):
+    """The checks of one module in a result, with the points that they earned and the points that are possible."""
+
+    module: Module
+    earned: int
+    possible: int
+    checks: list[Mapping[str, Any]]
+
+    @property
+    def heading(self) -> str:
+        return f"Module {self.module.number}: {self.module.title}, {self.earned} of {self.possible} points"
+
+
+def list_modules(result: Mapping[str, Any]) -> list[ModuleResult]:
+    """Return the modules of a result, each with its points and checks."""
     modules = []
     for number, grouped in itertools.groupby(result["checks"], key=lambda check: check["module"]):
-        module, checks = get_module(number), list(grouped)
+        checks = list(grouped)
         earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
-        modules.append((module, f"Module {number}: {module.title}, {earned} of {possible} points", checks))
+        modules.append(ModuleResult(get_module(number), earned, possible, checks))
     return modules
 
 
@@ -164,9 +177,9 @@ def format_result(result: Mapping[str, Any], shows_seed: bool = False) -> str:
     """Return the text of a result for people: the score, then every module, with the feedback on failed checks."""
     instant = result["started"].replace("T", " ").replace("Z", " UTC")
     lines = [*list_heading(result, shows_seed), f"Graded on {instant}.", ""]
-    for _, heading, checks in list_modules(result):
-        lines.append(heading)
-        for check in checks:
+    for module in list_modules(result):
+        lines.append(module.heading)
+        for check in module.checks:
             mark = "+" if check["status"] == "passed" else "-"
             lines.append(f"  {mark} {check['score']}/{check['points']}  {check['number']:<5} {check['title']}")
             lines += [" " * 15 + line for line in check["feedback"].splitlines()]
@@ -239,7 +252,7 @@ def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
     result = encode_grading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{result['seconds']:.3f}")
-    for module, _, checks in list_modules(result):
+    for module, _, _, checks in list_modules(result):
         failed = [check for check in checks if check["status"] != "passed"]
         counts = {"tests": str(len(checks)), "failures": str(len(failed)), "errors": "0", "skipped": "0"}
         seconds = sum(check["seconds"] for check in checks)

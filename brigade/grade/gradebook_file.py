@@ -54,7 +54,7 @@ class GradebookFile:
         merged, new_record, added = [], [], {id(row): row for row in fresh}
         self.corrections, self.removed = [], []
         for row in rows:
-            known = [record.get(get_key(row), {}) for record in records]
+            known = list_known(row, records)
             new = by_submission.get(row["submission"]) if row.get("submission") else by_student.get(row.get("student"))
             by_hand = find_changes(row, known)
             if new is None or not added.pop(id(new), None):
@@ -120,6 +120,11 @@ def get_key(row: Mapping[str, str]) -> str:
     return row.get("submission") or row.get("student", "")
 
 
+def list_known(row: Row, records: Sequence[Mapping[str, Row]]) -> list[Row]:
+    """Return what the grader wrote in a row, in each of the records: an empty row if it has not written it."""
+    return [record.get(get_key(row), {}) for record in records]
+
+
 def is_same(one: str, other: str) -> bool:
     """Return whether two cells have the same content. A spreadsheet may write a number in another form."""
     first, second = parse_points(one), parse_points(other)
@@ -150,12 +155,9 @@ def merge_rows_without_submission(
     merged = []
     for row in rows:
         found = [] if row.get("submission") else [new for new in own if is_same_student(row, new)]
-        by_hand = find_changes(row, [record.get(get_key(row), {}) for record in records])
+        by_hand = find_changes(row, list_known(row, records))
         other = by_submission[found[0]["submission"]] if found else {}
-        if (
-            not found
-            or by_hand.keys() & find_changes(other, [record.get(get_key(other), {}) for record in records]).keys()
-        ):
+        if not found or by_hand.keys() & find_changes(other, list_known(other, records)).keys():
             merged.append(row)
         else:
             other.update(by_hand)
