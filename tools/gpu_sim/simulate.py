@@ -47,8 +47,11 @@ def list_steps(deadline: str) -> list[Step]:
     steps.append(Step("torchrun: benchmark", 2, [*torchrun, *brigade, "bench", "--target", "solutions"], said="nccl"))
     steps.append(Step("torchrun: launch.py", 2, [*torchrun, "lessons/m00_ring/launch.py"], said="on cuda:1"))
     if os.geteuid() == 0:
-        grade = ["python", *brigade, "grade", "--submission", "solutions", "--modules", "0-16", "--limit", "7200"]
-        steps.append(Step("grade", 1, [*grade, "--out", "out/gpu_sim.json", *nccl], said=r"(\d+) of \1 points"))
+        grade = ["python", *brigade, "grade", "--submission", "solutions", "--out", "out/gpu_sim.json", *nccl]
+        steps += [
+            Step(f"grade {part}", 1, [*grade, "--limit", "7200", "--part", part], said=r"(\d+) of \1 points")
+            for part in ("warm-up", "core", "advanced", "beyond")
+        ]
     return steps
 
 
