@@ -1,8 +1,8 @@
 """Redraw the pictures of all lessons, or of one lesson: python -m tools.figures 3
 
-Computed pictures are the same on every machine: the concept diagrams of `diagrams.py`, and the schematic.png of each
-module that trains. A schematic shows a step as the α–β model predicts it. Measured pictures are timeline.png,
-memory.png, module 7's views.png, module 11's checkpointing.png and module 16's wire.png. A timeline shows real runs on
+The schematic.png of each module that trains is computed, so it is the same on every machine: it shows a step as the α–β
+model predicts it. Measured pictures are timeline.png, memory.png, module 7's views.png, module 11's checkpointing.png
+and module 16's wire.png. A timeline shows real runs on
 the emulated link of `timeline.WORKLOAD`, on which all-reducing all gradients takes 0.8 times as long as backward.
 Advanced modules also have memory.png: the bytes that are alive during a step. In timelines and schematics, a step of
 the module is below a step of the previous core module.
@@ -41,7 +41,6 @@ from brigade.lab.timeline_plot import describe_lengths, draw
 from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m16_half_bytes import wire
-from tools.diagrams import DIAGRAMS
 from tools.schematic import make_timelines
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
@@ -62,8 +61,8 @@ class Doubtful(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.figures",
-        description="Redraw the readings' pictures: the concept diagrams, schematic.png from the cost model, and "
-        "timeline.png, memory.png, module 7's views.png and module 16's wire.png from real runs.",
+        description="Redraw the readings' pictures: schematic.png from the cost model, and timeline.png, "
+        " memory.png, module 7's views.png and module 16's wire.png from real runs.",
         epilog="Example: python -m tools.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
@@ -77,11 +76,9 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
 
     Return 1 if a timeline was not written because it cannot be trusted.
     """
-    pictures = dict(DIAGRAMS)
-    for entry in MODULES:
+    pictures = {}
+    for entry in [get_module(number)] if number else MODULES:
         pictures |= list_pictures(entry, only_computed)
-    if number:
-        pictures = {path: draw_it for path, draw_it in pictures.items() if path.parent == get_module(number).lesson}
     status = 0
     for path, draw_picture in pictures.items():
         try:
@@ -94,7 +91,7 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
 
 
 def list_pictures(entry: Module, only_computed: bool) -> dict[Path, Callable[[Path], str | None]]:
-    """Return the functions that draw a module's pictures, except for its diagrams. Most of them need a run."""
+    """Return the functions that draw a module's pictures. Most of them need a run."""
     special = {"CachedDDP": ("views", draw_views), "FullyShardedDDP": ("checkpointing", draw_checkpointing)}
     special["HalfBytesDDP"] = "wire", draw_wire
     drawings = {} if only_computed else dict(special[name] for name in entry.public if name in special)

@@ -66,7 +66,7 @@ def at_home(place: Path) -> dict[str, str]:
 
 
 def texts(edition: Path) -> dict[str, str]:
-    files = [path for path in edition.rglob("*") if path.is_file() and path.suffix not in (".png", ".pyc")]
+    files = [path for path in edition.rglob("*") if path.is_file() and path.suffix not in (".png", ".svg", ".pyc")]
     return {path.relative_to(edition).as_posix(): path.read_text() for path in files}
 
 
