@@ -23,7 +23,7 @@ from brigade.runner import ranks
 sys.modules.setdefault("rfc3987_syntax", None)
 
 LOOP = """docs experiments hints messages mutants new_module notebooks prose
-requests schematic skeletons wrong_answers"""
+requests skeletons wrong_answers"""
 Done = namedtuple("Done", "returncode stdout stderr")
 
 

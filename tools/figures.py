@@ -1,11 +1,8 @@
-"""Redraw the pictures of all lessons, or of one lesson: python -m tools.figures 3
+"""Redraw the measured pictures of all lessons, or of one lesson: python -m tools.figures 3
 
-The schematic.png of each module that trains is computed, so it is the same on every machine: it shows a step as the α–β
-model predicts it. Measured pictures are timeline.png, memory.png, module 7's views.png, module 11's checkpointing.png
-and module 16's wire.png. A timeline shows real runs on
-the emulated link of `timeline.WORKLOAD`, on which all-reducing all gradients takes 0.8 times as long as backward.
-Advanced modules also have memory.png: the bytes that are alive during a step. In timelines and schematics, a step of
-the module is below a step of the previous core module.
+These are timeline.png, memory.png, module 7's views.png, module 11's checkpointing.png and module 16's wire.png. A
+timeline shows a step of the module below a step of the previous core module, on the emulated link of
+`timeline.WORKLOAD`. Advanced modules also have memory.png: the bytes that are alive during a step.
 """
 
 from __future__ import annotations
@@ -36,12 +33,11 @@ from brigade.course.submission import read
 from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import get_variant, is_hybrid
 from brigade.lab.memory import draw_step, measure_step
-from brigade.lab.timeline import Timeline, trace
-from brigade.lab.timeline_plot import describe_lengths, draw
+from brigade.lab.timeline import trace
+from brigade.lab.timeline_plot import draw
 from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m16_half_bytes import wire
-from tools.schematic import make_timelines
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
 VIEW_NUMEL = 1_000_000  # the time does not depend on it
@@ -61,24 +57,23 @@ class Doubtful(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.figures",
-        description="Redraw the readings' pictures: schematic.png from the cost model, and timeline.png, "
+        description="Redraw the readings' measured pictures: timeline.png, "
         " memory.png, module 7's views.png and module 16's wire.png from real runs.",
         epilog="Example: python -m tools.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
-    parser.add_argument("--computed", action="store_true", help="draw only the pictures that need no run")
     options = parser.parse_args()
-    return run_to_status("figures", lambda: draw_figures(options.number, options.computed))
+    return run_to_status("figures", lambda: draw_figures(options.number))
 
 
-def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
+def draw_figures(number: str | None = None) -> int:
     """Draw the pictures of one module, or of all modules. Raise CourseError if there is no such module.
 
     Return 1 if a timeline was not written because it cannot be trusted.
     """
     pictures = {}
     for entry in [get_module(number)] if number else MODULES:
-        pictures |= list_pictures(entry, only_computed)
+        pictures |= list_pictures(entry)
     status = 0
     for path, draw_picture in pictures.items():
         try:
@@ -90,40 +85,27 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
     return status
 
 
-def list_pictures(entry: Module, only_computed: bool) -> dict[Path, Callable[[Path], str | None]]:
-    """Return the functions that draw a module's pictures. Most of them need a run."""
+def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
+    """Return the functions that draw a module's pictures."""
     special = {"CachedDDP": ("views", draw_views), "FullyShardedDDP": ("checkpointing", draw_checkpointing)}
     special["HalfBytesDDP"] = "wire", draw_wire
-    drawings = {} if only_computed else dict(special[name] for name in entry.public if name in special)
-    if entry in TRAINING_MODULES:
-        compared = list_compared(entry)
-        variants = [get_variant(module) for module in compared]
-        if "CachedDDP" not in entry.public:  # the two halves of its schematic would be equal
-            drawings["schematic"] = partial(draw_timelines, make_timelines, compared)
-        if not only_computed and not is_hybrid(variants[-1]):
-            drawings["timeline"] = partial(draw_timelines, trace, compared)
-        if not only_computed and entry.track == ADVANCED:
-            drawings["memory"] = lambda path: draw_step(measure_step(variants), path)
+    drawings = dict(special[name] for name in entry.public if name in special)
+    if entry in TRAINING_MODULES and not is_hybrid(get_variant(entry)):
+        before = [module for module in CORE_MODULES if module.number < entry.number]
+        compared = [*before[-1:], entry]
+        drawings["timeline"] = partial(draw_timelines, compared)
+        if entry.track == ADVANCED:
+            drawings["memory"] = lambda path: draw_step(measure_step([*map(get_variant, compared)]), path)
     return {entry.lesson / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
 
 
-def list_compared(entry: Module) -> list[Module]:
-    """Return the modules in a module's pictures: the core module before it, if there is one, and the module itself.
-
-    Module 14 is compared with module 11.
-    """
-    if is_hybrid(get_variant(entry)):
-        return [find_module("FullyShardedDDP"), entry]
-    return [*[module for module in CORE_MODULES if module.number < entry.number][-1:], entry]
-
-
-def draw_timelines(make: Callable[[list], list[Timeline]], modules: Sequence[Module], path: Path) -> str:
-    """Draw the timelines that `make` returns for the modules. Return their lengths. Raise Doubtful."""
-    timelines = make([get_variant(module) for module in modules])
+def draw_timelines(modules: Sequence[Module], path: Path) -> str:
+    """Draw timelines of the modules. Return their lengths. Raise Doubtful."""
+    timelines = trace([get_variant(module) for module in modules])
     if doubts := [f"{line.label}: {line.doubt}" for line in timelines if line.doubt]:
         raise Doubtful("; ".join(doubts))
     draw(timelines, path, [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules)])
-    return describe_lengths(timelines)
+    return " and ".join(line.lengths for line in timelines)
 
 
 def draw_checkpointing(path: Path) -> None:

@@ -144,7 +144,7 @@ def plan(programs: dict[str, Program | str], link: Link) -> list[PlannedStep]:
             continue
         sent = [(count_sent_bytes(one.op, one.nbytes, one.num_ranks), one.last_rank) for one in program.launches]
         outer = sum(nbytes for nbytes, last in sent if link.between((0, last)) is link.outer)
-        step_s = simulate(program.instructions, link).end_s
+        step_s = simulate(program.instructions, link)
         steps.append(PlannedStep(label, program, step_s, sum(nbytes for nbytes, _ in sent), outer))
     return steps
 

@@ -21,15 +21,13 @@ COLOURS = {
     "forward": "#8fcdf0",
     "backward": "#0072b2",
     "finish": "#e0e0e0",
-    "copy": "#e0e0e0",
     "step": "#1a1a1a",
     "collective": "#e69f00",
 }
 NAMES = {  # legend labels that differ from the key
     "finish": "finish_grad_sync",
-    "copy": "copies and divisions",
     "step": "optimizer step",
-    "collective": "collective, launch to end",
+    "wait": "waits",
 }
 
 

@@ -2,7 +2,7 @@
 
     programs = record([get_variant(get_module(4))], setting)       by label
     programs["4 BucketedDDP"].launches                             the collectives, in launch order
-    simulate(programs["4 BucketedDDP"].instructions, link)         when each instruction runs, on a link
+    simulate(programs["4 BucketedDDP"].instructions, link)         the seconds of a step on a link
 
 A program is recorded: `recorded_step.py` runs the variant's own code once in a rank, without memory and without peers.
 All ranks are assumed to do what rank 0 does, at the same time, so no collective waits for another rank to launch it.
@@ -19,7 +19,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from brigade.checks.tiny_lm import Block
 from brigade.course.modules import ROOT, CourseError
@@ -86,29 +86,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Compute:
-    """An instruction that keeps the processor busy: "forward", "backward", "step" or "copy", which includes divisions.
-
-    `param_indices` are the parameters whose layers compute. `nbytes` are the bytes that a step or a copy reads and
-    writes.
-    """
+    """An instruction that keeps the processor busy: "forward", "backward", "step" or "copy" (or a division)."""
 
     kind: str
     seconds: float
-    param_indices: Sequence[int] = ()
-    nbytes: int = 0
 
 
 @dataclass(frozen=True)
 class Launch:
-    """An instruction that launches a collective on a buffer of `nbytes` bytes, which contains some parameters.
+    """An instruction that launches a collective on a buffer of `nbytes` bytes.
 
     The group has `num_ranks` ranks, from rank 0 to `last_rank`.
     """
 
     op: str
     nbytes: float
-    param_indices: Sequence[int]
-    phase: str = ""
     num_ranks: int = 2
     last_rank: int = 1
 
@@ -197,59 +189,30 @@ def convert(instructions: Sequence[Sequence[Any]], machine: Machine) -> list[Ins
             converted.append(Wait(*values))
         elif kind in ("forward", "backward"):
             share = machine.backward_s[values[0]]
-            converted.append(Compute(kind, share * forward if kind == "forward" else share, values))
+            converted.append(Compute(kind, share * forward if kind == "forward" else share))
         else:
             rate = machine.copy_bytes_per_s if kind == "copy" else machine.step_bytes_per_s
-            converted.append(Compute(kind, values[0] / rate, nbytes=values[0]))
+            converted.append(Compute(kind, values[0] / rate))
     return converted
 
 
-class Busy(NamedTuple):
-    """A period in which the rank computes or waits, in seconds. A wait for a complete collective takes no time."""
-
-    instruction: Compute | Wait
-    start_s: float
-    end_s: float
-
-
-class Transfer(NamedTuple):
-    """A collective that was launched at `launched_s` and occupied the link from `start_s` to `end_s`."""
-
-    launch: Launch
-    launched_s: float
-    start_s: float
-    end_s: float
-
-
-class Simulation(NamedTuple):
-    """The result of `simulate`. Times are in seconds since the start."""
-
-    busy: list[Busy]
-    transfers: list[Transfer]
-    end_s: float
-
-
-def simulate(instructions: Sequence[Instruction], network: Link) -> Simulation:
-    """Return when each instruction runs. Launches of previous steps are complete.
+def simulate(instructions: Sequence[Instruction], network: Link) -> float:
+    """Return how many seconds the instructions take. Launches of previous steps are complete.
 
     As in `emulated_link.py`, a collective starts when all ranks have launched it (here, at the same time) and the link
     is free. It occupies the link for its latency plus its bytes divided by the bandwidth.
     """
     now = 0.0
     free: dict[Link, float] = defaultdict(float)
-    busy: list[Busy] = []
-    transfers: list[Transfer] = []
+    ends: list[float] = []
     for instruction in instructions:
-        start = now
         if isinstance(instruction, Launch):
             link = network.between((0, instruction.last_rank))
-            begin = max(now, free[link])
-            free[link] = begin + link.seconds(instruction.op, instruction.nbytes, instruction.num_ranks)
-            transfers.append(Transfer(instruction, now, begin, free[link]))
-            continue
-        if isinstance(instruction, Compute):
+            seconds = link.seconds(instruction.op, instruction.nbytes, instruction.num_ranks)
+            free[link] = max(now, free[link]) + seconds
+            ends.append(free[link])
+        elif isinstance(instruction, Compute):
             now += instruction.seconds
         else:
-            now = max(now, transfers[instruction.launch].end_s)
-        busy.append(Busy(instruction, start, now))
-    return Simulation(busy, transfers, now)
+            now = max(now, ends[instruction.launch])
+    return now

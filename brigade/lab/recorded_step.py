@@ -34,12 +34,12 @@ BACKEND = "planned"
 
 # What `record_steps` returns for a step: its instructions and the bytes that the rank keeps after it, by kind. An
 # instruction is ["forward" or "backward", parameter], ["copy" or "step", bytes read and written], ["wait", launch],
-# or ["launch", operation, bytes, parameters, phase, ranks of the group, last rank].
+# or ["launch", operation, bytes, ranks of the group, last rank].
 Recorded = tuple[list[list[Any]], Bytes]
 
 
 class Log(TorchDispatchMode):
-    """A context manager that lists the instructions of a step, and knows which parameters are in which memory."""
+    """A context manager that lists the instructions of a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,28 +50,18 @@ class Log(TorchDispatchMode):
         self.instructions: list[list[Any]] = []
         self.waiting: set[int] = set()  # the ids of launches for which nobody has waited yet
         self.begin_step()
-        self.phase = "outside"
+        self.is_in_step = False
 
     def begin_step(self) -> None:
-        """Forget which parameters are in which memory, and all instructions that the next step does not wait for."""
+        """Forget all instructions that this step does not wait for."""
         self.instructions = [one for one in self.instructions if id(one) in self.waiting]
-        for launch in self.instructions:  # the next forward needs these weights in the order of the parameters
-            launch[3].sort()
-        self.futures: dict[int, list[Any]] = {}  # storage -> the launch on it that somebody may await through a future
-        self.unknown: dict[int, list[Any]] = {}  # storage -> the launch on it whose parameters are not known yet
-        self.phase = "forward"
-        self._owners: dict[int, dict[tuple[int, int], set[int]]] = {}  # storage -> range in bytes -> parameters
-        self._storages: list[torch.UntypedStorage] = []  # kept, so that no other storage gets their numbers
+        # By storage: a tensor in it, and the launch on it that somebody may await through a future.
+        self.futures: dict[int, tuple[Tensor, list[Any]]] = {}
+        self.is_in_step = True
 
     def note(self, *instruction: Any) -> None:
         """Append an instruction."""
         self.instructions.append([*instruction])
-
-    def use(self, kind: str, i: int, parameter: Tensor) -> None:
-        """Append the computation of a layer, which reads parameter `i`."""
-        self.note(kind, i)
-        if launch := self.unknown.get(id(parameter.untyped_storage())):
-            launch[3].append(i)
 
     def wait(self, launch: list[Any]) -> None:
         """Append a wait, unless the rank has waited for the launch before."""
@@ -81,12 +71,12 @@ class Log(TorchDispatchMode):
 
     def wait_for_futures(self) -> None:
         """Append waits for the launches whose futures may have been awaited, which nobody sees."""
-        for launch in self.futures.values():
+        for _, launch in self.futures.values():
             self.wait(launch)
 
     def launch(self, **fields: Any) -> int:
         """Append a launch and return its number. `RecordingGroup` calls this."""
-        self.note("launch", fields["op"], fields["nbytes"], [], self.phase, len(fields["ranks"]), max(fields["ranks"]))
+        self.note("launch", fields["op"], fields["nbytes"], len(fields["ranks"]), max(fields["ranks"]))
         self.waiting.add(id(self.instructions[-1]))
         return 0  # nobody needs the number
 
@@ -103,25 +93,6 @@ class Log(TorchDispatchMode):
         """Return no name: `RecordingGroup` calls this before each launch."""
         return None, None
 
-    def own(self, tensor: Tensor, parameters: set[int]) -> None:
-        """From now on, the memory of the tensor contains values of these parameters."""
-        storage, place = locate(tensor)
-        if id(storage) not in self._owners:
-            self._storages.append(storage)
-        self._owners.setdefault(id(storage), {})[place] = parameters
-
-    def find_parameters(self, tensors: Sequence[Tensor]) -> set[int]:
-        """Return the parameters whose values are in the memory of the tensors."""
-        parameters: set[int] = set()
-        for tensor in tensors:
-            storage, (start, end) = locate(tensor)
-            ranges = self._owners.get(id(storage), {})
-            if (start, end) in ranges:
-                parameters |= ranges[start, end]
-            else:
-                parameters.update(*(owned for (low, high), owned in ranges.items() if low < end and start < high))
-        return parameters
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, has_no_values = describe(function)
         if has_no_values:
@@ -132,31 +103,25 @@ class Log(TorchDispatchMode):
         if name in READS:
             return True
         result = args[0] if name in IN_PLACE else function(*args, **(kwargs or {}))
-        if self.phase == "outside":
+        if not self.is_in_step:
             return result
         for tensor in inputs if self.futures else ():
-            if (launch := self.futures.pop(id(tensor.untyped_storage()), None)) is not None:
-                self.wait(launch)
+            if awaited := self.futures.pop(tensor.untyped_storage()._cdata, None):
+                self.wait(awaited[1])
         outputs = [tensor for tensor in list_tensors(result) if tensor.is_meta]
         overwritten = list_tensors((kwargs or {}).get("out"))
-        sources = (
-            inputs[len(outputs) :] if name in ("copy_", "_foreach_copy_") else inputs[: len(inputs) - len(overwritten)]
-        )
-        if sources and outputs and locate(sources[0]) == locate(outputs[0]) and name == "copy_":
-            return result  # Python assigns a slice to itself at the end of `data[a:b] /= n`
-        if name in COPIES or name in DIVISIONS or (name == "add_" and is_in_submission(sys._getframe(1))):
+        is_copy = name in COPIES or name in DIVISIONS or (name == "add_" and is_in_submission(sys._getframe(1)))
+        # Python assigns a slice to itself at the end of `data[a:b] /= n`.
+        if is_copy and not (name == "copy_" and locate(args[0]) == locate(args[1])):
+            into = name in ("copy_", "_foreach_copy_")  # the first inputs are only written
+            sources = inputs[len(outputs) :] if into else inputs[: len(inputs) - len(overwritten)]
             self.note("copy", sum(tensor.nbytes for tensor in (*sources, *outputs)))
-        pairs = [([source], output) for source, output in zip(sources, outputs)]
-        for read, written in pairs if len(sources) == len(outputs) else [(sources, output) for output in outputs]:
-            if parameters := self.find_parameters(read):
-                self.own(written, parameters)
         return result
 
 
-def locate(tensor: Tensor) -> tuple[torch.UntypedStorage, tuple[int, int]]:
-    """Return the tensor's storage and its range in it, in bytes."""
-    start = tensor.storage_offset() * tensor.element_size()
-    return tensor.untyped_storage(), (start, start + tensor.nbytes)
+def locate(tensor: Tensor) -> tuple[int, int, int]:
+    """Return the storage of a tensor, and its place and length in it."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
 @functools.cache
@@ -185,7 +150,7 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         for tensor in self._outputs:
-            self._log.futures[id(tensor.untyped_storage())] = self._launch
+            self._log.futures[tensor.untyped_storage()._cdata] = tensor, self._launch
         future = torch.futures.Future()
         future.set_result(self._outputs)
         return future
@@ -199,15 +164,8 @@ class PlannedGroup(RecordingGroup):
         self._recorder, self._name, self._ranks = log, name, ranks
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work:
-        log, tensors = self._recorder, [tensor for tensor in list_tensors(args) if tensor.is_meta]
-        launch = log.instructions[-1]
-        launch[3] += sorted(log.find_parameters(tensors), reverse=True)
-        for tensor in tensors if not launch[3] else ():
-            log.unknown[id(tensor.untyped_storage())] = launch
-        for tensor in tensors if launch[3] else ():  # the part that a reduce-scatter writes
-            if not log.find_parameters([tensor]):
-                log.own(tensor, set(launch[3]))
-        return Work(log, launch, tensors)
+        tensors = [tensor for tensor in list_tensors(args) if tensor.is_meta]
+        return Work(self._recorder, self._recorder.instructions[-1], tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:
         pass
@@ -222,16 +180,14 @@ class Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, log: Log, i: int, activation: Tensor, weight: Tensor) -> Tensor:
         ctx.what = log, i, weight
-        log.use("forward", i, weight)
+        log.note("forward", i)
         return torch.empty(1, device="meta")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         log, i, weight = ctx.what
-        log.use("backward", i, weight)
-        result = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        log.own(result, {i})
-        return None, None, gradient, result
+        log.note("backward", i)
+        return None, None, gradient, torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 class Layer(nn.Module):
@@ -344,18 +300,11 @@ def take_step(log: Log, setup: TrainingSetup) -> None:
     """Take a training step as `on_ranks.take_step` does."""
     log.begin_step()
     setup.optimizer.zero_grad()
-    for i, parameter in enumerate(setup.model.parameters()):
-        for tensor in (parameter.detach(), parameter.grad, getattr(parameter, "main_grad", None)):
-            if tensor is not None:
-                log.own(tensor, {i})
     loss = setup.wrapper(torch.empty(1, device="meta"))
-    log.phase = "backward"
     loss.backward()
     log.wait_for_futures()
-    log.phase = "finish"
     if hasattr(setup.wrapper, "finish_grad_sync"):
         setup.wrapper.finish_grad_sync()
         log.wait_for_futures()
-    log.phase = "step"
     setup.optimizer.step()
-    log.phase = "outside"
+    log.is_in_step = False

@@ -11,9 +11,8 @@ work was queued, not when it ran.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any
 from brigade.checks.tiny_lm import Size
 from brigade.course.submission import Sources
 from brigade.events import Launch, launches
-from brigade.lab import program
 from brigade.lab.ladder import (
     EMULATED,
     PHASES,
@@ -34,9 +32,7 @@ from brigade.lab.ladder import (
     read_reference,
     run_variants,
 )
-from brigade.lab.plan import make_model, make_setting
 from brigade.lab.plots import NAMES
-from brigade.lab.program import Machine, record
 from brigade.rank.emulated_link import Link, read_link
 
 # A model with few but large parameters, so that the collectives are visible.
@@ -48,7 +44,7 @@ WORKLOAD = replace(
     warmup=3,
     named=True,
 )
-EXPOSED = ("wait", "finish", "copy")  # kinds of spans that one process would not need
+EXPOSED = ("wait", "finish")  # kinds of spans that one process would not need
 GAP_S = 1e-4  # shorter waits are ignored
 MAX_SPREAD = 0.25  # of the step time, between its quartiles, relative to the median
 
@@ -57,15 +53,13 @@ MAX_SPREAD = 0.25  # of the step time, between its quartiles, relative to the me
 class Span:
     """The activity of one rank from `start_ms` to `end_ms`, relative to the start of the step.
 
-    `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them. In a schematic, it
-    may also be "copy". `label` is the text of the span in the picture.
+    `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them.
     """
 
     rank: int
     kind: str
     start_ms: float
     end_ms: float
-    label: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +69,27 @@ class Collective(Span):
     A link carries one collective at a time, so `start_ms` is later than `launched_ms` if another rank launched later or
     if the link was busy. If the end was not recorded, `end_ms` is the end of the step. The rank waited for the
     collective until `waited_ms`; None means that it never waited. If there are nodes, each rank has two links:
-    collectives on different links have different values of `row`, starting at 0. `label` is the number that
-    `number_launches` gives. In the picture, the first `latency_ms` are dark. `launch` is the recorded launch, or None
-    in a schematic.
+    collectives on different links have different values of `row`, starting at 0. `number` is the number of earlier
+    launches of the same operation.
     """
 
+    launch: Launch
+    number: int
     launched_ms: float
     waited_ms: float | None = None
     row: int = 0
-    latency_ms: float = 0.0
-    launch: Launch | None = None
 
     @property
     def title(self) -> str:
         """The operation and its number, such as "all-reduce 3", or the parameter's name instead of the number."""
-        return f"{self.kind.replace('_', '-')} {self.launch.name or self.label}"
+        return f"{self.kind.replace('_', '-')} {self.launch.name or self.number}"
 
     @property
     def labels(self) -> list[str]:
         """The possible labels of the collective on the interactive page, the longest first."""
         size = f"{self.launch.nbytes / 1e6:.2g} MB"
         short = (self.launch.name or "").removesuffix(".weight")
-        return [*([f"{short}, {size}", short] if short else []), f"{self.label}: {size}", self.label]
+        return [*([f"{short}, {size}", short] if short else []), f"{self.number}: {size}", str(self.number)]
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,7 @@ class Timeline:
     """One step of one variant: the step that has the median length of all timed steps.
 
     `link` is the emulated link, and `backward_ms` is the time of backward alone. `doubt` says why the picture may be
-    wrong, or is empty. A schematic (`schematic.py`) has one rank, which stands for all. Its `memory` contains a span
-    for each period in which the memory that its label names is allocated.
+    wrong, or is empty.
     """
 
     label: str
@@ -114,7 +106,6 @@ class Timeline:
     launched: list[Collective]
     link: Link
     backward_ms: float
-    memory: Sequence[Span] = ()
     doubt: str = ""
 
     @property
@@ -173,7 +164,6 @@ def trace(
     link = read_link(results[0]["link"])
     timelines = []
     for variant in variants:
-        planned = plan_launches(variant, workload, world_size, sources)
         measurement = make_measurement(workload, variants, variant, results)
         lengths = measurement.step_ms
         round_index = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
@@ -193,51 +183,13 @@ def trace(
                 if launch.wait_end is not None and launch.wait_start < times[-1]  # module 9 waits in the next step
             ]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
-            numbers = number_launches(rank_launches, *planned)
-            launched += make_collectives(rank, rank_launches, numbers, zero, link)
+            launched += make_collectives(rank, rank_launches, zero, link)
         spread = compute_spread(lengths)
         is_noisy = spread.upper - spread.lower > MAX_SPREAD * spread.median
         doubt = f"the quartiles of the step time are {spread.lower:.0f} and {spread.upper:.0f} ms" if is_noisy else ""
         backward_ms = 1e3 * results[0]["backward_s"]
         timelines.append(Timeline(variant.label, world_size, spans, launched, link, backward_ms, doubt=doubt))
     return timelines
-
-
-def number_launches(launched: Sequence[Launch], planned: Sequence[program.Launch], by_unit: bool) -> list[int]:
-    """Return the number of what each launch carries, so that a bucket has the same number in all its collectives.
-
-    If every launch carries one parameter, this is the parameter's index, as in the schematics. Otherwise, buckets are
-    numbered in the order of backward, and units in the order of forward, from 0 for the root. If the launches are not
-    the planned ones, return how many earlier launches have the same operation.
-    """
-    counts = [sum(earlier.op == one.op for earlier in launched[:place]) for place, one in enumerate(launched)]
-    plans = {op: itertools.cycle([one for one in planned if one.op == op]) for op in {one.op for one in planned}}
-    matches = [next(plans[one.op]) for one in launched if one.op in plans]
-    if [one.nbytes for one in launched] != [one.nbytes for one in matches] or len(matches) < len(planned):
-        return counts
-    carried = [tuple(sorted(one.param_indices)) for one in matches]
-    different = set(carried)
-    if len(set().union(*different)) < sum(map(len, different)):  # buckets in one collective, parameters in another
-        return counts
-    has_buckets = any(len(one) > 1 for one in different) and not by_unit
-    order = sorted(different, reverse=has_buckets)
-    return [order.index(one) for one in carried]
-
-
-def plan_launches(
-    variant: Variant, workload: Workload, world_size: int, sources: Sources | None = None
-) -> tuple[list[program.Launch], bool]:
-    """Return the launches that a variant's own code makes without peers, and whether they carry units.
-
-    The list is empty if the code does not run without peers.
-    """
-    model = make_model(workload.size)
-    machine = Machine(1.0, (1.0,) * len([*model.parameters()]), math.inf, math.inf)  # only the launches count
-    bucket_mb = workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb
-    setting = make_setting(model, world_size, bucket_mb, machine, "sgd", workload.node_size)
-    recorded = record([variant], setting, sources)[variant.label]
-    launched = [] if isinstance(recorded, str) else recorded.launches
-    return launched, any(launch.phase == "forward" for launch in launched)
 
 
 def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -251,13 +203,12 @@ def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, f
     return [(start, end) for start, end in merged if end - start > GAP_S]
 
 
-def make_collectives(
-    rank: int, launched: Sequence[Launch], numbers: Sequence[int], zero: float, network: Link
-) -> list[Collective]:
+def make_collectives(rank: int, launched: Sequence[Launch], zero: float, network: Link) -> list[Collective]:
     """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`."""
     free: dict[Link, float] = {}  # when the last collective of each link ended, which may be later than expected
+    counts: Counter[str] = Counter()
     collectives = []
-    for launch, number in zip(launched, numbers):
+    for launch in launched:
         link = network.between(launch.ranks)
         start = max(launch.began or launch.start, free.get(link, 0.0))
         free[link] = max(start, launch.end)
@@ -267,13 +218,14 @@ def make_collectives(
                 launch.op,
                 1e3 * (start - zero),
                 1e3 * (free[link] - zero),
-                str(number),
+                launch=launch,
+                number=counts[launch.op],
                 launched_ms=1e3 * (launch.start - zero),
                 waited_ms=None if launch.wait_end is None else 1e3 * (launch.wait_end - zero),
                 row=[*free].index(link),
-                launch=launch,
             )
         )
+        counts[launch.op] += 1
     return collectives
 
 

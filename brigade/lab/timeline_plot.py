@@ -23,7 +23,6 @@ from brigade.lab.timeline import EXPOSED, Collective, Span, Timeline
 
 STYLES = {kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()}
 STYLES |= {
-    "copy": {"facecolor": COLOURS["copy"], "edgecolor": "#555555"},
     "wait": {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"},
     "exposed": {"facecolor": "#d55e00"},
     # Collectives: shades of one colour, and hatches in case the shades look alike.
@@ -32,47 +31,31 @@ STYLES |= {
     "all_gather": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "..."},
     "reduce": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "\\\\\\\\"},
     "broadcast": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "xxx"},
-    "latency": {"facecolor": "#6b4a00"},
-    "memory": {"facecolor": "#cc79a7", "edgecolor": "#5c2a48"},
 }
 OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}  # of other collectives
-LEGEND = {"wait": "waits", "latency": "latency α", "memory": "memory allocated"}
 BACKWARD_END = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
 LAUNCHED = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
 TEMPLATE, WIDGETS = (Path(__file__).with_name(name) for name in ("timeline_view.html", "widgets.js"))
 LANES = 2.75  # the distance from one rank to the next
-MEMORY_LANES = 0.5  # the distance from one lane of memory to the next
 
-# A label, the start and the end of its block in ms, the block's top and height, and the kind of the block.
-Label = tuple[str, tuple[float, float], tuple[float, float], str]
+Label = tuple[Collective, tuple[float, float]]  # a collective, and the top and height of its block
 
 
 def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
     """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
 
-    `titles` are drawn above the timelines (default: the label and the number of collectives). The file's description
-    contains the lengths of the steps.
+    `titles` are drawn above the timelines (default: the label and the number of collectives).
     """
     height = 1.0 + sum(0.5 + 0.45 * compute_height(timeline) for timeline in timelines)
     figure = Figure(figsize=(width / 100, height), dpi=100, layout="constrained")
     draw_panels(figure, timelines, titles or [f"{t.label}, {t.count}" for t in timelines], size=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white", metadata={"Description": describe_lengths(timelines)})
-
-
-def describe_lengths(timelines: Sequence[Timeline]) -> str:
-    """Return the lengths of the steps in one line."""
-    return " and ".join(timeline.lengths for timeline in timelines)
+    figure.savefig(path, format="png", facecolor="white")
 
 
 def compute_height(timeline: Timeline) -> float:
     """Return the height of a timeline's panel, in units in which the lane of computation has the height 0.8."""
-    return LANES * timeline.world_size - 0.35 + MEMORY_LANES * len(list_memory(timeline))
-
-
-def list_memory(timeline: Timeline) -> list[str]:
-    """Return the labels of a schematic's memory, each once."""
-    return list(dict.fromkeys(span.label for span in timeline.memory))
+    return LANES * timeline.world_size - 0.35
 
 
 def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
@@ -98,28 +81,24 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
 
 def name_kind(kind: str) -> str:
     """Return the name of a kind of block, for the legend."""
-    return LEGEND.get(kind) or NAMES.get(kind) or kind.replace("_", "-")
+    return NAMES.get(kind, kind.replace("_", "-"))
 
 
 def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     """Return the legend's entries for everything that the timelines contain."""
-    launched = [collective for timeline in timelines for collective in timeline.launched]
-    kinds = {span.kind for timeline in timelines for span in timeline.spans}
-    ops = {collective.kind for collective in launched}
-    rest = ["latency"] * any(collective.latency_ms for collective in launched)
-    rest += ["memory"] * any(timeline.memory for timeline in timelines)
+    ops = {collective.kind for timeline in timelines for collective in timeline.launched}
 
     def make_patch(kind: str) -> Patch:
         return Patch(**STYLES.get(kind, OTHER), linewidth=0.4 if kind in COLOURS else None, label=name_kind(kind))
 
-    handles: list[Artist] = [make_patch(kind) for kind in (*filter(kinds.__contains__, COLOURS), "wait", "exposed")]
+    handles: list[Artist] = [make_patch(kind) for kind in (*PHASES, "wait", "exposed")]
     handles += [Line2D([], [], **BACKWARD_END, label="end of backward"), Line2D([], [], **LAUNCHED, label="launch")]
     known = filter(ops.__contains__, STYLES)
-    return handles + [make_patch(kind) for kind in (*known, *sorted(ops - STYLES.keys()), *rest)]
+    return handles + [make_patch(kind) for kind in (*known, *sorted(ops - STYLES.keys()))]
 
 
 def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
-    """Draw two lanes for each rank: computation, and running collectives below it. Draw memory below all ranks.
+    """Draw two lanes for each rank: computation, and running collectives below it.
 
     The exposed times and the launches are between the two lanes of a rank. Return the labels of the blocks.
     """
@@ -132,32 +111,22 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
 
     for rank in range(timeline.world_size):
         top = LANES * rank
-        names = (f"rank {rank} computes", f"rank {rank} communicates")
-        ticks |= dict(zip(("computation", "link") if timeline.world_size == 1 else names, (top + 0.4, top + 1.75)))
+        ticks |= {f"rank {rank} computes": top + 0.4, f"rank {rank} communicates": top + 1.75}
         for span in timeline.spans:
             if span.rank == rank:
                 draw_block(span.start_ms, span.end_ms, top, 0.8, span.kind, 0.4)
                 if span.kind in EXPOSED:
                     draw_block(span.start_ms, span.end_ms, top + 0.84, 0.12, "exposed")
-                labels.append((span.label, (span.start_ms, span.end_ms), (top, 0.8), span.kind))
         ends = [span.end_ms for span in timeline.spans if span.rank == rank and span.kind == "backward"]
         collectives = timeline.get_collectives(rank)
         depth = 1 + max((collective.row for collective in collectives), default=0)  # rows share the lane's height
         for collective in collectives:
             block = top + 1.25 + collective.row / depth, 1 / depth
-            free_ms = collective.start_ms + collective.latency_ms
             draw_block(collective.start_ms, collective.end_ms, *block, collective.kind, 0.7)
-            draw_block(collective.start_ms, free_ms, *block, "latency")
-            labels.append((collective.label, (free_ms, collective.end_ms), block, collective.kind))
+            labels.append((collective, block))
         launched = [collective.launched_ms for collective in collectives]
         axes.plot(launched, [top + 1.1] * len(launched), **LAUNCHED)
         axes.plot(2 * [max(ends)], [top - 0.1, top + 2.35], **BACKWARD_END)
-    for lane, name in enumerate(list_memory(timeline)):
-        top = LANES * timeline.world_size - 0.2 + MEMORY_LANES * lane
-        ticks[name] = top + 0.2
-        for span in timeline.memory:
-            if span.label == name:
-                draw_block(span.start_ms, span.end_ms, top, 0.4, "memory", 0.7)
     axes.set_yticks([*ticks.values()], [*ticks], fontsize=size)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=size)
@@ -169,18 +138,16 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
     return labels
 
 
-def write_inside(
-    axes: Axes, label: str, times_ms: tuple[float, float], block: tuple[float, float], kind: str, size: float
-) -> None:
-    """Write a label in the middle of its block, if it fits."""
-    (start, end), (top, height) = times_ms, block
-    box = {"facecolor": STYLES.get(kind, OTHER)["facecolor"], "edgecolor": "none", "pad": 0.8}
-    style = {"color": "white" if kind == "backward" else "black", "ha": "center", "va": "center", "bbox": box}
-    text = axes.text((start + end) / 2, top + height / 2, label, fontsize=size, **style)
+def write_inside(axes: Axes, collective: Collective, block: tuple[float, float], size: float) -> None:
+    """Write the number of a collective in the middle of its block, if it fits."""
+    (start, end), (top, height) = (collective.start_ms, collective.end_ms), block
+    box = {"facecolor": STYLES.get(collective.kind, OTHER)["facecolor"], "edgecolor": "none", "pad": 0.8}
+    style = {"ha": "center", "va": "center", "bbox": box, "fontsize": size}
+    text = axes.text((start + end) / 2, top + height / 2, str(collective.number), **style)
     text.set_in_layout(False)
     (left, below), (right, above) = axes.transData.transform([(start, top + height), (end, top)])
     extent = text.get_window_extent()
-    if not label or extent.width + 5 > right - left or extent.height + 2 > above - below:
+    if extent.width + 5 > right - left or extent.height + 2 > above - below:
         text.remove()
 
 

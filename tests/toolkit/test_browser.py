@@ -122,14 +122,13 @@ GRAD_BYTES, BACKWARD_S = 400e6, 0.1
 
 
 def simulate_buckets(link, world_size, bucket_bytes):
-    """Return the step with equal buckets, its exposed time, and the number of buckets."""
+    """Return the exposed time of a step with equal buckets, and the number of buckets."""
     count = math.ceil(GRAD_BYTES / bucket_bytes)
     parts = [
-        (Compute("backward", BACKWARD_S / count), Launch("all_reduce", GRAD_BYTES / count, [], "", world_size))
+        (Compute("backward", BACKWARD_S / count), Launch("all_reduce", GRAD_BYTES / count, world_size))
         for _ in range(count)
     ]
-    step = simulate([*itertools.chain(*parts), *map(Wait, range(count))], link)
-    return step, step.end_s - BACKWARD_S, count
+    return simulate([*itertools.chain(*parts), *map(Wait, range(count))], link) - BACKWARD_S, count
 
 
 def test_the_model_in_the_browser_equals_pythons(page):
@@ -137,10 +136,7 @@ def test_the_model_in_the_browser_equals_pythons(page):
     for link, world_size, nbytes in itertools.product(LINKS, WORLD_SIZES, (1e6, 3e7, 4e8)):
         given = [{"latencyS": link.latency_s, "bytesPerS": link.bytes_per_s}, world_size, nbytes]
         found = page.evaluate("(given) => costModel.simulateBuckets(...given)", given)
-        step, exposed_s, num_buckets = simulate_buckets(link, world_size, nbytes)
-        for moment in ("launched", "start", "end"):
-            times = [transfer[moment] for transfer in found["transfers"]]
-            assert times == pytest.approx([getattr(one, f"{moment}_s") for one in step.transfers])
+        exposed_s, num_buckets = simulate_buckets(link, world_size, nbytes)
         assert (found["exposed"], found["numBuckets"]) == (pytest.approx(exposed_s), num_buckets)
 
 
@@ -159,7 +155,7 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     bars = page.locator("[data-model=buckets] rect.block")
     many = bars.count()
     mib = move("buckets", "bucket", "ArrowRight")
-    _, exposed_s, num_buckets = simulate_buckets(link, 64, mib * 2**20)
+    exposed_s, num_buckets = simulate_buckets(link, 64, mib * 2**20)
     assert bars.count() == 2 * num_buckets + 1 < many  # on the rank and on the link; one is exposed
     expect("buckets", "exposed", f"{1e3 * exposed_s:.1f} ms")
     before = page.inner_text("[data-model=prefetch] [data-name=peak]")

@@ -62,7 +62,7 @@ def test_communication_after_backward_is_exposed(traced):
 
 def test_the_title_gives_the_exposed_time_of_the_step_shown():
     waits = [(0, "wait", 20, 30), (0, "finish", 40, 45), (1, "wait", 40, 50), (1, "finish", 35, 60)]
-    spans = [timeline.Span(*span) for span in [*waits, (0, "backward", 10, 40), (1, "optimizer", 60, 60)]]
+    spans = [timeline.Span(*span) for span in [*waits, (0, "backward", 10, 40), (1, "step", 60, 60)]]
     line = timeline.Timeline("", 2, spans, [], None, 0.0)
     assert line.lengths == "60 ms, 15 to 25 ms exposed"
     assert replace(line, world_size=1).lengths == "60 ms, 15 ms exposed"
@@ -189,38 +189,14 @@ def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
     assert line in err and err.startswith("brigade: ") and err.count("\n") == 1
 
 
-def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(monkeypatch, capsys):
-    [line] = figures.make_timelines([ladder.get_variant(get_module(4))])
-    monkeypatch.setattr(figures, "trace", lambda variants: [replace(line, doubt="slow")])
+def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, monkeypatch, capsys):
+    drawn = []
     monkeypatch.setattr(figures, "draw", lambda timelines, path, titles: drawn.append(path))
-    for arguments, status in (["3"], 1), (["3", "--computed"], 0):
-        drawn = []
-        monkeypatch.setattr(sys, "argv", ["figures", *arguments])
-        assert figures.main() == status and drawn == [get_module(3).lesson / "schematic.png"]
-        assert ("timeline.png not written, because the machine was busy" in capsys.readouterr().out) == bool(status)
+    monkeypatch.setattr(sys, "argv", ["figures", "3"])
+    for doubt in ("slow", ""):
+        monkeypatch.setattr(figures, "trace", lambda variants, doubt=doubt: [replace(traced[3], doubt=doubt)])
+        assert figures.main() == bool(doubt)
+        assert ("timeline.png not written, because the machine was busy" in capsys.readouterr().out) == bool(doubt)
+    assert drawn == [get_module(3).lesson / "timeline.png"]
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
     assert figures.main() == 2 and capsys.readouterr().err.startswith("figures: there is no module 77")
-
-
-def number_twice(number, repeated):
-    """Return the op and the number of each planned launch of a module. Launches of `repeated` are repeated first."""
-    planned, by_unit = timeline.plan_launches(ladder.get_variant(get_module(number)), WORKLOAD, 2)
-    launched = [one for one in planned if one.op == repeated] + planned
-    return [f"{one.op} {n}" for one, n in zip(launched, timeline.number_launches(launched, planned, by_unit))]
-
-
-def test_a_bucket_and_a_unit_have_one_number_in_all_their_collectives():
-    """As in the schematics, a parameter's number is its index, and the root is unit 0."""
-    assert number_twice(3, "")[:2] == [f"all_reduce {len(PARAMETERS) - 1}", f"all_reduce {len(PARAMETERS) - 2}"]
-    assert number_twice(11, "") == [
-        *("all_gather 0", "all_gather 1"),
-        "all_gather 1",
-        "reduce_scatter 1",
-        "reduce_scatter 0",
-    ]
-    last = max(int(one.split()[1]) for one in number_twice(9, ""))
-    gathers = [f"all_gather {n}" for n in range(last, -1, -1)]  # for the first layers, which forward needs first
-    scatters = [f"reduce_scatter {n}" for n in range(last + 1)]
-    assert last > 1 and number_twice(9, "all_gather") == [*gathers, *gathers, *scatters]
-    planned, _ = timeline.plan_launches(ladder.get_variant(get_module(9)), WORKLOAD, 2)
-    assert timeline.number_launches([*planned[1:2], *planned[:1]], planned, False) == [0, 1], "not what was planned"
