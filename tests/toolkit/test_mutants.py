@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from brigade.checks.run import Conditions
 from brigade.course import validation
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.skeletons import read_given
+from brigade.grade.isolation import isolate_ranks, may_isolate
 
 
 def checks(entry):
@@ -20,11 +22,17 @@ def checks(entry):
     return {check.name: check for check in collect([entry])}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def conditions(request):
-    """Return the `Conditions` of the command line."""
+    """Yield the `Conditions` of the command line. The random cases differ between runs only with --everything.
+
+    With --isolated, ranks communicate through the grader's switch.
+    """
     option = request.config.option
-    return Conditions(backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)
+    assert not option.isolated or may_isolate(), "--isolated needs Linux and root"
+    seed = option.seed if option.everything else 0
+    with isolate_ranks("", None, option.backend) if option.isolated else nullcontext():
+        yield Conditions(seed, backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)
 
 
 def list_marks(entry, mutant):
