@@ -21,8 +21,6 @@ machine share), `phase` (what the training loop was doing) and the fields of its
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
     border   the rank learns the factors of border `number` of batch `batch` of the run, and has computed `values` there
              (`checks/edge_case_models.py`)
-    call     the rank begins the second or a later call of the function given to `run_calls`; `digest` is that of the
-             last call's result
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
 Scenarios add kinds of their own with `note`. The parent validates each event once, when it arrives.
@@ -31,10 +29,10 @@ Scenarios add kinds of their own with `note`. The parent validates each event on
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 Event = dict[str, Any]
@@ -55,7 +53,6 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "connect": {"group": (str,), "ranks": (list,)},
     "ready": {"name": (str,)},
     "border": {"batch": (int,), "number": (int,), "values": (str,)},
-    "call": {"digest": (str,)},
     "step": {"step": NUMBER},
 }  # fmt: skip
 
@@ -161,30 +158,25 @@ def drop_flags(launched: Sequence[Launch]) -> list[Launch]:
     return [launch for launch in launched if launch.numel > 16 or flags[launch.step] > 4]
 
 
-def split_calls(events: Sequence[Event], num_calls: int) -> list[list[Event]]:
-    """Return the events of each of the `num_calls` calls of a run, with launches numbered from 0 in each call.
+def split_calls(events: Sequence[Event], ends: Sequence[int]) -> list[list[Event]]:
+    """Return the events of each call of a run, with launches numbered from 0 in each call.
 
-    An `end` event belongs to the call that made the launch, even if it arrives during a later call. A `wait`, `done` or
-    `race` event that arrives in a later call is dropped.
+    `ends` are the positions at which the calls end; later events belong to one more call. Events about a launch that an
+    earlier call has made are dropped.
     """
-    if num_calls == 1:
-        return [list(events)]
-    events_by_call: list[list[Event]] = [[]]
-    starts = [0]  # the index of each call's first launch
+    events_by_call: list[list[Event]] = []
     num_launches = 0
-    for event in events:
-        if event["kind"] == "call" and len(events_by_call) < num_calls:
-            events_by_call.append([])
-            starts.append(num_launches)
-            continue
-        num_launches += event["kind"] == "launch"
-        current = call_index = len(events_by_call) - 1
-        if "index" in FIELDS.get(event["kind"], ()):
-            call_index = bisect_right(starts, event["index"]) - 1
-            event = event | {"index": event["index"] - starts[call_index]}
-        if call_index == current or event["kind"] == "end":
-            events_by_call[call_index].append(event)
-    return events_by_call + [[] for _ in range(num_calls - len(events_by_call))]
+    for start, end in pairwise([0, *ends, len(events)]):
+        own, first = [], num_launches
+        for event in events[start:end]:
+            num_launches += event["kind"] == "launch"
+            if first and "index" in FIELDS.get(event["kind"], ()):
+                event = event | {"index": event["index"] - first}
+                if event["index"] < 0:
+                    continue
+            own.append(event)
+        events_by_call.append(own)
+    return events_by_call
 
 
 def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:

@@ -1,9 +1,9 @@
-"""The channel between a rank and the parent. The rank receives one request, and sends events and a result or exception.
+"""The channel between a rank and the parent. The rank receives one request, and sends events and results.
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
-list), R for the result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the wait
-for one, which the parent answers with its result, P asks whether one is complete, B asks for the factors of a border,
-and G waits until all ranks have created a group. The request and the answers have no letter.
+list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the
+wait for one, which the parent answers with its result, P asks whether one is complete, B asks for the factors of a
+border, and G waits until all ranks have created a group. The request and the answers have no letter.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Channel:
             self._send()
 
     def send_result(self, result: bytes) -> None:
-        """Send the encoded result, after all events."""
+        """Send the encoded result of a call, after its events."""
         self._send(b"R", result)
 
     def send_failure(self, description: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ dict would take quadratic time.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import math
 import struct
@@ -48,11 +47,6 @@ def encode(value: Any) -> bytes:
     blobs: list[bytes] = []
     header = json.dumps({"value": _flatten(value, blobs), "sizes": [len(blob) for blob in blobs]}).encode()
     return b"".join([struct.pack("<Q", len(header)), header, *blobs])
-
-
-def digest(value: Any) -> str:
-    """Return a digest of the encoded value. It is the same before the value is sent and after it has arrived."""
-    return hashlib.sha256(encode(value)).hexdigest()
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
@@ -109,6 +103,15 @@ def read_int(digits: str) -> int:
     if len(digits) > MOST_DIGITS + digits.startswith("-"):
         raise WireError("an integer is too long")
     return int(digits)
+
+
+def refuse_constant(name: str) -> None:
+    """Raise WireError, because NaN and infinity are neither times nor counts."""
+    raise WireError(f"{name} in a message")
+
+
+# Decodes JSON messages other than values. `json.loads` with these arguments would make a decoder for each message.
+decode_json = json.JSONDecoder(parse_int=read_int, parse_constant=refuse_constant).decode
 
 
 class _Reader:

@@ -267,7 +267,7 @@ def serve(descriptor: int) -> None:
     from brigade.rank import main as rank
 
     work = {"module": "torch.distributed", "function": "get_rank", "calls": [[]]}  # a placeholder: cells come later
-    rank.run(request | work, lambda event: send("event", event))
+    list(rank.run(request | work, lambda event: send("event", event)))
     send(ENDED, None)
     variables = sys.modules["__main__"].__dict__
     while True:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +49,8 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
     try:
-        channel.send_result(wire.encode(run(request, channel.add_event, channel if request["switch"] else None)))
+        for result in run(request, channel.add_event, channel if request["switch"] else None):
+            channel.send_result(wire.encode(result))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
         channel.send_failure(describe_exception(error, request["packages"]))
     sys.stdout.flush()
@@ -69,8 +70,10 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
 
 
-def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None], switch: Channel | None = None) -> list[Any]:
-    """Execute the request in this process and return the results of its calls. See `perform`."""
+def run(
+    request: dict[str, Any], sink: Callable[[dict[str, Any]], None], switch: Channel | None = None
+) -> Iterator[Any]:
+    """Execute the request in this process and yield the results of its calls. See `perform`."""
     if request["mode"] != "emulate" and not switch and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
@@ -91,8 +94,8 @@ def perform(
     local_rank: int | None = None,
     timeout: timedelta | None = None,
     switch: Channel | None = None,
-) -> list[Any]:
-    """Become a rank: start the process group over `store`, and return what the request's function returns in each call.
+) -> Iterator[Any]:
+    """Become a rank: start the process group over `store`, and yield what the request's function returns in each call.
 
     `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` applies to each collective.
     With `switch`, the channel to the grader's switch, the group communicates through it instead of `backend`.
@@ -125,16 +128,14 @@ def perform(
     if request.get("graded"):
         recording.expect_submission()
     kept = scatter(request["seed"]) if request["mode"] == "strict" else []
-    results: list[Any] = []
-    for args in request["calls"]:
-        if results:
+    for number, args in enumerate(request["calls"]):
+        if number:
             gc.collect()  # free the models of earlier calls: their memory and hooks could affect the next call
-            recorder.note("call", digest=wire.digest(results[-1]))
-        results.append(function(*args))
+        result = function(*args)
+        if backend == "nccl":
+            torch.cuda.synchronize()
+        yield result
     kept.clear()
-    if backend == "nccl":
-        torch.cuda.synchronize()
-    return results
 
 
 def scatter(seed: int) -> list[torch.nn.Parameter]:

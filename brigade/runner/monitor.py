@@ -1,8 +1,8 @@
 """Monitor the ranks of one run: listen to them, detect how the run ends, and end all ranks.
 
-A run ends when every rank has delivered a result, or when
+A run ends when every rank has delivered a result for each call, or when
 
-- a rank raised an exception, died without a result or sent something unreadable ("failed"),
+- a rank raised an exception, died before its last result or sent something unreadable ("failed"),
 - launches with the same number in a group differ between two ranks ("mismatch"),
 - no rank can continue by itself ("deadlock"),
 - the deadline has passed ("deadline").
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import selectors
 import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.course.submission import Sources, is_sealed
-from brigade.events import Event, validate
+from brigade.events import validate
 from brigade.progress import Mismatch, Progress, RankRecord
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
@@ -34,7 +32,7 @@ from brigade.sandbox.enter import MOST_SENT
 from brigade.switch import Refused
 
 if TYPE_CHECKING:
-    from brigade.switch.switch import Switch
+    from brigade.runner.ranks import RunOptions
 
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
 GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs
@@ -48,20 +46,12 @@ UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError
 LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")  # see `ipc/channel.py`
 HEADER_BYTES = 9  # of a message: its letter and its size
 
-# For each question to the switch: the kind of event that a rank records before it, the fields of the event that the
-# question repeats, and what a rank has done that has recorded something else.
-RECORDED_BEFORE = {
-    b"G": ("connect", (), "created a group without recording it"),
-    b"W": ("wait", ("index",), "waited for a result without recording the wait"),
-    b"B": ("border", ("batch", "number"), "asked for the factors of a border without recording the border"),
-}
-
 
 class RankProcess:
     """One rank: its process, our ends of its three channels, and what it has sent."""
 
-    def __init__(self, number: int, record: RankRecord):
-        self.number, self.record = number, record
+    def __init__(self, number: int, record: RankRecord, num_calls: int):
+        self.number, self.record, self._num_calls = number, record, num_calls
         self.pid = 0
         self.control, self._rank_control = socket.socketpair()
         self.output, self._rank_output = os.pipe()
@@ -71,16 +61,21 @@ class RankProcess:
         self.num_received = 0  # bytes
         self.printed = bytearray()
         self.stack = bytearray()  # printed on request, by faulthandler
-        self.result: bytes | None = None
-        self.error: RankFailure | None = None  # the exception that it raised
+        self.results: list[bytes] = []  # one for each call that has ended
+        self.ends: list[int] = []  # for each result, the number of events before it
+        self.failure: RankFailure | None = None  # the exception that it raised, or what was wrong with its messages
         self.status: int | None = None  # exit status of its process, if the process has ended
-        self.garbled = ""  # what was wrong with its messages, as the predicate of a sentence
         self.is_closed = False  # whether its channel is closed
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the rank has delivered all results."""
+        return len(self.results) == self._num_calls
+
+    @property
     def is_settled(self) -> bool:
-        """Whether the rank has returned a result, raised an exception or ended."""
-        return self.error is not None or self.result is not None or self.status is not None
+        """Whether the rank has delivered all results, raised an exception, been refused or ended."""
+        return self.is_complete or self.failure is not None or self.status is not None
 
     @property
     def descriptors(self) -> list[int]:
@@ -121,28 +116,22 @@ class Monitor:
     """The ranks of one run, and the loop that listens to them."""
 
     def __init__(
-        self,
-        world_size: int,
-        packages: dict[str, Sources],
-        *,
-        deadline_s: float | None,
-        stream: bool,
-        on_event: Callable[[int, Event], None] | None,
-        switch: Switch | None = None,
+        self, how: RunOptions, packages: dict[str, Sources], num_calls: int, border_seeds: list[list[list[int]]]
     ):
-        self.progress = Progress(world_size)
-        self.ranks = [RankProcess(number, record) for number, record in enumerate(self.progress.ranks)]
-        self._packages = packages
-        self._deadline_s = deadline_s
-        self._stream = stream  # otherwise events arrive late, and a deadlock cannot be detected
-        self._on_event = on_event
+        from brigade.ipc import wire  # imports torch, as the switch does
+        from brigade.switch.switch import Switch
+
+        self.progress = Progress(how.world_size)
+        self.ranks = [RankProcess(number, record, num_calls) for number, record in enumerate(self.progress.ranks)]
+        self._how, self._packages = how, packages
+        self._switch = Switch(self.progress.ranks, border_seeds) if how.has_switch else None
+        self._read_json = wire.decode_json
         self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
         self._sealed_lines = read_sealed_lines(packages) if SERVER.sandbox else {}
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
         self._mismatch: Mismatch | None = None
-        self._switch = switch
 
     def fork(self, directory: Path) -> None:
         """Let the server fork the ranks. `directory` is the directory of the run."""
@@ -160,19 +149,20 @@ class Monitor:
         self._selector.register(SERVER.fileno(), selectors.EVENT_READ, SERVER.read_exits)
 
     def watch(self) -> RankFailure | None:
-        """Listen until all ranks have delivered a result (return None) or the run has failed (return the failure)."""
-        ends_at = time.monotonic() + self._deadline_s if self._deadline_s else float("inf")
+        """Listen until all ranks have delivered their results or the run has failed. Return the failure, or None."""
+        ends_at = time.monotonic() + (self._how.deadline_s or float("inf"))
         while (kind := self._find_failure_kind(ends_at)) is None:
-            if all(rank.result is not None for rank in self.ranks):
+            if all(rank.is_complete for rank in self.ranks):
                 return None
             self._listen(0.05)
             if not self._switch:  # ranks wait for the switch's answers
                 time.sleep(LISTEN_S)
         if kind == "failed" and (unequal := self.progress.find_unequal_message()):
-            kind, self._mismatch = "mismatch", unequal  # gloo has ended the receiver's process
+            # Gloo has ended the receiver's process, or the switch has refused the message.
+            kind, self._mismatch = "mismatch", unequal
         if kind != "failed":
             self._request_stacks()
-        return describe_failure(kind, self.ranks, self.progress, self._mismatch, self._deadline_s, self._packages)
+        return describe_failure(kind, self.ranks, self.progress, self._mismatch, self._how.deadline_s, self._packages)
 
     def end(self) -> None:
         """Kill and reap all ranks. Read the rest of their output."""
@@ -185,31 +175,12 @@ class Monitor:
                 rank.close()
             self._selector.close()
 
-    def decode_results(self, num_calls: int) -> list[list[Any]]:
-        """Return each rank's list of results, one per call. Raise RankFailure if a rank sent anything else."""
-        from brigade.ipc import wire
-
-        values = []
-        for rank in self.ranks:
-            try:
-                values.append(wire.decode(rank.result))
-                if type(values[-1]) is not list or len(values[-1]) != num_calls:
-                    raise wire.WireError(f"the result is not a list with one entry per call ({num_calls} expected)")
-                # Otherwise, a call could go on after its events have ended.
-                digests = [event["digest"] for event in rank.record.events if event["kind"] == "call"]
-                if digests != [wire.digest(value) for value in values[-1][:-1]]:
-                    raise wire.WireError("the result of a call has changed after the call")
-            except wire.WireError as error:
-                line = f"rank {rank.number}: {error}"
-                raise RankFailure("garbled", "a rank delivered an unreadable result", [line], rank.number) from None
-        return values
-
     def _find_failure_kind(self, ends_at: float) -> str | None:
         """Return the kind of failure, such as "deadlock", or None if the run has not failed yet."""
         now = time.monotonic()
-        if self._mismatch:  # even if all ranks have delivered a result: some mismatched collectives complete
+        if self._mismatch:  # even if all ranks have delivered their results: some mismatched collectives complete
             return "mismatch"
-        if all(rank.result is not None for rank in self.ranks):
+        if all(rank.is_complete for rank in self.ranks):
             return None
         settled = [rank.number for rank in self.ranks if rank.is_settled]
         is_stuck = self._switch.is_stuck(settled) if self._switch else len(settled) == len(self.ranks)
@@ -219,7 +190,7 @@ class Monitor:
             return "deadlock"
         if now > ends_at:
             return "deadline"
-        is_quiet = self._stream and not self._switch and now > self._last_news + QUIET_S
+        is_quiet = self._how.stream and not self._switch and now > self._last_news + QUIET_S
         return "deadlock" if is_quiet and self.progress.is_deadlocked(settled) else None
 
     # ---- messages from the ranks and the server
@@ -257,20 +228,21 @@ class Monitor:
             self._note_failure()
             return
         rank.buffer += data
-        events: list[Event] = []
+        num_events = len(rank.record.events)
         try:
             if rank.num_received > self._max_bytes:
                 too_much = f"sent more than {self._max_bytes} bytes"
                 raise Refused(f"{too_much}. Likely cause: it launches collectives in an endless loop.")
             while message := self._pop_message(rank.buffer):
-                events += self._handle_message(rank, *message)
+                self._handle_message(rank, *message)
                 self._send_answers()
         except UNREADABLE as error:
-            rank.garbled = str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel"
+            what = str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel"
+            rank.failure = RankFailure("garbled", f"rank {rank.number} {what}", [], rank.number)
             self._selector.unregister(rank.control)
             self._note_failure()
-        for event in events if self._on_event else []:
-            self._on_event(rank.number, event)
+        for event in rank.record.events[num_events:] if self._how.on_event else []:
+            self._how.on_event(rank.number, event)
 
     def _pop_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
         """Remove the next message and return its letter and body, or None if it is not complete yet."""
@@ -286,79 +258,42 @@ class Monitor:
         del buffer[: HEADER_BYTES + size]
         return letter, body
 
-    def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> list[Event]:
-        """Handle one message of a rank and return the events in it. See `ipc/channel.py` for the letters."""
+    def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> None:
+        """Handle one message of a rank. See `ipc/channel.py` for the letters."""
         rank.num_received += HEADER_BYTES + (0 if letter == b"C" else len(body))  # the switch counts launches
-        if rank.result is not None or rank.error is not None:
-            return []  # a rank sends nothing after its result or its exception
+        if rank.failure or rank.is_complete:
+            return  # a rank sends nothing after its last result or its exception
         self._last_news = time.monotonic()
         if letter == b"E":
-            events = list(read_json(body))
-            if not events:
-                raise ValueError("not a message of a rank")
-            for event in events:
+            for event in list(self._read_json(body.decode())):
                 self._add_event(rank, event)
-            return events
-        if letter == b"X":
-            rank.error = make_exception_failure(rank.number, read_json(body), self._sealed_lines)
+        elif letter == b"X":
+            rank.failure = make_exception_failure(rank.number, self._read_json(body.decode()), self._sealed_lines)
             self._note_failure()
         elif letter == b"R":
             if self._switch:
-                self._switch.check_end(rank.number, len(rank.record.launches), rank.record.num_borders)
-            rank.result = body
+                self._switch.check_end(rank.number)
+            rank.results.append(body)
+            rank.ends.append(len(rank.record.events))
         elif rank.outgoing:
             raise Refused("asked again before it read the answer")
         else:
-            self._ask_switch(rank, letter, body)
-        return []
+            self._switch.handle(rank.number, letter, body)
 
     def _add_event(self, rank: RankProcess, event: Any) -> None:
         validate(event, len(rank.record.launches))
         if self._switch:
-            self._switch.check_event(rank.number, event, rank.record.num_borders)
+            self._switch.check_event(rank.number, event)
         self.progress.add(rank.number, event)
         if event["kind"] == "launch" and not self._mismatch:
             self._mismatch = self.progress.find_mismatch(rank.number)
 
-    def _ask_switch(self, rank: RankProcess, letter: bytes, body: bytes) -> None:
-        """Pass a launch or a question to the switch. Raise Refused if the rank's record says something else."""
-        number, last = rank.number, rank.record.events[-1] if rank.record.events else {"kind": None}
-        if letter == b"C":
-            if last["kind"] != "launch" or last["index"] != len(self._switch.calls[number]):
-                raise Refused("made a launch without recording it")
-            try:
-                call = self._switch.launch(number, body)
-            except Refused:
-                # If ranks call different collectives, the record says it better.
-                self._mismatch = self._mismatch or self.progress.find_unequal_message()
-                if self._mismatch:
-                    return
-                raise
-            for name, fact in call.facts.items():
-                if last[name] != fact:
-                    raise Refused(f"recorded {name} = {last[name]!r} for a launch with {name} = {fact!r}")
-            return
-        numbers = [value for (value,) in struct.iter_unpack("<Q", body)]
-        if letter in RECORDED_BEFORE:
-            kind, fields, refusal = RECORDED_BEFORE[letter]
-            if last["kind"] != kind or [last[field] for field in fields] != numbers[: len(fields)]:
-                raise Refused(refusal)
-        if letter == b"G":
-            self._switch.connect(number, last["group"], last["ranks"])
-        elif letter == b"B":
-            self._switch.answer_border(number, *numbers)
-        elif letter == b"P":
-            self._switch.poll(number, *numbers)
-        else:
-            self._switch.wait(number, *numbers)
-
     def _send_answers(self) -> None:
         """Send the switch's answers, as far as ranks read them."""
-        for number, answer in self._switch.answers if self._switch else []:
+        while self._switch and self._switch.answers:
+            number, answer = self._switch.answers.pop(0)
             self.ranks[number].outgoing += struct.pack("<Q", len(answer)) + answer
             self._write_control(self.ranks[number])
-        if self._switch:
-            self._switch.answers.clear()
 
     def _write_control(self, rank: RankProcess) -> None:
         """Send what the rank's socket takes, and go on when it takes more."""
@@ -387,24 +322,6 @@ class Monitor:
 def append_limited(kept: bytearray, data: bytes, limit: int) -> None:
     """Append data to `kept` until `kept` has `limit` bytes."""
     kept.extend(data[: max(0, limit - len(kept))])
-
-
-def read_json(body: bytes) -> Any:
-    """Return a rank's JSON message. Raise ValueError or RecursionError if our ranks would not send it."""
-    return make_decoder().decode(body.decode())
-
-
-@functools.cache
-def make_decoder() -> json.JSONDecoder:
-    """Return the decoder of all messages. `json.loads` with the same arguments would make one for each message."""
-    from brigade.ipc import wire
-
-    return json.JSONDecoder(parse_int=wire.read_int, parse_constant=refuse_constant)
-
-
-def refuse_constant(name: str) -> None:
-    """Raise ValueError, because NaN and infinity are neither times nor counts."""
-    raise ValueError(f"{name} in an event")
 
 
 def read_sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:

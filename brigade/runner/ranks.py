@@ -110,23 +110,14 @@ def run_calls(
     requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
     SERVER.start()
     from brigade.ipc import wire  # torch is imported while the server is starting
-    from brigade.switch.switch import Switch
 
-    seeds = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
-
+    border_seeds = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
     is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
         for path in (SERVER.scratch, directory):
             path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
-    monitor = Monitor(
-        how.world_size,
-        packages,
-        deadline_s=how.deadline_s,
-        stream=how.stream,
-        on_event=how.on_event,
-        switch=Switch(how.world_size, seeds) if how.has_switch else None,
-    )
+    monitor = Monitor(how, packages, len(args_per_call), border_seeds)
     try:
         monitor.fork(directory)
         for rank, request in zip(monitor.ranks, requests):
@@ -136,14 +127,19 @@ def run_calls(
     finally:
         monitor.end()
         remove(directory)
-    num_calls = len(args_per_call)
-    events = [split_calls(rank.record.events, num_calls) for rank in monitor.ranks]  # by rank and call
+    events = [split_calls(rank.record.events, rank.ends) for rank in monitor.ranks]  # by rank and call
     if failure:
         # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
-        earliest = min(sum(event["kind"] == "call" for event in rank.record.events) for rank in monitor.ranks)
-        failure.events = [events_by_call[min(earliest, num_calls - 1)] for events_by_call in events]
+        earliest = min(len(args_per_call) - 1, *(len(rank.results) for rank in monitor.ranks))
+        failure.events = [own[earliest] for own in events]
         raise failure
-    values = monitor.decode_results(num_calls)
+    values: list[list[Any]] = []
+    for rank in monitor.ranks:
+        try:
+            values.append([wire.decode(result) for result in rank.results])
+        except wire.WireError as error:
+            line = f"rank {rank.number}: {error}"
+            raise RankFailure("garbled", "a rank delivered an unreadable result", [line], rank.number) from None
     output = [rank.read_output() for rank in monitor.ranks]
     return [RankResults(*results, output) for results in zip(zip(*values), map(list, zip(*events)))]
 

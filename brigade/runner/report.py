@@ -143,15 +143,12 @@ def describe_culprit(ranks: Sequence[RankProcess], lines: list[str]) -> RankFail
 
     If a peer has ended, gloo or NCCL raises an exception in a rank, or aborts the rank.
     """
-    for rank in ranks:
-        if rank.garbled:
-            return RankFailure("garbled", f"rank {rank.number} {rank.garbled}", [], rank.number)
-    raised = [rank for rank in ranks if rank.error]
-    first_hand = [rank for rank in raised if not BROKEN_LINK.search(rank.error.message)]
+    raised = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.failure.kind != "garbled")
+    first_hand = [rank for rank in raised if not BROKEN_LINK.search(rank.failure.message)]
     died = sorted((rank for rank in ranks if rank.status is not None), key=lambda rank: rank.status == -signal.SIGABRT)
     culprit = (first_hand or died or raised or [rank for rank in ranks if rank.is_closed])[0]
-    if culprit.error:
-        return culprit.error
+    if culprit.failure:
+        return culprit.failure
     how = "it closed its channel" if culprit.status is None else describe_exit(culprit.status)
     return RankFailure("died", f"rank {culprit.number} died without a result ({how})", lines, culprit.number, how)
 
@@ -162,10 +159,10 @@ def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sou
     rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
     """
     last = rank.record.describe_last_launch()
-    if rank.result is not None:
+    if rank.is_complete:
         return f"rank {rank.number} ended {last}"
-    if rank.error:
-        return f"rank {rank.number} raised {rank.error.error} {last}"
+    if rank.failure and rank.failure.error:
+        return f"rank {rank.number} raised {rank.failure.error} {last}"
     if rank.status is not None:
         return f"rank {rank.number} died ({describe_exit(rank.status)}) {last}"
     line = locate(rank.stack, packages)

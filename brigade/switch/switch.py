@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from brigade.events import OPPOSITES
+from brigade.events import OPPOSITES, Event
 from brigade.ipc.wire import DTYPES
+from brigade.progress import RankRecord
 from brigade.switch import Refused
 
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
@@ -89,11 +91,22 @@ class _Group:
     calls: dict[int, dict[int, Call]] = field(default_factory=dict)
 
 
+# For each question: the kind of event that a rank records before it, the fields of the event that the question repeats,
+# and what a rank has done that has recorded something else.
+RECORDED_BEFORE = {
+    b"G": ("connect", (), "created a group without recording it"),
+    b"W": ("wait", ("index",), "waited for a result without recording the wait"),
+    b"B": ("border", ("batch", "number"), "asked for the factors of a border without recording the border"),
+}
+
+
 class Switch:
     """The calls of the ranks of one run."""
 
-    def __init__(self, world_size: int, seeds: list[list[list[int]]] | None = None):
-        self._seeds = seeds or [[]] * world_size  # of borders, by rank and batch
+    def __init__(self, records: Sequence[RankRecord], seeds: list[list[list[int]]]):
+        world_size = len(records)
+        self._records = records
+        self._seeds = seeds  # of borders, by rank and batch
         self._asked = [0] * world_size
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
@@ -105,6 +118,31 @@ class Switch:
         self._sent = [0] * world_size
 
     # ---- what ranks send
+
+    def handle(self, rank: int, letter: bytes, body: bytes) -> None:
+        """Handle a launch or a question (see `ipc/channel.py`). Raise Refused if the rank recorded something else."""
+        events = self._records[rank].events
+        last = events[-1] if events else {"kind": None}
+        if letter == b"C":
+            if last["kind"] != "launch" or last["index"] != len(self.calls[rank]):
+                raise Refused("made a launch without recording it")
+            for name, fact in self.launch(rank, body).facts.items():
+                if last[name] != fact:
+                    raise Refused(f"recorded {name} = {last[name]!r} for a launch with {name} = {fact!r}")
+            return
+        numbers = [value for (value,) in struct.iter_unpack("<Q", body)]
+        if letter in RECORDED_BEFORE:
+            kind, fields, refusal = RECORDED_BEFORE[letter]
+            if last["kind"] != kind or [last[field] for field in fields] != numbers[: len(fields)]:
+                raise Refused(refusal)
+        if letter == b"G":
+            self.connect(rank, last["group"], last["ranks"])
+        elif letter == b"W":
+            self.wait(rank, *numbers)
+        elif letter == b"P":
+            self.poll(rank, *numbers)
+        else:
+            self.answer_border(rank, *numbers)
 
     def launch(self, rank: int, message: bytes) -> Call:
         """Take a launch of a rank and return it. Raise Refused if the message is not one."""
@@ -163,13 +201,10 @@ class Switch:
         halved = draw_halved(seeds[batch][number], numel)
         self.answers.append((rank, ctypes.string_at(halved.data_ptr(), numel) if numel else b""))
 
-    def check_event(self, rank: int, event: dict[str, Any], num_borders: int) -> None:
-        """Raise Refused if the rank's next event contradicts what the rank has sent.
-
-        `num_borders` is the number of borders in its record so far, without this event.
-        """
+    def check_event(self, rank: int, event: Event) -> None:
+        """Raise Refused if an event that is not in the rank's record yet contradicts what the rank has sent."""
         calls = self.calls[rank]
-        if num_borders != self._asked[rank]:
+        if self._records[rank].num_borders != self._asked[rank]:
             raise Refused("recorded a border, but did not ask for its factors")
         if event["kind"] == "launch" and event["index"] > len(calls):
             raise Refused("recorded a launch that it did not make")
@@ -178,9 +213,10 @@ class Switch:
         if event["kind"] == "done" and not (event["index"] < len(calls) and calls[event["index"]].is_delivered):
             raise Refused("recorded the end of a wait, but did not wait")
 
-    def check_end(self, rank: int, num_launches: int, num_borders: int) -> None:
-        """Raise Refused if the complete record of a rank contains launches or borders that the switch has not seen."""
-        if num_launches != len(self.calls[rank]) or num_borders != self._asked[rank]:
+    def check_end(self, rank: int) -> None:
+        """Raise Refused if the record of a rank at the end of a call has launches or borders that the switch lacks."""
+        record = self._records[rank]
+        if len(record.launches) != len(self.calls[rank]) or record.num_borders != self._asked[rank]:
             raise Refused("recorded a launch or a border of which the switch knows nothing")
 
     def is_stuck(self, settled: Collection[int]) -> bool:

@@ -1,7 +1,7 @@
 """Likely causes when a check of module 14 fails."""
 
 from brigade.checks.diagnose.evidence import Evidence
-from brigade.events import launches, split_calls
+from brigade.events import launches
 
 NO_ERROR = "a grid that does not divide, or without ranks, is not refused. Raise ValueError."
 SWAPPED = "the two kinds of groups are exchanged: a shard group consists of consecutive ranks."
@@ -35,13 +35,11 @@ def explain_run(grids, failed):
 
 
 def uses_other_group(events, rank, grids):
-    """Return whether a step of a rank makes an all-reduce in a group that does not belong to the grid of its call."""
-    for grid, own in zip(grids, split_calls(events, len(grids))):
-        groups = grid.get_groups(rank) if rank in grid.case.group else []
-        launched = [x for x in launches(own) if x.op == "all_reduce" and x.step is not None]
-        if groups and any(x.ranks not in groups for x in launched):
-            return True
-    return False
+    """Return whether a step of a rank makes an all-reduce in a group that does not belong to the first call's grid."""
+    grid = grids[0]
+    groups = grid.get_groups(rank) if rank in grid.case.group else []
+    launched = [x for x in launches(events) if x.op == "all_reduce" and x.step is not None]
+    return bool(groups) and any(x.ranks not in groups for x in launched)
 
 
 def explain_groups(got, expected):
