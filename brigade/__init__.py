@@ -2,4 +2,4 @@
 
 from brigade.rank import dynamo_stub
 
-dynamo_stub.postpone_meta_kernels()
+dynamo_stub.postpone_imports()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from brigade.course import submission
 from brigade.ipc import wire
 from brigade.ipc.channel import Channel
-from brigade.rank import api, dynamo_stub, emulated_link, recording, strict
+from brigade.rank import api, emulated_link, recording, strict
 from brigade.rank.switch_group import SwitchGroup
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
@@ -101,7 +101,6 @@ def perform(
     With `switch`, the channel to the grader's switch, the group communicates through it instead of `backend`.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
-    dynamo_stub.import_torch()
     for package, sources in request["packages"].items():
         submission.install(package, sources)
         request["packages"][package] = {
