@@ -20,15 +20,17 @@ import struct
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from brigade.events import OPPOSITES, Event
 from brigade.ipc.wire import DTYPES
-from brigade.progress import RankRecord
 from brigade.switch import Refused
+
+if TYPE_CHECKING:
+    from brigade.progress import RankRecord
 
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
