@@ -215,15 +215,10 @@ def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
     return f"{count} ({', '.join(words)})" if words else count
 
 
-def describe_call(launch: Event) -> str:
-    """Describe a launch without its data, for example "recv #2 from rank 0"."""
+def describe(launch: Event, with_data: bool = True) -> str:
+    """Describe a launch, for example "all_reduce #3 (fc2.weight, float32, 4096 B)", or "recv #2 from rank 0"."""
     peer = "any rank" if launch.get("peer") is None else f"rank {launch['peer']}"
     direction = {"send": f" to {peer}", "recv": f" from {peer}"}.get(launch["op"], "")
-    return f"{launch['op']} #{launch['index']}{direction}"
-
-
-def describe(launch: Event) -> str:
-    """Describe a launch, for example "all_reduce #3 (fc2.weight, float32, 4096 B)"."""
     name = f"{launch['name']}, " if launch["name"] else ""
-    data = "" if launch["op"] == "barrier" else f" ({name}{launch['dtype']}, {launch['nbytes']} B)"
-    return describe_call(launch) + data
+    data = f" ({name}{launch['dtype']}, {launch['nbytes']} B)" if with_data and launch["op"] != "barrier" else ""
+    return f"{launch['op']} #{launch['index']}{direction}{data}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from brigade.events import OPPOSITES, OUTSIDE, Event, describe, describe_call
+from brigade.events import OPPOSITES, OUTSIDE, Event, describe
 
 
 class RankRecord:
@@ -90,7 +90,7 @@ class Progress:
         text = self.ranks[rank].describe_activity(missing)
         own = self.ranks[rank].waiting
         if missing and own and own["op"] in OPPOSITES and (other := self.ranks[missing[0]].waiting):
-            text += f" because it waits in {describe_call(other)}"
+            text += f" because it waits in {describe(other, with_data=False)}"
         return text
 
     def find_missing_peers(self, rank: int) -> list[int]:

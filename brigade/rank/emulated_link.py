@@ -277,6 +277,9 @@ class EmulatedLinkWork(RecordedWork):
         self._lock = threading.Lock()
         self._future: torch.futures.Future | None = None
 
+    def _follow_end(self) -> None:
+        """Do nothing: `_await` records the modelled end."""
+
     def _await(self, timeout: timedelta | None) -> None:
         """Wait until the launch is complete. Raise the exception of its collective, for example if a peer has ended."""
         with self._lock:

@@ -45,7 +45,6 @@ class Recorder:
         # One phase for all threads, because on CUDA, hooks run in autograd's threads. "setup" is `events.OUTSIDE`.
         self.phase = "setup"
         self._sink = sink
-        self.end_with_wait: set[int] = set()  # launches without a future: their end is recorded when a wait ends
         self.progress = 0  # events so far, except ends of transfers, which come at any time
         self._launches = 0
         self._lock = threading.RLock()
@@ -176,12 +175,21 @@ class RecordedWork(dist.Work):
         self._inner = inner
         self._recorder = recorder
         self._index = index
+        self._ends_with_wait = False
+        self._follow_end()
+
+    def _follow_end(self) -> None:
+        """Record when the launch is complete. Without a future, that is when the first wait ends."""
+        try:
+            self._inner.get_future().add_done_callback(lambda _: self._recorder.note("end", index=self._index))
+        except (RuntimeError, NotImplementedError):  # gloo's reduce_scatter, send and recv have no future
+            self._ends_with_wait = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.note("wait", index=self._index)
         self._await(timeout)
-        if self._index in self._recorder.end_with_wait:
-            self._recorder.end_with_wait.discard(self._index)
+        if self._ends_with_wait:
+            self._ends_with_wait = False
             self._recorder.note("end", index=self._index)
         self._recorder.note("done", index=self._index)
         return True
@@ -313,9 +321,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         """Perform launch `index` and return its handle."""
-        work = self._perform(method, args, kwargs)
-        self._note_end(work, index)
-        return RecordedWork(work, self._recorder, index)
+        return RecordedWork(self._perform(method, args, kwargs), self._recorder, index)
 
     @uncounted()  # gloo's reduce-scatter copies its input
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
@@ -327,13 +333,8 @@ class RecordingGroup(dist.ProcessGroup):
         work = getattr(self._inner, method)(copies, *args[1:], **kwargs)
         return CarriedMessage(work, [] if outputs is None else args[0], copies)
 
-    def _note_end(self, work: dist.Work, index: int) -> None:
-        try:
-            work.get_future().add_done_callback(lambda _: self._recorder.note("end", index=index))
-        except (RuntimeError, NotImplementedError):  # gloo's reduce_scatter, send and recv have no future
-            self._recorder.end_with_wait.add(index)
-
-    def _launch(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work | None:
+    def _launch(self, method: str, *arguments: Any, **kwargs: Any) -> dist.Work | None:
+        args = list(arguments)
         op, outputs, inputs = METHODS[method]
         if _is_graded:
             refuse_finished_answers()
@@ -383,16 +384,8 @@ class RecordingGroup(dist.ProcessGroup):
         return False
 
 
-def _make_collective(method: str) -> Callable[..., dist.Work | None]:
-    def collective(self: RecordingGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
-        return self._launch(method, list(args), kwargs)
-
-    collective.__name__ = method
-    return collective
-
-
 for _method in METHODS:
-    setattr(RecordingGroup, _method, _make_collective(_method))
+    setattr(RecordingGroup, _method, functools.partialmethod(RecordingGroup._launch, _method))
 
 
 def find_callers() -> tuple[str | None, str | None]:

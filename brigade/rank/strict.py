@@ -50,9 +50,9 @@ class StrictGroup(RecordingGroup):
         op, outputs, inputs = METHODS[method]
         if op == "barrier":
             return super().call(method, args, kwargs, index)
-        positions = {outputs, inputs} - {None}
-        given = {position: args[position] for position in positions}
-        for tensor in list_tensors(list(given.values())):
+        given = {position: args[position] for position in {outputs, inputs} - {None}}
+        given_tensors = list_tensors(list(given.values()))
+        for tensor in given_tensors:
             if is_freed(tensor):
                 raise FreedTensorError(
                     f"{op} needs {tensor.nbytes} bytes for a tensor, but the tensor's storage has "
@@ -66,23 +66,17 @@ class StrictGroup(RecordingGroup):
         received, sent = (list_tensors(given.get(position)) for position in (outputs, inputs))
         if op == "all_to_all" and any(share_memory(one, other) for one in received for other in sent):
             raise ValueError("all_to_all needs an output that shares no memory with its input, as with NCCL")
-        copies = {position: copy_tensors(value) for position, value in given.items()}
-        for position, copy in copies.items():
-            args[position] = copy
-        targets = list_tensors(given.get(outputs))
-        options = find_options(args, kwargs)
-        if op == "broadcast" and options.rootRank == self.rank():
-            targets = []  # the root only sends
-        if op == "reduce" and options.rootRank != self.rank():
-            targets = []  # only the root receives
+        for position, value in given.items():
+            args[position] = copy_tensors(value)
+        targets, is_root = received, getattr(find_options(args, kwargs), "rootRank", None) == self.rank()
+        if op == "broadcast" and is_root or op == "reduce" and not is_root:
+            targets = []  # the root of a broadcast only sends, and only the root of a reduce receives
         for target in targets:
             target.data.fill_(get_filler(target.dtype))
         work = self._perform(method, args, kwargs)
         if op in OPPOSITES:
             self._messages.append(work)
-        self._note_end(work, index)
-        given_tensors = [tensor for position in positions for tensor in list_tensors(given[position])]
-        results = list_tensors(copies[outputs]) if targets else []
+        results = list_tensors(args[outputs]) if targets else []
         return StrictWork(work, self._recorder, index, given_tensors, targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -111,7 +111,9 @@ def run_calls(
     SERVER.start()
     from brigade.ipc import wire  # torch is imported while the server is starting
 
-    border_seeds = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
+    border_seeds: list[list[list[int]]] = [[] for _ in requests]
+    for request, seeds in zip(requests, border_seeds):
+        request["calls"] = number_batches(request["calls"], how.has_switch, seeds)
     is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
@@ -170,9 +172,7 @@ def make_requests(
         | {
             "rank": rank,
             "seed": seed,
-            "calls": [
-                [copy_lists(arg[rank] if isinstance(arg, PerRank) else arg) for arg in args] for args in args_per_call
-            ],
+            "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call],
             "environment": common | environment,
         }
         for rank, (seed, environment) in enumerate(zip(draw_seeds(how.seed, how.world_size), environments))
@@ -185,13 +185,6 @@ def draw_seeds(seed: int | None, world_size: int) -> list[int]:
     return [rng.randrange(2**63) for _ in range(world_size)]
 
 
-def copy_lists(value: Any) -> Any:
-    """Return a copy of nested lists, tuples and dicts, with the same tensors and other values in it."""
-    if isinstance(value, dict):
-        return {key: copy_lists(item) for key, item in value.items()}
-    return type(value)(map(copy_lists, value)) if type(value) in (list, tuple) else value
-
-
 def list_batches(value: Any) -> list[dict[str, Any]]:
     """Return all batches with borders in nested lists, tuples and dicts, in order."""
     if isinstance(value, dict) and "borders" in value:
@@ -200,16 +193,20 @@ def list_batches(value: Any) -> list[dict[str, Any]]:
     return [batch for item in items for batch in list_batches(item)]
 
 
-def number_batches(calls: list[Any], keep: bool) -> list[list[int]]:
-    """Number the batches in a request. Return the seeds of their borders.
+def number_batches(value: Any, keep: bool, seeds: list[list[int]]) -> Any:
+    """Return a copy of nested lists, tuples and dicts in which batches have numbers. Append their borders' seeds.
 
-    With `keep`, the request contains only the numbers, because the switch answers when the rank asks for factors.
+    With `keep`, the copy contains only the numbers, because the switch answers when the rank asks for factors.
     """
-    kept = []
-    for batch in list_batches(calls):
-        kept.append(batch["borders"])
-        batch["borders"] = {"batch": len(kept) - 1, "count": len(kept[-1]), "seeds": None if keep else kept[-1]}
-    return kept
+    if isinstance(value, dict) and "borders" in value:
+        seeds.append(value["borders"])
+        own = value["borders"]
+        return value | {"borders": {"batch": len(seeds) - 1, "count": len(own), "seeds": None if keep else own}}
+    if isinstance(value, dict):
+        return {key: number_batches(item, keep, seeds) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(number_batches(item, keep, seeds) for item in value)
+    return value
 
 
 def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:

@@ -1,22 +1,17 @@
 """Isolate a rank that runs a stranger's code. This needs Linux, and a grader that was started as root.
 
 A rank calls `enter` before it receives the submission. From then on, the process belongs to an unprivileged user, has
-limits on memory, processes and file sizes, and ends with the fork server. It cannot read hidden paths: the course's own
-files (tests, solutions, history), and the directories that the grader names.
-
-The kernel refuses some system calls (`filter_system_calls`): those that leave data in the kernel for a later process of
-the user (key rings, shared memory, semaphores, message queues), and those that create namespaces. If control groups are
-writable, the fork server and all processes of the user share one group. The group limits their memory, and gives every
-grading run an equal share of the processors, regardless of how many processes it starts.
+limits on memory, processes and file sizes, cannot read hidden paths, and ends with the fork server. The kernel refuses
+system calls that leave data for a later process of the user or create namespaces. docs/isolation.md lists what this
+protects, and what it does not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. The kernel also refuses sockets,
 terminals, futexes between processes, file locks and notifications about files.
 
-If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
-other users' processes are invisible, and the network has only a loopback interface. If namespaces are not allowed (in
-most containers), the grader has removed the permissions on the hidden paths (`close_off`), but the network and the disk
-are open. The isolation is not complete: files that anybody may read remain readable, and the kernel is shared.
+If namespaces are not allowed (in most containers), hidden paths are not masked. Instead, the grader has removed the
+permissions on them (`close_off`), and the network and the disk are open. If control groups are writable, all processes
+of a grading run share one limit on memory and an equal share of the processors.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_a_rank_gets_only_its_own_part(entry, monkeypatch):
     def collect_requests(function, args_per_call, **options):
         requests = ranks.make_requests("scenario", "train", args_per_call, {}, ranks.RunOptions(**options))
         for request in requests:
-            ranks.number_batches(request["calls"], keep=True)
+            request["calls"] = ranks.number_batches(request["calls"], True, [])
         expect_own_parts([wire.decode(wire.encode(request)) for request in requests])
         raise Collected
 
@@ -94,6 +94,7 @@ def expect_own_parts(requests: list[dict[str, Any]]) -> None:
 def test_the_seeds_of_borders_stay_in_the_parent():
     batch = {"x": 1, "borders": [5, 6]}
     for keep, seen in ((True, None), (False, [5, 6])):
-        calls = ranks.copy_lists([[batch]])
-        assert ranks.number_batches(calls, keep) == [[5, 6]]
-        assert calls == [[{"x": 1, "borders": {"batch": 0, "count": 2, "seeds": seen}}]] and batch["borders"] == [5, 6]
+        seeds = []
+        calls = ranks.number_batches([[batch]], keep, seeds)
+        assert calls == [[{"x": 1, "borders": {"batch": 0, "count": 2, "seeds": seen}}]]
+        assert seeds == [[5, 6]] and batch["borders"] == [5, 6]
