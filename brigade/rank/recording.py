@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.course.submission import PACKAGE
-from brigade.events import OPPOSITES
 from brigade.rank import api
 from brigade.rank.memory import list_tensors, uncounted
 from brigade.switch.switch import draw_halved
@@ -246,34 +245,6 @@ class Finished(dist.Work):
         raise NotImplementedError("a call with async_op=False has no future")
 
 
-class CarriedMessage(dist.Work):
-    """The handle of a message between GPUs, which gloo carries in CPU memory. A wait copies it to the receiver's GPU.
-
-    NCCL would run a rank's sends and receives one after the other on one stream. Two ranks that both post their receive
-    first, and wait later, would then wait forever.
-    """
-
-    def __init__(self, inner: dist.Work, targets: list[torch.Tensor], copies: list[torch.Tensor]):
-        super().__init__()
-        self._inner, self._targets, self._copies = inner, targets, copies
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._inner.wait(*(() if timeout is None else (timeout,)))
-        for target, copy in zip(self._targets, self._copies):
-            target.data.copy_(copy)
-        self._targets = []
-        return True
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed() and self.wait()
-
-    def get_future(self) -> torch.futures.Future:
-        return self._inner.get_future()
-
-    def _source_rank(self) -> int:
-        return self._inner._source_rank()
-
-
 # For each method of a process group: the operation, and the positions of outputs and inputs in its arguments. A
 # collective whose outputs are its inputs works in place. Torch 2.13 renamed some operations.
 METHODS: dict[str, tuple[str, int | None, int | None]] = {
@@ -325,13 +296,8 @@ class RecordingGroup(dist.ProcessGroup):
 
     @uncounted()  # gloo's reduce-scatter copies its input
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
-        op, outputs, _ = METHODS[method]
-        if op not in OPPOSITES or not args[0][0].is_cuda:
-            work = getattr(self._inner, method)(*args, **kwargs)
-            return Finished() if work is None else work
-        copies = [tensor.cpu() for tensor in args[0]]
-        work = getattr(self._inner, method)(copies, *args[1:], **kwargs)
-        return CarriedMessage(work, [] if outputs is None else args[0], copies)
+        work = getattr(self._inner, method)(*args, **kwargs)
+        return Finished() if work is None else work
 
     def _launch(self, method: str, *arguments: Any, **kwargs: Any) -> dist.Work | None:
         args = list(arguments)

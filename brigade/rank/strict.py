@@ -6,9 +6,8 @@ NaN. Waiting on the handle of *that* launch (or on its future, asking for its re
 writes the result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of
 kind "race" is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises FreedTensorError.
 
-The wait for a send ends only after the peer has posted the matching receive, because gloo carries the messages on CPUs
-and on GPUs. NCCL would not wait if a message fits into its buffer. Ranks that all send first and receive afterwards
-therefore deadlock every time, regardless of the size of the message.
+The wait for a send ends only after the peer has posted the matching receive, because gloo carries the messages between
+CPUs. Ranks that all send first and receive afterwards therefore deadlock every time, regardless of the message's size.
 
 Tensors must be contiguous, as with NCCL. Gloo alone would accept some other tensors: it would read a transposed tensor
 in memory order, and a slice together with its gaps. Tensors must also fit into their storages, which a submission can

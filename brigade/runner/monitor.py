@@ -104,7 +104,7 @@ class RankProcess:
             os.set_blocking(self.output, False)
             with contextlib.suppress(OSError):
                 while len(self.printed) <= OUTPUT_LIMIT and (data := os.read(self.output, 1 << 16)):
-                    append_limited(self.printed, data, OUTPUT_LIMIT + 1)
+                    self.printed += data
         else:
             self.close_rank_ends()
         self.control.close()
@@ -207,10 +207,11 @@ class Monitor:
         self._failed_at = self._failed_at or time.monotonic()
 
     def _read_text(self, fd: int, kept: bytearray, limit: int) -> None:
+        """Read text, and append it to `kept` until `kept` has `limit` bytes."""
         data = os.read(fd, 1 << 16)
         if not data:
             self._selector.unregister(fd)
-        append_limited(kept, data, limit)
+        kept += data[: max(0, limit - len(kept))]
 
     def _read_control(self, rank: RankProcess) -> None:
         """Read from a rank's channel and handle the messages that are complete."""
@@ -317,11 +318,6 @@ class Monitor:
             self._listen(0.1)
             if all(sizes) and sizes == [len(rank.stack) for rank in alive]:
                 break  # all have answered, and no more text arrives
-
-
-def append_limited(kept: bytearray, data: bytes, limit: int) -> None:
-    """Append data to `kept` until `kept` has `limit` bytes."""
-    kept.extend(data[: max(0, limit - len(kept))])
 
 
 def read_sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:

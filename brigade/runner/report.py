@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,38 +38,33 @@ JARGON = (
 Frame = tuple[str, int, str, str]  # file, line, function, text of the line
 
 
+@dataclass(eq=False)
 class RankFailure(Exception):
-    """A run that did not end with a result from every rank.
+    """A run that did not end with all results from every rank.
 
     `kind` is "exception" (a rank raised one), "died" (a rank's process ended), "deadline", "deadlock" (no rank can
-    continue), "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
-    `rank` is the first rank that failed, if a single rank is to blame. `lines` describe the ranks, one line each.
-    `error` is the type name of the exception, `message` its message, and `frames` its frames in the files that ranks
-    received, as (file, line, function, text). `part` is the part of a skeleton that raised the exception. `output` and
-    `events` are lists with one entry per rank.
+    continue), "mismatch" (the ranks called different collectives) or "garbled" (a rank sent something unreadable).
     """
 
-    events: list[list[Event]]
+    kind: str
+    summary: str
+    lines: list[str]  # describe the ranks, one line each
+    rank: int | None = None  # the first rank that failed, if a single rank is to blame
+    error: str | None = None  # the type name of its exception
+    output: list[str] = field(default_factory=list)  # one entry per rank
+    message: str = ""  # of the exception
+    frames: list[Frame] = field(default_factory=list)  # of the exception, in the files that ranks received
+    own: bool = False  # whether the frames are the submission's own code
     waiting: Collection[str] = frozenset()  # the operations in which ranks waited, or that mismatched
-    own = False  # whether `lines` show the submission's own code, if a rank raised an exception
+    events: list[list[Event]] = field(default_factory=list)  # by rank
 
-    def __init__(
-        self,
-        kind: str,
-        summary: str,
-        lines: list[str],
-        rank: int | None = None,
-        error: str | None = None,
-        output: list[str] | None = None,
-        *,
-        message: str = "",
-        frames: Sequence[Frame] = (),
-    ):
-        super().__init__("\n".join([summary, *lines]))
-        self.kind, self.summary, self.lines, self.rank, self.error = kind, summary, lines, rank, error
-        self.output, self.events = output or [], []
-        self.message, self.frames = message, list(frames)
-        self.part: Part | None = find_part(message) if error == "NotImplementedError" else None
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *self.lines])
+
+    @property
+    def part(self) -> Part | None:
+        """The part of a skeleton that raised the exception."""
+        return find_part(self.message) if self.error == "NotImplementedError" else None
 
 
 def make_exception_failure(rank: int, error: Any, sealed_lines: dict[str, list[str]]) -> RankFailure:
@@ -85,9 +81,8 @@ def make_exception_failure(rank: int, error: Any, sealed_lines: dict[str, list[s
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
     lines = [f"  {file}, line {line}, in {where}" + (f": {text}" if text else "") for file, line, where, text in frames]
     summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
-    failure = RankFailure("exception", summary, lines, rank, kind, message=message, frames=frames)
-    failure.own = bool(error["own"])
-    return failure
+    own = bool(error["own"])
+    return RankFailure("exception", summary, lines, rank, kind, message=message, frames=frames, own=own)
 
 
 def describe_failure(
@@ -104,38 +99,39 @@ def describe_failure(
     if kind == "failed":
         failure = describe_culprit(ranks, lines)
     elif kind == "mismatch":
-        own, other = (
-            f"launched {describe(launch)}" + (f" at {launch['line']}" if launch["line"] else "")
-            for launch in (mismatch.launch, mismatch.peer_launch)
-        )
-        rule = (
-            "A message must have the same length on both ranks"
-            if mismatch.launch["op"] in OPPOSITES
-            else "All ranks of a group must launch the same collectives in the same order"
-        )
-        summary = f"rank {mismatch.rank} {own}, but rank {mismatch.peer} {other}. {rule}"
-        failure = RankFailure(kind, summary, lines, mismatch.rank)
-        failure.waiting = {mismatch.launch["op"]}
+        failure = RankFailure(kind, describe_mismatch(mismatch), lines, mismatch.rank, waiting={mismatch.launch["op"]})
     else:
         are_connecting = [bool(rank.record.connecting) for rank in ranks if not rank.is_settled]
-        if kind == "deadline":
+        if kind == "deadlock":
+            what = "a send or a recv" if waiting <= OPPOSITES.keys() else "a collective"
+            what = (
+                "peers that never create its new process group"
+                if any(are_connecting)
+                else f"{what} that a peer never launched"
+            )
+            summary = f"deadlock: every rank has stopped, and at least one waits for {what}"
+        else:
             summary = f"stopped after {deadline_s:.0f} s"
             if are_connecting and all(are_connecting):
                 summary += (
                     ", because the ranks did not finish creating a process group. Likely cause: the GPUs cannot "
                     "communicate. NCCL_DEBUG=INFO shows why"
                 )
-        else:
-            what = "a send or a recv" if waiting <= OPPOSITES.keys() else "a collective"
-            what += " that a peer never launched"
-            if any(are_connecting):
-                what = "peers that never create its new process group"
-            summary = f"deadlock: every rank has stopped, and at least one waits for {what}"
-        failure = RankFailure(kind, summary, lines)
-        failure.waiting = waiting
+        failure = RankFailure(kind, summary, lines, waiting=waiting)
     failure.output = [rank.read_output() for rank in ranks]
-    failure.events = [rank.record.events for rank in ranks]
     return failure
+
+
+def describe_mismatch(mismatch: Mismatch) -> str:
+    """Describe two launches that should be the same."""
+    own, other = (
+        f"launched {describe(launch)}" + (f" at {launch['line']}" if launch["line"] else "")
+        for launch in (mismatch.launch, mismatch.peer_launch)
+    )
+    is_message = mismatch.launch["op"] in OPPOSITES
+    rule = "A message must have the same length on both ranks"
+    rule = rule if is_message else "All ranks of a group must launch the same collectives in the same order"
+    return f"rank {mismatch.rank} {own}, but rank {mismatch.peer} {other}. {rule}"
 
 
 def describe_culprit(ranks: Sequence[RankProcess], lines: list[str]) -> RankFailure:

@@ -40,6 +40,7 @@ SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
+LIBC = ctypes.CDLL(None, use_errno=True)
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 TERMINALS = "/dev/pts"  # their numbers are messages between ranks
@@ -165,9 +166,8 @@ def filter_system_calls(offline: bool = False) -> bool:
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     instructions = ctypes.create_string_buffer(code, len(code))
     description = struct.pack("HxxxxxxP", len(program), ctypes.addressof(instructions))
-    libc = ctypes.CDLL(None, use_errno=True)
     # Without the flag, kernels before 5.16 slow a filtered process down.
-    return libc.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
+    return LIBC.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
 
 
 def join_groups(settings: dict) -> None:
@@ -205,10 +205,7 @@ def has_readable(name: str) -> bool:
 
 def unshare_mounts() -> bool:
     """Give this process its own mounts. Return False if this is refused."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNS) != 0:
-        return False
-    return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    return LIBC.unshare(CLONE_NEWNS) == 0 and LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 
 @functools.cache
@@ -226,20 +223,19 @@ def separate_processes() -> Iterator[None]:
 
     The child is process 1. Its parent has the number 0, and all processes that it starts end with it.
     """
-    libc = ctypes.CDLL(None)
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
-    is_allowed = libc.unshare(CLONE_NEWPID) == 0
+    is_allowed = LIBC.unshare(CLONE_NEWPID) == 0
     try:
         yield
     finally:
         if is_allowed:
-            libc.setns(own, CLONE_NEWPID)
+            LIBC.setns(own, CLONE_NEWPID)
         os.close(own)
 
 
 def leave_network() -> None:
     """Give this process and its children a network with only a loopback interface, if that is allowed."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0:
+    if LIBC.unshare(CLONE_NEWNET) == 0:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
 
@@ -253,7 +249,7 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
     """
     if settings["offline"]:  # not even permissions or times of files change; kernels before 5.12 cannot do this
         attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
-        ctypes.CDLL(None).syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, len(attributes))
+        LIBC.syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, len(attributes))
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
     privates = {os.path.realpath(path) for path in users.PRIVATE_DIRECTORIES}
@@ -297,12 +293,11 @@ def is_below(path: str, directory: str) -> bool:
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
     """Call mount(2). Raise OSError if it fails."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
+    if LIBC.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)
 
 
 def prctl(option: int, value: int) -> None:
     """Call prctl(2)."""
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    LIBC.prctl(option, value, 0, 0, 0)

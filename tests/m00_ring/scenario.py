@@ -1,4 +1,8 @@
-"""Functions that the ranks run in the checks of module 0."""
+"""Functions that the ranks run in the checks of module 0.
+
+Tensors stay on the CPU, so that gloo carries the messages even in runs with NCCL. NCCL would run a rank's sends and
+receives one after the other on one stream. Two ranks that both post their receive first would then wait forever.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 import torch
 
 from brigade.rank import recording
-from brigade.rank.api import device, student
+from brigade.rank.api import student
 from brigade.rank.memory import LiveMemory
 from helpers.training import create_group, name_error
 
@@ -36,7 +40,6 @@ def reduce(job: dict[str, Any]) -> list[dict[str, Any]]:
     group = create_group(job)
     results = []
     for step, tensor in enumerate(job["tensors"]):
-        tensor = tensor.to(device())
         recording.note("step", step=step)
         returned = function(tensor, **({} if group is None else {"process_group": group}))
         recording.note("step", step=None)
@@ -58,13 +61,13 @@ def find_view(returned: Any, tensor: torch.Tensor) -> list[int] | None:
 def refuse(job: dict[str, Any]) -> list[str | None]:
     """Return the type of the exception that each function raises for a tensor with gaps; None if it raises none."""
     functions = [student("m00_ring", name) for name in job["functions"]]
-    return [name_error(function, torch.zeros(6, 4, device=device())[:, ::2]) for function in functions]
+    return [name_error(function, torch.zeros(6, 4)[:, ::2]) for function in functions]
 
 
 def measure(job: dict[str, Any]) -> int:
     """Return the most bytes of new tensors that are alive at any time during one call of the submission's function."""
     function = student("m00_ring", job["function"])
-    tensor = job["tensor"].to(device())
+    tensor = job["tensor"]
     with LiveMemory([tensor]) as memory:
         before = memory.total()
         function(tensor)

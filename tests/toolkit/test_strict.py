@@ -13,7 +13,7 @@ from torch import Tensor
 
 from brigade.events import launches
 from brigade.ipc.wire import encode
-from brigade.rank.recording import CarriedMessage, Finished, Recorder, RecordingGroup
+from brigade.rank.recording import Recorder, RecordingGroup
 from brigade.rank.strict import StrictGroup, get_filler
 from brigade.runner.ranks import SERVER, RankFailure, run_ranks
 
@@ -143,12 +143,3 @@ def test_a_synchronous_call_without_a_handle_has_its_result(group_class):
     assert tensor.tolist() == [2, 2, 2]
     assert [event["kind"] for event in events] == ["launch", "wait", "end", "done"]
     assert events[0]["sync"]
-
-
-def test_a_message_between_gpus_is_copied_at_the_wait():
-    copy, target = torch.ones(3), torch.zeros(3)
-    message = CarriedMessage(Finished(), [target], [copy])
-    assert target.sum() == 0
-    assert message.is_completed() and target.sum() == 3
-    target.zero_()
-    assert message.wait() and target.sum() == 0, "a second wait writes nothing"
