@@ -6,7 +6,7 @@
 
 `run_ranks` forks ranks on this machine and watches them from outside. With `torchrun`, no process watches from outside.
 Every process runs the same command, becomes a rank when the command runs ranks, and sends its result to rank 0. Then
-only rank 0 continues, and the other processes end. A watchdog in each process enforces the deadline.
+only rank 0 continues, and the other processes end. The deadline applies to each collective.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import argparse
 import os
 import socket
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -34,8 +32,6 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
 # this long for torchrun to end it. If the failure was on another machine, the process then ends by itself.
 OTHERS_FIRST_S = 5.0
-LAST_WORDS_S = 1.0  # time after the deadline in which the other ranks can print where they are
-CONNECTING_S = 60.0  # without this limit, gloo would try for as long as a collective may take
 UNREACHABLE = "could not be reached: set GLOO_SOCKET_IFNAME to the interface that the machines share"
 
 
@@ -54,7 +50,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
 
     Times are those of each machine's own clock. `on_event` is called on rank 0 only, with the events of rank 0. Printed
     output is not kept. Raise CourseError on every rank if a link is to be emulated, and RankFailure on the rank that
-    failed. After the deadline, each process prints where it is and ends with status 1.
+    failed, or that waited for another rank until the deadline.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = read_rank_variables()
@@ -88,11 +84,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "seed": draw_seeds(how.seed or 0, size)[rank],  # ranks cannot agree on a random one before they communicate
         "calls": [args],
     }
-    files = {path for path, _ in request["packages"].get("submission", {}).values()}
-    is_done = threading.Event()
-    watched = is_done, how.deadline_s, rank, record, files
-    threading.Thread(target=stop_at_deadline, args=watched, daemon=True).start()
-    timeout = timedelta(seconds=how.deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog ends the process first
+    timeout = timedelta(seconds=how.deadline_s)
     gathered: list[Any] = [None] * size
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
@@ -104,7 +96,6 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         raise
     except Exception as error:
         raise make_failure(error, inside.describe_exception(error, request["packages"]), rank, record) from None
-    is_done.set()
     if rank:
         exit_process(0)
     return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
@@ -119,36 +110,11 @@ def make_failure(error: Exception, description: dict[str, Any], rank: int, recor
         if "connectFullMesh" in description["message"]:  # gloo never had a connection
             return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
         return RankFailure("died", f"{where} lost a peer; it {record.describe_activity()}: {message}", [], rank)
+    if "imed out" in message:
+        message = f"{message}; it {record.describe_activity()}"
     frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in description["frames"]]
     summary = f"{where} raised {description['type']}: {message}"
     return RankFailure("exception", summary, frames, rank, description["type"], message=message)
-
-
-def stop_at_deadline(
-    is_done: threading.Event, deadline_s: float, rank: int, record: RankRecord, files: set[str]
-) -> None:
-    """Print where this process is, and end it, if it cannot connect to the other ranks or the deadline passes.
-
-    This runs in its own thread. The process may be unable to exit normally.
-    """
-    from torch import distributed as dist
-
-    who = f"rank {rank} on {socket.gethostname()}"
-    connecting_s = min(CONNECTING_S, deadline_s)
-    if is_done.wait(connecting_s):
-        return
-    if not dist.is_initialized():
-        message = f"stopped after {connecting_s:g} s: {who}: a peer {UNREACHABLE}"
-    elif is_done.wait(deadline_s - connecting_s):
-        return
-    else:
-        frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-        lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
-        where = lines[-1] if lines else ""
-        message = f"stopped after {deadline_s:g} s: {who} {record.describe_activity()}{where}"
-    print(f"brigade: {message}", file=sys.stderr, flush=True)
-    time.sleep(LAST_WORDS_S)
-    os._exit(1)
 
 
 def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
