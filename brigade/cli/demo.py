@@ -41,6 +41,7 @@ def demo() -> int:
     # Imported here, so that Ctrl-C prints no traceback while torch is loading.
     from brigade.lab import ladder, plots
     from brigade.lab.bench import select_written
+    from brigade.lab.notebook_plots import draw_step_times
 
     workload = replace(ladder.EMULATED, batch_size=12, rounds=ROUNDS)
     entries, sources, left_out = select_written(REFERENCE, CORE_MODULES)
@@ -66,7 +67,8 @@ def demo() -> int:
         return 1
     console.print(plots.describe_losses(results))
     picture = ROOT / "out" / "ladder.png"
-    plots.draw_bench(results, picture)
+    picture.parent.mkdir(exist_ok=True)
+    draw_step_times(results, plots.describe_ranks(results)).savefig(picture)
     console.print(f"{picture.relative_to(ROOT)} shows these times as a chart.\n")
     return show_checks() if HAS_SOLUTIONS else 0
 

@@ -116,7 +116,9 @@ def run_bench(options: argparse.Namespace) -> int:
     wrong = results.list_wrong_losses()
     console.print("\n".join(wrong) if wrong else plots.describe_losses(results))
     if picture:
-        plots.draw_bench(results, picture)
+        from brigade.lab.notebook_plots import draw_step_times
+
+        draw_step_times(results, plots.describe_ranks(results)).savefig(picture)
     for file in filter(None, (json_file, measurements)):
         bench.save(results, file)
     for file in filter(None, (picture, json_file, measurements)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -144,22 +144,9 @@ class Measurement:
         spread = compute_spread(self.step_ms)
         return spread.lower, spread.upper
 
-    def compute_phase_parts_ms(self) -> dict[str, float]:
-        """Return how many ms each of `PHASES` takes in the median step.
-
-        The share of a phase in the step is its mean over rounds, measured on the slowest rank of each round.
-        """
-        slowest = [max(ranks, key=lambda marks: marks[-1] - marks[0]) for ranks in zip(*self.marks)]
-        parts = [[(end - start) / (marks[-1] - marks[0]) for start, end in zip(marks, marks[1:])] for marks in slowest]
-        return {phase: self.median_ms * fmean(shares) for phase, shares in zip(PHASES, zip(*parts))}
-
     def compute_exposed_ms(self, alone: Measurement) -> list[float]:
         """Return, for each round, how much longer the step took than `alone`, the step without communication."""
         return [whole - computation for whole, computation in zip(self.step_ms, alone.step_ms)]
-
-    @property
-    def loss(self) -> float:
-        return fmean(self.losses)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,7 @@
 
 Between steps, parameters, gradients and optimizer state are counted (see `memory_accounting.py`) after two steps of
 AdamW. The picture also shows the peak of the second step, and the formulas of ZeRO stage 1 (arXiv 1910.02054). For P
-fp32 parameters on N ranks, the formula gives 4P + 4P + 8P/N bytes: only the state is sharded. Every rank keeps all
-gradients, both in the formula and here, although it needs only 1/N of them after the reduce-scatter. Stage 2 frees the
-rest.
+fp32 parameters on N ranks, the formula gives 4P + 4P + 8P/N bytes: only the state is sharded.
 
 During a step (`brigade trace N --memory`), the bytes are counted from storages (`rank/memory.py`) at every gradient
 hook, before every layer's forward, and after the phases of the step. The ranks use the strict process group, in which
@@ -31,12 +29,13 @@ from pathlib import Path
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM
 from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import (
+    PHASES,
     TORCH_DDP,
     TORCH_ZERO,
     Ladder,
@@ -47,7 +46,7 @@ from brigade.lab.ladder import (
     run_benchmark,
 )
 from brigade.lab.memory_accounting import KINDS, Bytes, list_tensors_by_kind
-from brigade.lab.on_ranks import FP32_BYTES, build_setup
+from brigade.lab.on_ranks import FP32_BYTES, build_setup, take_step
 from brigade.rank.api import device
 from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import run_ranks
@@ -60,34 +59,21 @@ DEADLINE_S = 120.0
 REST = "activations and buckets"
 TOKENS = (1, 16)  # (sequences, tokens) of `measure_step`: few, so that activations do not hide the rest
 COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # from Okabe and Ito's palette
-HATCHES = dict(zip((*KINDS, REST), ("", "////", "....", "")))
+# Bytes per parameter, by kind. Those of bf16 parameters are from Megatron-LM, at commit d98e8a64
+# (docs/user-guide/features/dist_optimizer.md): the state consists of the fp32 main parameters and two moments.
+PER_PARAMETER = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}
 
 
-@dataclass(frozen=True)
-class Formula:
-    """A formula for memory, in bytes per parameter. If `is_divided`, the ranks shard the state, but nothing else."""
-
-    parameters: int
-    gradients: int
-    state: int
-    is_divided: bool
-
-    @property
-    def text(self) -> str:
-        """The formula as text, such as: 4P + 4P + 8P/N"""
-        return f"{self.parameters}P + {self.gradients}P + {self.state}P" + ("/N" if self.is_divided else "")
-
-    def compute_bytes(self, numel: int, world_size: int) -> Bytes:
-        """Return the bytes by kind on one of `world_size` ranks, for a model of `numel` parameters."""
-        state = self.state * numel / (world_size if self.is_divided else 1)
-        return dict(zip(KINDS, (self.parameters * numel, self.gradients * numel, round(state))))
+def describe_formula(variant: Variant) -> str:
+    """Return the formula for a variant's bytes on N ranks with P parameters, such as: 4P + 4P + 8P/N"""
+    parameters, gradients, state = PER_PARAMETER[variant.dtype]
+    return f"{parameters}P + {gradients}P + {state}P" + ("/N" if variant.optimizer else "")
 
 
-WHOLE = Formula(4, 4, 8, is_divided=False)
-STAGE_1 = Formula(4, 4, 8, is_divided=True)
-# For bf16 parameters and fp32 gradients, from Megatron-LM, docs/user-guide/features/dist_optimizer.md at d98e8a64:
-# 6 + 12 / N. The state consists of the fp32 main parameters and two moments.
-STAGE_1_BF16 = Formula(2, 4, 12, is_divided=True)
+def compute_bytes(variant: Variant, numel: int, world_size: int) -> Bytes:
+    """Return the formula's bytes by kind on one of `world_size` ranks, for a model of `numel` parameters."""
+    parameters, gradients, state = (nbytes * numel for nbytes in PER_PARAMETER[variant.dtype])
+    return dict(zip(KINDS, (parameters, gradients, state // world_size if variant.optimizer else state)))
 
 
 def sum_bytes(nbytes: Bytes) -> int:
@@ -95,16 +81,13 @@ def sum_bytes(nbytes: Bytes) -> int:
     return sum(nbytes.values())
 
 
-def list_cases(entries: Sequence[Module] = CORE_MODULES) -> list[tuple[Variant, Formula]]:
-    """Return variants with their formulas: first those that keep all state on every rank, then the others."""
+def list_cases(entries: Sequence[Module] = CORE_MODULES) -> list[Variant]:
+    """Return variants: first those that keep all state on every rank, then the others."""
     variants = [get_variant(entry) for entry in entries]
     sharded = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
     divided = [sharded, get_variant(ZERO)] if ZERO in entries else []
-    return [
-        *((variant, WHOLE) for variant in (*(variant for variant in variants if not variant.optimizer), TORCH_DDP)),
-        *((variant, STAGE_1) for variant in (*divided, TORCH_ZERO)),
-        *((replace(one, label=f"{one.label}, bf16", dtype="bfloat16"), STAGE_1_BF16) for one in divided[1:]),
-    ]
+    halves = [replace(one, label=f"{one.label}, bf16", dtype="bfloat16") for one in divided[1:]]
+    return [*(one for one in variants if not one.optimizer), TORCH_DDP, *divided, TORCH_ZERO, *halves]
 
 
 def measure(
@@ -119,58 +102,36 @@ def measure(
     `sources` are the submission's modules (default: the solutions). Raise RankFailure or CourseError as
     `run_benchmark` does.
     """
-    variants = [variant for variant, _ in list_cases(entries)]
+    variants = list_cases(entries)
     how = {"checks_losses": False, "deadline": DEADLINE_S}
     workload = replace(WORKLOAD, size=size)
     return {n: run_benchmark(workload, variants, sources, world_size=n, **how) for n in world_sizes}
 
 
-def describe_memory(measured: dict[int, Ladder], formulas: Sequence[Formula]) -> list[str]:
+def describe_memory(measured: dict[int, Ladder], variants: Sequence[Variant]) -> list[str]:
     """Return a line for each variant, at most 80 characters long: bytes per parameter, by kind, on the fullest rank."""
     lines = []
-    for *variants, formula in zip(*(ladder.variants for ladder in measured.values()), formulas):
+    for variant in variants:
+        kept = [ladder.get_measurement(variant.label).kept_bytes.values() for ladder in measured.values()]
         numel = measured[1].model_bytes / FP32_BYTES
-        sizes = [" + ".join(f"{nbytes / numel:.3g}" for nbytes in one.kept_bytes.values()) for one in variants]
-        lines.append(f"{variants[0].label:<22}{''.join(f'{size:<14}' for size in sizes)} {formula.text}")
+        sizes = [" + ".join(f"{nbytes / numel:.3g}" for nbytes in kinds) for kinds in kept]
+        lines.append(f"{variant.label:<22}{''.join(f'{size:<14}' for size in sizes)} {describe_formula(variant)}")
     return lines
 
 
-def draw_memory(measured: dict[int, Ladder], formulas: Sequence[Formula], path: Path) -> None:
-    """Draw a bar for each variant, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
-    from matplotlib.figure import Figure
+def draw_memory(measured: dict[int, Ladder], variants: Sequence[Variant], path: Path) -> None:
+    """Draw a bar for each variant on the largest number of ranks, as a PNG file."""
+    from brigade.lab.notebook_plots import draw_bars
 
-    ladders = {n: ladder for n, ladder in measured.items() if n > 1}
-    labels = [one.label for one in measured[1].variants]
-    positions = range(len(labels))[::-1]  # matplotlib counts upwards
-    figure = Figure(figsize=(9, 1.6 + 0.4 * len(labels)), dpi=100, layout="constrained")
-    panels = figure.subplots(1, len(ladders), sharex=True, sharey=True, squeeze=False)[0]
-    widest = max(sum_bytes(one.peak_bytes) / 1e6 for ladder in ladders.values() for one in ladder.variants)
-    for axes, (n, ladder) in zip(panels, ladders.items()):
-        starts = [0.0] * len(labels)
-        for kind in KINDS:
-            lengths = [one.kept_bytes[kind] / 1e6 for one in ladder.variants]
-            axes.barh(positions, lengths, 0.66, starts, color=COLOURS[kind], edgecolor="white", label=kind)
-            starts = [start + length for start, length in zip(starts, lengths)]
-        peaks = [sum_bytes(one.peak_bytes) / 1e6 for one in ladder.variants]
-        more = [peak - start for peak, start in zip(peaks, starts)]
-        style = {"color": "white", "edgecolor": "#555555", "hatch": "////", "linewidth": 0.8}
-        axes.barh(positions, more, 0.66, starts, label="more at the peak of a step", **style)
-        numel = ladder.model_bytes // FP32_BYTES
-        expected = [sum_bytes(formula.compute_bytes(numel, n)) / 1e6 for formula in formulas]
-        marks = {"s": 28, "marker": "D", "color": "#d55e00", "edgecolor": "white", "linewidth": 0.8, "zorder": 3}
-        axes.scatter(expected, positions, label="formula", **marks)
-        for position, start, peak in zip(positions, starts, peaks):
-            axes.text(peak + 0.03 * widest, position, f"{start:.1f} → {peak:.1f}", va="center", fontsize=10)
-        axes.set_title(f"{n} ranks: MB between steps → at the peak", loc="left", fontsize=10)
-        axes.set_xlim(0, 1.35 * widest)
-        axes.set_xlabel("MB on the fullest rank")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(positions, labels)
-    (formula, *handles), (_, *names) = panels[0].get_legend_handles_labels()
-    names.append(f"formula: {' or '.join(dict.fromkeys(formula.text for formula in formulas))}")
-    figure.legend([*handles, formula], names, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    world_size = max(measured)
+    rows = {}
+    for variant, one in zip(variants, measured[world_size].variants):
+        parts = {kind: nbytes / 1e6 for kind, nbytes in one.kept_bytes.items()}
+        beyond = sum_bytes(one.peak_bytes) / 1e6 - sum(parts.values())
+        rows[f"{one.label}: {describe_formula(variant)}"] = parts | {"more at the peak": beyond}
+    title = f"Between steps, and at the peak of a step, on {world_size} ranks"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    draw_bars(rows, xlabel="MB on the fullest rank", title=title).savefig(path)
 
 
 @dataclass(frozen=True)
@@ -222,36 +183,18 @@ def measure_step(
 
 def draw_step(curves: Sequence[Curve], path: Path) -> None:
     """Draw one panel for each curve, with equal scales, as a PNG file."""
-    from matplotlib.figure import Figure
+    from brigade.lab.notebook_plots import make_figure
 
-    figure = Figure(figsize=(9, 0.8 + 2.1 * len(curves)), dpi=100, layout="constrained")
-    panels = figure.subplots(len(curves), 1, sharey=True, squeeze=False)[:, 0]
-    for curve, axes in zip(curves, panels):
-        lower = [0.0] * len(curve.nbytes)
-        for kind, colour in COLOURS.items():
-            upper = [below + point[kind] / 1e6 for below, point in zip(lower, curve.nbytes)]
-            style = {"facecolor": colour, "hatch": HATCHES[kind], "edgecolor": "#333333", "lw": 0.5, "label": kind}
-            axes.fill_between(range(len(lower)), lower, upper, step="post", **style)
-            lower = upper
-        for place, (before, phase) in enumerate(zip(curve.phases, curve.phases[1:]), 1):
-            if phase != before:
-                axes.axvline(place, color="#333333", linestyle=":", lw=1)
-        labels = {phase: (phase, "left", 3) for phase in curve.phases if phase not in ("finish", "step")}
-        if short := [phase for phase in ("finish", "step") if phase in curve.phases]:  # one label, on the left
-            labels[short[0]] = ", ".join(short), "right", -3
-        for phase, (label, side, offset) in labels.items():
-            coordinates = (curve.phases.index(phase), 1), (offset, -2), ("data", "axes fraction"), "offset points"
-            axes.annotate(label, *coordinates, va="top", ha=side, fontsize=9)
-        title = f"{curve.label}: at most {curve.peak / 1e6:.1f} MB, {curve.between_steps / 1e6:.1f} MB between steps"
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlim(0, len(curve.nbytes) - 1)
-        axes.set_ylim(0, 1.15 * max(curve.peak for curve in curves) / 1e6)
-        axes.set_ylabel("MB on rank 0")
-        axes.set_xticks([])
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("points of one step: before each layer's forward, and after each gradient")
-    handles, _ = panels[-1].get_legend_handles_labels()
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    with make_figure(1.7 + 2.4 * len(curves), len(curves)) as (figure, panels):
+        for curve, axes in zip(curves, panels):
+            parts = [[point[kind] / 1e6 for point in curve.nbytes] for kind in COLOURS]
+            style = {"colors": COLOURS.values(), "edgecolor": "#333333", "linewidth": 0.5}
+            axes.stackplot(range(len(curve.nbytes)), parts, labels=COLOURS, step="post", **style)
+            starts = [curve.phases.index(phase) for phase in ("forward", "backward", "finish")]
+            axes.set_xticks(starts, ["forward", "backward", "finish, step"], ha="left")
+            title = f"{curve.label}: at most {curve.peak / 1e6:.1f} MB, then {curve.between_steps / 1e6:.1f} MB"
+            axes.set(title=title, ylabel="MB on rank 0", ylim=(0, 1.1 * max(one.peak for one in curves) / 1e6))
+        figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -263,13 +206,17 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
     for block in model.blocks if workload["is_checkpointed"] else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     points: list[tuple[str, Bytes]] = []
-    phase = "forward"
+    phases: list[str] = []
     with LiveMemory(model.parameters()) as memory:
         setup = build_setup(variant, model, workload)
 
         def note_memory(*_: object) -> None:
             nbytes = memory.count(**list_tensors_by_kind(model, setup.wrapper, setup.optimizer))
-            points.append((phase, {REST: nbytes.pop("other"), **nbytes}))
+            points.append((phases[0], {REST: nbytes.pop("other"), **nbytes}))
+
+        def enter_next_phase() -> None:
+            del phases[: len(phases) > 1]
+            note_memory()
 
         for module in model.modules():  # the wrapper's own hooks run first
             if not list(module.children()):
@@ -279,23 +226,8 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
         tokens = torch.randint(model.size.vocabulary, workload["tokens"], device=device())
         for _ in range(3):
             points.clear()
-            phase = "forward"
-            note_memory()
-            setup.optimizer.zero_grad()
-            note_memory()
-            loss = language_loss(setup.wrapper(tokens), tokens)
-            phase = "backward"
-            note_memory()
-            loss.backward()
-            del loss
-            phase = "finish"
-            note_memory()
-            if hasattr(setup.wrapper, "finish_grad_sync"):
-                setup.wrapper.finish_grad_sync()
-            phase = "step"
-            note_memory()
-            setup.optimizer.step()
-            note_memory()
+            phases[:] = ["before", *PHASES]
+            take_step(setup, tokens, tokens, enter_next_phase)
     return points
 
 
@@ -317,12 +249,12 @@ def show_memory(target: str) -> int:
     entries, sources, left_out = select_written(target, CORE_MODULES)
     print("\n".join([*left_out, "Training on 1, 2 and 4 ranks ..."]), flush=True)
     measured = measure(sources=sources, entries=entries)
-    formulas = [formula for _, formula in list_cases(entries)]
+    variants = list_cases(entries)
     print("Bytes per parameter: parameters + gradients + state, after two steps of AdamW, on the fullest rank")
     print(f"{'':<22}{''.join(f'N = {n:<10}' for n in WORLD_SIZES)} formula, for P parameters")
-    print("\n".join(describe_memory(measured, formulas)))
+    print("\n".join(describe_memory(measured, variants)))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
-    draw_memory(measured, formulas, picture)
+    draw_memory(measured, variants, picture)
     print(f"{picture.relative_to(ROOT)} written")
     return 0
 

@@ -81,10 +81,10 @@ class LargeFigure(Figure):
 
 @contextmanager
 def make_figure(height: float, rows: int = 1) -> Iterator[tuple[LargeFigure, Any]]:
-    """Yield a figure and its axes, or an array of axes if there are several rows, in the notebooks' style."""
+    """Yield a figure and an array with the axes of each row, in the notebooks' style."""
     with matplotlib.rc_context(STYLE):
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
-        yield figure, figure.subplots(rows, sharex=True)
+        yield figure, figure.subplots(rows, sharex=True, squeeze=False)[:, 0]
 
 
 def draw_lines(
@@ -108,7 +108,7 @@ def draw_lines(
     `are_steps`, a curve keeps each value until its next point. If `with_values`, each point is labelled with its y
     value. A linear y axis begins at 0 if `from_zero`.
     """
-    with make_figure(5.5) as (figure, axes):
+    with make_figure(5.5) as (figure, [axes]):
         for style, (name, (x, y)) in zip(LINES, curves.items()):
             marker = style["marker"] if len(x) <= 20 and not points else ""
             drawstyle = "steps-post" if are_steps else "default"
@@ -160,7 +160,7 @@ def draw_bars(
 
     `spread` contains the lower quartile, the median and the upper quartile of what the whole bar shows, by row.
     """
-    with make_figure(1.9 + 0.62 * len(rows)) as (figure, axes):
+    with make_figure(1.9 + 0.62 * len(rows)) as (figure, [axes]):
         names = [*dict.fromkeys(name for parts in rows.values() for name in parts)]
         places, ends = range(len(rows)), [0.0] * len(rows)
         for name, style in zip(names, itertools.cycle(PARTS)):
@@ -211,7 +211,7 @@ def draw_grid(
     meanings: Mapping[str, str] | None = None,
 ) -> LargeFigure:
     """Draw a table of boxes, each given as a text and a key of `CELLS`. The legend explains the keys in `meanings`."""
-    with make_figure(1.7 + 0.72 * len(rows)) as (figure, axes):
+    with make_figure(1.7 + 0.72 * len(rows)) as (figure, [axes]):
         for y, boxes in enumerate(rows.values()):
             for x, (text, kind) in enumerate(boxes):
                 axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, edgecolor="black", **CELLS[kind]))
@@ -235,7 +235,7 @@ def hide_frame(axes: Axes) -> None:
     axes.spines[:].set_visible(False)
 
 
-def draw_layouts(layouts: Mapping[int, Layout], param_names: Sequence[str] | None = None) -> LargeFigure:
+def draw_layouts(layouts: Mapping[int, Layout]) -> LargeFigure:
     """Draw the buffer of module 5 for each number of ranks. A layout is (param_ranges, bucket_ranges, numel)."""
     with make_figure(0.8 + 2.6 * len(layouts), rows=len(layouts)) as (figure, panels):
         for axes, (dp_size, (param_ranges, bucket_ranges, numel)) in zip(panels, layouts.items()):
@@ -264,7 +264,7 @@ def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) ->
         [event for event in events if event["phase"] == phase and event["kind"] in ("ready", "launched")]
         for events in events_of_ranks
     ]
-    with make_figure(1.5 + 1.1 * len(rows)) as (figure, axes):
+    with make_figure(1.5 + 1.1 * len(rows)) as (figure, [axes]):
         for y, row in enumerate(rows):
             for x, event in enumerate(row):
                 colour, is_launch = BUCKETS[event["bucket"]], event["kind"] == "launched"

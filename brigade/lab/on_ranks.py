@@ -276,22 +276,26 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def take_step(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> list[float]:
-    """Take one training step, in the loop that all variants share. Return its marks, in seconds."""
-    marks = [time.perf_counter()]
+def take_step(
+    setup: TrainingSetup, tokens: Tensor, targets: Tensor, mark: Callable[[], Any] = time.perf_counter
+) -> list[Any]:
+    """Take one training step, in the loop that all variants share.
+
+    Return what `mark` returns (by default, the time in seconds) at the start and after each of `ladder.PHASES`.
+    """
+    marks = [mark()]
     with recording.phase("forward"):
         setup.optimizer.zero_grad()
         loss = language_loss(setup.wrapper(tokens), targets)
-    marks.append(time.perf_counter())
+    marks.append(mark())
     with recording.phase("backward"):
         loss.backward()
-    marks.append(time.perf_counter())
+    marks.append(mark())
     with recording.phase("finish"):
         if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
             setup.wrapper.finish_grad_sync()
-    marks.append(time.perf_counter())
+    marks.append(mark())
     with recording.phase("step"):
         setup.optimizer.step()
         synchronize()
-    marks.append(time.perf_counter())
-    return marks
+    return [*marks, mark()]

@@ -1,19 +1,15 @@
-"""The tables and the picture of `brigade bench` and of the demo."""
+"""The tables of `brigade bench` and of the demo, and the colours of all pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from rich import box
 from rich.table import Table
 
-from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, Ladder, Spread, compute_spread
+from brigade.lab.ladder import LOSS_TOLERANCE, Ladder, Spread, compute_spread
 from brigade.lab.memory_accounting import KINDS
-from brigade.lab.on_ranks import FP32_BYTES
 
 # Okabe and Ito's palette for all kinds of colour vision. The colours also differ in lightness, so they work in
 # greyscale.
@@ -101,66 +97,6 @@ def describe_losses(ladder: Ladder) -> str:
         f"All losses equal that of one process that trains on the whole batch, {ladder.expected_loss:.5f}, within "
         f"{LOSS_TOLERANCE:g}."
     )
-
-
-def draw_bench(ladder: Ladder, path: Path) -> None:
-    """Draw how long each phase of a step takes, with one bar for each variant, as a PNG file.
-
-    The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step time. The hatched
-    part is the additional time that forward and backward take compared with computation alone.
-    """
-    rows = ladder.variants[::-1]  # matplotlib counts upwards
-    figure = Figure(figsize=(9, 2.2 + 0.45 * len(rows)), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    alone = ladder.computation
-    alone_ms = alone.compute_phase_parts_ms()
-    columns = {len(rows): ("ratio to\ntorch DDP", "launches\nper step")}
-    for position, measurement in enumerate(rows):
-        start = 0.0
-        for phase, length in measurement.compute_phase_parts_ms().items():
-            style = {"color": COLOURS[phase], "edgecolor": "white"}
-            axes.barh(position, length, 0.62, start, **style)
-            beyond = length - alone_ms[phase] if phase in ("forward", "backward") else 0.0
-            if beyond > 0.01 * measurement.median_ms:
-                axes.barh(position, beyond, 0.62, start + length - beyond, hatch="////", **style)
-            start += length
-        ratio = median(ladder.compute_ratios(measurement))
-        columns[position] = (f"{ratio:.2f}", f"{measurement.collectives:g}")
-    spreads = [compute_spread(measurement.step_ms) for measurement in rows]
-    medians = [spread.median for spread in spreads]
-    reach = [[s.median - s.lower for s in spreads], [s.upper - s.median for s in spreads]]
-    steps = axes.errorbar(medians, range(len(rows)), xerr=reach, fmt="D", color="#d55e00", markersize=5, capsize=4)
-    line = axes.axvline(alone.median_ms, color="#777777", linewidth=1, linestyle=":", zorder=0)
-    for position, texts in columns.items():
-        for offset, text in zip((65, 130), texts):  # points to the right of the axes
-            place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
-            axes.annotate(text, (1, position), (offset, 0), va="center", fontsize=10, **place)
-    axes.set_yticks(range(len(rows)), [measurement.label for measurement in rows])
-    axes.set_xlim(0, 1.02 * max(spread.upper for spread in spreads))
-    axes.set_ylim(-0.6, len(rows) + 0.4)
-    axes.set_xlabel("time of one training step (ms)")
-    figure.suptitle(describe_setting(ladder), x=0.01, ha="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(facecolor=COLOURS[phase], label=NAMES.get(phase, phase)) for phase in PHASES]
-    handles.append(
-        Patch(facecolor="white", edgecolor="black", hatch="////", label="more than computation alone (waits, hooks)")
-    )
-    names = [*(handle.get_label() for handle in handles), "whole step: median, quartiles", alone.label]
-    figure.legend([*handles, steps, line], names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def describe_setting(ladder: Ladder) -> str:
-    """Return lines about the ranks, the model and the link."""
-    numel = ladder.model_bytes / FP32_BYTES
-    lines = [f"{describe_ranks(ladder)}; TinyLM with {numel / 1e6:.2f} million parameters in fp32"]
-    if ladder.link:
-        lines.append(
-            f"Emulated link: {ladder.link.description}\nAll-reduce of all gradients: {1e3 * ladder.link_s:.0f} ms; "
-            f"backward alone: {1e3 * ladder.backward_s:.0f} ms"
-        )
-    return "\n".join(lines)
 
 
 def describe_ranks(ladder: Ladder) -> str:

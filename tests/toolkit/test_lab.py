@@ -52,9 +52,6 @@ def test_step_times_are_those_of_the_slowest_rank():
     variant = ladder.Measurement("1 NaiveDDP", marks, 1.0, 4.0, 0.0, [3.0, 3.0], {}, {})
     assert variant.step_ms == [6000, 9000]
     assert (variant.median_ms, *variant.quartiles_ms) == (7500, 6750, 8250)
-    parts = variant.compute_phase_parts_ms()  # the slowest ranks take 1 of 6 s for forward, then 1 of 9 s
-    assert parts["forward"] == pytest.approx(7500 * (1 / 6 + 1 / 9) / 2)
-    assert sum(parts.values()) == pytest.approx(7500)
 
 
 def test_the_demo_fails_when_a_loss_differs(results, monkeypatch, capsys):
