@@ -61,6 +61,15 @@ class Span:
     start_ms: float
     end_ms: float
 
+    @property
+    def title(self) -> str:
+        return NAMES.get(self.kind, self.kind)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the data of the block for the interactive page and for Perfetto. Times are in ms."""
+        view = {"rank": self.rank, "kind": self.kind, "name": self.title, "labels": [self.kind]}
+        return view | {"start": self.start_ms, "end": self.end_ms}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Span):
@@ -84,12 +93,14 @@ class Collective(Span):
         """The operation and its number, such as "all-reduce 3", or the parameter's name instead of the number."""
         return f"{self.kind.replace('_', '-')} {self.launch.name or self.number}"
 
-    @property
-    def labels(self) -> list[str]:
-        """The possible labels of the collective on the interactive page, the longest first."""
-        size = f"{self.launch.nbytes / 1e6:.2g} MB"
-        short = (self.launch.name or "").removesuffix(".weight")
-        return [*([f"{short}, {size}", short] if short else []), f"{self.number}: {size}", str(self.number)]
+    def describe(self) -> dict[str, Any]:
+        launch, short = self.launch, (self.launch.name or "").removesuffix(".weight")
+        size = f"{launch.nbytes / 1e6:.2g} MB"
+        labels = [*([f"{short}, {size}", short] if short else []), f"{self.number}: {size}", str(self.number)]
+        view = {"labels": labels, "row": self.row, "launched": self.launched_ms, "waited": self.waited_ms}
+        view |= {"phase": launch.phase, "line": launch.line}
+        view |= {"bytes": launch.nbytes, "dtype": launch.dtype, "tensors": launch.parts}
+        return super().describe() | view
 
 
 @dataclass(frozen=True)
@@ -242,23 +253,11 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
         threads = {0: "computation", 1: "communication"}
         threads |= {one.row + 1: f"communication {one.row + 1}" for one in collectives if one.row}
         names = [("process_name", 0, {"name": f"{timeline.label}, rank {rank}"})]
-        names += [("process_sort_index", 0, {"sort_index": process})]
         names += [("thread_name", thread, {"name": name}) for thread, name in threads.items()]
         metadata += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
-        for span in timeline.spans:
-            if span.rank == rank:
-                name = NAMES.get(span.kind, span.kind)
-                events.append(make_slice(span, process, 0, name, "computation", {}))
+        events += [make_slice(span, process, 0) for span in timeline.spans if span.rank == rank]
         for one in collectives:
-            args = {
-                "bytes": one.launch.nbytes,
-                "dtype": one.launch.dtype,
-                "tensors": one.launch.parts,
-                "launched in": one.launch.phase,
-                "launched at (ms)": round(one.launched_ms, 3),
-                "waited for until (ms)": None if one.waited_ms is None else round(one.waited_ms, 3),
-            }
-            events.append(make_slice(one, process, one.row + 1, one.title, one.kind, args))
+            events.append(make_slice(one, process, one.row + 1))
             if one.launched_ms < one.start_ms:
                 arrow = {"name": "launch", "cat": one.kind, "id": len(events), "pid": process}
                 events.append(arrow | {"ph": "s", "tid": 0, "ts": convert_to_us(one.launched_ms)})
@@ -273,11 +272,11 @@ def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
     path.write_text(json.dumps(make_chrome_trace(timelines)))
 
 
-def make_slice(span: Span, process: int, thread: int, name: str, category: str, args: dict) -> dict[str, Any]:
+def make_slice(span: Span, process: int, thread: int) -> dict[str, Any]:
     """Return a "complete" event of Chrome's format. Times in ms become microseconds."""
     start, end = convert_to_us(span.start_ms), convert_to_us(span.end_ms)
-    times = {"ts": start, "dur": end - start}
-    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **times, "args": args}
+    place = {"pid": process, "tid": thread, "ts": start, "dur": end - start}
+    return {"name": span.title, "cat": span.kind, "ph": "X", **place, "args": span.describe()}
 
 
 def convert_to_us(ms: float) -> int:

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 
 from brigade.lab.ladder import PHASES
 from brigade.lab.plots import COLOURS, NAMES
-from brigade.lab.timeline import EXPOSED, Collective, Span, Timeline
+from brigade.lab.timeline import EXPOSED, Collective, Timeline
 
 STYLES = {kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()}
 STYLES |= {
@@ -164,21 +164,11 @@ def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
         "timelines": [
             {"label": one.label, "count": one.count, "lengths": one.lengths, "link": one.link_text}
             | {"world_size": one.world_size, "end": one.end_ms}
-            | {"spans": [*map(describe, one.spans)], "collectives": [*map(describe, one.launched)]}
+            | {"spans": [span.describe() for span in one.spans]}
+            | {"collectives": [collective.describe() for collective in one.launched]}
             for one in timelines
         ],
     }
-
-
-def describe(span: Span) -> dict[str, Any]:
-    """Return the data of one block for `make_view`."""
-    view = {"rank": span.rank, "kind": span.kind, "start": span.start_ms, "end": span.end_ms}
-    if not isinstance(span, Collective):
-        return view | {"name": name_kind(span.kind), "labels": [span.kind]}
-    launch = span.launch
-    view |= {"name": span.title, "labels": span.labels, "row": span.row}
-    view |= {"launched": span.launched_ms, "waited": span.waited_ms, "phase": launch.phase, "line": launch.line}
-    return view | {"bytes": launch.nbytes, "dtype": launch.dtype, "tensors": launch.parts}
 
 
 def save_html(timelines: Sequence[Timeline], path: Path) -> None:

@@ -102,7 +102,7 @@ def test_the_chrome_trace_can_be_read(traced):
         else:
             in_thread.sort(key=lambda event: (event["ts"], event["dur"]))
             assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(in_thread))
-            assert all({"bytes", "dtype", "launched at (ms)"} <= event["args"].keys() for event in in_thread)
+            assert all({"bytes", "dtype", "launched"} <= event["args"].keys() for event in in_thread)
     starts, ends = ([event["id"] for event in events if event["ph"] == letter] for letter in "sf")
     assert sorted(starts) == sorted(ends) != []  # module 3 launches while the link is busy
 
