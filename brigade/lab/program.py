@@ -2,7 +2,7 @@
 
     programs = record([get_variant(get_module(4))], setting)       by label
     programs["4 BucketedDDP"].launches                             the collectives, in launch order
-    simulate(programs["4 BucketedDDP"].instructions, link)         the seconds of a step on a link
+    simulate(programs["4 BucketedDDP"].instructions, machine, link)    the seconds of a step
 
 A program is recorded: `recorded_step.py` runs the variant's own code once in a rank, without memory and without peers.
 All ranks are assumed to do what rank 0 does, at the same time, so no collective waits for another rank to launch it.
@@ -19,7 +19,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from brigade.checks.tiny_lm import Block
 from brigade.course.modules import ROOT, CourseError
@@ -45,6 +45,11 @@ class Machine:
     backward_s: tuple[float, ...]
     step_bytes_per_s: float
     copy_bytes_per_s: float
+
+    def compute_s(self, kind: str, parameter: int) -> float:
+        """Return the time of a parameter's layer in "forward" or "backward", which have equal shares."""
+        share = self.backward_s[parameter]
+        return share if kind == "backward" else self.forward_s * share / (sum(self.backward_s) or 1.0)
 
 
 # Optimizers, and the number of values that each keeps per element, without AdamW's step counter. SGD has momentum.
@@ -84,53 +89,26 @@ class Setting:
         return sum(math.prod(shape) for _, shapes in self.groups for shape in shapes)
 
 
-@dataclass(frozen=True)
-class Compute:
-    """An instruction that keeps the processor busy: "forward", "backward", "step" or "copy" (or a division)."""
-
-    kind: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Launch:
-    """An instruction that launches a collective on a buffer of `nbytes` bytes.
-
-    The group has `num_ranks` ranks, from rank 0 to `last_rank`.
-    """
+class Launch(NamedTuple):
+    """The launch of a collective on a buffer of `nbytes` bytes, in a group from rank 0 to `last_rank`."""
 
     op: str
     nbytes: float
-    num_ranks: int = 2
-    last_rank: int = 1
-
-
-@dataclass(frozen=True)
-class Wait:
-    """An instruction that waits until the launch with this number is complete."""
-
-    launch: int
-
-
-Instruction = Compute | Launch | Wait
+    num_ranks: int
+    last_rank: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a rank does in one step, and the bytes that it keeps afterwards, by kind."""
+    """What a rank does in one step (see `recorded_step.Recorded`), and the bytes that it keeps afterwards, by kind."""
 
-    instructions: list[Instruction]
+    instructions: Sequence[Sequence[Any]]
     memory: Bytes
 
     @property
     def launches(self) -> list[Launch]:
         """The collectives, in launch order."""
-        return [one for one in self.instructions if isinstance(one, Launch)]
-
-    @property
-    def computation_s(self) -> float:
-        """The time of the step's own computation. Copies belong to communication."""
-        return sum(one.seconds for one in self.instructions if isinstance(one, Compute) and one.kind != "copy")
+        return [Launch(*values) for kind, *values in self.instructions if kind == "launch"]
 
 
 @functools.cache
@@ -148,29 +126,26 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
     sources = read_reference() if sources is None else sources
     ranks = setting.world_size, setting.node_size
     shape = setting.groups, setting.dtype, ranks, setting.bucket_mb, setting.optimizer
+    case = *shape, [asdict(variant) for variant in variants]
     texts = {name: text for name, (_, text) in sources.items()}
-    cases = [asdict(variant) for variant in variants]
-    paths = [STORED / f"{hash_content(shape, texts, case, hash_course())}.json" for case in cases]
-    steps = {path: json.loads(path.read_text()) for path in paths if path.is_file()}
-    if missing := [(case, path) for case, path in zip(cases, paths) if path not in steps]:
+    path = STORED / f"{hash_content(case, texts, hash_course())}.json"
+    try:
+        text = path.read_text()
+    except OSError:
         from brigade.lab.recorded_step import record_steps
 
         how = {"world_size": 1, "packages": {"submission": sources}, "deadline": DEADLINE_S, "stream": False}
         try:
-            recorded = run_ranks(record_steps, *shape, [case for case, _ in missing], **how)[0]
+            text = run_ranks(record_steps, *case, **how)[0]
         except RankFailure as failure:
             raise CourseError(f"no step can be recorded: {failure}") from None
-        for (_, path), text in zip(missing, recorded):
-            steps[path] = json.loads(text)
-            with contextlib.suppress(OSError):  # the course may belong to somebody else
-                path.parent.mkdir(parents=True, exist_ok=True)
-                new = path.with_suffix(f".{os.getpid()}")
-                new.write_text(text)
-                new.replace(path)  # another process may read the file at the same time
-    return {
-        variant.label: step if isinstance(step, str) else Program(convert(step[0], setting.machine), step[1])
-        for variant, step in ((variant, steps[path]) for variant, path in zip(variants, paths))
-    }
+        with contextlib.suppress(OSError):  # the course may belong to somebody else
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(f".{os.getpid()}")
+            new.write_text(text)
+            new.replace(path)  # another process may read the file at the same time
+    recorded = {variant.label: step for variant, step in zip(variants, json.loads(text))}
+    return {label: step if isinstance(step, str) else Program(*step) for label, step in recorded.items()}
 
 
 def hash_content(*content: Any) -> str:
@@ -178,41 +153,28 @@ def hash_content(*content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def convert(instructions: Sequence[Sequence[Any]], machine: Machine) -> list[Instruction]:
-    """Return recorded instructions with their times on a machine. See `recorded_step.Recorded`."""
-    forward = machine.forward_s / (sum(machine.backward_s) or 1.0)
-    converted: list[Instruction] = []
-    for kind, *values in instructions:
-        if kind == "launch":
-            converted.append(Launch(*values))
-        elif kind == "wait":
-            converted.append(Wait(*values))
-        elif kind in ("forward", "backward"):
-            share = machine.backward_s[values[0]]
-            converted.append(Compute(kind, share * forward if kind == "forward" else share))
-        else:
-            rate = machine.copy_bytes_per_s if kind == "copy" else machine.step_bytes_per_s
-            converted.append(Compute(kind, values[0] / rate))
-    return converted
-
-
-def simulate(instructions: Sequence[Instruction], network: Link) -> float:
+def simulate(instructions: Sequence[Sequence[Any]], machine: Machine, network: Link | None) -> float:
     """Return how many seconds the instructions take. Launches of previous steps are complete.
 
     As in `emulated_link.py`, a collective starts when all ranks have launched it (here, at the same time) and the link
-    is free. It occupies the link for its latency plus its bytes divided by the bandwidth.
+    is free. It occupies the link for its latency plus its bytes divided by the bandwidth. Without a network, return the
+    time of the step's own computation: copies belong to communication.
     """
     now = 0.0
     free: dict[Link, float] = defaultdict(float)
     ends: list[float] = []
-    for instruction in instructions:
-        if isinstance(instruction, Launch):
-            link = network.between((0, instruction.last_rank))
-            seconds = link.seconds(instruction.op, instruction.nbytes, instruction.num_ranks)
-            free[link] = max(now, free[link]) + seconds
+    for kind, *values in instructions:
+        if network and kind == "launch":
+            launch = Launch(*values)
+            link = network.between((0, launch.last_rank))
+            free[link] = max(now, free[link]) + link.seconds(launch.op, launch.nbytes, launch.num_ranks)
             ends.append(free[link])
-        elif isinstance(instruction, Compute):
-            now += instruction.seconds
-        else:
-            now = max(now, ends[instruction.launch])
+        elif network and kind == "wait":
+            now = max(now, ends[values[0]])
+        elif kind in ("forward", "backward"):
+            now += machine.compute_s(kind, values[0])
+        elif kind == "step":
+            now += values[0] / machine.step_bytes_per_s
+        elif network and kind == "copy":
+            now += values[0] / machine.copy_bytes_per_s
     return now

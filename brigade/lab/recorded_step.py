@@ -251,8 +251,8 @@ def record_steps(
     bucket_mb: float,
     values: int,
     variants: Sequence[dict[str, Any]],
-) -> list[str]:
-    """Return the recorded step of each variant as JSON, or a sentence that says why there is none.
+) -> str:
+    """Return, as JSON, a list with the recorded step of each variant, or a sentence that says why there is none.
 
     `groups` are those of `make_model`, `ranks` are the world size and the ranks of a node, `bucket_mb` is in MiB, and
     the optimizer keeps `values` values per element.
@@ -275,7 +275,7 @@ def record_steps(
             steps.append(f"{part} is not written yet")
         except Exception as error:  # whatever a submission raises
             steps.append(f"it raises {type(error).__name__}: {error}")
-    return [json.dumps(step) for step in steps]
+    return json.dumps(steps)
 
 
 def record_step(

@@ -10,7 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
 from brigade.course.modules import ROOT
-from brigade.lab.program import Compute, Launch, Wait, simulate
+from brigade.lab.program import Machine, simulate
 from brigade.rank.emulated_link import Link
 from tools.notebook_files import list_notebooks
 from tools.slides import make_deck
@@ -124,11 +124,13 @@ GRAD_BYTES, BACKWARD_S = 400e6, 0.1
 def simulate_buckets(link, world_size, bucket_bytes):
     """Return the exposed time of a step with equal buckets, and the number of buckets."""
     count = math.ceil(GRAD_BYTES / bucket_bytes)
-    parts = [
-        (Compute("backward", BACKWARD_S / count), Launch("all_reduce", GRAD_BYTES / count, world_size))
-        for _ in range(count)
+    launch = ("launch", "all_reduce", GRAD_BYTES / count, world_size, world_size - 1)
+    instructions = [
+        *itertools.chain(*((("backward", i), launch) for i in range(count))),
+        *(("wait", i) for i in range(count)),
     ]
-    return simulate([*itertools.chain(*parts), *map(Wait, range(count))], link) - BACKWARD_S, count
+    machine = Machine(0.0, (BACKWARD_S / count,) * count, 1.0, 1.0)
+    return simulate(instructions, machine, link) - BACKWARD_S, count
 
 
 def test_the_model_in_the_browser_equals_pythons(page):
