@@ -72,7 +72,6 @@ lint: setup
 
 figures: setup
 	$(BIN)/python -m tools.figures $(MODULE)
-	$(if $(MODULE),,$(BIN)/python -m brigade.lab.memory --target solutions)
 	$(if $(MODULE),,$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png)
 
 notebooks: setup

@@ -33,10 +33,12 @@ from brigade.course.submission import read
 from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import get_variant, is_hybrid
 from brigade.lab.memory import draw_step, measure_step
+from brigade.lab.notebook_plots import draw_bars
 from brigade.lab.timeline import trace
 from brigade.lab.timeline_plot import draw
 from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
+from lessons.m08_zero_optimizer import memory
 from lessons.m16_half_bytes import wire
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
@@ -88,7 +90,7 @@ def draw_figures(number: str | None = None) -> int:
 def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
     """Return the functions that draw a module's pictures."""
     special = {"CachedDDP": ("views", draw_views), "FullyShardedDDP": ("checkpointing", draw_checkpointing)}
-    special["HalfBytesDDP"] = "wire", draw_wire
+    special |= {"HalfBytesDDP": ("wire", draw_wire), "ZeroOptimizer": ("memory", draw_kept)}
     drawings = dict(special[name] for name in entry.public if name in special)
     if entry in TRAINING_MODULES and not is_hybrid(get_variant(entry)):
         before = [module for module in CORE_MODULES if module.number < entry.number]
@@ -106,6 +108,17 @@ def draw_timelines(modules: Sequence[Module], path: Path) -> str:
         raise Doubtful("; ".join(doubts))
     draw(timelines, path, [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules)])
     return " and ".join(line.lengths for line in timelines)
+
+
+def draw_kept(path: Path) -> None:
+    """Draw what a rank keeps between two steps of AdamW, and at the peak of a step, as a PNG file."""
+    world_size = 4
+    sources = read("solutions", find_module("ZeroOptimizer").number).sources
+    rows = {}
+    for one in memory.measure(partial(run_ranks, packages={"submission": sources}), world_size).variants:
+        rows[one.label] = {kind: nbytes / 1e6 for kind, nbytes in one.kept_bytes.items()}
+        rows[one.label]["more at the peak"] = sum(one.peak_bytes.values()) / 1e6 - sum(rows[one.label].values())
+    draw_bars(rows, xlabel="MB on the fullest rank", title=f"AdamW on {world_size} ranks").savefig(path)
 
 
 def draw_checkpointing(path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from brigade.checks.tiny_lm import SIZES, Size
-from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module
+from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module, find_module
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab.memory_accounting import Bytes
@@ -89,6 +89,8 @@ TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
 TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
 TORCH_FSDP = Variant("torch fully_shard", ("torch", "fully_shard"))
 TORCH = (TORCH_DDP, TORCH_ZERO)
+ZERO = find_module("ZeroOptimizer")
+SHARDED_OPTIMIZER = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
 ONE_PROCESS = Variant("one process")
 COMPUTATION = Variant("computation alone")  # without communication; alternates with the others
 

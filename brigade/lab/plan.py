@@ -1,6 +1,6 @@
 """`brigade plan`: predict the cost of a training step with each variant, from shapes alone.
 
-    steps = plan(record(variants, setting), link)
+    steps = plan(record(variants, setting), machine, link)
 
 A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives as
 the variant's own code does (`program.py`). A collective starts when all earlier ones are complete, and takes as long as
@@ -18,8 +18,7 @@ from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
 from brigade.course.modules import TRAINING_MODULES
-from brigade.lab.ladder import TORCH_DDP, Variant, get_variant
-from brigade.lab.memory import list_cases
+from brigade.lab.ladder import SHARDED_OPTIMIZER, TORCH, TORCH_DDP, Variant, get_variant
 from brigade.lab.memory_accounting import KINDS
 from brigade.lab.program import OPTIMIZERS, Machine, Program, Setting, list_groups, simulate
 from brigade.rank.emulated_link import Link, count_sent_bytes
@@ -61,18 +60,17 @@ LINKS = {
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The predicted step of one variant. `outer_bytes` are those of `sent_bytes` that go to other nodes."""
+    """The predicted step of one variant. `outer_bytes` are those of `sent_bytes` that go to other nodes.
+
+    `exposed_s` is how much longer the step takes than this variant's own computation.
+    """
 
     label: str
     program: Program
     step_s: float
+    exposed_s: float
     sent_bytes: float
     outer_bytes: float
-
-    @property
-    def exposed_s(self) -> float:
-        """How much longer the step takes than this variant's own computation. Rounding could make it negative."""
-        return max(0.0, self.step_s - self.program.computation_s)
 
     @property
     def memory_bytes(self) -> int:
@@ -129,23 +127,21 @@ def make_machine(
 
 def list_variants() -> list[Variant]:
     """Return all variants: first the course's, in the order of the modules, then torch's."""
-    variants = {variant.label: variant for variant, _ in list_cases() if variant.dtype == "float32"}
-    variants |= {variant.label: variant for variant in map(get_variant, TRAINING_MODULES)}
-    own = {label: int(label.split()[0]) for label in variants if label[0].isdigit()}
-    own_labels = sorted(own, key=lambda label: (own[label], label))
-    return [variants[label] for label in (*own_labels, *sorted(variants.keys() - own.keys()))]
+    own = [*map(get_variant, TRAINING_MODULES), SHARDED_OPTIMIZER]
+    return [*sorted(own, key=lambda variant: (int(variant.label.split()[0]), variant.label)), *TORCH]
 
 
-def plan(programs: dict[str, Program | str], link: Link) -> list[PlannedStep]:
-    """Return the predicted step of each program, by label. Leave out the variants without a program."""
+def plan(programs: dict[str, Program | str], machine: Machine, link: Link) -> list[PlannedStep]:
+    """Return the predicted step of each program on a machine. Leave out the variants without a program."""
     steps = []
     for label, program in programs.items():
         if isinstance(program, str):
             continue
         sent = [(count_sent_bytes(one.op, one.nbytes, one.num_ranks), one.last_rank) for one in program.launches]
         outer = sum(nbytes for nbytes, last in sent if link.between((0, last)) is link.outer)
-        step_s = simulate(program.instructions, link)
-        steps.append(PlannedStep(label, program, step_s, sum(nbytes for nbytes, _ in sent), outer))
+        step_s, own_s = (simulate(program.instructions, machine, network) for network in (link, None))
+        exposed_s = max(0.0, step_s - own_s)  # rounding could make it negative
+        steps.append(PlannedStep(label, program, step_s, exposed_s, sum(nbytes for nbytes, _ in sent), outer))
     return steps
 
 
