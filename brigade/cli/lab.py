@@ -225,7 +225,6 @@ def draw_timelines(
             missed = describe_missed(num_unwaited, len(shown.launched), "collective", "the")
             console.print(f"  Across all ranks, the code does not wait for {missed}")
     console.print(timelines[0].link_text)
-    console.print("Numbers in blocks count the collectives of one kind, from 0.")
 
 
 def draw_memory(variants: list[Variant], sources: Sources, options: argparse.Namespace, picture: Path) -> None:

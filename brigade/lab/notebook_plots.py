@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
@@ -52,7 +52,6 @@ CELLS = {  # of a grid
     "unused": {"facecolor": COLOURS["finish"]},
     "wrong": {"facecolor": RED, "hatch": "xx"},
 }
-BUCKETS = ("#8fcdf0", "#e69f00", "#009e73", "#cc79a7")
 STYLE = {
     "font.size": 18,
     "lines.linewidth": 3.5,
@@ -221,18 +220,13 @@ def draw_grid(
         axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), xlabel=xlabel, title=title)
         axes.set_xticks([x + 0.5 for x in range(len(columns))], columns)
         axes.set_yticks([y + 0.5 for y in range(len(rows))], [*rows])
-        hide_frame(axes)
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
         if meanings:
             handles = [Patch(edgecolor="black", label=text, **CELLS[kind]) for kind, text in meanings.items()]
             figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return figure
-
-
-def hide_frame(axes: Axes) -> None:
-    """Remove the grid, the ticks and the spines, but keep the labels."""
-    axes.grid(visible=False)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 def draw_layouts(layouts: Mapping[int, Layout]) -> LargeFigure:
@@ -260,23 +254,18 @@ def draw_layouts(layouts: Mapping[int, Layout]) -> LargeFigure:
 
 def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) -> LargeFigure:
     """Draw the events "ready" and "launched" of each rank in a phase, in order. Both kinds have the field `bucket`."""
-    rows = [
-        [event for event in events if event["phase"] == phase and event["kind"] in ("ready", "launched")]
-        for events in events_of_ranks
-    ]
-    with make_figure(1.5 + 1.1 * len(rows)) as (figure, [axes]):
-        for y, row in enumerate(rows):
-            for x, event in enumerate(row):
-                colour, is_launch = BUCKETS[event["bucket"]], event["kind"] == "launched"
-                corners = [(x + 0.05, y + 0.05), (x + 0.95, y + 0.5), (x + 0.05, y + 0.95)]
-                arrow = Polygon(corners, facecolor=colour, edgecolor="black", linewidth=4)
-                axes.add_patch(arrow if is_launch else Rectangle((x + 0.1, y + 0.25), 0.8, 0.5, facecolor=colour))
-                axes.text(x + (0.33 if is_launch else 0.5), y + 0.52, event["bucket"], ha="center", va="center")
-        axes.set(xlim=(0, max(map(len, rows))), ylim=(len(rows), 0), xticks=[], xlabel="events in backward, in order")
-        axes.set_yticks([y + 0.5 for y in range(len(rows))], [f"rank {rank}" for rank in range(len(rows))])
-        axes.set_title(f"{phase}; box: a gradient of this bucket is ready; arrow: the bucket is launched", fontsize=16)
-        hide_frame(axes)
-    return figure
+    kinds = {"ready": "plain", "launched": "moving"}
+    rows = {
+        f"rank {rank}": [
+            (event["bucket"], kinds[event["kind"]])
+            for event in events
+            if event["phase"] == phase and event["kind"] in kinds
+        ]
+        for rank, events in enumerate(events_of_ranks)
+    }
+    columns = [""] * max(map(len, rows.values()))
+    meanings = {"plain": "a gradient of this bucket is ready", "moving": "the bucket is launched"}
+    return draw_grid(rows, title=phase, columns=columns, xlabel="events in backward, in order", meanings=meanings)
 
 
 def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> LargeFigure:

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 
 from brigade.lab.ladder import PHASES
 from brigade.lab.plots import COLOURS, NAMES
-from brigade.lab.timeline import EXPOSED, Collective, Timeline
+from brigade.lab.timeline import EXPOSED, Timeline
 
 STYLES = {kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()}
 STYLES |= {
@@ -37,8 +37,6 @@ BACKWARD_END = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 
 LAUNCHED = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
 TEMPLATE, WIDGETS = (Path(__file__).with_name(name) for name in ("timeline_view.html", "widgets.js"))
 LANES = 2.75  # the distance from one rank to the next
-
-Label = tuple[Collective, tuple[float, float]]  # a collective, and the top and height of its block
 
 
 def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
@@ -65,18 +63,14 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
     """
     heights = [*map(compute_height, timelines)]
     panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    labels = [draw_panel(axes, timeline, size) for axes, timeline in zip(panels, timelines)]
     for axes, timeline, title in zip(panels, timelines, titles):
+        draw_panel(axes, timeline, size)
         axes.set_title(f"{title}\n{timeline.lengths}", loc="left", fontsize=size + 1)
     panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
     panels[-1].set_xlabel("time (ms)", fontsize=size + 1)
     handles = make_legend(timelines)
     space = {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.2, "fontsize": size, "frameon": False}
     figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2), **space)
-    figure.draw_without_rendering()  # computes the space in each block
-    for axes, in_panel in zip(panels, labels):
-        for label in in_panel:
-            write_inside(axes, *label, size - 1)
 
 
 def name_kind(kind: str) -> str:
@@ -97,13 +91,12 @@ def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     return handles + [make_patch(kind) for kind in (*known, *sorted(ops - STYLES.keys()))]
 
 
-def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
+def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
     """Draw two lanes for each rank: computation, and running collectives below it.
 
-    The exposed times and the launches are between the two lanes of a rank. Return the labels of the blocks.
+    The exposed times and the launches are between the two lanes of a rank.
     """
     ticks: dict[str, float] = {}
-    labels: list[Label] = []
 
     def draw_block(start: float, end: float, top: float, height: float, kind: str, linewidth: float = 0.0) -> None:
         style = STYLES.get(kind, OTHER)
@@ -121,9 +114,8 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
         collectives = timeline.get_collectives(rank)
         depth = 1 + max((collective.row for collective in collectives), default=0)  # rows share the lane's height
         for collective in collectives:
-            block = top + 1.25 + collective.row / depth, 1 / depth
-            draw_block(collective.start_ms, collective.end_ms, *block, collective.kind, 0.7)
-            labels.append((collective, block))
+            lane = top + 1.25 + collective.row / depth
+            draw_block(collective.start_ms, collective.end_ms, lane, 1 / depth, collective.kind, 0.7)
         launched = [collective.launched_ms for collective in collectives]
         axes.plot(launched, [top + 1.1] * len(launched), **LAUNCHED)
         axes.plot(2 * [max(ends)], [top - 0.1, top + 2.35], **BACKWARD_END)
@@ -135,20 +127,6 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> list[Label]:
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-    return labels
-
-
-def write_inside(axes: Axes, collective: Collective, block: tuple[float, float], size: float) -> None:
-    """Write the number of a collective in the middle of its block, if it fits."""
-    (start, end), (top, height) = (collective.start_ms, collective.end_ms), block
-    box = {"facecolor": STYLES.get(collective.kind, OTHER)["facecolor"], "edgecolor": "none", "pad": 0.8}
-    style = {"ha": "center", "va": "center", "bbox": box, "fontsize": size}
-    text = axes.text((start + end) / 2, top + height / 2, str(collective.number), **style)
-    text.set_in_layout(False)
-    (left, below), (right, above) = axes.transData.transform([(start, top + height), (end, top)])
-    extent = text.get_window_extent()
-    if extent.width + 5 > right - left or extent.height + 2 > above - below:
-        text.remove()
 
 
 def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
