@@ -33,9 +33,8 @@ from brigade.course.submission import read
 from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import get_variant, is_hybrid
 from brigade.lab.memory import draw_step, measure_step
-from brigade.lab.notebook_plots import draw_bars
+from brigade.lab.notebook_plots import draw_bars, draw_timelines
 from brigade.lab.timeline import trace
-from brigade.lab.timeline_plot import draw
 from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m08_zero_optimizer import memory
@@ -95,18 +94,19 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
     if entry in TRAINING_MODULES and not is_hybrid(get_variant(entry)):
         before = [module for module in CORE_MODULES if module.number < entry.number]
         compared = [*before[-1:], entry]
-        drawings["timeline"] = partial(draw_timelines, compared)
+        drawings["timeline"] = partial(draw_steps, compared)
         if entry.track == ADVANCED:
             drawings["memory"] = lambda path: draw_step(measure_step([*map(get_variant, compared)]), path)
     return {entry.lesson / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
 
 
-def draw_timelines(modules: Sequence[Module], path: Path) -> str:
+def draw_steps(modules: Sequence[Module], path: Path) -> str:
     """Draw timelines of the modules. Return their lengths. Raise Doubtful."""
     timelines = trace([get_variant(module) for module in modules])
     if doubts := [f"{line.label}: {line.doubt}" for line in timelines if line.doubt]:
         raise Doubtful("; ".join(doubts))
-    draw(timelines, path, [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules)])
+    titles = [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules)]
+    draw_timelines(timelines, titles).savefig(path)
     return " and ".join(line.lengths for line in timelines)
 
 

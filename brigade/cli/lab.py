@@ -205,7 +205,8 @@ def draw_timelines(
 ) -> None:
     """Measure a step of each variant, write the three files, and print the length of each step."""
     from brigade.lab import ladder, timeline
-    from brigade.lab.timeline_plot import draw, save_html
+    from brigade.lab.notebook_plots import draw_timelines as draw
+    from brigade.lab.timeline_plot import save_html
 
     batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
     workload = replace(timeline.WORKLOAD, batch_size=batch_size, bucket_mb=options.bucket_mb, **network)
@@ -214,7 +215,7 @@ def draw_timelines(
         ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
     with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
         timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
-    draw(timelines, picture, width=1200)
+    draw(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
     timeline.save_chrome(timelines, trace)
     save_html(timelines, page)
     for shown in timelines:

@@ -23,7 +23,7 @@ from brigade.events import Event
 from brigade.lab.ladder import Ladder
 from brigade.lab.plots import COLOURS
 from brigade.lab.timeline import Timeline
-from brigade.lab.timeline_plot import compute_height, draw_panels
+from brigade.lab.timeline_plot import compute_height, draw_panel, make_legend
 
 Range = tuple[int, int]
 Layout = tuple[Sequence[Range], Sequence[Range], int]  # ranges of parameters and buckets, and the number of elements
@@ -269,9 +269,16 @@ def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) ->
 
 
 def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> LargeFigure:
-    """Draw the timelines one below the other, on one time axis."""
-    with matplotlib.rc_context(STYLE | {"font.size": 14}):
-        height = 1.4 + sum(0.64 + 0.4 * compute_height(timeline) for timeline in timelines)
+    """Draw the timelines one below the other, on one time axis. The length of each step is below its title."""
+    heights = [*map(compute_height, timelines)]
+    with matplotlib.rc_context(STYLE | {"font.size": 12, "axes.titlesize": 13}):
+        height = 1.4 + sum(0.64 + 0.4 * height for height in heights)
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
-        draw_panels(figure, timelines, titles, size=12)
+        panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, timeline, title in zip(panels, timelines, titles):
+            draw_panel(axes, timeline)
+            axes.set_title(f"{title}\n{timeline.lengths}")
+        panels[-1].set(xlim=(0, 1.01 * max(timeline.end_ms for timeline in timelines)), xlabel="time (ms)")
+        handles = make_legend(timelines)
+        figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2))
     return figure

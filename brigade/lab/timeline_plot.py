@@ -1,8 +1,4 @@
-"""Draw timelines as a picture, or as an interactive page that works without a network.
-
-draw([timeline], Path("out/trace.png"))
-save_html([timeline], Path("out/trace.html"))
-"""
+"""Draw the panels of timelines (see `notebook_plots.draw_timelines`), or an interactive page that needs no network."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -39,38 +34,9 @@ TEMPLATE, WIDGETS = (Path(__file__).with_name(name) for name in ("timeline_view.
 LANES = 2.75  # the distance from one rank to the next
 
 
-def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
-    """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
-
-    `titles` are drawn above the timelines (default: the label and the number of collectives).
-    """
-    height = 1.0 + sum(0.5 + 0.45 * compute_height(timeline) for timeline in timelines)
-    figure = Figure(figsize=(width / 100, height), dpi=100, layout="constrained")
-    draw_panels(figure, timelines, titles or [f"{t.label}, {t.count}" for t in timelines], size=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", facecolor="white")
-
-
 def compute_height(timeline: Timeline) -> float:
     """Return the height of a timeline's panel, in units in which the lane of computation has the height 0.8."""
     return LANES * timeline.world_size - 0.35
-
-
-def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
-    """Draw a panel for each timeline, with a legend below. `size` is the text size in points.
-
-    The length of each step is on a second line, below the title.
-    """
-    heights = [*map(compute_height, timelines)]
-    panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, timeline, title in zip(panels, timelines, titles):
-        draw_panel(axes, timeline, size)
-        axes.set_title(f"{title}\n{timeline.lengths}", loc="left", fontsize=size + 1)
-    panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
-    panels[-1].set_xlabel("time (ms)", fontsize=size + 1)
-    handles = make_legend(timelines)
-    space = {"handlelength": 1.5, "handletextpad": 0.5, "columnspacing": 1.2, "fontsize": size, "frameon": False}
-    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2), **space)
 
 
 def name_kind(kind: str) -> str:
@@ -91,7 +57,7 @@ def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     return handles + [make_patch(kind) for kind in (*known, *sorted(ops - STYLES.keys()))]
 
 
-def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
+def draw_panel(axes: Axes, timeline: Timeline) -> None:
     """Draw two lanes for each rank: computation, and running collectives below it.
 
     The exposed times and the launches are between the two lanes of a rank.
@@ -119,14 +85,10 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
         launched = [collective.launched_ms for collective in collectives]
         axes.plot(launched, [top + 1.1] * len(launched), **LAUNCHED)
         axes.plot(2 * [max(ends)], [top - 0.1, top + 2.35], **BACKWARD_END)
-    axes.set_yticks([*ticks.values()], [*ticks], fontsize=size)
+    axes.set_yticks([*ticks.values()], [*ticks])
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=size)
     axes.set_ylim(compute_height(timeline), -0.15)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=False, axis="y")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import matplotlib.colors
 import matplotlib.image
@@ -191,7 +192,8 @@ def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
 
 def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, monkeypatch, capsys):
     drawn = []
-    monkeypatch.setattr(figures, "draw", lambda timelines, path, titles: drawn.append(path))
+    picture = SimpleNamespace(savefig=drawn.append)
+    monkeypatch.setattr(figures, "draw_timelines", lambda timelines, titles: picture)
     monkeypatch.setattr(sys, "argv", ["figures", "3"])
     for doubt in ("slow", ""):
         monkeypatch.setattr(figures, "trace", lambda variants, doubt=doubt: [replace(traced[3], doubt=doubt)])
