@@ -53,12 +53,10 @@ def hide_gpus() -> None:
 
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        torch.cuda.is_available()
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    torch.cuda.is_available()
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    if before is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def find_gpu_problem() -> str:

@@ -279,11 +279,8 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
 
 
 def list_closed_ancestors(path: str) -> list[str]:
-    """Return a list with the outermost directory above `path` that other users cannot enter, if there is one."""
-    for ancestor in reversed(Path(path).parents):
-        if not ancestor.stat().st_mode & stat.S_IXOTH:
-            return [str(ancestor)]
-    return []
+    """Return the directories above `path` that other users cannot enter, the outermost first."""
+    return [str(ancestor) for ancestor in reversed(Path(path).parents) if not ancestor.stat().st_mode & stat.S_IXOTH]
 
 
 def is_below(path: str, directory: str) -> bool:

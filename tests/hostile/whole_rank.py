@@ -98,6 +98,7 @@ NUMBERS = ("test_gradients_are_averaged",)
 
 VIEWS = ("test_steady_step_makes_no_view",)
 RING = ("test_sum_through_the_root", "test_ring_all_reduce")
+CALLS = ("test_zero_grad_in_any_form",)
 WHOLE = ("test_equals_one_process",)
 
 CASES = parse(
@@ -211,6 +212,12 @@ for job in [thing for thing in gc.get_objects() if type(thing) is dict and "func
     for tensor in job["tensors"]:
         totals.append(tensor.clone())
         dist.all_reduce(totals[-1])
+=== sends a result before the end of a call | 0 | a rank delivered an unreadable result | modules=5 checks=CALLS
+class BufferedDDP(BufferedDDP):
+    def finish_grad_sync(self):
+        if not hasattr(type(self), "is_ended"): find("Channel").send_result(b"")
+        type(self).is_ended = True
+        super().finish_grad_sync()
 === gets whole gradients, beside the collectives of its module | 0 | every rank gets whole gradients |
 modules=15 checks=WHOLE
 class ShardedMuon(ShardedMuon):
