@@ -185,7 +185,7 @@ def run_trace(options: argparse.Namespace) -> int:
         if options.memory:
             draw_memory(variants, sources, options, *files)
         else:
-            draw_timelines(variants, sources, options, network, *files)
+            write_timelines(variants, sources, options, network, *files)
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
     uses = ("the picture", "the timeline as an interactive page", "for https://ui.perfetto.dev or chrome://tracing")
@@ -194,7 +194,7 @@ def run_trace(options: argparse.Namespace) -> int:
     return 0
 
 
-def draw_timelines(
+def write_timelines(
     variants: list[Variant],
     sources: Sources,
     options: argparse.Namespace,
@@ -205,7 +205,7 @@ def draw_timelines(
 ) -> None:
     """Measure a step of each variant, write the three files, and print the length of each step."""
     from brigade.lab import ladder, timeline
-    from brigade.lab.notebook_plots import draw_timelines as draw
+    from brigade.lab.notebook_plots import draw_timelines
     from brigade.lab.timeline_plot import save_html
 
     batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
@@ -215,7 +215,7 @@ def draw_timelines(
         ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
     with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
         timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
-    draw(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
+    draw_timelines(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
     timeline.save_chrome(timelines, trace)
     save_html(timelines, page)
     for shown in timelines:

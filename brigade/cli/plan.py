@@ -65,7 +65,7 @@ def run_plan(options: argparse.Namespace) -> int:
     has_nodes = options.node_size is not None
     programs = record([one for one in plan.list_variants() if has_nodes or not is_hybrid(one)], setting)
     network = plan.Link(inner.latency_s, inner.bytes_per_s, link, options.node_size) if has_nodes else link
-    steps = plan.plan(programs, machine, network)
+    steps = plan.plan(programs, setting, network)
 
     device = "" if options.tflops else f" ({plan.DEVICE}, {PRECISION[options.dtype]})"
     source = "as measured" if options.backward_ms else f"at {plan.UTILISATION:.0%} of {tflops:,g} TFLOPS{device}"

@@ -1,6 +1,6 @@
 """`brigade plan`: predict the cost of a training step with each variant, from shapes alone.
 
-    steps = plan(record(variants, setting), machine, link)
+    steps = plan(record(variants, setting), setting, link)
 
 A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives as
 the variant's own code does (`program.py`). A collective starts when all earlier ones are complete, and takes as long as
@@ -131,15 +131,15 @@ def list_variants() -> list[Variant]:
     return [*sorted(own, key=lambda variant: (int(variant.label.split()[0]), variant.label)), *TORCH]
 
 
-def plan(programs: dict[str, Program | str], machine: Machine, link: Link) -> list[PlannedStep]:
-    """Return the predicted step of each program on a machine. Leave out the variants without a program."""
+def plan(programs: dict[str, Program | str], setting: Setting, link: Link) -> list[PlannedStep]:
+    """Return the predicted step of each program. Leave out the variants without a program."""
     steps = []
     for label, program in programs.items():
         if isinstance(program, str):
             continue
         sent = [(count_sent_bytes(one.op, one.nbytes, one.num_ranks), one.last_rank) for one in program.launches]
         outer = sum(nbytes for nbytes, last in sent if link.between((0, last)) is link.outer)
-        step_s, own_s = (simulate(program.instructions, machine, network) for network in (link, None))
+        step_s, own_s = (simulate(program.instructions, setting.machine, network) for network in (link, None))
         exposed_s = max(0.0, step_s - own_s)  # rounding could make it negative
         steps.append(PlannedStep(label, program, step_s, exposed_s, sum(nbytes for nbytes, _ in sent), outer))
     return steps

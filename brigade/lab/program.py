@@ -2,7 +2,7 @@
 
     programs = record([get_variant(get_module(4))], setting)       by label
     programs["4 BucketedDDP"].launches                             the collectives, in launch order
-    simulate(programs["4 BucketedDDP"].instructions, machine, link)    the seconds of a step
+    simulate(programs["4 BucketedDDP"].instructions, setting.machine, link)    the seconds of a step
 
 A program is recorded: `recorded_step.py` runs the variant's own code once in a rank, without memory and without peers.
 All ranks are assumed to do what rank 0 does, at the same time, so no collective waits for another rank to launch it.

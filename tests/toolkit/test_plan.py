@@ -31,7 +31,7 @@ def make_two_parameters(world_size=2, bucket_bytes=512, **speed):
 
 def plan_by_label(setting, link, *labels):
     variants = [one for one in plan.list_variants() if not labels or one.label in labels]
-    return {one.label: one for one in plan.plan(record(variants, setting), setting.machine, link)}
+    return {one.label: one for one in plan.plan(record(variants, setting), setting, link)}
 
 
 def plan_model(name, world_size, bucket_mb, dtype="fp32"):
