@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -192,7 +193,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     gradebook = resolve_results_file(options.gradebook)
     people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])
     ours = [Path(path).resolve() for path in (options.feedback, options.roster) if path]
-    everyone = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *ours)
+    everyone = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *ours, people=people)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
     passed_on += ["--share-gpu"] if options.share_gpu else []
@@ -200,82 +201,84 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         users.close_off([Path(options.class_directory).resolve()])
     with classroom.lock_gradebook(gradebook) as lock:
         book = GradebookFile(gradebook, classroom.get_results_path(gradebook))
-        before = classroom.read_scores(everyone)
         seed_file = classroom.get_results_path(gradebook) / ".seed"  # one seed for all, in every run
         if options.seed is not None or not seed_file.exists():
             seed_file.write_text(str(draw_seed() if options.seed is None else options.seed))
-        waiting = classroom.find_outdated(everyone, [*passed_on, seed_file.read_text()])
+        classroom.read_states(everyone, [*passed_on, seed_file.read_text()])
+        before = {student: student.result["score"] for student in everyone if student.result}
+        waiting = [student for student in everyone if student.is_waiting]
         passed_on += ["--seed", f"@{seed_file}"]  # the ranks' user may be able to read command lines
         room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
         columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("", total=len(waiting))
-            left_to_grade = set(waiting)
+
+            def save() -> list[Row]:
+                table = classroom.make_table(everyone, entries, people)
+                book.update(table, entries)
+                return table
 
             def follow(student: classroom.Student) -> None:
-                left_to_grade.discard(student)
-                line = classroom.save(book, everyone, entries, left_to_grade, people)[everyone.index(student)]
-                what = f"{line['score']} points" if student.fingerprint_file.exists() else line["note"]
+                row = save()[everyone.index(student)]
+                what = f"{row['score']} points" if student.result else row["note"]
                 console.print(f"{student.name}: {what}", markup=False)
                 progress.advance(task)
 
-            classroom.save(book, everyone, entries, left_to_grade, people)
+            save()
             at_once = 1 if options.backend == "nccl" else max(1, min(room, machine.count_cores()))
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
-        table = classroom.save(book, everyone, entries, people=people)
+        save()
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
     report.print(f"All are graded with the seed in {seed_file}, which students must not know.")
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
-    for line in list_remarks(everyone, before, table, book):
+    for line in list_remarks(everyone, people, before, book):
         report.print(f"  {line}")
     if ignored:
         report.print(f"  columns of the roster that are not used: {', '.join(ignored)}")
     if options.feedback:
-        count = classroom.write_feedback(ours[0], everyone, people)
+        count = classroom.write_feedback(ours[0], everyone)
         report.print(f"  feedback for {count} submissions: {ours[0]}")
     if watched := classroom.write_findings(gradebook, everyone):
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
-    texts = {student.name: classroom.read_texts(student) for student in classroom.name_students(everyone, people)}
-    groups, short = similarity.find_groups(texts, entries)
+    groups, short = similarity.find_groups({student.name: student.texts for student in everyone}, entries)
     for group in groups:
         report.print(f"  near-identical in module {group.module}: {', '.join(group.names)} ({group.share:.0%})")
     if short:
         report.print(f"  too short to be compared with each other: module {', '.join(map(str, short))}")
-    return 1 if len(classroom.read_scores(everyone)) < len(everyone) else 0
+    return 0 if all(student.result for student in everyone) else 1
 
 
 def list_remarks(
     everyone: Sequence[classroom.Student],
+    people: Sequence[roster.Person],
     before: Mapping[classroom.Student, int],
-    table: Sequence[Row],
     book: GradebookFile,
 ) -> list[str]:
     """Return what an instructor should know about a graded class. `before` are the scores of the earlier run."""
-    results = {student: student.read_result() for student in everyone}
-    names = {student: str(row["student"]) for student, row in zip(everyone, table)}
-    empty = [student for student, result in results.items() if result and not result["modules_found"]]
-    submissions: dict[str, list[str]] = {}
-    for row in table:
-        submissions.setdefault(str(row["student"]), []).append(str(row["submission"]))
+    results = {student: student.result for student in everyone if student.result}
+    empty = [student for student, result in results.items() if not result["modules_found"]]
     groups = {
-        "not graded (the gradebook says why)": [names[student] for student, result in results.items() if not result],
-        "score 0, because no module file was found (see the gradebook's note)": [names[student] for student in empty],
+        "not graded (the gradebook says why)": [student.name for student in everyone if not student.result],
+        "score 0, because no module file was found (see the gradebook's note)": [student.name for student in empty],
         "kept with all that you wrote there, although the submission is not there any more": book.removed,
-        roster.UNKNOWN: [str(row["student"]) for row in table if roster.UNKNOWN in str(row["note"])],
-        "no submission": [str(row.get("name") or row["student"]) for row in table if not row["submission"]],
+        roster.UNKNOWN: [student.name for student in everyone if people and not student.person],
+        "no submission": [one["name"] or roster.get_key(one) for one in classroom.list_absent(everyone, people)],
     }
     lines = [f"{what}: {', '.join(some)}" for what, some in groups.items() if some]
     for student, score in before.items():
-        now = results[student]["score"] if results[student] else "none"
+        now = student.result["score"] if student.result else "none"
         if score != now:
-            lines.append(f"{names[student]}: {score} points before, {now} now")
+            lines.append(f"{student.name}: {score} points before, {now} now")
     lines += [f"changed by hand, and kept: {correction}" for correction in book.corrections]
-    lines += [
-        f"several submissions by {name}: {', '.join(some)}" for name, some in submissions.items() if len(some) > 1
-    ]
-    full = [row for student, row in zip(everyone, table) if student not in empty]
-    for check, count in classroom.count_failures(full)[:10]:
-        lines.append(f"{count} of {len(everyone)} submissions fail {check}")
+    submissions: dict[str, list[str]] = {}
+    for student in everyone:
+        submissions.setdefault(student.key, []).append(student.submission)
+    lines += [f"several submissions by {key}: {', '.join(some)}" for key, some in submissions.items() if len(some) > 1]
+    checks = [check for student, result in results.items() if student not in empty for check in result["checks"]]
+    failed = Counter(
+        f"{check['module']}.{check['name'].removeprefix('test_')}" for check in checks if not check["score"]
+    )
+    lines += [f"{count} of {len(everyone)} submissions fail {check}" for check, count in failed.most_common(10)]
     return lines

@@ -17,9 +17,8 @@ import subprocess
 import textwrap
 import time
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from brigade.course.modules import MODULES, ROOT, CourseError, Module
 from brigade.course.submission import find, read_text
 from brigade.grade import feedback_page, formats, incoming, roster
 from brigade.grade.gradebook import Row
-from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Person
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
@@ -35,18 +33,23 @@ LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, 
 END_S = 20.0  # limit for a grader to clean up
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Student:
-    """One submission of the class, and the path of its results."""
+    """One submission of the class, its student in the roster, and what is known about it so far."""
 
-    name: str
     path: Path
     results: Path
-    submission: str = ""  # the name of the file or directory, unique and printable
+    submission: str  # the name of the file or directory, unique and printable
+    name: str  # of the student, or of the submission without its file extension; unique and printable
+    person: Person | None = None
+    texts: dict[int, str] = field(default_factory=dict)  # of the modules, by number
+    fingerprint: str = ""  # of everything that the results depend on
+    is_waiting: bool = False  # whether it has to be graded
+    result: dict[str, Any] | None = None  # of the last complete grading run
 
     @property
     def fingerprint_file(self) -> Path:
-        """The file with the hash of all inputs from which the results were computed."""
+        """The file with the fingerprint of the results. It exists only if a grading run was complete."""
         return self.results.with_suffix(".made-from")
 
     @property
@@ -59,11 +62,18 @@ class Student:
         """The file with the grader's output."""
         return self.results.with_suffix(".log")
 
-    def read_result(self) -> dict[str, Any] | None:
-        """Return the results, or None if the student is not graded."""
-        if not (self.fingerprint_file.exists() and self.results.exists()):
-            return None
-        return json.loads(self.results.read_text())
+    @property
+    def key(self) -> str:
+        """What identifies the student in every gradebook of the class."""
+        return roster.get_key(self.person) if self.person else self.name
+
+    def read_state(self, course: str, options: Sequence[str]) -> None:
+        """Read the modules and the results, and find out whether it has to be graded with these options."""
+        self.texts = read_texts(self.path)
+        self.fingerprint = hashlib.sha256(json.dumps([course, *options, self.texts]).encode()).hexdigest()
+        is_complete = self.fingerprint_file.exists() and self.results.exists()
+        self.result = json.loads(self.results.read_text()) if is_complete else None
+        self.is_waiting = not is_complete or self.fingerprint_file.read_text() != self.fingerprint
 
 
 def get_results_path(gradebook: Path) -> Path:
@@ -76,11 +86,11 @@ def get_findings_path(gradebook: Path) -> Path:
     return gradebook.with_name(gradebook.name + ".please-look.txt")
 
 
-def list_students(directory: Path, gradebook: Path, *others: Path) -> list[Student]:
+def list_students(directory: Path, gradebook: Path, *others: Path, people: Sequence[Person] = ()) -> list[Student]:
     """Return the submissions in a class's directory, including files that cannot be graded.
 
-    Skip the gradebook, the files beside it, and the `others` that do not come from students. Raise CourseError if there
-    is nothing that can be graded.
+    Skip the gradebook, the files beside it, and the `others` that do not come from students. `people` is the roster.
+    Raise CourseError if there is nothing that can be graded.
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
@@ -89,31 +99,21 @@ def list_students(directory: Path, gradebook: Path, *others: Path) -> list[Stude
     found = [path for path in found if path.name not in incoming.SKIPPED]
     if not any(path.is_dir() or path.name.lower().endswith((".zip", ".py")) for path in found):
         raise CourseError(f"there are no submissions in {directory}; it must contain one directory or zip per student")
-    results = get_results_path(gradebook)
-    names = Counter(formats.make_line(get_student_name(path)) for path in found)
-    submissions: Counter[str] = Counter()
+    lines = [formats.make_line(path.name) for path in found]
     everyone = []
-    for path in found:
-        name, submission = (formats.make_line(text) for text in (get_student_name(path), path.name))
-        submissions[submission] += 1
-        if submissions[submission] > 1:  # the names differ in characters that cannot be shown
-            submission += f" ({submissions[submission]})"
-        shown = name if names[name] == 1 else submission  # such as ada and ada.zip
-        everyone.append(Student(shown, path, results / f"{limit_name(path.name)}.json", submission))
+    for index, path in enumerate(found):
+        again = lines[:index].count(lines[index])  # names that differ in characters that cannot be shown
+        submission = lines[index] + (f" ({again + 1})" if again else "")
+        name = formats.make_line(get_student_name(path))
+        if person := roster.find_person(name, people):
+            name = person["name"] or roster.get_key(person)
+        results = get_results_path(gradebook) / f"{limit_name(path.name)}.json"
+        everyone.append(Student(path, results, submission, name, person))
+    names = [student.name for student in everyone]
+    for student in everyone:
+        if names.count(student.name) > 1:  # such as ada and ada.zip
+            student.name += f" ({student.submission})"
     return everyone
-
-
-def name_students(everyone: Sequence[Student], people: Sequence[Person]) -> list[Student]:
-    """Return the submissions under the names of the roster's students. If a name is not unique, add the submission."""
-    persons = [roster.find_person(get_student_name(student.path), people) for student in everyone]
-    names = [
-        person["name"] or roster.get_key(person) if person else student.name
-        for person, student in zip(persons, everyone)
-    ]
-    return [
-        replace(student, name=name if names.count(name) == 1 else f"{name} ({student.submission})")
-        for student, name in zip(everyone, names)
-    ]
 
 
 def get_student_name(path: Path) -> str:
@@ -133,42 +133,27 @@ def limit_name(name: str) -> str:
     return encoded[: LONGEST_NAME // 2].decode(errors="ignore") + "-" + hashlib.sha256(encoded).hexdigest()[:16]
 
 
-def read_texts(student: Student) -> dict[int, str]:
-    """Return the texts of the modules by number. The text of a file that must not be read is empty."""
+def read_texts(path: Path) -> dict[int, str]:
+    """Return the texts of a submission's modules by number. The text of a file that must not be read is empty."""
     texts = {}
     with contextlib.suppress(CourseError, OSError):
-        with incoming.open_submission(student.path) as submission:
+        with incoming.open_submission(path) as submission:
             for entry in MODULES:
-                if path := find(submission.directory, entry):
+                if main := find(submission.directory, entry):
                     texts[entry.number] = ""
-                    for file in (path.with_name(name.name) for name in entry.paths):
+                    for file in (main.with_name(name.name) for name in entry.paths):
                         with contextlib.suppress(CourseError):
                             texts[entry.number] += read_text(file, submission.directory)
     return texts
 
 
-def compute_fingerprint() -> str:
-    """Return a hash of the checks, the solutions and the toolkit."""
+def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
+    """Find out which students have to be graded, because their modules, the course or the options have changed."""
     digest = hashlib.sha256()
     for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.py")):
         digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def find_outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[Student, str]:
-    """Return the students whose results are missing or outdated, each with the hash of the current inputs."""
-    course = compute_fingerprint()
-    outdated = {}
     for student in everyone:
-        everything = json.dumps([course, *options, read_texts(student)])
-        wanted = hashlib.sha256(everything.encode()).hexdigest()
-        if not (
-            student.results.exists()
-            and student.fingerprint_file.exists()
-            and student.fingerprint_file.read_text() == wanted
-        ):
-            outdated[student] = wanted
-    return outdated
+        student.read_state(digest.hexdigest(), options)
 
 
 @contextlib.contextmanager
@@ -185,40 +170,37 @@ def lock_gradebook(gradebook: Path) -> Iterator[int]:
 
 
 def grade_all(
-    waiting: Mapping[Student, str],
+    waiting: Sequence[Student],
     command: Sequence[str],
     *,
     at_once: int,
     lock: int,
     on_finish: Callable[[Student], None],
 ) -> None:
-    """Run `command` for each student, `at_once` at a time; see `find_outdated` for `waiting`.
+    """Run `command` for each student, `at_once` at a time.
 
     `command` takes the options `--submission` and `--out`. An interrupt ends all graders.
     """
     queue = list(waiting)
-    running: list[tuple[subprocess.Popen, Student]] = []
+    running: dict[Student, subprocess.Popen] = {}
     try:
         while queue or running:
             while queue and len(running) < at_once:
                 student = queue.pop(0)
-                try:
-                    running.append((start_grader(student, command, lock), student))
-                except OSError as error:  # concerns only this student
-                    formats.write(student.log, f"the grader could not be started: {error}\n")
-                    on_finish(student)
+                running[student] = start_grader(student, command, lock)
             time.sleep(0.05)
-            for job in [job for job in running if job[0].poll() is not None]:
-                running.remove(job)
-                process, student = job
+            for student in [student for student, process in running.items() if process.poll() is not None]:
+                process = running.pop(student)
                 process.stdin.close()
+                student.is_waiting, student.result = False, None
                 if process.returncode == 0:
-                    formats.write(student.fingerprint_file, waiting[student])
+                    student.result = json.loads(student.results.read_text())
+                    formats.write(student.fingerprint_file, student.fingerprint)
                 on_finish(student)
     finally:
-        for process, *_ in running:
+        for process in running.values():
             process.terminate()
-        for process, *_ in running:
+        for process in running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
             process.kill()
@@ -243,69 +225,61 @@ def start_grader(student: Student, command: Sequence[str], lock: int) -> subproc
         )
 
 
-def make_row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
-    """Return the student's row in the gradebook: the total score, and the scores of each module and check.
-
-    A student who is still `waiting` has no score, because earlier results come from other checks, options or modules.
-    """
-    line: Row = {"student": student.name, "submission": student.submission, "score": "", "max": ""}
-    line |= {f"module {entry.number}": "" for entry in entries}
-    if student in waiting:
-        return line | {"note": "not graded yet"}
-    result = student.read_result()
-    if result is None:
-        notes = json.loads(student.results.read_text())["notes"] if student.results.exists() else []
-        reason = notes[-1] if notes else f"the grader wrote no results: see {student.log.name}"
-        return line | {"note": f"not graded / {reason}"}
-    line |= {"score": result["score"], "max": result["max_score"]}
-    for entry in entries:
-        line[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
-    for check in result["checks"]:
-        line[f"{check['module']}.{check['name'].removeprefix('test_')}"] = check["score"]
-    return line | {"note": " / ".join(result["notes"])}
-
-
-def save(
-    book: GradebookFile,
-    everyone: Sequence[Student],
-    entries: Sequence[Module],
-    waiting: Container[Student] = (),
-    people: Sequence[Person] = (),
-) -> list[Row]:
-    """Update the gradebook and return the grader's rows. The rows of students who are still `waiting` have no score.
-
-    `people` is the roster, if there is one.
-    """
-    table = [make_row(student, entries, waiting) for student in everyone]
-    if people:
-        table = roster.identify(table, people, [get_student_name(student.path) for student in everyone])
-    book.update(table, entries)
+def make_table(everyone: Sequence[Student], entries: Sequence[Module], people: Sequence[Person] = ()) -> list[Row]:
+    """Return the grader's rows of the gradebook: one for each submission, and for each student without one."""
+    fields = roster.list_fields(people)
+    table = [make_row(student, entries, fields) for student in everyone]
+    for person in list_absent(everyone, people):
+        values = {"student": roster.get_key(person), **{name: person[name] for name in fields}}
+        table.append(dict.fromkeys(table[0], "") | values | {"note": "no submission"})
     return table
 
 
-def read_scores(everyone: Sequence[Student]) -> dict[Student, int]:
-    """Return the scores of the students who are graded."""
-    results = {student: student.read_result() for student in everyone}
-    return {student: result["score"] for student, result in results.items() if result}
+def list_absent(everyone: Sequence[Student], people: Sequence[Person]) -> list[Person]:
+    """Return the students of the roster who have no submission."""
+    present = [student.person for student in everyone]
+    return [person for person in people if person not in present]
 
 
-def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequence[Person] = ()) -> int:
+def make_row(student: Student, entries: Sequence[Module], fields: Sequence[str]) -> Row:
+    """Return a submission's row: the roster's `fields`, the total score, and the scores of each module and check.
+
+    A student who is still waiting has no score, because earlier results come from other checks, options or modules.
+    """
+    row: Row = {"student": student.key, "submission": student.submission}
+    row |= {name: student.person[name] if student.person else "" for name in fields}
+    row |= dict.fromkeys(["score", "max", *(f"module {entry.number}" for entry in entries)], "")
+    notes = [roster.UNKNOWN] if fields and not student.person else []
+    result = student.result
+    if student.is_waiting:
+        notes.append("not graded yet")
+    elif result is None:
+        told = json.loads(student.results.read_text())["notes"] if student.results.exists() else []
+        notes += ["not graded", *(told or [f"the grader wrote no results: see {student.log.name}"])[-1:]]
+    else:
+        row |= {"score": result["score"], "max": result["max_score"]}
+        for entry in entries:
+            row[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
+        for check in result["checks"]:
+            row[f"{check['module']}.{check['name'].removeprefix('test_')}"] = check["score"]
+        notes += result["notes"]
+    return row | {"note": " / ".join(notes)}
+
+
+def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
     """Write each graded student's feedback as text and as a web page, and archives of the pages for Moodle and Canvas.
 
     Return the number of students.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
-    graded = [student for student in everyone if student.fingerprint_file.exists()]
+    graded = [student for student in everyone if student.result]
     archives: dict[str, dict[str, str | bytes]] = {"moodle.zip": {}, "canvas.zip": {}}
-    for student, named in zip(graded, name_students(graded, people)):
-        result = student.read_result()
-        page = feedback_page.format_page(named.name, result)
-        name, earlier = (limit_name(one.name.replace("/", "-")) for one in (named, student))
-        upload = formats.make_printable(student.path.name)
-        for ending in ("txt", "html") if name != earlier else ():  # written before the roster identified the student
-            (directory / f"{earlier}.{ending}").unlink(missing_ok=True)
-        formats.write(directory / f"{name}.txt", f"{named.name}\n\n{formats.format_result(result)}")
+    for student in graded:
+        page = feedback_page.format_page(student.name, student.result)
+        name = limit_name(student.name.replace("/", "-"))
+        formats.write(directory / f"{name}.txt", f"{student.name}\n\n{formats.format_result(student.result)}")
         formats.write(directory / f"{name}.html", page)
+        upload = formats.make_printable(student.path.name)
         if roster.MOODLE.fullmatch(upload):
             archives["moodle.zip"][f"{upload}/feedback.html"] = page
         elif roster.CANVAS.fullmatch(upload) and upload.endswith(".zip"):  # Canvas shows the file under this name
@@ -332,9 +306,3 @@ def write_findings(gradebook: Path, everyone: Sequence[Student]) -> list[str]:
     watched = {name: textwrap.indent(text, "  ") for name, text in texts.items() if text}
     formats.write(get_findings_path(gradebook), "\n".join(f"{name}\n{text}" for name, text in watched.items()))
     return list(watched)
-
-
-def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
-    """Return each failed check with the number of submissions that fail it, the largest number first."""
-    columns = (column for row in table for column, value in row.items() if "." in column and value == 0)
-    return Counter(columns).most_common()

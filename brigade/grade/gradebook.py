@@ -53,10 +53,10 @@ def format_columns(columns: Sequence[str], table: Sequence[Row], delimiter: str 
     return text.getvalue()
 
 
-def read_lines(path: Path) -> tuple[list[list[str]], str]:
-    """Return the lines and the delimiter of a CSV file with commas, semicolons or tabs.
+def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], str]:
+    """Return the columns, the rows and the delimiter of a CSV file with commas, semicolons or tabs.
 
-    Raise CourseError for any other file.
+    Raise CourseError for any other file, or if a cell does not belong to exactly one column, because it would be lost.
     """
     try:
         content = path.read_bytes()
@@ -65,17 +65,8 @@ def read_lines(path: Path) -> tuple[list[list[str]], str]:
         lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise CourseError(f"{path} is not a CSV file in UTF-8 ({error}); save it as 'CSV UTF-8'") from None
-    stripped = [[unicodedata.normalize("NFC", cell.strip()) for cell in line] for line in lines]
-    return list(filter(any, stripped)), delimiter
-
-
-def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], str]:
-    """Return the columns, the rows and the delimiter of a CSV file.
-
-    Raise CourseError if a cell does not belong to exactly one column, because it would be lost.
-    """
-    lines, delimiter = read_lines(path)
-    headings, *lines = lines or [[]]
+    lines = [[unicodedata.normalize("NFC", cell.strip()) for cell in line] for line in lines]
+    headings, *lines = list(filter(any, lines)) or [[]]
     for place in range(max(map(len, [headings, *lines]))):
         heading = "".join(headings[place : place + 1])
         if heading in headings[:place] if heading else any("".join(line[place : place + 1]) for line in lines):
@@ -87,21 +78,18 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], str]:
 
 def read_gradebook(path: Path) -> list[Row]:
     """Return the rows of a gradebook. Raise CourseError for any other file."""
-    _, rows, _ = read_table(path)
-    if not rows or "student" not in rows[0] or not list_modules(rows):
+    columns, rows, _ = read_table(path)
+    if not rows or "student" not in columns or not any(re.fullmatch(r"module \d+", column) for column in columns):
         raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
     return [dict(row) for row in rows]
 
 
-def list_modules(table: Sequence[Mapping]) -> list[Module]:
-    """Return the modules for which the table has a column. Raise CourseError if the course has no such module."""
-    found = {match[1] for row in table for column in row if (match := re.fullmatch(r"module (\d+)", column))}
-    return [get_module(number) for number in sorted(found, key=int)]
+def list_modules(table: Sequence[Mapping], kind: str = "module") -> list[Module]:
+    """Return the modules for which the table has points, or "written" points.
 
-
-def list_written(table: Sequence[Mapping]) -> list[Module]:
-    """Return the modules for which the table has written points."""
-    found = {match[1] for row in table for c in row if row[c] != "" and (match := re.fullmatch(r"written (\d+)", c))}
+    Raise CourseError if the course has no such module.
+    """
+    found = {match[1] for row in table for c in row if row[c] != "" and (match := re.fullmatch(rf"{kind} (\d+)", c))}
     return [get_module(number) for number in sorted(found, key=int)]
 
 
@@ -158,7 +146,7 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
     value. Raise CourseError if the modules belong to several parts of the course.
     """
     every_row = [row for table in gradebooks.values() for row in table]
-    entries, with_written = list_modules(every_row), list_written(every_row)
+    entries, with_written = list_modules(every_row), list_modules(every_row, "written")
     refuse_several_parts(entries)
     students: dict[str, list[tuple[str, Row]]] = {}
     for name, table in gradebooks.items():
@@ -213,7 +201,7 @@ def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
     """
     identified, others = split_identified(table, list(CANVAS.values()), "Canvas")
     possible = {f"Module {entry.number}": entry.points for entry in list_modules(table)}
-    possible |= {f"Written {entry.number}": written.count_points([entry]) for entry in list_written(table)}
+    possible |= {f"Written {entry.number}": written.count_points([entry]) for entry in list_modules(table, "written")}
     rows: list[Row] = [{"Student": "Points Possible"} | possible]
     for row in identified:
         person = {"Student": row.get("name") or row["student"], "Section": row.get("section", "")}

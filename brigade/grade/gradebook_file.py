@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -40,34 +39,33 @@ class GradebookFile:
 
     def update(self, table: Sequence[Row], graded: Sequence[Module]) -> None:
         """Write the grader's rows for the `graded` modules, without losing what a person wrote."""
-        fresh = [{column: str(escape_formula(value)) for column, value in row.items()} for row in table]
-        columns = list_columns(fresh)
-        fresh = [dict.fromkeys(columns, "") | row for row in fresh]
+        written = [{column: str(escape_formula(value)) for column, value in row.items()} for row in table]
         present, rows, delimiter = read_table(self.path) if self.path.exists() else ([], [], ",")
-        entries = gradebook.list_modules([*rows, *fresh])
-        gradebook.refuse_several_parts(entries)
-        with_written = gradebook.list_written(rows)
+        gradebook.refuse_several_parts([*graded, *gradebook.list_modules(rows)])
+        entries, with_written = gradebook.list_modules([*rows, *written]), gradebook.list_modules(rows, "written")
         records = [self.read_record(path) for path in (self.record, self.previous_record)]
-        by_submission = {row["submission"]: row for row in fresh if row["submission"]}
-        rows = merge_rows_without_submission(rows, fresh, records)
-        by_student = {row["student"]: row for row in reversed(fresh)}
-        merged, new_record, added = [], [], {id(row): row for row in fresh}
+        rows = merge_rows_without_submission(rows, written, records)
+        fresh = {get_key(row): row for row in written}
+        known_keys = {get_key(row) for row in rows}
+        first_uploads = {("", row["student"]): key for key, row in fresh.items() if key not in known_keys}
+        merged, new_record = [], []
         self.corrections, self.removed = [], []
         for row in rows:
-            known = list_known(row, records)
-            new = by_submission.get(row["submission"]) if row.get("submission") else by_student.get(row.get("student"))
+            key, known = get_key(row), list_known(row, records)
             by_hand = find_changes(row, known)
-            if new is None or not added.pop(id(new), None):
+            new = fresh.pop(first_uploads.get(key, key), None)
+            if new is None:
                 if known[0]:
                     new_record.append(known[0])
-                    self.removed += [str(row["submission"])] if row.get("submission") else []
+                    self.removed += filter(None, [row.get("submission")])
                 merged.append(row)
                 continue
-            obsolete = [c for c in known[0].keys() - {*columns, *by_hand} if is_check(c, graded)]
-            row |= new | dict.fromkeys(obsolete, "") | by_hand
+            # Empty the checks of these modules, because a module may have other checks now, or no score yet.
+            new = {c: "" for c in known[0] if c.partition(".")[0] in {str(entry.number) for entry in graded}} | new
+            row |= new | by_hand
             total = {column: str(value) for column, value in gradebook.add_up(row, entries, with_written).items()}
             row |= total | by_hand
-            for column in [column for column in columns if column in by_hand]:
+            for column in [column for column in new if column in by_hand]:
                 if known[0]:
                     what = f"{column} is {by_hand[column]}; the grader gave {new[column] or 'nothing'}"
                     self.corrections.append(f"{row['student']}: {what}")
@@ -76,16 +74,14 @@ class GradebookFile:
             merged.append(row)
             new_record.append(known[0] | new | {c: value for c, value in total.items() if c not in by_hand})
         students = {row.get("student") for row in merged}
-        for row in added.values():
+        for row in fresh.values():
             if row["submission"] or row["student"] not in students:
                 row |= {c: str(value) for c, value in gradebook.add_up(row, entries, with_written).items()}
                 merged.append(row)
                 new_record.append(row)
-        columns = insert_columns(present, columns)
-        columns = [c for c in columns if not is_check(c, graded) or any(row.get(c) for row in merged)]
-        self.write(columns, merged, new_record, delimiter)
+        self.write(insert_columns(present, list_columns(written)), merged, new_record, delimiter)
 
-    def read_record(self, path: Path) -> dict[str, dict[str, str]]:
+    def read_record(self, path: Path) -> dict[tuple[str, str], dict[str, str]]:
         """Return the rows that the grader wrote, by submission or student."""
         return {get_key(row): row for row in read_table(path)[1]} if path.exists() else {}
 
@@ -115,12 +111,13 @@ class GradebookFile:
                 file.write(self.path.read_bytes())
 
 
-def get_key(row: Mapping[str, str]) -> str:
+def get_key(row: Mapping[str, str]) -> tuple[str, str]:
     """Return what identifies a row in every run: the submission, or the student if there is no submission."""
-    return row.get("submission") or row.get("student", "")
+    submission = row.get("submission", "")
+    return submission, "" if submission else row.get("student", "")
 
 
-def list_known(row: Row, records: Sequence[Mapping[str, Row]]) -> list[Row]:
+def list_known(row: Row, records: Sequence[Mapping[tuple[str, str], Row]]) -> list[Row]:
     """Return what the grader wrote in a row, in each of the records: an empty row if it has not written it."""
     return [record.get(get_key(row), {}) for record in records]
 
@@ -144,7 +141,7 @@ def find_changes(row: Row, records: Sequence[Row]) -> Row:
 
 
 def merge_rows_without_submission(
-    rows: Sequence[Row], fresh: Sequence[Row], records: Sequence[Mapping[str, Row]]
+    rows: Sequence[Row], fresh: Sequence[Row], records: Sequence[Mapping[tuple[str, str], Row]]
 ) -> list[Row]:
     """Return the rows of a gradebook without those of students whose submission has a row of its own by now.
 
@@ -154,8 +151,8 @@ def merge_rows_without_submission(
     own = [row for row in fresh if row["submission"] in by_submission]
     merged = []
     for row in rows:
-        found = [] if row.get("submission") else [new for new in own if is_same_student(row, new)]
         by_hand = find_changes(row, list_known(row, records))
+        found = [] if row.get("submission") else [new for new in own if is_same_student(row, new)]
         other = by_submission[found[0]["submission"]] if found else {}
         if not found or by_hand.keys() & find_changes(other, list_known(other, records)).keys():
             merged.append(row)
@@ -168,12 +165,6 @@ def is_same_student(row: Row, new: Row) -> bool:
     """Return whether two rows have the same value in the first column of a roster that is filled in on both."""
     shared = [field for field in (*UNIQUE, "name") if row.get(field) and new.get(field)]
     return row[shared[0]] == new[shared[0]] if shared else row.get("student") == new["student"]
-
-
-def is_check(column: str, entries: Sequence[Module]) -> bool:
-    """Return whether a column contains the points of a check of these modules."""
-    match = re.match(r"(\d+)\.", column)
-    return match is not None and int(match[1]) in [entry.number for entry in entries]
 
 
 def insert_columns(present: Sequence[str], columns: Sequence[str]) -> list[str]:

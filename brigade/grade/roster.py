@@ -14,7 +14,7 @@ from pathlib import Path
 
 from brigade.course.modules import CourseError
 from brigade.grade import formats
-from brigade.grade.gradebook import Row, read_lines
+from brigade.grade.gradebook import read_table
 
 # The fields that identify a student, in the order in which they are tried, and their headings in lower case.
 FIELDS = {
@@ -46,22 +46,21 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
 
     Raise CourseError if the file is not a roster, or if two students have the same id.
     """
-    lines, _ = read_lines(path)
-    headings = [heading.lower() for heading in lines[0]] if lines else []
-    if any(heading.startswith("sis ") for heading in headings):  # a gradebook of Canvas
-        headings = ["canvas id" if heading == "id" else heading for heading in headings]
+    headings, rows, _ = read_table(path)
+    is_canvas = any(heading.lower().startswith("sis ") for heading in headings)  # the gradebook, whose ID is Canvas's
+    names = {one: "canvas id" if is_canvas and one == "ID" else one.lower() for one in headings}
     people = []
-    for line in lines[1:]:
-        cells = {heading: formats.make_printable(value) for heading, value in reversed([*zip(headings, line)])}
+    for row in rows:
+        cells = {names[heading]: formats.make_printable(value) for heading, value in row.items()}
         person = {field: find_value(cells, known) for field, known in FIELDS.items()}
-        names = [find_value(cells, known) for known in NAMES]
-        person["name"] = person["name"] or " ".join(filter(None, names))
+        both = [find_value(cells, known) for known in NAMES]
+        person["name"] = person["name"] or " ".join(filter(None, both))
         if any(person[field] for field in IDENTIFYING) and person["name"] not in NOT_STUDENTS:
             people.append(person)
     known = [heading for group in (*FIELDS.values(), *NAMES) for heading in group]
     if not people:
         raise CourseError(
-            f"{path} has no students; its columns are {', '.join(headings)}, and the grader needs one such as "
+            f"{path} has no students; its columns are {', '.join(names.values())}, and the grader needs one such as "
             f"{', '.join(IDENTIFYING)}"
         )
     for field in (*UNIQUE, "name"):
@@ -69,7 +68,7 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
         counts = Counter(value.casefold() for value in values if value)
         if twice := [value for value, count in counts.items() if count > 1]:
             raise CourseError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
-    return people, [heading for heading in headings if heading and heading not in known]
+    return people, [name for name in names.values() if name not in known]
 
 
 def find_value(cells: dict[str, str], headings: Sequence[str]) -> str:
@@ -128,23 +127,6 @@ def is_blind(name: str) -> bool:
     return name.casefold().startswith("participant")
 
 
-def identify(table: Sequence[Row], people: Sequence[Person], names: Sequence[str]) -> list[Row]:
-    """Add the roster's columns to the rows of a gradebook, and a row for each student without a submission.
-
-    `names` are the names of the submissions, one for each row, without an archive's file extension. In the column
-    `student`, the student's key replaces the name of the submission, which moves to the column `submission`.
-    """
-    columns = [field for field in FIELDS if field != "key" and any(person[field] for person in people)]
-    rows: list[Row] = []
-    for row, name in zip(table, names):
-        person = find_person(name, people)
-        key = get_key(person) if person else row["student"]
-        fields = {field: person[field] if person else "" for field in columns}
-        note = row["note"] if person else " / ".join(filter(None, [UNKNOWN, str(row["note"])]))
-        rows.append({"student": key, "submission": row["submission"], **fields} | row | {"student": key, "note": note})
-    found = {row["student"] for row in rows}
-    for person in people:
-        if get_key(person) not in found:
-            fields = {field: person[field] for field in columns}
-            rows.append({"student": get_key(person), "submission": "", **fields, "score": "", "note": "no submission"})
-    return rows
+def list_fields(people: Sequence[Person]) -> list[str]:
+    """Return the columns that a gradebook gets from the roster."""
+    return [field for field in FIELDS if field != "key" and any(person[field] for person in people)]

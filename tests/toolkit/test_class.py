@@ -113,7 +113,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     printed = re.sub(r"\d+(\.\d+)? s\b", "(n) s", done.stdout.replace(str(tmp_path), "(directory)"))
     table = table_file.read_text(encoding="utf-8-sig")
     snapshot("class", "\n".join([printed, *sorted(done.stderr.splitlines()), "", table]))
-    assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("ada.zip\n\n7 of 8 points\n")
+    assert (tmp_path / "feedback" / "ada (ada.zip).txt").read_text().startswith("ada (ada.zip)\n\n7 of 8 points\n")
     assert not list(tmp_path.glob(".*")) and {p.name for p in (tmp_path / "grades.csv.results").glob(".*")} == {
         ".lock",
         ".seed",
@@ -430,7 +430,7 @@ def test_names_of_submissions(tmp_path):
     for name in ("ada.zip", "eve.ZIP", os.fsdecode(b"\xff\x1b.zip"), "class.csv", "roster.csv", "list.txt", ".hidden"):
         (directory / name).touch()
     everyone = classroom.list_students(directory, directory / "class.csv", directory / "roster.csv")
-    assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "list", "??"]
+    assert [student.name for student in everyone] == ["ada (ada)", "ada (ada.zip)", "b.c", "eve", "list", "??"]
     files = [path for student in everyone for path in (student.results, student.fingerprint_file, student.log)]
     assert len(set(files)) == 18
     (tmp_path / "empty").mkdir()
@@ -455,16 +455,14 @@ def test_feedback_is_for_students(tmp_path):
     for name in ("<b>ada", "bob"):
         (tmp_path / name).mkdir()
     [ada, bob] = classroom.list_students(tmp_path, tmp_path / "grades.csv")
-    ada.results.parent.mkdir()
-    ada.results.write_text(formats.format_json(state))
-    ada.fingerprint_file.touch()
+    ada.result = formats.encode_grading(state)
     assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
     page, text = [path.read_text() for path in sorted((tmp_path / "feedback").iterdir())]
     assert text.startswith("<b>ada\n\n0 of 2 points\n") and "<h1>Feedback for &lt;b&gt;ada</h1>" in page
     for content in (page, text):
         assert "Got:          something else" in content and "instructor" not in content
     names = [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")]
-    assert names == ["<b>ada", "bob", "grades.csv.results"]
+    assert names == ["<b>ada", "bob"]
 
 
 def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_path):
@@ -522,6 +520,6 @@ def test_submissions_are_shown_under_the_students_names(tmp_path):
         dict.fromkeys(roster.FIELDS, "") | {"login": login, "name": name}
         for login, name in (("a1", "Ada"), ("b2", "Bo"))
     ]
-    everyone = classroom.name_students(classroom.list_students(tmp_path, tmp_path / "x"), people)
+    everyone = classroom.list_students(tmp_path, tmp_path / "x", people=people)
     names = ["Bo (Bo_9_assignsubmission_file)", "Ada", "Bo (b2)", "eve"]
     assert [student.name for student in everyone] == names

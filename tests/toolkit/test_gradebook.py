@@ -6,7 +6,7 @@ import pytest
 
 from brigade.cli import main as cli
 from brigade.course.modules import CourseError, get_module
-from brigade.grade import gradebook, roster
+from brigade.grade import classroom, gradebook, roster
 
 HAND_MADE = "key,name,email,section\nteam1,Ada L,=ada@x.org,A\n,Jane Doe,jane@x.org,B\n,Carl M,carl@x.org,B\n"
 CANVAS = (
@@ -84,15 +84,20 @@ def test_what_is_no_roster_is_refused(text, line, read):
         read(text)
 
 
-def test_a_gradebook_gets_the_rosters_columns(read):
-    names = ("team1", "eve", "jane@x.org.zip")
-    table = [{"student": name, "submission": name, "score": 8, "module 1": 8, "note": ""} for name in names]
-    done = roster.identify(table, read(HAND_MADE), ["team1", "eve", "jane@x.org"])
+def test_a_gradebook_gets_the_rosters_columns(read, tmp_path):
+    (tmp_path / "class" / "eve").mkdir(parents=True)
+    for name in ("jane@x.org.zip", "team1.zip"):
+        (tmp_path / "class" / name).touch()
+    people = read(HAND_MADE)
+    everyone = classroom.list_students(tmp_path / "class", tmp_path / "grades.csv", people=people)
+    for student in everyone[1:]:
+        student.is_waiting = True
+    done = classroom.make_table(everyone, [], people)
     assert gradebook.format_csv(gradebook.list_columns(done), done).splitlines() == [
-        "student,submission,email,name,section,score,module 1,note",
-        "team1,team1,'=ada@x.org,Ada L,A,8,8,",
-        "eve,eve,,,,8,8,not in the roster",
-        "jane@x.org,jane@x.org.zip,jane@x.org,Jane Doe,B,8,8,",
+        "student,submission,email,name,section,score,max,note",
+        "eve,eve,,,,,,not in the roster / not graded / the grader wrote no results: see eve.log",
+        "jane@x.org,jane@x.org.zip,jane@x.org,Jane Doe,B,,,not graded yet",
+        "team1,team1.zip,'=ada@x.org,Ada L,A,,,not graded yet",
         "carl@x.org,,carl@x.org,Carl M,B,,,no submission",
     ]
 

@@ -86,7 +86,7 @@ def test_what_a_student_may_read_does_not_contain_it(form):
 
 
 def test_a_class_has_a_file_of_findings_for_the_instructor(tmp_path):
-    [ada, bob] = [classroom.Student(name, tmp_path / name, tmp_path / f"{name}.json") for name in ("ada", "bob")]
+    [ada, bob] = [classroom.Student(tmp_path / n, tmp_path / f"{n}.json", n, n) for n in ("ada", "bob")]
     ada.findings.write_text(formats.format_findings(["one", "two"]))
     bob.findings.write_text(formats.format_findings([]))
     assert classroom.write_findings(tmp_path / "grades.csv", [ada, bob]) == ["ada"]
