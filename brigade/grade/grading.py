@@ -57,13 +57,13 @@ class Schedule:
     """Run the checks in an order in which no module can use up the time of the others.
 
     First, every check runs once. Each module gets an equal share of the remaining time, and is stopped after two checks
-    that reach their deadline. After a check that reaches its deadline or deadlocks, later modules run without the
-    earlier modules that have failed a check, because they would probably hang with them.
+    that reach their deadline. After a check that reaches its deadline or deadlocks, the reference replaces the earlier
+    modules that have failed a check in later modules, because these would probably hang with them.
 
     Then failed checks are repeated. First, the reference replaces the earlier modules that have lost points. Because
     the modules are repeated in order, these have lost their points themselves. Second, checks that still fail are
     repeated with the reference's modules only, because an earlier module that passes its checks may lack a name that
-    later modules use. Third, checks that have never run with the submission's own earlier modules run with them.
+    later modules use.
     """
 
     def __init__(
@@ -86,30 +86,23 @@ class Schedule:
         # for each module and check, the attempts in order, by the numbers of the modules that the reference replaces
         self.attempts: dict[tuple[int, str], dict[Replaced, Outcome]] = {}
         self.earlier = {n: list_earlier(target, get_module(n)) for n, _ in grading.modules()}  # what each may import
-        self.stalled: set[int] = set()  # modules that hung in a check or used up their time
+        self.has_stalled = False  # whether a module hung in a check or used up its time
 
     def run(self) -> None:
         """Run every check once, then repeat failed checks that may pass with other earlier modules."""
         modules = self.grading.modules()
-        for index, (number, outcomes) in enumerate(modules):
+        for index, (number, _) in enumerate(modules):
+            replaced = self.earlier[number] if self.prior == "reference" else NONE
+            if self.prior == "auto" and self.has_stalled:
+                replaced = self.list_failed(number)
             now = time.monotonic()
-            share = max(0.0, self.ends_at - now) / (len(modules) - index)
-            self.attempt(outcomes, self.choose_first(number), now + share)
+            self.attempt(number, replaced, now + max(0.0, self.ends_at - now) / (len(modules) - index))
         if self.prior == "auto":
-            for choose in (self.list_failed, self.earlier.__getitem__, lambda number: NONE):
+            for choose in (self.list_failed, self.earlier.__getitem__):
                 for number, _ in modules:
-                    replaced = choose(number)
-                    outcomes = self.grading.list_outcomes(number)
-                    repeated = [outcome for outcome in outcomes if self.may_gain(outcome, replaced)]
-                    self.attempt(repeated, replaced, self.ends_at)
+                    self.attempt(number, choose(number), self.ends_at)
             for outcome in self.grading.outcomes:
                 self.explain(outcome)
-
-    def choose_first(self, number: int) -> Replaced:
-        """Return the earlier modules that the reference replaces in the first attempt."""
-        if self.prior != "auto":
-            return self.earlier[number] if self.prior == "reference" else NONE
-        return self.list_failed(number) if any(stalled < number for stalled in self.stalled) else NONE
 
     def list_failed(self, number: int) -> Replaced:
         """Return the earlier modules that have failed a check so far, or that are not graded and so may be wrong."""
@@ -118,29 +111,25 @@ class Schedule:
 
     def may_gain(self, outcome: Outcome, replaced: Replaced) -> bool:
         """Return whether a check that has not passed could pass if the reference replaces these earlier modules."""
-        number = outcome.check.module
         attempts = self.list_attempts(outcome)
         if outcome.passed or replaced in attempts:
             return False
         if any(one.ending in ("deadline", "deadlock") for others, one in attempts.items() if others):
             return False  # it would hang again
-        if any(is_beyond_help(one) for one in attempts.values()):
-            return False
-        return bool(replaced) or self.count_timeouts(number, True) < PATIENCE
+        return not any(is_beyond_help(one) for one in attempts.values())
 
-    def attempt(self, outcomes: Sequence[Outcome], replaced: Replaced, ends_at: float) -> None:
-        """Run these checks of one module until it is stopped or out of time."""
+    def attempt(self, number: int, replaced: Replaced, ends_at: float) -> None:
+        """Run the checks of one module that may gain points, until the module is stopped or out of time."""
         started = time.monotonic()
-        for outcome in outcomes:
-            number, patience = outcome.check.module, PATIENCE
-            if not replaced and self.choose_first(number):
-                patience = 1  # an earlier module has stalled already
+        for outcome in self.grading.list_outcomes(number):
+            if not self.may_gain(outcome, replaced):
+                continue
             if time.monotonic() >= self.ends_at:
                 self.skip(outcome, f"the grading run has used up its time limit ({self.total_s:.0f} s)")
-            elif self.count_timeouts(number, bool(replaced)) >= patience:
-                self.skip(outcome, f"module {number} was stopped: {patience} of its checks did not finish in time")
+            elif self.count_timeouts(number, bool(replaced)) >= PATIENCE:
+                self.skip(outcome, f"module {number} was stopped: {PATIENCE} of its checks did not finish in time")
             elif time.monotonic() >= ends_at:
-                self.stalled.add(number)
+                self.has_stalled = True
                 share = f"its share of the time limit ({ends_at - started:.0f} s)"
                 self.skip(outcome, f"module {number} has used up {share}")
             else:
@@ -170,7 +159,7 @@ class Schedule:
             outcome.seconds = found.seconds
         attempts[replaced] = found
         if found.ending in ("deadline", "deadlock"):
-            self.stalled.add(outcome.check.module)
+            self.has_stalled = True
         self.report()
 
     def report(self) -> None:
@@ -193,25 +182,14 @@ class Schedule:
 
     def explain(self, outcome: Outcome) -> None:
         """Add a note to a failed check that was tried with other earlier modules, because some have lost points."""
-        replaced, last = next(
-            ((some, one) for some, one in reversed(self.list_attempts(outcome).items()) if some), (NONE, None)
-        )
+        replaced, last = next((item for item in reversed(self.list_attempts(outcome).items()) if item[0]), (NONE, None))
         if outcome.passed or last is None or self.list_failed(outcome.check.module).isdisjoint(replaced):
             return
-        names = f"module{'s' * (len(replaced) > 1)} {join_numbers(sorted(replaced))}"
-        if replaced == self.earlier[outcome.check.module]:
-            names = "earlier modules"
+        what = "The check fails with the reference's earlier modules, too."
         if is_blocked(last):
-            what = f"The repetition with the reference's {names} could not run: {last.verdict.message}"
-        else:
-            what = f"The check fails with the reference's {names} too."
+            what = f"The repetition with the reference's earlier modules could not run: {last.verdict.message}"
         note = "\n".join(filter(None, [outcome.verdict.note, what]))
         outcome.verdict = replace(outcome.verdict, note=note)
-
-
-def join_numbers(numbers: Sequence[int]) -> str:
-    """Return text such as "1, 2 and 4"."""
-    return " and ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
 
 
 def is_beyond_help(outcome: Outcome) -> bool:
