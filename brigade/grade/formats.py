@@ -60,30 +60,6 @@ def format_written_points(grading: Grading) -> str:
     return f"Not included: {written.format_points(points)} for written answers. A person grades them." if points else ""
 
 
-def list_remarks(grading: Grading) -> list[str]:
-    """Return remarks on an incomplete grading run, and the notes of the run."""
-    lines = []
-    if left := grading.count_unfinished():
-        lines.append(f"The grading run {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
-    elif not grading.finished:
-        lines.append(
-            f"The grading run {UNFINISHED}: not all failed checks were repeated with the reference's earlier modules."
-        )
-    return [*lines, *map(make_printable, grading.notes)]
-
-
-def list_feedback(grading: Grading) -> dict[tuple[int, str], str]:
-    """Return the feedback on every check for the student, by module and name. At most one screen for each module."""
-    texts = {}
-    for number, outcomes in grading.modules():
-        explained = render.explain_each(outcomes)
-        for outcome in outcomes:
-            text = "" if outcome.passed else explained.get(outcome.check.name, UNFINISHED)
-            text = make_printable(text)
-            texts[number, outcome.check.name] = text[:SCREEN_CHARACTERS] + " ..." * (len(text) > SCREEN_CHARACTERS)
-    return texts
-
-
 def format_findings(findings: Sequence[str]) -> str:
     """Return the findings of the static check for the instructor, or "" if there are none."""
     lines = [make_printable(finding) for finding in findings]
@@ -106,9 +82,35 @@ def format_json(grading: Grading) -> str:
 
 
 def encode_grading(grading: Grading) -> dict[str, Any]:
-    """Return the complete results of a grading run as a JSON-serializable dict."""
-    feedback_on = list_feedback(grading)
-    return {
+    """Return the complete results of a grading run as a JSON-serializable dict.
+
+    Its texts are printable and at most one screen long, also the feedback on a check for the student.
+    """
+    left = grading.count_unfinished()
+    why = f"{left} of {len(grading.outcomes)} checks have not run."
+    if not left:
+        why = "not all failed checks were repeated with the reference's earlier modules."
+    remarks = [] if grading.finished else [f"The grading run {UNFINISHED}: {why}"]
+    explained = {number: render.explain_each(outcomes) for number, outcomes in grading.modules()}
+    checks = []
+    for outcome in grading.outcomes:
+        check = outcome.check
+        checks.append(
+            {
+                "module": check.module,
+                "name": check.name,
+                "number": check.number,
+                "title": check.title,
+                "points": check.points,
+                "score": outcome.score,
+                "status": outcome.status,
+                "seconds": round(outcome.seconds, 3),
+                "prior_source": outcome.prior_source,
+                "verdict": outcome.verdict and asdict(outcome.verdict),
+                "feedback": "" if outcome.passed else explained[check.module].get(check.name, UNFINISHED),
+            }
+        )
+    result = {
         "score": grading.score,
         "max_score": grading.max_score,
         "seed": grading.seed,
@@ -117,31 +119,21 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
         "finished": grading.finished,
         "not_included": format_written_points(grading),
         "modules_found": grading.found,
-        "notes": list_remarks(grading),
-        "checks": [
-            {
-                "module": outcome.check.module,
-                "name": outcome.check.name,
-                "number": outcome.check.number,
-                "title": outcome.check.title,
-                "points": outcome.check.points,
-                "score": outcome.score,
-                "status": outcome.status,
-                "seconds": round(outcome.seconds, 3),
-                "prior_source": outcome.prior_source,
-                "verdict": outcome.verdict and clean(asdict(outcome.verdict)),
-                "feedback": feedback_on[outcome.check.module, outcome.check.name],
-            }
-            for outcome in grading.outcomes
-        ],
+        "notes": [*remarks, *grading.notes],
+        "checks": checks,
     }
+    return clean(result)
 
 
 def clean(value: Any) -> Any:
     """Return a value with printable texts, each at most one screen long."""
     if isinstance(value, dict):
         return {name: clean(inner) for name, inner in value.items()}
-    return make_printable(value)[:SCREEN_CHARACTERS] if isinstance(value, str) else value
+    if isinstance(value, (list, tuple)):
+        return [clean(inner) for inner in value]
+    if isinstance(value, str):
+        return make_printable(value)[:SCREEN_CHARACTERS] + " ..." * (len(value) > SCREEN_CHARACTERS)
+    return value
 
 
 class ModuleResult(NamedTuple):

@@ -111,7 +111,8 @@ class Graded:
         except CourseError as error:
             self.told = str(error)
         self.seconds = time.monotonic() - started
-        self.failures = [self.told] if self.told else [*filter(None, formats.list_feedback(self.state).values())]
+        told = [check["feedback"] for check in formats.encode_grading(self.state)["checks"]]
+        self.failures = [self.told] if self.told else [*filter(None, told)]
 
 
 def expect_nothing_left(uid: int) -> None:
