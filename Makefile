@@ -7,7 +7,6 @@
 #   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch (default: oldest, pinned and newest)
 #   STUDENT=1                      for make site: build the site of the student edition instead
 #   HINTS=3                        for make student: include the third hints, which are almost the code
-#   ANSWERS=1                      for make student: include the model answers to the written questions
 #   BACKEND=gloo                   for make gpu-check: try it without a GPU
 #   GPU_OPTIONS="--only grade"     for make gpu-sim: options of the command
 #   SOAK="tests/test_m03*.py"      for make soak: what pytest runs
@@ -89,7 +88,7 @@ gradescope: setup
 	$(BIN)/python -m brigade.cli.gradescope $(GRADE_OPTIONS)
 
 student: setup
-	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS)) $(if $(ANSWERS),--answers)
+	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS))
 
 package: student
 	cp out/student.zip brigade/course/student.zip

@@ -1,14 +1,13 @@
 """Make the student edition, which is the course without its answers, in out/student and out/student.zip:
 
-    python -m brigade.course.student_edition [--hints 3] [--answers]
+    python -m brigade.course.student_edition [--hints 3]
 
 For students who are stuck on module 5, `--unlock 5` only makes out/unlock-5.zip, which contains the module's reference.
 The students unpack it in the directory of their edition. Then `--prior reference` uses it instead of their module.
 
 The edition contains the toolkit without the grader, and the other files in `INCLUDED`, if git tracks them. Skeletons
 and the templates for written answers are generated. Files in `student/` replace the course's own. No other file is
-included. The third hints, which give away most of the code, are included only with `--hints 3`, and the model answers
-to the written questions only with `--answers`.
+included. The third hints, which give away most of the code, are included only with `--hints 3`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def list_tracked_files() -> set[Path]:
     return {ROOT / name for name in listed.split("\0") if name}
 
 
-def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) -> dict[Path, bytes]:
+def collect_files(hint_levels: int = HINT_LEVELS) -> dict[Path, bytes]:
     """Return the contents of the edition's files by relative path. Raise CourseError outside a clone."""
     tracked = list_tracked_files() - {Path(__file__).resolve()}
     paths = [path for pattern in INCLUDED for path in ROOT.glob(pattern) if path in tracked]
@@ -59,9 +58,6 @@ def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) ->
         contents["lessons" / skeletons.get_answers_path(entry)] = written.make_template(entry).encode()
         hints = Path("lessons", entry.package, "hints.md")
         contents[hints] = cut_hints(contents[hints].decode(), hint_levels).encode()
-        answers = Path("solutions", entry.package, written.ANSWERS)
-        if with_answers:
-            contents[answers] = (ROOT / answers).read_bytes()
     for document in map(Path, handout.DOCUMENTS):
         text = handout.fill_in(contents[document].decode(), ROOT)
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
@@ -74,13 +70,13 @@ def cut_hints(text: str, levels: int) -> str:
     return "\n## ".join(text.split("\n## ")[: levels + 1]).rstrip("\n") + "\n"
 
 
-def build(target: Path, hint_levels: int = HINT_LEVELS, with_answers: bool = False) -> int:
+def build(target: Path, hint_levels: int = HINT_LEVELS) -> int:
     """Make the edition in `target` and return its number of files.
 
     Raise CourseError outside a clone, if the course is inconsistent, or if a check cannot be imported.
     """
     validation.validate_course()
-    files = collect_files(hint_levels, with_answers)
+    files = collect_files(hint_levels)
     shutil.rmtree(target, ignore_errors=True)
     for path, content in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +99,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="how many of three hints (default: 2)")
-    add("--answers", action="store_true", help="include the model answers to the written questions")
     add("--unlock", metavar="N", help="make no edition; write only out/unlock-N.zip, with the reference of module N")
     options = parser.parse_args()
     try:
@@ -112,7 +107,7 @@ def main() -> int:
             unpack = f"to unpack it, run `python -m zipfile -e {archive.name} .` in the course's directory"
             print(f"{archive.relative_to(ROOT)}: {unpack}")
             return 0
-        count = build(OUT, options.hints, options.answers)
+        count = build(OUT, options.hints)
         archive = Path(shutil.make_archive(str(OUT), "zip", OUT.parent, OUT.name))
     except (CourseError, OSError) as error:
         print(f"edition: {error}", file=sys.stderr)

@@ -217,13 +217,3 @@ def test_an_update_brings_new_texts_and_keeps_the_students_work(tmp_path, monkey
     assert main(["update", str(course)]) == 0 and "0 files" in capsys.readouterr().out
     assert (course / first).read_text() == (course / "script.py.bak").read_text() == "mine"
     assert main(["init", str(course)]) == 2 and main(["update", str(tmp_path)]) == 2
-
-
-def test_model_answers_are_in_it_only_if_asked_for(edition, tmp_path):
-    assert not [*edition.glob("solutions/*/answers.md")]
-    clone = edition.parents[1]
-    program = "from pathlib import Path; from brigade.course import student_edition\n"
-    program += f"student_edition.build(Path({str(tmp_path / 'made')!r}), with_answers=True)"
-    subprocess.run([sys.executable, "-c", program], cwd=clone, env=at_home(clone), check=True)
-    made = {path.relative_to(tmp_path / "made") for path in tmp_path.rglob("solutions/*/*")}
-    assert made == {Path("solutions", entry.package, "answers.md") for entry in MODULES}
