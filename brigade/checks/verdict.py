@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from brigade.course.listing import GradedCheck
-from brigade.course.parts import Part
+from brigade.course.listing import GradedCheck, Part
 
 LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
 LABEL_WIDTH = 14  # the length of "Likely cause: "

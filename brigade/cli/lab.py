@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from brigade.checks.diagnose.evidence import describe_missed
 from brigade.cli.console import console, shorten
 from brigade.cli.options import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, Range, add, add_prior, add_target
-from brigade.course.measurements import MEASUREMENTS, locate_measurements
 from brigade.course.modules import (
     ROOT,
     TRAINING_MODULES,
@@ -21,6 +20,7 @@ from brigade.course.modules import (
     select_modules,
 )
 from brigade.course.submission import read, resolve_target
+from brigade.course.written import MEASUREMENTS, locate_measurements
 from brigade.lab import torchrun
 from brigade.lab.experiment import explain_failure, show_progress
 

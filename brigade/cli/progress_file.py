@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import ROOT, CourseError, Module
-from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, join_texts, read, select_files, select_used
 
 PROGRESS = ROOT / ".brigade-progress.json"

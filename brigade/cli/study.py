@@ -12,10 +12,10 @@ from brigade.cli.console import console, shorten
 from brigade.cli.options import add_target
 from brigade.cli.progress_file import find_state, recall, remember
 from brigade.course import skeletons, written
-from brigade.course.measurements import MEASUREMENTS, locate_measurements, read_measurements
+from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
-from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import advise_reset, find, read, resolve_target
+from brigade.course.written import MEASUREMENTS, locate_measurements, read_measurements
 
 LEVELS = 3  # levels of hints: Nudge, Approach, Almost the code
 LEFT_OUT = "This was the last hint. Your instructor has left out the third hint, which gives away most of the code."

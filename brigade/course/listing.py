@@ -1,4 +1,4 @@
-"""List the graded checks of a module. The file that contains them is parsed, not imported."""
+"""The graded checks of a module, from its file, which is parsed and not imported, and the parts that students write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import ROOT, Module
+
+PART = re.compile(r"module (\d+), part \((\w)\)")
+UNWRITTEN = re.compile(rf'raise NotImplementedError\("{PART.pattern}"\)')
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a module. `str(part)` is the message of the exception that the skeleton raises instead of it."""
+
+    module: int
+    letter: str
+
+    def __str__(self) -> str:
+        return f"module {self.module}, part ({self.letter})"
+
+
+def find_part(message: str) -> Part | None:
+    """Return the part that the message of an exception names, or None if it names no part."""
+    match = PART.search(message)
+    return Part(int(match[1]), match[2]) if match else None
+
+
+def find_unwritten_parts(text: str) -> list[Part]:
+    """Return the parts of a module's text that are not written yet, in the order in which students write them."""
+    return [Part(int(module), letter) for module, letter in sorted(UNWRITTEN.findall(text))]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import HAS_SOLUTIONS, TRAINING_MODULES, CourseError, Module, find_module
-from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, read_earlier, resolve_target, select_named
 from brigade.lab.ladder import TORCH_ZERO, Ladder, Measurement, compute_spread, get_variant
 
@@ -50,7 +50,7 @@ def summarize(ladder: Ladder, variant: Measurement) -> dict[str, Any]:
 def save(ladder: Ladder, path: Path) -> None:
     """Write the results, the workload, the link, the versions, the machine and the date as JSON.
 
-    Students hand in this file, which has a few kB. See `brigade/course/measurements.py`.
+    Students hand in this file, which has a few kB. See `brigade/course/written.py`.
     """
     content = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

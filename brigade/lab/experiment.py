@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import HAS_SOLUTIONS, CourseError
-from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, read
 from brigade.runner.ranks import RankFailure, RankResults, run_ranks
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brigade.course.parts import Part, find_part
+from brigade.course.listing import Part, find_part
 from brigade.course.submission import PACKAGE, Sources
 from brigade.events import OPPOSITES, Event, describe
 from brigade.progress import Mismatch, Progress

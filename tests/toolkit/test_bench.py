@@ -19,8 +19,8 @@ from lab_files import make_submission
 from brigade.checks.tiny_lm import SIZES, TinyLM
 from brigade.cli import lab
 from brigade.cli import main as cli
-from brigade.course.measurements import MAX_BYTES, read_measurements
 from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
+from brigade.course.written import MAX_BYTES, read_measurements
 from brigade.lab import bench, ladder, on_ranks, torchrun
 from brigade.progress import RankRecord
 from brigade.rank.emulated_link import Link

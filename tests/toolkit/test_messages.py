@@ -17,9 +17,8 @@ from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Outcome, Verdict
 from brigade.cli.check import sort_by_urgency
-from brigade.course.listing import list_checks
+from brigade.course.listing import Part, list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.course.parts import Part
 
 
 def make_outcome(place: int, likely_cause: str = "", got: str = "entry 3 is 1, expected 2", **fields: Any) -> Outcome:
