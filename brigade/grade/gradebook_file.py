@@ -1,9 +1,9 @@
 """Update the gradebook of a class, which belongs to the instructor: keep every cell that a person wrote.
 
 The results directory of the gradebook contains a record of what the grader wrote, `grader.csv`. A cell of the gradebook
-that differs from the record and is not empty was changed by a person, so it is kept. Columns and rows that are not in
-the record are kept too. `backups` contains the gradebook as it was before the first write of each run, and before any
-write that found a person's changes.
+that is not empty, and differs from the record and from what the grader gives now, was changed by a person, so it is
+kept. Columns and rows that are not in the record are kept too. `backups` contains the gradebook as it was before the
+first write of each run, and before any write that found a person's changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class GradebookFile:
         self.path = path
         self.backups = results / "backups"
         self.record = results / "grader.csv"
-        self.previous_record = results / "grader-before.csv"  # exists only if a run was killed during a write
         self.last_text: str | None = None  # what this run wrote last
         self.corrections: list[str] = []  # what a person changed, for the report
         self.removed: list[str] = []  # rows whose submission is not there any more
@@ -43,61 +42,54 @@ class GradebookFile:
         present, rows, delimiter = read_table(self.path) if self.path.exists() else ([], [], ",")
         gradebook.refuse_several_parts([*graded, *gradebook.list_modules(rows)])
         entries, with_written = gradebook.list_modules([*rows, *written]), gradebook.list_modules(rows, "written")
-        records = [self.read_record(path) for path in (self.record, self.previous_record)]
-        rows = merge_rows_without_submission(rows, written, records)
+        record = {get_key(row): row for row in read_table(self.record)[1]} if self.record.exists() else {}
+        rows = merge_rows_without_submission(rows, written, record)
         fresh = {get_key(row): row for row in written}
         known_keys = {get_key(row) for row in rows}
         first_uploads = {("", row["student"]): key for key, row in fresh.items() if key not in known_keys}
         merged, new_record = [], []
         self.corrections, self.removed = [], []
         for row in rows:
-            key, known = get_key(row), list_known(row, records)
-            by_hand = find_changes(row, known)
+            key = get_key(row)
+            known = record.get(key, {})
             new = fresh.pop(first_uploads.get(key, key), None)
             if new is None:
-                if known[0]:
-                    new_record.append(known[0])
+                if known:
+                    new_record.append(known)
                     self.removed += filter(None, [row.get("submission")])
                 merged.append(row)
                 continue
             # Empty the checks of these modules, because a module may have other checks now, or no score yet.
-            new = {c: "" for c in known[0] if c.partition(".")[0] in {str(entry.number) for entry in graded}} | new
+            new = {c: "" for c in known if c.partition(".")[0] in {str(entry.number) for entry in graded}} | new
+            by_hand = find_changes(row, known, new)
             row |= new | by_hand
             total = {column: str(value) for column, value in gradebook.add_up(row, entries, with_written).items()}
             row |= total | by_hand
             for column in [column for column in new if column in by_hand]:
-                if known[0]:
+                if known:
                     what = f"{column} is {by_hand[column]}; the grader gave {new[column] or 'nothing'}"
                     self.corrections.append(f"{row['student']}: {what}")
-                if is_same(by_hand[column], new[column]):
-                    new[column] = known[0].get(column, "")  # the record must still differ from the correction
             merged.append(row)
-            new_record.append(known[0] | new | {c: value for c, value in total.items() if c not in by_hand})
+            new_record.append(known | new | {c: value for c, value in total.items() if c not in by_hand})
         students = {row.get("student") for row in merged}
         for row in fresh.values():
             if row["submission"] or row["student"] not in students:
                 row |= {c: str(value) for c, value in gradebook.add_up(row, entries, with_written).items()}
                 merged.append(row)
                 new_record.append(row)
-        self.write(insert_columns(present, list_columns(written)), merged, new_record, delimiter)
+        columns = list(dict.fromkeys([*present, *list_columns(written)]))
+        if not self.record.exists():
+            formats.write(self.record, "")  # or a run that is killed now could not be repeated
+        self.write(BOM + format_columns(columns, merged, delimiter))
+        formats.write(self.record, format_columns(list_columns(new_record), new_record))
 
-    def read_record(self, path: Path) -> dict[tuple[str, str], dict[str, str]]:
-        """Return the rows that the grader wrote, by submission or student."""
-        return {get_key(row): row for row in read_table(path)[1]} if path.exists() else {}
-
-    def write(self, columns: Sequence[str], rows: Sequence[Row], record: Sequence[Row], delimiter: str) -> None:
-        """Replace the gradebook and the record. If this process is killed in between, nothing is lost."""
-        text = BOM + format_columns(columns, rows, delimiter)
-        new_record = format_columns(list_columns(record), record)
+    def write(self, text: str) -> None:
+        """Replace the gradebook. If somebody else has written to it, make a copy first."""
         current = self.path.read_bytes().decode("utf-8", "replace") if self.path.exists() else None
         if current is not None and current not in (self.last_text, text):
             self.back_up()
-        if self.record.exists():
-            formats.write(self.previous_record, self.record.read_text())
-        formats.write(self.record, new_record)
         if current != text:
             formats.write(self.path, text)
-        self.previous_record.unlink(missing_ok=True)
         self.last_text = text
 
     def back_up(self) -> None:
@@ -117,31 +109,26 @@ def get_key(row: Mapping[str, str]) -> tuple[str, str]:
     return submission, "" if submission else row.get("student", "")
 
 
-def list_known(row: Row, records: Sequence[Mapping[tuple[str, str], Row]]) -> list[Row]:
-    """Return what the grader wrote in a row, in each of the records: an empty row if it has not written it."""
-    return [record.get(get_key(row), {}) for record in records]
-
-
 def is_same(one: str, other: str) -> bool:
     """Return whether two cells have the same content. A spreadsheet may write a number in another form."""
     first, second = parse_points(one), parse_points(other)
     return one.strip() == other.strip() or (first is not None and first == second)
 
 
-def find_changes(row: Row, records: Sequence[Row]) -> Row:
-    """Return the cells that a person has changed since the grader wrote the row. `records` are what it wrote.
+def find_changes(row: Row, known: Row, new: Row) -> Row:
+    """Return the cells that a person has changed since the grader wrote the row. It wrote `known` and now gives `new`.
 
     An empty cell is not among them, so that a person can give a cell back to the grader.
     """
     return {
         column: value
         for column, value in row.items()
-        if value != "" and not any(is_same(value, known.get(column, "")) for known in records)
+        if value != "" and not any(is_same(value, cells.get(column, "")) for cells in (known, new))
     }
 
 
 def merge_rows_without_submission(
-    rows: Sequence[Row], fresh: Sequence[Row], records: Sequence[Mapping[tuple[str, str], Row]]
+    rows: Sequence[Row], fresh: Sequence[Row], record: Mapping[tuple[str, str], Row]
 ) -> list[Row]:
     """Return the rows of a gradebook without those of students whose submission has a row of its own by now.
 
@@ -151,10 +138,10 @@ def merge_rows_without_submission(
     own = [row for row in fresh if row["submission"] in by_submission]
     merged = []
     for row in rows:
-        by_hand = find_changes(row, list_known(row, records))
+        by_hand = find_changes(row, record.get(get_key(row), {}), {})
         found = [] if row.get("submission") else [new for new in own if is_same_student(row, new)]
         other = by_submission[found[0]["submission"]] if found else {}
-        if not found or by_hand.keys() & find_changes(other, list_known(other, records)).keys():
+        if not found or by_hand.keys() & find_changes(other, record.get(get_key(other), {}), found[0]).keys():
             merged.append(row)
         else:
             other.update(by_hand)
@@ -165,12 +152,3 @@ def is_same_student(row: Row, new: Row) -> bool:
     """Return whether two rows have the same value in the first column of a roster that is filled in on both."""
     shared = [field for field in (*UNIQUE, "name") if row.get(field) and new.get(field)]
     return row[shared[0]] == new[shared[0]] if shared else row.get("student") == new["student"]
-
-
-def insert_columns(present: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Return the columns that are present, with each new column after the column that precedes it in `columns`."""
-    result = list(present)
-    for before, column in zip(("", *columns), columns):
-        if column not in result:
-            result.insert(result.index(before) + 1 if before else 0, column)
-    return result

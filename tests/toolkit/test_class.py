@@ -370,14 +370,6 @@ def test_an_empty_cell_belongs_to_the_grader(hand_made, tmp_path):
     assert read()["bob"]["note"] == "Note one / Note two"
 
 
-def test_a_correction_remains_one_if_the_grader_agrees_for_a_while(hand_made, tmp_path):
-    command, read, _ = hand_made
-    for seed, points in ((2, 6), (3, 2)):
-        (tmp_path / "class" / "bob" / "points").write_text(str(points))
-        assert cli.main([*command, "--seed", str(seed)]) == 0
-        assert read()["bob"]["module 1"] == "6"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
