@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from brigade.checks.collect import collect
@@ -53,6 +53,7 @@ def grade(
     return grading
 
 
+@dataclass
 class Schedule:
     """Run the checks in an order in which no module can use up the time of the others.
 
@@ -66,27 +67,20 @@ class Schedule:
     later modules use.
     """
 
-    def __init__(
-        self,
-        target: Path,
-        grading: Grading,
-        prior: str,
-        conditions: Conditions,
-        total_s: float,
-        on_change: Callable[[Grading], None],
-    ):
-        self.target = target
-        self.grading = grading
-        self.prior = prior
-        self.conditions = conditions
-        self.total_s = total_s
-        self.on_change = on_change
+    target: Path
+    grading: Grading
+    prior: str
+    conditions: Conditions
+    total_s: float
+    on_change: Callable[[Grading], None]
+    has_stalled: bool = False  # whether a module hung in a check or used up its time
+    # for each module and check, the attempts in order, by the numbers of the modules that the reference replaces
+    attempts: dict[tuple[int, str], dict[Replaced, Outcome]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.began = time.monotonic()
-        self.ends_at = self.began + total_s
-        # for each module and check, the attempts in order, by the numbers of the modules that the reference replaces
-        self.attempts: dict[tuple[int, str], dict[Replaced, Outcome]] = {}
-        self.earlier = {n: list_earlier(target, get_module(n)) for n, _ in grading.modules()}  # what each may import
-        self.has_stalled = False  # whether a module hung in a check or used up its time
+        self.ends_at = self.began + self.total_s
+        self.earlier = {n: list_earlier(self.target, get_module(n)) for n, _ in self.grading.modules()}
 
     def run(self) -> None:
         """Run every check once, then repeat failed checks that may pass with other earlier modules."""
