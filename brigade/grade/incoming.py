@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.course.modules import CORE_MODULES, MODULES, CourseError
-from brigade.course.submission import MAX_SOURCE_BYTES, find, read_text
+from brigade.course.submission import MAX_SOURCE_BYTES, read_text
 from brigade.course.submission import open_no_follow as open_no_link
 from brigade.grade.formats import make_line
 from brigade.ipc.temporary import temporary_directory
@@ -50,29 +50,27 @@ def open_submission(path: str | Path) -> Iterator[Incoming]:
     A directory is used in place. The module files of a zip are unpacked into a temporary directory. A directory with
     one zip and no module files is treated like the zip.
     """
-    path = Path(path)
-    if not path.is_dir():
-        if not path.is_file():
-            raise CourseError(f"there is no directory or zip {path}")
-        with temporary_directory() as directory:
-            place = take_module if path.suffix == ".py" else unpack
-            yield Incoming(directory, place(path.resolve(), path.name, directory))
-        return
-    files = walk(path)
-    place = choose_place(files)
-    archives = [file for file in files if file.lower().endswith(ARCHIVES)]
-    if place is None and not any(find(path, entry) for entry in MODULES) and archives:
+    path = archive = Path(path)
+    if path.is_dir():
+        files = walk(path)
+        place = choose_place(files)
+        archives = [file for file in files if file.lower().endswith(ARCHIVES)]
+        if place is not None or not archives:
+            notes = make_notes(files, place)
+            if archives:
+                names = format_names(archives)
+                notes.append(f"Not unpacked, because the submission has module files outside archives: {names}")
+            yield Incoming(path / (place or ""), notes)
+            return
         if len(archives) > 1:
             names = format_names(archives)
             raise CourseError(f"found no module file, but {len(archives)} archives: {names}; hand in only one")
-        with temporary_directory() as directory:
-            yield Incoming(directory, unpack(path / archives[0], archives[0], directory))
-        return
-    notes = make_notes(files, place)
-    if archives:
-        names = format_names(archives)
-        notes.append(f"Not unpacked, because the submission has module files outside archives: {names}")
-    yield Incoming(path / (place or ""), notes)
+        archive = path / archives[0]
+    elif not path.is_file():
+        raise CourseError(f"there is no directory or zip {path}")
+    with temporary_directory() as directory:
+        take = take_module if archive.suffix == ".py" else unpack
+        yield Incoming(directory, take(archive if path.is_dir() else archive.resolve(), directory))
 
 
 def walk(top: Path) -> list[str]:
@@ -139,8 +137,6 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
         what = format_names(files) if files else "nothing"
         notes.append(f"No module file such as {CORE_MODULES[0].path.name} was found. Found instead: {what}")
     given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
-    if alike := [file for file in files if (name := file.rpartition("/")[2]) not in FILES and name.lower() in FILES]:
-        notes.append(f"Ignored, because module files have names in small letters: {format_names(alike)}")
     others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
     if others:
         graded = make_line(place) if place else "those at the top level"
@@ -154,22 +150,23 @@ def format_names(names: Sequence[str]) -> str:
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
-def take_module(path: Path, name: str, directory: Path) -> list[str]:
+def take_module(path: Path, directory: Path) -> list[str]:
     """Copy a single module file to a new directory. Platforms put the student's name before the name of the file."""
-    modules = [module for module in ENTRIES if name == module or name.endswith("_" + module)]
+    modules = [module for module in ENTRIES if path.name == module or path.name.endswith("_" + module)]
     if not modules:
-        raise CourseError(f"unreadable: {format_names([name])} has no name of a module, such as {[*ENTRIES][1]}")
+        raise CourseError(f"unreadable: {format_names([path.name])} has no name of a module, such as {[*ENTRIES][1]}")
     (directory / modules[0]).write_text(read_text(path, path.parent), encoding="utf-8", errors="replace")
     return []
 
 
-def unpack(archive: Path, name: str, directory: Path) -> list[str]:
+def unpack(archive: Path, directory: Path) -> list[str]:
     """Unpack the module files in the best place of a zip, each up to the maximum size of a module. Return notes.
 
     Write them to a new directory, at their paths relative to that place. The rest of each path in the zip is ignored.
     """
+    name = archive.name
     if not name.lower().endswith(".zip"):
-        ending = Path(name).suffix.lower() or "no file extension"
+        ending = archive.suffix.lower() or "no file extension"
         raise CourseError(f"unreadable: {ending}; hand in .zip or a directory ({format_names([name])})")
     try:
         with open(archive, "rb", opener=open_no_link) as file:

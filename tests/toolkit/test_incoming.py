@@ -93,11 +93,6 @@ NOTES = {
         {1: "own"},
         "Not unpacked, because the submission has module files outside archives: old.zip",
     ),
-    "a name in capital letters": (
-        {"naive_ddp.py": "own", "hw/Flat_DDP.py": ""},
-        {1: "own"},
-        "Ignored, because module files have names in small letters: hw/Flat_DDP.py",
-    ),
 }
 
 
