@@ -14,7 +14,7 @@ from brigade.cli.progress_file import find_state, recall, remember
 from brigade.course import skeletons, written
 from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
-from brigade.course.submission import advise_reset, find, read, resolve_target
+from brigade.course.submission import find, read, resolve_target
 from brigade.course.written import MEASUREMENTS, locate_measurements, read_measurements
 
 LEVELS = 3  # levels of hints: Nudge, Approach, Almost the code
@@ -71,10 +71,10 @@ def run_hint(options: argparse.Namespace) -> int:
 
 def find_unwritten_part(entry: Module) -> str:
     """Return the letter of the first part in the student's files that is not written; "" if there is none."""
-    paths = [path for name in entry.paths if (path := ROOT / "lessons" / name).is_file()]
-    if ROOT / "lessons" / entry.path not in paths:
-        raise CourseError(f"there is no {shorten(ROOT / 'lessons' / entry.path)}. {advise_reset(entry)}")
-    unwritten = find_unwritten_parts("".join(path.read_text() for path in paths))
+    paths = [ROOT / "lessons" / name for name in entry.paths]
+    if not paths[-1].is_file():
+        raise CourseError(f"there is no {shorten(paths[-1])}. `brigade reset {entry.number}` writes its skeleton.")
+    unwritten = find_unwritten_parts("".join(path.read_text() for path in paths if path.is_file()))
     return unwritten[0].letter if unwritten else ""
 
 

@@ -43,7 +43,8 @@ def make_module_table(root: Path) -> str:
         title = f"[{entry.title}](lessons/{entry.package}/README.md)"
         points = (format_points(entry), written.count_points([entry], root) or "")
         lines.append((entry.number, title, entry.idea, *points, entry.minutes, f"{entry.difficulty} of 5"))
-    sums = (count_core_points(), written.count_points(CORE_MODULES, root), sum(one.minutes for one in CORE_MODULES))
+    points, minutes = (sum(getattr(one, name) for one in CORE_MODULES) for name in ("points", "minutes"))
+    sums = (points, written.count_points(CORE_MODULES, root), minutes)
     lines.append(("", "**total of the core**", "", *(f"**{number}**" for number in sums), ""))
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
@@ -56,10 +57,6 @@ def read_student_section(root: Path) -> str:
 def format_points(entry: Module) -> str:
     """Return the points of a module, and its track if it is not in the core."""
     return str(entry.points) if entry.is_core else f"{entry.points} ({entry.track})"
-
-
-def count_core_points() -> int:
-    return sum(entry.points for entry in CORE_MODULES)
 
 
 def make_assignments(root: Path) -> str:

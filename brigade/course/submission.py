@@ -70,12 +70,8 @@ def resolve_target(target: str | Path) -> Path:
             "this edition has no solutions: use --target lessons or another directory with --prior own, or ask your "
             "instructor to unlock a module"
         )
-    try:
-        path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
-        exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, not allowed, or an unknown user's home
-        raise CourseError(f"{target} cannot be a directory: {error}") from None
-    if not exists:
+    path = ROOT / target if str(target) in ("lessons", "solutions") else Path(os.path.expanduser(target))
+    if not path.exists():
         raise CourseError(f"there is no directory {path}")
     if not path.is_dir():
         raise CourseError(f"{path} is not a directory; --target takes the directory that contains the module files")
@@ -97,7 +93,7 @@ def read(target: str | Path, number: int, prior: str = "own", replaced: Collecti
     if find(target, entry) is None:
         advice = "Hand it in under this name; `brigade submit` puts it into the right place of a zip."
         if target == ROOT / "lessons":
-            advice = advise_reset(entry)
+            advice = f"`brigade reset {number}` writes its skeleton."
         raise CourseError(f"module {number} is missing: there is no {entry.path}. {advice}")
     own = read_module(target, entry)
     earlier: Sources = {}
@@ -156,11 +152,6 @@ def join_texts(sources: Sources) -> str:
 def select_files(entry: Module, sources: Sources) -> Sources:
     """Return the files of one module."""
     return {name: source for name, source in sources.items() if name.partition(".")[0] == entry.package}
-
-
-def advise_reset(entry: Module) -> str:
-    """Return a sentence on how to get the skeleton of a module whose file is missing."""
-    return f"`brigade reset {entry.number}` writes its skeleton."
 
 
 def select_used(entry: Module, text: str, earlier: Sources) -> Sources:

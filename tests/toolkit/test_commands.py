@@ -48,15 +48,6 @@ CURRENT = [path for path in documents() if path.name != "CHANGELOG.md"]  # which
 COMMANDS = {command for document in CURRENT for command in find_commands(read_markdown(document))}
 
 
-def test_commands_are_found():
-    text = "Type `brigade check 3`,\n`brigade` or `brigade/cli/main.py`.\n\n```\nmake demo   # quick\nsteps 1 2\n```\n"
-    text += "```sh\nls -l\nbrigade bench \\\n    --ranks 4\n```\n```python\nmake = 1\n```\n`sudo make\ntest`\n"
-    assert find_commands(text) == [
-        "make demo", "ls -l", "brigade bench --ranks 4", "brigade check 3", "sudo make test",
-    ]  # fmt: skip
-    assert len(COMMANDS) > 80
-
-
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_the_command_exists(command):
     """The program, its options and the files that it names exist."""
@@ -73,8 +64,6 @@ def test_the_command_exists(command):
         options = {word for word in arguments if word.startswith("-")}
         assert options <= {"-k", "--module", "--target"}
         assert "--module" in options or (ROOT / arguments[0]).is_file()
-    elif program == "torchrun":
-        expect_torchrun(arguments)
     elif program.endswith(".sh"):
         assert (ROOT / program).is_file()
         expect_brigade(["bench", *arguments[1:]])
@@ -124,13 +113,3 @@ def expect_python(arguments: list[str]) -> None:
         assert read_help(program)
     else:
         assert (ROOT / program).is_file()
-
-
-def expect_torchrun(arguments: list[str]) -> None:
-    from torch.distributed.run import get_args_parser
-
-    options = get_args_parser().parse_args(arguments)
-    if options.module:
-        expect_brigade(options.training_script_args)
-    else:
-        assert (ROOT / options.training_script).is_file()

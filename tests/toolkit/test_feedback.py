@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence, find_leftover
+from brigade.checks.diagnose.evidence import Evidence
 from brigade.checks.expectations import expect_equal, format_distinct
 from brigade.checks.verdict import CheckFailed, Verdict
 
@@ -137,49 +137,6 @@ def test_none_is_zero_on_both_sides():
     zero = {"w": torch.zeros(3)}
     expect_equal("...", [{"w": None}, zero, {}], zero)
     expect_equal("...", [{"w": None}, zero, {}], {"w": None})
-
-
-# ---- causes that the record shows
-
-
-def record(*steps: str) -> list[dict[str, Any]]:
-    """Return a record with one step for each text.
-
-    In a text, "r" is a ready gradient, "l" a launch, and "f" the start of finish_grad_sync.
-    """
-    fields = ("ranks", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "peer", "line", "name", "memory")
-    launch = {"op": "all_reduce", "time": 0.0} | dict.fromkeys(fields)
-    events = []
-    for step, text in enumerate(steps):
-        events += [{"kind": "step", "step": step}, {"kind": "phase", "phase": "backward"}]
-        for sign in text:
-            phase = "finish" if sign == "f" else events[-1]["phase"]
-            kind = {"r": "ready", "l": "launch", "f": "phase"}[sign]
-            events.append(
-                {"kind": kind, "phase": phase, "index": len(events), "name": "weight"} | (launch if sign == "l" else {})
-            )
-    return events
-
-
-@pytest.mark.parametrize(
-    ("steps", "cause"),
-    [
-        ("rlrlf rlrlf", ""),
-        ("rlrlf", ""),
-        ("", ""),
-        ("rlrlf rlrlf rrf", "in step 2, the number of all_reduce launches was 0, but it was 2 at the same point"),
-        ("rlrlf rlrf rlrlf", "in step 1, the number of all_reduce launches was 1, but it was 2 at"),
-        ("rrlfl rlrfl", "launched when 1 gradient was ready, but in step 0 it was launched when 2 gradients were"),
-        ("rrfll rrllf", "launched when 2 gradients were ready, but in step 0 it was launched in finish_grad_sync"),
-        ("rlrlf rl", ""),  # the rank failed before the second launch was due
-        ("rlrlf rlr", ""),
-        ("rlrlf rr", "launches was 0, but it was 1 at"),
-        ("rrflll rrf", ""),
-    ],
-)
-def test_launches_show_state_left_over_from_a_step(steps, cause):
-    description = find_leftover(record(*steps.split()))
-    assert cause in description if cause else not description
 
 
 @pytest.mark.parametrize(

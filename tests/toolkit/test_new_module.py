@@ -60,17 +60,6 @@ def test_a_module_is_added_and_removed(course):
     lacks = run(course, *pytest_99, "tests/toolkit/test_new_module.py", status=1)
     assert all(re.search(rf"{re.escape(name)}, line \d+: .*TODO", lacks) for name in FILES), lacks
 
-    # An author changes the solution, and makes a mutant of the change.
-    solution = course / "solutions/m99_scratch/scratch.py"
-    right = solution.read_text()
-    for arguments in (["init", "--quiet"], ["add", "solutions"]):
-        subprocess.run(["git", *arguments], cwd=course, check=True, capture_output=True)
-    solution.write_text(right.replace("/= dist.get_world_size(self.process_group)", "/= 2"))
-    run(course, "tests/mutants.py", "99", "divided by a literal 2", CHECK, "--cause", "divided by 2")
-    assert solution.read_text() == right
-    run(course, *pytest_99, "tests/toolkit/test_mutants.py")
-    shutil.rmtree(course / ".git")
-
     for name in FILES:
         (course / name).unlink()
     (course / TABLE).write_bytes(before[TABLE])

@@ -7,8 +7,6 @@ import pytest
 from brigade.cli import progress_file, success
 from brigade.course.modules import CORE_MODULES, ROOT, get_module
 from brigade.course.submission import read
-from brigade.lab.comparison import describe_doubts
-from brigade.lab.ladder import Spread
 
 FIRST, SECOND = get_module(1), get_module(2)
 
@@ -67,24 +65,6 @@ def test_no_earlier_module_is_blamed_if_this_one_is_not_written(brigade, lessons
     change(lessons, FIRST, "tensor.detach().copy_(whole)", "tensor.detach().mul_(1)")
     done = brigade("check", 2, "--target", lessons)
     assert done.returncode == 1 and not find_sentence(done)
-
-
-@pytest.mark.parametrize(
-    ("spreads", "sentence"),
-    [
-        ([(5, 4, 6), (2, 1, 3)], ""),
-        (
-            [(5, 4, 6), (3, 2, 4)],
-            "The difference between the exposed times is not significant: their quartiles overlap.",
-        ),
-        ([(5, 4, 6), (-2, -31, 16)], "The exposed time of 1 B is not significant: its lower quartile is below 0."),
-        ([(1, 0, 6)], ""),
-    ],
-)
-def test_exposed_times_that_are_noise_are_called_not_significant(spreads, sentence):
-    text = describe_doubts({label: Spread(*spread) for label, spread in zip(("0 A", "1 B"), spreads)})
-    assert text.startswith(sentence) and bool(text) == bool(sentence)
-    assert not text or "`brigade bench --comm-ratio 0.8` measures for longer" in text
 
 
 def test_the_last_module_of_the_core_closes_it():
