@@ -64,6 +64,7 @@ class GradebookFile:
             by_hand = find_changes(row, known, new)
             row |= new | by_hand
             total = {column: str(value) for column, value in gradebook.add_up(row, entries, with_written).items()}
+            by_hand = find_changes(by_hand, {}, total)
             row |= total | by_hand
             for column in [column for column in new if column in by_hand]:
                 if known:
@@ -77,7 +78,7 @@ class GradebookFile:
                 row |= {c: str(value) for c, value in gradebook.add_up(row, entries, with_written).items()}
                 merged.append(row)
                 new_record.append(row)
-        columns = list(dict.fromkeys([*present, *list_columns(written)]))
+        columns = insert_columns(present, list_columns(written))
         if not self.record.exists():
             formats.write(self.record, "")  # or a run that is killed now could not be repeated
         self.write(BOM + format_columns(columns, merged, delimiter))
@@ -152,3 +153,12 @@ def is_same_student(row: Row, new: Row) -> bool:
     """Return whether two rows have the same value in the first column of a roster that is filled in on both."""
     shared = [field for field in (*UNIQUE, "name") if row.get(field) and new.get(field)]
     return row[shared[0]] == new[shared[0]] if shared else row.get("student") == new["student"]
+
+
+def insert_columns(present: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the columns that are present, with each new column after the column that precedes it in `columns`."""
+    result = list(present)
+    for before, column in zip(("", *columns), columns):
+        if column not in result:
+            result.insert(result.index(before) + 1 if before else 0, column)
+    return result
