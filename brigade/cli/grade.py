@@ -242,11 +242,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  feedback for {count} submissions: {ours[0]}")
     if watched := classroom.write_findings(gradebook, everyone):
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
-    groups, short = similarity.find_groups({student.name: student.texts for student in everyone}, entries)
-    for group in groups:
+    for group in similarity.find_groups({student.name: student.texts for student in everyone}, entries):
         report.print(f"  near-identical in module {group.module}: {', '.join(group.names)} ({group.share:.0%})")
-    if short:
-        report.print(f"  too short to be compared with each other: module {', '.join(map(str, short))}")
     return 0 if all(student.result for student in everyone) else 1
 
 

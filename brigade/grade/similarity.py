@@ -41,16 +41,13 @@ def find_runs(text: str) -> set[int]:
     return {hash(tuple(kinds[start : start + RUN])) for start in range(len(kinds) - RUN + 1)}
 
 
-def find_groups(
-    submissions: Mapping[str, Mapping[int, str]], entries: Sequence[Module]
-) -> tuple[list[Group], list[int]]:
-    """Return the groups of similar submissions, by module, and the modules whose answers are too short to compare.
+def find_groups(submissions: Mapping[str, Mapping[int, str]], entries: Sequence[Module]) -> list[Group]:
+    """Return the groups of similar submissions, by module.
 
     `submissions[name][n]` is the text of module n. The course's own answers are compared too, under the names of their
     directories.
     """
     groups: list[Group] = []
-    short = []
     for entry in entries:
         texts = {name: modules.get(entry.number, "") for name, modules in submissions.items()}
         texts["solutions/"] = "".join((ROOT / "solutions" / path).read_text() for path in entry.paths)
@@ -60,8 +57,7 @@ def find_groups(
         common = set().union(*map(find_runs, [*given, *map(textwrap.dedent, CODE.findall(readings))]))
         own = {name: runs for name, text in texts.items() if len(runs := find_runs(text) - common) >= ENOUGH}
         groups += group_alike(entry.number, own)
-        short += [entry.number] * ("solutions/" not in own)
-    return groups, short
+    return groups
 
 
 def group_alike(number: int, own: Mapping[str, set[int]]) -> list[Group]:

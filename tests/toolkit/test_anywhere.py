@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -78,10 +77,8 @@ def test_a_workflow_uses_targets_of_make_that_exist(workflow):
 
 
 def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
-    """The assignment names the runner's labels, and the changed autograder and the Slurm job pass valid options."""
+    """The changed autograder and the Slurm job pass valid options."""
     section = (ROOT / "docs" / "platforms.md").read_text().partition("\n### Classroom 50 with your own GPU")[2]
-    [entry] = re.findall(r"```json\n(.*?)```", section.partition("\n### ")[0], re.DOTALL)
-    assert json.loads(entry)["runtime"] == {"runs-on": ["self-hosted", "gpu"]}  # as in foundation50/classroom50
     [options] = re.findall(r'GRADE_OPTIONS="(.*?)"', section.partition("\n### ")[0])
     parse(["grade", "--submission", "x", *options.split()])
     python = tmp_path / "python3"
