@@ -18,14 +18,26 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
-from brigade.course import editions, handout, skeletons, validation, written
+from brigade.course import handout, skeletons, validation, written
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
+
+# The files that the Gradescope package contains, too: the core, its commands and the checks.
+CORE = (
+    "brigade/*.py",
+    *(
+        f"brigade/{folder}/**/*.py"
+        for folder in ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
+    ),
+)
+CHECKS = ("tests/test_m*.py", "tests/helpers/*.py")
+CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.txt"))
 
 BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
-INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.js", *editions.CHECKS)
+INCLUDED += (*CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.js", *CHECKS)
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
 DOCUMENTS = ("browser", "claims", "glossary", "gpus", "plan", "privacy")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))
@@ -62,7 +74,14 @@ def collect_files(hint_levels: int = HINT_LEVELS) -> dict[Path, bytes]:
         text = handout.fill_in(contents[document].decode(), ROOT)
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
     pins = {Path("requirements.txt"): PACKAGES, Path("site", "requirements.txt"): SITE_PACKAGES}
-    return contents | {path: editions.select_requirements(packages).encode() for path, packages in pins.items()}
+    return contents | {path: select_requirements(packages).encode() for path, packages in pins.items()}
+
+
+def select_requirements(packages: Iterable[str]) -> str:
+    """Return the lines of requirements.txt that pin these packages."""
+    pins = tuple(f"{package}==" for package in packages)
+    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith(pins))
 
 
 def cut_hints(text: str, levels: int) -> str:

@@ -57,13 +57,11 @@ def format_points(points: int) -> str:
 
 
 def make_template(entry: Module, root: Path = ROOT) -> str:
-    """Return a module's questions without answers. Raise CourseError if there are none, or if only some have points."""
+    """Return a module's questions without answers. Raise CourseError if there are none."""
     questions = list_questions(entry, root)
     place = f"lessons/{entry.package}/{ANSWERS}"
     if not questions:
         raise CourseError(f"{place} contains no questions")
-    if len({question.points > 0 for question in questions}) > 1:
-        raise CourseError(f"{place} gives points to only some of its questions")
     return format_template(entry, questions)
 
 

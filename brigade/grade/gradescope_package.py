@@ -7,12 +7,12 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from brigade.course import editions, validation
+from brigade.course import student_edition, validation
 from brigade.course.modules import ROOT
 from brigade.ipc.temporary import temporary_directory
 
 SCRIPTS = Path(__file__).parent / "gradescope"
-NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)
+NEEDED = ("LICENSE", *student_edition.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *student_edition.CHECKS)
 NEEDED += ("lessons/*/answers.md",)  # the points of the written questions
 # From requirements.txt. Grading needs neither notebooks nor figures.
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")
@@ -31,7 +31,7 @@ def build(archive: Path, options: Sequence[str] = (), seed: int = 0) -> int:
     for path in sorted(path for pattern in NEEDED for path in ROOT.glob(pattern)):
         if path != Path(__file__).resolve():
             contents[path.relative_to(ROOT).as_posix()] = path.read_text()
-    contents["requirements.txt"] = editions.select_requirements(NEEDED_PACKAGES)
+    contents["requirements.txt"] = student_edition.select_requirements(NEEDED_PACKAGES)
     import_checks(contents)
     archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
