@@ -22,7 +22,7 @@ from brigade.course.submission import find
 from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look
 from brigade.grade.gradebook import Row, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
-from brigade.grade.outcome import Grading, make_empty_grading
+from brigade.grade.outcome import make_empty_grading
 from brigade.runner import machine, ranks
 from brigade.sandbox import users
 
@@ -112,27 +112,21 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     render = formats.WRITERS[options.format or ("gradescope" if options.out else "text")]
     out = resolve_results_file(options.out, options.submission)
     please_look = resolve_results_file(options.please_look, options.submission)
-    latest = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
-    found: list[int] = []
-    findings: list[str] = []
+    state = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
 
-        def follow(grading: Grading) -> None:
-            nonlocal latest
-            latest = grading
-            latest.found = found
-            latest.findings = findings  # only Gradescope's format contains them, hidden from students
-            text = render(grading)
+        def follow() -> None:
+            text = render(state)
             if out:
                 formats.write(out, text)
-            done = sum(outcome.is_settled for outcome in grading.outcomes)
-            progress.update(task, total=len(grading.outcomes), completed=done)
+            done = len(state.outcomes) - state.count_unfinished()
+            progress.update(task, total=len(state.outcomes), completed=done)
 
         with delay_interrupts():
             tempfile.gettempdir()  # creates a test file, which an interrupt would leave behind
-        follow(latest)  # before torch is imported, which takes seconds
+        follow()  # before torch is imported, which takes seconds
         try:
             with (
                 incoming.open_submission(options.submission) as submission,
@@ -141,35 +135,33 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                 with delay_interrupts():
                     prepare()
                     grading.collect(entries)
-                found += [entry.number for entry in MODULES if find(submission.directory, entry)]
-                findings += static_look.look_at(submission.directory, entries)
+                state.found = [entry.number for entry in MODULES if find(submission.directory, entry)]
+                state.findings = static_look.look_at(submission.directory, entries)
                 if please_look:
-                    formats.write(please_look, formats.format_findings(findings))
+                    formats.write(please_look, formats.format_findings(state.findings))
                 if ranks.SERVER.sandbox:
                     notes += isolation.verify_isolation()
-                notes += submission.notes
+                state.notes = [*notes, *submission.notes]
                 grading.grade(
                     submission.directory,
-                    entries,
-                    seed=latest.seed,
+                    state,
                     prior=options.prior,
                     backend=options.backend,
                     share_gpu=options.share_gpu,
                     total_s=options.limit,
-                    notes=notes,
                     on_change=follow,
                 )
         except CourseError as error:
-            latest.notes.append(str(error))
-            follow(latest)
+            state.notes.append(str(error))
+            follow()
             raise
     if out:
-        score = f"{latest.score} of {latest.max_score} points in {latest.seconds:.0f} s, seed {latest.seed}"
+        score = f"{state.score} of {state.max_score} points in {state.seconds:.0f} s, seed {state.seed}"
         console.print(f"{score}: {out}", markup=False)
-        if sentence := formats.format_written_points(latest):
+        if sentence := formats.format_written_points(state):
             console.print(sentence)
     else:
-        print(render(latest), end="")
+        print(render(state), end="")
     return 0
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
-from brigade.course.modules import Module, get_module
+from brigade.course.modules import get_module
 from brigade.course.submission import list_earlier
 from brigade.grade.outcome import Grading
 
@@ -28,28 +28,26 @@ PATIENCE = 2  # stop a module after this many of its checks have reached their d
 
 def grade(
     target: Path,
-    entries: Sequence[Module],
+    grading: Grading,
     *,
-    seed: int,
     prior: str = "auto",
     backend: str = "gloo",
     share_gpu: bool = False,
     total_s: float = TOTAL_S,
-    notes: Sequence[str] = (),
-    on_change: Callable[[Grading], None] = lambda grading: None,
+    on_change: Callable[[], None] = lambda: None,
 ) -> Grading:
-    """Grade the modules of `target`. Call `on_change` with the grading before the first check and after each check.
+    """Run all checks of `grading` on `target`, and return it. Call `on_change` before the first and after each check.
 
     `on_change` may raise OSError after a check, for example if the disk is full. The grading run then continues. Only
     exceptions of the first and the last call propagate. With `prior` "auto", the earlier modules are the submission's
     own. If a check fails, it is repeated, first with the reference's modules in place of the earlier modules that do
     not pass all their checks, then with all of the reference's earlier modules. So an error costs points only once.
     """
-    grading = Grading([Outcome(check) for check in collect(entries)], seed, notes=list(notes))
-    on_change(grading)
-    Schedule(target, grading, prior, Conditions(seed, backend, share_gpu), total_s, on_change).run()
+    grading.outcomes = [Outcome(check) for check in collect([get_module(number) for number, _ in grading.modules()])]
+    on_change()
+    Schedule(target, grading, prior, Conditions(grading.seed, backend, share_gpu), total_s, on_change).run()
     grading.finished = True
-    on_change(grading)
+    on_change()
     return grading
 
 
@@ -72,7 +70,7 @@ class Schedule:
     prior: str
     conditions: Conditions
     total_s: float
-    on_change: Callable[[Grading], None]
+    on_change: Callable[[], None]
     has_stalled: bool = False  # whether a module hung in a check or used up its time
     # for each module and check, the attempts in order, by the numbers of the modules that the reference replaces
     attempts: dict[tuple[int, str], dict[Replaced, Outcome]] = field(default_factory=dict)
@@ -160,7 +158,7 @@ class Schedule:
         """Call `on_change` with the changed grading, and ignore an OSError."""
         self.grading.seconds = time.monotonic() - self.began
         with contextlib.suppress(OSError):
-            self.on_change(self.grading)
+            self.on_change()
 
     def list_attempts(self, outcome: Outcome) -> dict[Replaced, Outcome]:
         """Return the outcomes of a check so far, by the earlier modules that the reference replaced."""

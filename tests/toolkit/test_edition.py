@@ -21,6 +21,7 @@ from brigade.course import skeletons, student_edition
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.student_edition import BROWSER_NOTEBOOKS
 from brigade.grade.grading import grade
+from brigade.grade.outcome import make_empty_grading
 
 FIRST = get_module(1)
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
@@ -160,7 +161,7 @@ def test_a_right_answer_passes_and_is_graded_and_reset(edition, written):
     handed_in = edition.parent / "handed-in"
     with zipfile.ZipFile(archive) as bundle:
         bundle.extractall(handed_in)
-    assert grade(handed_in, [FIRST], seed=1, prior="own").score == FIRST.points
+    assert grade(handed_in, make_empty_grading([FIRST], 1), prior="own").score == FIRST.points
     said = run_command(edition, "brigade reset 1")
     [backup] = written.parent.glob("*.bak")
     assert backup.name in said and backup.read_text() == (ROOT / "solutions" / FIRST.path).read_text()

@@ -23,7 +23,7 @@ from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, Part, list_checks
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, get_module, select_modules
 from brigade.grade import formats, grading
-from brigade.grade.outcome import UNFINISHED, Grading
+from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.runner import ranks
 
 META = {
@@ -295,7 +295,7 @@ class Simulated:
         return Outcome(check, "failed", Verdict("", f"{ending} on {prior_source}", ending=ending))
 
     def grade(self, prior="auto", total_s=480.0, entries=CORE_MODULES):
-        return grading.grade(ROOT / "solutions", entries, seed=1, prior=prior, total_s=total_s)
+        return grading.grade(ROOT / "solutions", make_empty_grading(entries, 1), prior=prior, total_s=total_s)
 
 
 def count_lost_points(state):

@@ -96,18 +96,18 @@ class Graded:
 
     def __init__(self, submission: Path, out: Path, case: hostile.Hostile, on_change: Callable = lambda grading: None):
         self.out, self.told, started = out, "", time.monotonic()
-        entries = [get_module(number) for number in case.modules]
+        self.state = make_empty_grading([get_module(number) for number in case.modules], 1)
 
-        def save(state: Grading) -> None:
+        def save() -> None:
             assert not out.exists() or out.read_text() == self.text, "somebody else has written the results"
-            self.state, self.text = state, formats.format_gradescope(state)
+            self.text = formats.format_gradescope(self.state)
             formats.write(out, self.text)
-            on_change(state)
+            on_change(self.state)
 
-        save(make_empty_grading(entries, 1))
+        save()
         try:
             with incoming.open_submission(submission) as found:
-                grading.grade(found.directory, entries, seed=1, total_s=case.limit_s, on_change=save)
+                grading.grade(found.directory, self.state, total_s=case.limit_s, on_change=save)
         except CourseError as error:
             self.told = str(error)
         self.seconds = time.monotonic() - started
