@@ -117,10 +117,11 @@ def perform(
     recording.install(recorder, switch)
     if request["mode"] == "emulate":
         emulated_link.share_launches(request["directory"], world_size)
-    make_inner = functools.partial(SwitchGroup, switch) if switch else None
-    recording.start_process_group(
-        MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout, make_inner
-    )
+    make_inner: Any = functools.partial(recording.make_torch_group, backend)
+    if switch:
+        make_inner = functools.partial(SwitchGroup, switch)
+    where = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+    recording.start_process_group(MODES[request["mode"]], recorder, backend, make_inner, **where)
     function: Any = importlib.import_module(request["module"])
     for name in request["function"].split("."):
         function = getattr(function, name)

@@ -385,52 +385,47 @@ def start_process_group(
     group_class: type[RecordingGroup],
     recorder: Recorder,
     backend: str,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta | None = None,
-    make_inner: Callable[[str, list[int], int], Any] | None = None,
+    make_inner: Callable[[str, list[int], Any], Any],
+    **options: Any,
 ) -> None:
-    """Start the default process group of this rank. This group and all later ones wrap `backend` in a `group_class`.
+    """Start the default process group of this rank, with these options of `init_process_group`.
 
-    Instead of `backend`, they wrap what `make_inner` returns for a group's name, global ranks and own rank, if given.
-
-    `backend` is "gloo" or "nccl", which still uses gloo for CPU tensors. `timeout` applies to each collective. None
-    means torch's default, which is 30 minutes with gloo.
+    This group and all later ones are a `group_class`. They wrap what `make_inner` returns for a group's name, its
+    global ranks and torch's options, after all ranks of the group have called it.
     """
 
-    def create(options: Any, _: Any) -> RecordingGroup:
-        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        arguments = (options.store, options.group_rank, options.group_size, options.timeout)
-        recorder.note("connect", group=str(options.group_id), ranks=ranks)  # returns when all ranks have called it
-        if make_inner:
-            inner = make_inner(str(options.group_id), ranks, options.group_rank)
-        else:
-            inner = dist.ProcessGroup(*arguments[:3])
-            register_backends(inner, backend, *arguments)
+    def create(group_options: Any, _: Any) -> RecordingGroup:
+        name = str(group_options.group_id)
+        ranks = list(group_options.global_ranks_in_group) or list(range(group_options.group_size))
+        recorder.note("connect", group=name, ranks=ranks)
+        inner = make_inner(name, ranks, group_options)
         recorder.note("connected")
-        group = group_class(inner, recorder, str(options.group_id), ranks)
+        group = group_class(inner, recorder, name, ranks)
         for device in ("cpu", "cuda") if backend == "nccl" else ("cpu",):
             register(group, device)
         return group
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     _wrap_group_functions(backend)
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(BACKEND, **options)
 
 
-def register_backends(
-    group: dist.ProcessGroup, backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> None:
-    """Register the backends of the inner group, as `init_process_group` would. Connect its ranks."""
+def make_torch_group(backend: str, name: str, ranks: list[int], options: Any) -> dist.ProcessGroup:
+    """Return a group with the backends that `init_process_group` would register, and connect its ranks.
+
+    `backend` is "gloo" or "nccl", which still uses gloo for CPU tensors.
+    """
+    store, rank, world_size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    group = dist.ProcessGroup(store, rank, world_size)
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, make_gloo_options(timeout))
     register(group, "cpu", gloo)
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, nccl_options)
         register(group, "cuda", nccl)
         nccl.eager_connect_single_device(api.device())  # otherwise the first collective would connect the ranks
+    return group
 
 
 def register(group: dist.ProcessGroup, device: str, backend: dist.Backend | None = None) -> None:

@@ -27,8 +27,8 @@ Parts = list[list[torch.Tensor]]
 class SwitchGroup:
     """An inner group, with the methods of a process group that are in METHODS."""
 
-    def __init__(self, channel: Channel, name: str, ranks: Sequence[int], rank: int):
-        self._channel, self._name, self._ranks, self._rank = channel, name, list(ranks), rank
+    def __init__(self, channel: Channel, name: str, ranks: Sequence[int], options: Any):
+        self._channel, self._name, self._ranks, self._rank = channel, name, list(ranks), options.group_rank
         channel.connect()
 
     def rank(self) -> int:

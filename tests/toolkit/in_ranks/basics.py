@@ -137,7 +137,7 @@ def create_group_on_rank_0() -> None:
 
 def hang_in_a_new_group() -> None:
     """Create a process group whose backends never connect."""
-    recording.register_backends = lambda *_: time.sleep(100)
+    recording.make_gloo_options = lambda *_: time.sleep(100)
     dist.new_group([0, 1])
 
 
