@@ -2,7 +2,7 @@
 
 These are timeline.png, memory.png, module 7's views.png, module 11's checkpointing.png and module 16's wire.png. A
 timeline shows a step of the module below a step of the previous core module, on the emulated link of
-`timeline.WORKLOAD`. Advanced modules also have memory.png: the bytes that are alive during a step.
+`timeline.WORKLOAD`. Modules 10 and 11 also have memory.png: the bytes that are alive during a step.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
         before = [module for module in CORE_MODULES if module.number < entry.number]
         compared = [*before[-1:], entry]
         drawings["timeline"] = partial(draw_steps, compared)
-        if entry.track == ADVANCED:
+        if entry.track == ADVANCED and "PrefetchedDDP" not in entry.public:  # it keeps what module 8 keeps
             drawings["memory"] = lambda path: draw_step(measure_step([*map(get_variant, compared)]), path)
     return {entry.lesson / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
 
