@@ -10,7 +10,7 @@ from brigade.events import launches
 from brigade.rank.emulated_link import count_sent_bytes
 from brigade.runner.ranks import run_ranks
 
-WHOLE, SHARD, PART = "replicated", "sharded", "partial"  # partial: every rank has a summand
+WHOLE, SHARD, PARTIAL = "replicated", "sharded", "partial"  # partial: every rank has a summand
 
 
 class Strategy(NamedTuple):
@@ -21,9 +21,9 @@ class Strategy(NamedTuple):
 
 
 STRATEGIES = {  # by the modules that build it
-    "4, 5": Strategy(WHOLE, PART, (WHOLE,)),
-    "6, 7": Strategy(WHOLE, PART, (SHARD, WHOLE)),
-    "8, 9": Strategy(WHOLE, PART, (SHARD,)),
+    "4, 5": Strategy(WHOLE, PARTIAL, (WHOLE,)),
+    "6, 7": Strategy(WHOLE, PARTIAL, (SHARD, WHOLE)),
+    "8, 9": Strategy(WHOLE, PARTIAL, (SHARD,)),
     "10": Strategy(WHOLE, SHARD, (SHARD,)),
     "11": Strategy(SHARD, SHARD, (SHARD,)),
     "14": Strategy(SHARD, SHARD, (SHARD,), replicas=2),
@@ -58,10 +58,10 @@ def train(strategy, weights, batches, compute_loss):
         for batch in micro_batches:
             whole = convert(kept, strategy.weights, WHOLE, inner).detach().requires_grad_()
             compute_loss(whole, *batch).backward()
-            total = total + convert(whole.grad, PART, place, inner)
+            total = total + convert(whole.grad, PARTIAL, place, inner)
         for target in strategy.route:
             total, place = convert(total, place, target, inner), target
-        own.grad = convert(total, PART, WHOLE, outer)
+        own.grad = convert(total, PARTIAL, WHOLE, outer)
         optimizer.step()
         kept = convert(own.detach(), state, strategy.weights, inner)
     return convert(kept, strategy.weights, WHOLE, inner)
