@@ -12,8 +12,6 @@ from playwright.sync_api import sync_playwright
 from brigade.course.modules import ROOT
 from brigade.lab.program import Machine, simulate
 from brigade.rank.emulated_link import Link
-from tools.notebook_files import list_notebooks
-from tools.slides import make_deck
 
 CHROMIUM = shutil.which("chromium")
 PHONE = {"width": 390, "height": 844}
@@ -91,31 +89,6 @@ def test_axe_finds_nothing_serious(page, site, scheme):
     assert found == dict.fromkeys(PAGES, [])
     page.evaluate("document.querySelector('article img').removeAttribute('alt')")
     assert "image-alt" in [each["id"] for each in Axe().run(page, options=OFFLINE).response["violations"]]
-
-
-DECKS = [
-    pytest.param(path, marks=[pytest.mark.extended] * ("08" not in path.stem), id=path.stem)
-    for path in list_notebooks(None)
-]
-
-
-@pytest.mark.parametrize("notebook", DECKS)
-def test_every_slide_fits_with_letters_for_the_last_row(page, tmp_path, notebook):
-    (deck := tmp_path / "deck.html").write_text(make_deck(notebook))
-    page.set_viewport_size({"width": 1200, "height": 750})
-    page.goto(deck.as_uri())
-    page.wait_for_function("Reveal.isReady()")
-    slides = page.evaluate(
-        """() => Reveal.getSlides().map((slide) => {
-            const {h, v} = Reveal.getIndices(slide);
-            const shown = [...slide.querySelectorAll(":is(p, li, td, pre, img):not(.notes *)")];
-            Reveal.slide(h, v);
-            const zoom = slide.getBoundingClientRect().width / slide.offsetWidth / Reveal.getScale();
-            const letters = shown.map((element) => parseFloat(getComputedStyle(element).fontSize) * zoom);
-            return {h, v, fits: slide.clientHeight <= 750, isEmpty: !shown.length, smallest: Math.min(99, ...letters)};
-        })"""
-    )
-    assert [slide for slide in slides if not slide["fits"] or slide["isEmpty"] or slide["smallest"] < 24] == []
 
 
 GRAD_BYTES, BACKWARD_S = 400e6, 0.1
