@@ -1,5 +1,6 @@
 """Graded checks of module 15: an optimizer that needs whole matrices."""
 
+import math
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ WORK = 1.15  # FLOPs of a rank, relative to the larger of total / N and the larg
 COUNTED = 0.2  # the least part of all FLOPs that the counter must see
 RANKS = range(2, 17)
 MIXED = [(6, 9), (9, 6), (7, 7), (1, 12), (12, 1), (5, 16), (16, 5)]
+MIXED_TWICE = MIXED + MIXED[:5]
 ORTHOGONALIZED = (  # shape, dtype, norm and steps (default: None)
     *((shape, torch.float64, None, None) for shape in MIXED),
     ((8, 5), torch.float64, 1e-7, None),
@@ -144,14 +146,14 @@ def test_equals_one_process(submission):
         (MIXED[:5], {"options": {"momentum": 0.0}, "transposed": [1]}),
         (MIXED, {"absent": absent, "transposed": [0, 4, 6], "options": decay}),
         ([(4, 9), (9, 4)], {"absent": [(2, 0, [0, 1]), (3, 1, [2])], "options": {"lr": 0.1}}),
-        (MIXED, {"absent": absent, "group": [1, 3], "more": {"groups": [[1, 3], [0, 2]]}}),
+        (MIXED, {"absent": absent, "group": [1, 3], "groups": [[1, 3], [0, 2]]}),
     )
     right = "correct weights earn points only if gradients are reduce-scattered and weights are all-gathered"
     for world, (shapes, setting) in zip(submission.worlds(1, 2, 3, 4), settings):
         problem = draw_problem(submission.rng, shapes, world, 10, **setting)
         [(results, _)] = train(submission, [problem])
         expect_weights(results, problem)
-        for at, _, launched in list_steps(results.events, 1, problem.group if len(problem.group) > 1 else []):
+        for at, _, launched in list_steps(results.events, 1, problem.job["group"] if world > 1 else []):
             ops = {launch.op for launch in drop_flags(launched)}
             wrong = f"the step launched {join_names(sorted(ops)) or 'nothing'}"
             is_right = ops == {"reduce_scatter", "all_gather"}
@@ -162,18 +164,47 @@ def test_equals_one_process(submission):
 @pytest.mark.needs("test_equals_one_process")
 def test_launches(submission):
     """A step makes one reduce-scatter and one all-gather per group, as large as its buffer, and nothing else."""
-    for results, problem in run_steps(submission, 3, [{"num_groups": 3}, {}, {"num_groups": 1}]):
-        for at, events, launched in list_steps(results.events if problem.world_size > 1 else [], 2):
-            expect_launches(events, launched, results[at["rank"]]["plan"]["rows"], at, len(problem.shapes))
+    for results, at, launched in list_two_steps(submission, 3, [{"num_groups": 3}, {}, {"num_groups": 1}]):
+        rows = results[at["rank"]]["plan"]["rows"]
+        sizes = sorted(len(lengths) * max(lengths) for lengths in rows)
+        events = results.events[at["rank"]]
+        barriers = sum(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
+        right = f"a step launches one reduce-scatter and one all-gather for each of {len(rows)} groups, of "
+        right += f"{join_names(sizes)} elements, and nothing else"
+        wrong = f"it made {summarize(launched, 12)}" + f" and {barriers} barriers" * bool(barriers)
+        expected = [(op, size) for op in ("all_gather", "reduce_scatter") for size in sizes]
+        is_right = sorted((x.op, x.numel) for x in launched) == expected and not barriers
+        why = partial(diagnosis.explain_launches, launched, rows, len(MIXED_TWICE))
+        expect(is_right, right, wrong, why, **at)
+        raced = [x for x in launched if x.raced]
+        right = "no tensor of a collective changes between launch and wait"
+        expect(not raced, right, f"those of {summarize(raced)} change", diagnosis.RACE, **at)
+        missed = [x for x in launched if not x.waits or x.wait_steps[0] != at["step"]]
+        wrong = f"it does not wait on {summarize(missed)}"
+        expect(not missed, "a step waits on every handle", wrong, diagnosis.NOT_AWAITED, **at)
 
 
 @pytest.mark.points(2)
 @pytest.mark.needs("test_launches")
 def test_overlap(submission):
     """Reduce-scatters are all launched at once. Each all-gather travels while the next group is orthogonalized."""
-    for results, problem in run_steps(submission, 2, [{"num_groups": 4}, {}]):
-        for at, _, launched in list_steps(results.events if problem.world_size > 1 else [], 2):
-            expect_overlap(launched, at)
+    for _, at, launched in list_two_steps(submission, 2, [{"num_groups": 4}, {}]):
+        reduces, gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
+        waits = sorted(x.waits[0] for x in reduces if not x.is_polled or x.sync)  # polling does not block
+        early = sum(wait < max(x.place for x in reduces) for wait in waits)
+        right = f"all {len(reduces)} reduce-scatters are launched before the first wait"
+        wrong = f"the rank waits {early} times before it launches the last one"
+        expect(not early, right, wrong, partial(diagnosis.explain_reductions, reduces, gathers), **at)
+        polled = sum(x.is_polled for x in reduces)
+        why = diagnosis.LATE_GATHERS if waits and gathers[0].place > waits[-1] else ""
+        for number, wait in enumerate(waits):
+            before = sum(x.place < wait for x in gathers)
+            right = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
+            expect(before >= number - polled, right, f"{before} are", why, **at)
+        last = max(x.place for x in gathers)
+        blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]
+        right = "no all-gather is awaited before all are launched"
+        expect(not blocked, right, f"{len(blocked)} are", diagnosis.EARLY_GATHER, **at)
 
 
 @pytest.mark.points(2)
@@ -184,8 +215,7 @@ def test_flops(submission):
     settings = ([("Llama 3 8B", 6)], [("XL", 8), ("Llama 3 8B", 8)])
     for world, sizes in zip(submission.worlds(3, 4), settings):
         names = [f"{layers} small layers of {name}" for name, layers in sizes]
-        more = {"counts": True}
-        problems = [draw_problem(submission.rng, SMALL[name] * count, world, 1, more=more) for name, count in sizes]
+        problems = [draw_problem(submission.rng, SMALL[name] * count, world, 1, counts=True) for name, count in sizes]
         for name, (results, problem) in zip(names, train(submission, problems)):
             costs = [10 * count_cost(shape) for shape in problem.shapes]
             limit = WORK * max(sum(costs) / world, max(costs))
@@ -205,9 +235,9 @@ def test_options(submission):
     one = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.2, "steps": 3})
     other = ([1, 3, 5, 6], {})
     options = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "steps": 4, "num_groups": 2}
-    more = {"scheduler": [[0.1 / (1 + step), 0.03 * (1 + step)] for step in range(4)], "closure": True}
+    lrs = [[0.1 / (1 + step), 0.03 * (1 + step)] for step in range(4)]
     [world] = submission.worlds(2)
-    setting = {"frozen": [2, 3], "param_groups": [one, other], "options": options, "more": more}
+    setting = {"frozen": [2, 3], "param_groups": [one, other], "options": options, "scheduler": lrs, "closure": True}
     [(results, problem)] = train(submission, [draw_problem(submission.rng, MIXED, world, 4, **setting)])
     expect_weights(results, problem)
     for rank, result in enumerate(results):
@@ -252,16 +282,36 @@ def test_state_dict(submission):
     absent = [(1, 0, [1]), (2, 0, [0, 2]), (2, 1, [0, 1, 2])]
     one, other = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5}), ([1, 3, 5, 6], {"weight_decay": 0.1})
     [world] = submission.worlds(3)
-    more = {"saves": True, "labels": None} | ({"groups": [[1, 2], [0]]} if world > 1 else {})
-    setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "more": more}
-    setting["group"] = [1, 2] if world > 1 else [0]
+    setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "saves": True, "labels": None}
+    setting |= {"group": [1, 2], "groups": [[1, 2], [0]]} if world > 1 else {}
     # The second checkpoint comes before the first step. In the third, a rank owns nothing.
     problems = [
         draw_problem(submission.rng, MIXED, world, steps, frozen=frozen, **setting)
         for frozen, steps in (([2], 3), ([2], 0), ([0, 1, 2, 3, 4, 6], 1))
     ]
     for results, problem in train(submission, problems):
-        expect_state_dict(results, problem, one[0], other[0])
+        numbers = {str(i): str((one[0] + other[0]).index(i)) for i in problem.trainable()}
+        momentum = {numbers[i]: value for i, value in problem.train()[1].items()}
+        options = [[problem.get_options(own[0][0], 0)[name] for name in scenarios.OPTIONS] for own in (one, other)]
+        for rank in problem.job["group"]:
+            saved = results[rank]["saved"]
+            have = sorted(saved["momentum"], key=int)
+            right = "before the first step, " * (not problem.gradients[0])
+            right += (
+                f"state_dict()['state'] has momentum_buffer for the numbers {join_names(sorted(momentum, key=int))}"
+            )
+            is_complete = set(have) == set(momentum) and None not in saved["momentum"].values()
+            why = partial(diagnosis.explain_numbers, have, momentum, numbers)
+            expect(is_complete, right, f"it has {join_names(have) or 'nothing'}", why, rank=rank)
+            devices = set(saved["devices"].values())
+            expect(devices == {"cpu"}, "state_dict returns tensors on the CPU", f"they are on {devices}", rank=rank)
+            expected, got = ([[0, 1, 2], [3, 4, 5, 6]], options), (saved["groups"], saved["options"])
+            right = f"state_dict()['param_groups'] has the numbers {expected[0]} and the options {options}"
+            expect(got == expected, right, f"it has {got[0]} and {got[1]}", rank=rank)
+        right = "the momentum in state_dict is that of one process"
+        actual = [results[rank]["saved"]["momentum"] for rank in problem.job["group"]]
+        why = partial(diagnosis.suspect_momentum, problem, numbers, momentum)
+        expect_equal(right, actual, momentum, ranks=problem.job["group"], tolerance=EXACT, hypotheses=why)
 
 
 @pytest.mark.points(1)
@@ -269,10 +319,10 @@ def test_state_dict(submission):
 def test_resharding(submission):
     """load_state_dict takes one process's checkpoint, at any world size, and each rank keeps its own part of it."""
     for world in submission.worlds(1, 3):
-        problem = draw_problem(submission.rng, MIXED, world, 3, transposed=[0, 3])
         saved = draw_problem(submission.rng, MIXED, 1, 1).gradients[0][0]
-        momentum = {str(i): values for i, values in enumerate(saved)}
-        problem.more = {"load": (momentum, [[0.07, 0.8, 0.1, 3.0]]), "saves": True, "labels": None}
+        load = {str(i): values for i, values in enumerate(saved)}, [[0.07, 0.8, 0.1, 3.0]]
+        setting = {"transposed": [0, 3], "load": load, "saves": True, "labels": None}
+        problem = draw_problem(submission.rng, MIXED, world, 3, **setting)
         [(results, _)] = train(submission, [problem])
         expect_weights(results, problem, "after a checkpoint has been loaded and ")
         for rank, result in enumerate(results):
@@ -307,15 +357,14 @@ def train(submission, problems):
     return list(zip(runs, problems))
 
 
-def run_steps(submission, world, options):
-    """Take two steps for each of these options. Yield (results, problem) if the weights are right."""
+def list_two_steps(submission, world, options):
+    """Take two steps for each of these options. Yield results, `at` and launches of each rank and step."""
     [world] = submission.worlds(world)
-    shapes = MIXED + MIXED[:5]
-    for results, problem in train(
-        submission, [draw_problem(submission.rng, shapes, world, 2, options=own) for own in options]
-    ):
+    problems = [draw_problem(submission.rng, MIXED_TWICE, world, 2, options=own) for own in options]
+    for results, problem in train(submission, problems):
         expect_weights(results, problem)
-        yield results, problem
+        for at, _, launched in list_steps(results.events if world > 1 else [], 2):
+            yield results, at, launched
 
 
 def expect_groups(groups, shapes, owners, num_ranks, num_groups, is_real):
@@ -348,94 +397,19 @@ def expect_weights(results, problem, after=""):
     """Expect the weights of one process after every step."""
     history, _ = problem.train()
     for step, weights in enumerate(history):
-        actual = [results[rank]["steps"][step]["weights"] for rank in problem.group]
-        expect_equal(
-            f"{after}after {step + 1} step{'s' * (step > 0)}, the weights are those of one process",
-            actual,
-            weights,
-            ranks=problem.group,
-            tolerance=EXACT,
-            hypotheses=partial(diagnosis.suspect_weights, problem, step, weights, actual),
-        )
-
-
-def expect_launches(events, launched, rows, at, num_matrices):
-    """Expect one reduce-scatter and one all-gather per group in a step. `rows` has the row lengths of each group."""
-    sizes = sorted(len(lengths) * max(lengths) for lengths in rows)
-    barriers = sum(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
-    right = f"a step launches one reduce-scatter and one all-gather for each of {len(rows)} groups, of "
-    right += f"{join_names(sizes)} elements, and nothing else"
-    wrong = f"it made {summarize(launched, 12)}" + f" and {barriers} barriers" * bool(barriers)
-    expected = [(op, size) for op in ("all_gather", "reduce_scatter") for size in sizes]
-    why = partial(diagnosis.explain_launches, launched, rows, num_matrices)
-    expect(sorted((x.op, x.numel) for x in launched) == expected and not barriers, right, wrong, why, **at)
-    raced = [x for x in launched if x.raced]
-    right = "no tensor of a collective changes between launch and wait"
-    expect(not raced, right, f"those of {summarize(raced)} change", diagnosis.RACE, **at)
-    missed = [x for x in launched if not x.waits or x.wait_steps[0] != at["step"]]
-    wrong = f"it does not wait on {summarize(missed)}"
-    expect(not missed, "a step waits on every handle", wrong, diagnosis.NOT_AWAITED, **at)
-
-
-def expect_overlap(launched, at):
-    """Expect the order of launches and waits that the skeleton asks for. A launch that was polled does not block."""
-    reduces, gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
-    waits = sorted(x.waits[0] for x in reduces if not x.is_polled or x.sync)
-    early = sum(wait < max(x.place for x in reduces) for wait in waits)
-    right = f"all {len(reduces)} reduce-scatters are launched before the first wait"
-    wrong = f"the rank waits {early} times before it launches the last one"
-    expect(not early, right, wrong, partial(diagnosis.explain_reductions, reduces, gathers), **at)
-    polled, why = sum(x.is_polled for x in reduces), ""
-    if waits and gathers[0].place > waits[-1]:
-        why = diagnosis.LATE_GATHERS
-    for number, wait in enumerate(waits):
-        before = sum(x.place < wait for x in gathers)
-        right = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
-        expect(before >= number - polled, right, f"{before} are", why, **at)
-    last = max(x.place for x in gathers)
-    blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]
-    right = "no all-gather is awaited before all are launched"
-    expect(not blocked, right, f"{len(blocked)} are", diagnosis.EARLY_GATHER, **at)
-
-
-def expect_state_dict(results, problem, *indices):
-    """Expect the state dict of one process. `indices` are those of the matrices in each parameter group."""
-    order = sum(indices, [])
-    numbers = {str(i): str(order.index(i)) for i in problem.trainable()}
-    expected = {numbers[i]: value for i, value in problem.train()[1].items()}
-    options = [[problem.get_options(numbers[0], 0)[name] for name in scenarios.OPTIONS] for numbers in indices]
-    for rank in problem.group:
-        saved = results[rank]["saved"]
-        have = sorted(saved["momentum"], key=int)
-        right = "before the first step, " * (not problem.gradients[0])
-        right += f"state_dict()['state'] has the numbers {join_names(sorted(expected, key=int))}, with momentum_buffer"
-        is_complete = set(have) == set(expected) and None not in saved["momentum"].values()
-        why = partial(diagnosis.explain_numbers, have, expected, numbers)
-        expect(is_complete, right, f"it has {join_names(have) or 'nothing'}", why, rank=rank)
-        devices = set(saved["devices"].values())
-        expect(devices == {"cpu"}, "state_dict returns tensors on the CPU", f"they are on {devices}", rank=rank)
-        right = f"state_dict()['param_groups'] has the numbers {[[0, 1, 2], [3, 4, 5, 6]]} and the options {options}"
-        got = (saved["groups"], saved["options"])
-        is_right = got == ([[0, 1, 2], [3, 4, 5, 6]], options)
-        expect(is_right, right, f"it has {got[0]} and {got[1]}", rank=rank)
-    expect_equal(
-        "the momentum in state_dict is that of one process",
-        [results[rank]["saved"]["momentum"] for rank in problem.group],
-        expected,
-        ranks=problem.group,
-        tolerance=EXACT,
-        hypotheses=partial(diagnosis.suspect_momentum, problem, numbers, expected),
-    )
+        actual = [results[rank]["steps"][step]["weights"] for rank in problem.job["group"]]
+        what = f"{after}after {step + 1} step{'s' * (step > 0)}, the weights are those of one process"
+        why = partial(diagnosis.suspect_weights, problem, step, weights, actual)
+        expect_equal(what, actual, weights, ranks=problem.job["group"], tolerance=EXACT, hypotheses=why)
 
 
 def expect_momentum(results, problem):
     """Expect optimizer.state to have the momentum of the matrices that the rank owns, and nothing else."""
     for rank, result in enumerate(results):
-        nbytes = {i: 8 * rows * columns for i, (rows, columns) in enumerate(problem.shapes)}
-        owned = [[i, nbytes[i]] for i, owner in result["plan"]["owners"] if owner == rank]
-        names = [i for i, _ in owned]
+        names = [i for i, owner in enumerate(result["plan"]["owners"]) if owner == rank]
+        owned = [[i, 8 * math.prod(problem.shapes[i])] for i in names]
         right = f"optimizer.state has the momentum of the matrices that this rank owns: {join_names(names) or 'none'}"
         wrong = join_names([f"{count} bytes of matrix {i}" for i, count in result["owned"]], 4)
         is_everywhere = len(result["owned"]) == len(problem.trainable())
         why = diagnosis.EVERYWHERE if is_everywhere else "" if result["owned"] else diagnosis.NO_STATE
-        expect(result["owned"] == sorted(owned), right, f"it has {wrong or 'nothing'}", why, rank=rank)
+        expect(result["owned"] == owned, right, f"it has {wrong or 'nothing'}", why, rank=rank)

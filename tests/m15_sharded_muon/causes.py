@@ -125,17 +125,18 @@ def suspect_weights(problem, step, right, weights_by_rank):
     histories = {cause: problem.train(average=other) for cause, other in AVERAGES.items()}
     histories |= {cause: problem.train(partial(take_update, **other)) for cause, other in UPDATES.items()}
     changes = {}
-    if "load" in problem.more:
-        momentum, options = problem.more["load"]
-        changes[NOT_LOADED] = {"more": {"load": ({}, options)}}
-        changes[OLD_GROUPS] = {"more": {"load": (momentum, [list(DEFAULTS.values())])}}
-    if "scheduler" in problem.more:
-        changes[CONSTRUCTOR] = {"more": {}}
-        changes[FIRST_GROUP] = {"param_groups": [(range(len(problem.shapes)), problem.param_groups[0][1])]}
-    histories |= {cause: replace(problem, **change).train() for cause, change in changes.items()}
+    if "load" in problem.job:
+        momentum, options = problem.job["load"]
+        changes[NOT_LOADED] = {"load": ({}, options)}
+        changes[OLD_GROUPS] = {"load": (momentum, [list(DEFAULTS.values())])}
+    if "scheduler" in problem.job:
+        groups = problem.job["param_groups"]
+        changes[CONSTRUCTOR] = {"scheduler": [[own.get("lr", problem.job["options"]["lr"]) for _, own in groups]] * 4}
+        changes[FIRST_GROUP] = {"param_groups": [(range(len(problem.shapes)), groups[0][1])]}
+    histories |= {cause: replace(problem, job=problem.job | change).train() for cause, change in changes.items()}
     guesses = {cause: history[step] for cause, (history, _) in histories.items()}
     return {
-        cause: [guess] * len(problem.group)
+        cause: [guess] * len(problem.job["group"])
         for cause, guess in guesses.items()
         if any(not torch.allclose(guess[name], right[name], rtol=1e-3) for name in right)
     }
@@ -143,10 +144,10 @@ def suspect_weights(problem, step, right, weights_by_rank):
 
 def suspect_momentum(problem, numbers, right):
     """Return causes, and the momentum in state_dict to which each of them leads."""
-    size = len(problem.group)
+    size = len(problem.job["group"])
     factors = {
         SUM: lambda i: size,
-        WORLD: lambda i: size / problem.world_size,
+        WORLD: lambda i: size / len(problem.gradients),
         LERP: lambda i: 1 - problem.get_options(int(i), 0)["momentum"],
     }
     return {
@@ -187,8 +188,8 @@ def explain_reductions(reduces, gathers):
 
 def explain_work(shapes, owners, rank, flops):
     """Return why a rank computes too much."""
-    own = sum(10 * count_cost(shapes[i]) for i, owner in owners if owner == rank)
-    sides = [shapes[i] for i, owner in owners if owner == rank]
+    sides = [shape for shape, owner in zip(shapes, owners) if owner == rank]
+    own = sum(10 * count_cost(shape) for shape in sides)
     for grams in (sides, [sorted(shape, reverse=True) for shape in sides]):
         if flops[rank] == sum(10 * side**2 * (2 * other + side) for side, other in grams) > own:
             return TRANSPOSE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,40 +75,28 @@ def take_update(
 
 @dataclass
 class Problem:
-    """Matrices, their start, and gradients[rank][step][i], of which some are None. `group` has the ranks that train."""
+    """Matrices, what the jobs of all ranks have in common, and gradients[rank][step][i], of which some are None."""
 
     shapes: list[tuple[int, int]]
-    world_size: int
-    start: list[Tensor]
     gradients: list[list[list[Tensor | None]]]
-    group: list[int]
-    frozen: list[int] = field(default_factory=list)
-    transposed: list[int] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)  # of the constructor
-    param_groups: list[tuple[list[int], dict]] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)  # of the job
+    job: dict[str, Any]
 
     def make_jobs(self) -> PerRank:
         """Return each rank's job, which contains its own gradients only."""
-        common = {"start": self.start, "frozen": self.frozen, "transposed": self.transposed, "options": self.options}
-        common |= {"group": self.group} | self.more
-        if self.param_groups:
-            common["param_groups"] = self.param_groups
-        return PerRank(common | {"gradients": own} for own in self.gradients)
+        return PerRank(self.job | {"gradients": own} for own in self.gradients)
 
     def trainable(self) -> list[int]:
-        return [i for i in range(len(self.shapes)) if i not in self.frozen]
+        return [i for i in range(len(self.shapes)) if i not in self.job["frozen"]]
 
     def get_options(self, i: int, step: int) -> dict[str, Any]:
         """Return the options of matrix i in a step."""
-        options = DEFAULTS | {name: value for name, value in self.options.items() if name in DEFAULTS}
-        for number, (indices, own) in enumerate(self.param_groups or [(range(len(self.shapes)), {})]):
-            if i in indices:
-                options |= own
-                if "load" in self.more:
-                    options |= dict(zip(scenario.OPTIONS, self.more["load"][1][number]))
-                if "scheduler" in self.more:
-                    options["lr"] = self.more["scheduler"][step][number]
+        options = DEFAULTS | {name: value for name, value in self.job["options"].items() if name in DEFAULTS}
+        [number] = [n for n, (indices, _) in enumerate(self.job["param_groups"]) if i in indices]
+        options |= self.job["param_groups"][number][1]
+        if "load" in self.job:
+            options |= dict(zip(scenario.OPTIONS, self.job["load"][1][number]))
+        if "scheduler" in self.job:
+            options["lr"] = self.job["scheduler"][step][number]
         return options | {"steps": int(options["steps"])}
 
     def train(self, update: Callable[..., Tensor] = take_update, average: Callable[..., Tensor | None] = average):
@@ -116,13 +104,14 @@ class Problem:
 
         Other functions `update` and `average` are mistakes. If `average` returns None, the matrix is left alone.
         """
-        weights, history = [values.double().clone() for values in self.start], []
+        weights, history = [values.double().clone() for values in self.job["start"]], []
         momentum = {i: torch.zeros_like(weights[i]) for i in self.trainable()}
-        for number, value in self.more.get("load", ({},))[0].items():
+        for number, value in self.job.get("load", ({},))[0].items():
             momentum[int(number)] = value.double().clone()
         for step in range(len(self.gradients[0])):
             for i in self.trainable():
-                grad = average([self.gradients[rank][step][i] for rank in self.group], torch.zeros_like(weights[i]))
+                grads = [self.gradients[rank][step][i] for rank in self.job["group"]]
+                grad = average(grads, torch.zeros_like(weights[i]))
                 if grad is not None:
                     options = self.get_options(i, step)
                     momentum[i] = options["momentum"] * momentum[i] + grad
@@ -131,20 +120,28 @@ class Problem:
         return history, {str(i): value for i, value in momentum.items()}
 
 
-def draw_problem(rng: Any, shapes: Sequence[tuple[int, int]], world_size: int, steps: int, **more: Any) -> Problem:
-    """Draw weights and gradients. "absent" in `more` has triples (step, matrix, ranks without a gradient)."""
-    absent = {(step, i, rank) for step, i, ranks in more.pop("absent", []) for rank in ranks}
+def draw_problem(
+    rng: Any,
+    shapes: Sequence[tuple[int, int]],
+    world_size: int,
+    steps: int,
+    absent: Sequence[tuple[int, int, Sequence[int]]] = (),
+    **job: Any,
+) -> Problem:
+    """Draw weights and gradients. `absent` has triples (step, matrix, ranks without a gradient)."""
+    missing = {(step, i, rank) for step, i, ranks in absent for rank in ranks}
     own, *others = draw_generators(rng, world_size + 1)
-    start = [torch.randn(shape, dtype=torch.float64, generator=own) for shape in shapes]
+    every = range(len(shapes))
+    job = {"frozen": [], "transposed": [], "options": {}, "param_groups": [(list(every), {})]} | job
+    job = {"start": [torch.randn(shape, dtype=torch.float64, generator=own) for shape in shapes]} | job
 
     def draw(generator: torch.Generator, rank: int, step: int, i: int) -> Tensor | None:
-        if (step, i, rank) in absent or i in more.get("frozen", []):
+        if (step, i, rank) in missing or i in job["frozen"]:
             return None
         return SCALE * torch.randn(shapes[i], dtype=torch.float64, generator=generator)
 
     gradients = [
-        [[draw(generator, rank, step, i) for i in range(len(shapes))] for step in range(steps)]
+        [[draw(generator, rank, step, i) for i in every] for step in range(steps)]
         for rank, generator in enumerate(others)
     ]
-    group = more.pop("group", list(range(world_size)))
-    return Problem(list(shapes), world_size, start, gradients, group, **more)
+    return Problem(list(shapes), gradients, {"group": list(range(world_size))} | job)

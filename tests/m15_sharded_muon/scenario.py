@@ -42,16 +42,6 @@ def make_parameter(values: Tensor, is_transposed: bool) -> nn.Parameter:
     return nn.Parameter(values.T.contiguous().T if is_transposed else values.clone())
 
 
-def make_optimizer(job: dict, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the submission's optimizer, with job["param_groups"]: pairs (numbers of parameters, options)."""
-    groups = [{"params": [params[i] for i in numbers]} | options for numbers, options in job.get("param_groups", [])]
-    group = create_group(job)
-    with phase("construct"):
-        return student(PACKAGE, "ShardedMuon")(
-            groups or iter(params), **job["options"], **({} if group is None else {"process_group": group})
-        )
-
-
 def train(job: dict) -> dict:
     """Take a step with each of job["gradients"], of which each is a list of tensors and None.
 
@@ -62,13 +52,22 @@ def train(job: dict) -> dict:
     params = [make_parameter(values, i in job["transposed"]) for i, values in enumerate(job["start"])]
     for i in job["frozen"]:
         params[i].requires_grad_(False)
-    optimizer = make_optimizer(job, params)
+    groups, group = job["param_groups"], create_group(job)
+    given = iter(params)
+    if len(groups) > 1:
+        given = [{"params": [params[i] for i in numbers]} | options for numbers, options in groups]
+    with phase("construct"):
+        named = {} if group is None else {"process_group": group}
+        optimizer = student(PACKAGE, "ShardedMuon")(given, **job["options"], **named)
     is_kept = "load" not in job or load(optimizer, *job["load"])
     steps = [take_step(job, params, optimizer, step) for step in range(len(job["gradients"]))]
     recording.note("step", step=None)
     answer = {"steps": steps, "is_optimizer": isinstance(optimizer, torch.optim.Optimizer), "is_kept": is_kept}
     answer |= {"saved": describe_checkpoint(optimizer)} if job.get("saves") else {}
-    return answer | {"plan": describe_plan(job, params), "owned": list_momentum(optimizer, params)}
+    return answer | {
+        "plan": describe_plan(job, [tuple(p.shape) for p in params]),
+        "owned": list_momentum(optimizer, params),
+    }
 
 
 def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> dict:
@@ -102,16 +101,13 @@ def name_matrices(shapes: Sequence[Sequence[int]], tensors: list[Any]) -> dict[s
     return {f"matrix {i} ({rows} × {columns})": t for i, ((rows, columns), t) in enumerate(zip(shapes, tensors))}
 
 
-def describe_plan(job: dict, params: list[nn.Parameter]) -> dict:
-    """Return the submission's owners and groups of these parameters."""
-    numbers = [i for group, _ in job["param_groups"] for i in group] if "param_groups" in job else range(len(params))
-    trained = [i for i in numbers if params[i].requires_grad]
-    shapes = [tuple(params[i].shape) for i in trained]
+def describe_plan(job: dict, shapes: list[tuple[int, int]]) -> dict:
+    """Return the submission's owners of matrices, and the lengths of the rows of its groups."""
     size = len(job["group"])
     owners = student(PACKAGE, "assign_matrices")(shapes, size)
     groups = student(PACKAGE, "plan_groups")(shapes, owners, size, job["options"].get("num_groups", 4))
-    sizes = [[sum(shapes[i][0] * shapes[i][1] for i in row) for row in rows] for rows in groups]
-    return {"owners": [[i, int(owner)] for i, owner in zip(trained, owners)], "rows": sizes}
+    rows = [[sum(shapes[i][0] * shapes[i][1] for i in row) for row in rows] for rows in groups]
+    return {"owners": list(map(int, owners)), "rows": rows}
 
 
 def list_momentum(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[list[int]]:
