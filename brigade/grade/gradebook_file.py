@@ -1,9 +1,10 @@
 """Update the gradebook of a class, which belongs to the instructor: keep every cell that a person wrote.
 
 The results directory of the gradebook contains a record of what the grader wrote, `grader.csv`. A cell of the gradebook
-that is not empty, and differs from the record and from what the grader gives now, was changed by a person, so it is
-kept. Columns and rows that are not in the record are kept too. `backups` contains the gradebook as it was before the
-first write of each run, and before any write that found a person's changes.
+that is not empty and differs from the record was changed by a person, so it is kept. Columns and rows that are not in
+the record are kept too. During a write, `grader.next` contains the record that the gradebook will have, in case the run
+is killed meanwhile. `backups` contains the gradebook as it was before the first write of each run, and before any write
+that found a person's changes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class GradebookFile:
     def __init__(self, path: Path, results: Path):
         self.path = path
         self.backups = results / "backups"
-        self.record = results / "grader.csv"
+        self.record, self.next = results / "grader.csv", results / "grader.next"
         self.last_text: str | None = None  # what this run wrote last
         self.corrections: list[str] = []  # what a person changed, for the report
         self.removed: list[str] = []  # rows whose submission is not there any more
@@ -42,7 +43,10 @@ class GradebookFile:
         present, rows, delimiter = read_table(self.path) if self.path.exists() else ([], [], ",")
         gradebook.refuse_several_parts([*graded, *gradebook.list_modules(rows)])
         entries, with_written = gradebook.list_modules([*rows, *written]), gradebook.list_modules(rows, "written")
-        record = {get_key(row): row for row in read_table(self.record)[1]} if self.record.exists() else {}
+        record, begun = (
+            {get_key(row): row for row in read_table(path)[1]} if path.exists() else {}
+            for path in (self.record, self.next)
+        )
         rows = merge_rows_without_submission(rows, written, record)
         fresh = {get_key(row): row for row in written}
         known_keys = {get_key(row) for row in rows}
@@ -61,17 +65,16 @@ class GradebookFile:
                 continue
             # Empty the checks of these modules, because a module may have other checks now, or no score yet.
             new = {c: "" for c in known if c.partition(".")[0] in {str(entry.number) for entry in graded}} | new
-            by_hand = find_changes(row, known, new)
+            by_hand = find_changes(row, known, begun.get(key, {}))
             row |= new | by_hand
             total = {column: str(value) for column, value in gradebook.add_up(row, entries, with_written).items()}
-            by_hand = find_changes(by_hand, {}, total)
             row |= total | by_hand
             for column in [column for column in new if column in by_hand]:
-                if known:
+                if known and not is_same(by_hand[column], new[column]):
                     what = f"{column} is {by_hand[column]}; the grader gave {new[column] or 'nothing'}"
                     self.corrections.append(f"{row['student']}: {what}")
             merged.append(row)
-            new_record.append(known | new | {c: value for c, value in total.items() if c not in by_hand})
+            new_record.append(known | {c: value for c, value in (new | total).items() if c not in by_hand})
         students = {row.get("student") for row in merged}
         for row in fresh.values():
             if row["submission"] or row["student"] not in students:
@@ -81,8 +84,9 @@ class GradebookFile:
         columns = insert_columns(present, list_columns(written))
         if not self.record.exists():
             formats.write(self.record, "")  # or a run that is killed now could not be repeated
+        formats.write(self.next, format_columns(list_columns(new_record), new_record))
         self.write(BOM + format_columns(columns, merged, delimiter))
-        formats.write(self.record, format_columns(list_columns(new_record), new_record))
+        self.next.replace(self.record)
 
     def write(self, text: str) -> None:
         """Replace the gradebook. If somebody else has written to it, make a copy first."""
@@ -116,15 +120,15 @@ def is_same(one: str, other: str) -> bool:
     return one.strip() == other.strip() or (first is not None and first == second)
 
 
-def find_changes(row: Row, known: Row, new: Row) -> Row:
-    """Return the cells that a person has changed since the grader wrote the row. It wrote `known` and now gives `new`.
+def find_changes(row: Row, *known: Row) -> Row:
+    """Return the cells that a person has changed since the grader wrote the row. It wrote one of `known`.
 
     An empty cell is not among them, so that a person can give a cell back to the grader.
     """
     return {
         column: value
         for column, value in row.items()
-        if value != "" and not any(is_same(value, cells.get(column, "")) for cells in (known, new))
+        if value != "" and not any(is_same(value, cells.get(column, "")) for cells in known)
     }
 
 
@@ -139,7 +143,7 @@ def merge_rows_without_submission(
     own = [row for row in fresh if row["submission"] in by_submission]
     merged = []
     for row in rows:
-        by_hand = find_changes(row, record.get(get_key(row), {}), {})
+        by_hand = find_changes(row, record.get(get_key(row), {}))
         found = [] if row.get("submission") else [new for new in own if is_same_student(row, new)]
         other = by_submission[found[0]["submission"]] if found else {}
         if not found or by_hand.keys() & find_changes(other, record.get(get_key(other), {}), found[0]).keys():
