@@ -89,8 +89,8 @@ def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 def split_into_chunks(tensor: Tensor, world_size: int) -> list[Tensor]:
     """Split a contiguous tensor into flat views, one chunk per rank. The first chunks may be one element longer.
 
-    Some chunks are empty if there are fewer elements than ranks; `torch.chunk` would return fewer chunks. Raise
-    ValueError if the tensor is not contiguous.
+    Some chunks are empty if there are fewer elements than ranks; `torch.chunk` would return fewer chunks. An empty
+    chunk may be sent or skipped, if both sides do the same. Raise ValueError if the tensor is not contiguous.
     """
     require_contiguous(tensor)
     return list(tensor.view(-1).tensor_split(world_size))
