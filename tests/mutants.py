@@ -10,23 +10,16 @@ reference right. An entry is a header and a diff:
     -            parameter.grad /= dist.get_world_size(self.process_group)
     +            pass
 
-A line `@@` separates hunks. The old lines of a hunk, which begin with a space or `-`, must occur exactly once in the
-reference's file, so the rest of the file may change. To add a mutant, change the reference, then run for example
-
-    python tests/mutants.py 3 "summed, not averaged" test_gradients_are_averaged --cause "summed over the ranks"
-
-The command writes the entry and restores the reference from git's index.
+A line that begins with `@@` separates hunks. The old lines of a hunk, which begin with a space or `-`, must occur
+exactly once in the reference's file, so the rest of the file may change. To add a mutant, write its header and append
+the output of `git diff -U0 solutions/m03_overlapped_ddp` as it is, or with more context if a hunk does not occur once.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import functools
 import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,6 +117,7 @@ def read_changes(entry: Module, name: str) -> tuple[Change, ...]:
 
 def parse(entry: Module, origin: str, block: str) -> Change:
     """Return the change that an entry describes. `block` begins with the entry's name."""
+    block = re.sub(r"^(diff --git |index |\+\+\+ b/).*\n", "", block, flags=re.MULTILINE)  # lines of `git diff`
     header, *files = re.split(r"^--- a/", block, flags=re.MULTILINE)
     name, *lines = header.splitlines()
     fields = dict(line.split(": ", 1) for line in lines if ": " in line and not line.startswith("#"))
@@ -132,32 +126,15 @@ def parse(entry: Module, origin: str, block: str) -> Change:
     hunks = []
     for part in files:
         file, _, bodies = part.partition("\n")
-        for body in re.split(r"^@@\n", bodies, flags=re.MULTILINE):
+        for body in filter(None, re.split(r"^@@.*\n", bodies, flags=re.MULTILINE)):
             lines = re.sub(r"^#.*\n", "", body, flags=re.MULTILINE).rstrip("\n").split("\n")
             old, new = (tuple(line[1:] for line in lines if line[:1] in ("", " ", sign)) for sign in "-+")
             if any(line[:1] not in ("", " ", "-", "+") for line in lines):
                 raise ValueError(f"{origin}, {name!r}: a line of a hunk begins with ' ', '-' or '+'")
-            hunks.append(Hunk(file, old, new))
+            hunks.append(Hunk(Path(file).name, old, new))
     if fields or not checks or not hunks:
         raise ValueError(f"{origin}, {name!r}: an entry has a name, checks, a cause, and a diff; wrong: {fields}")
     return Change(entry.number, origin, name, tuple(checks.split(", ")), tuple(hunks), cause, in_sample)
-
-
-def format_entry(kind: str, name: str, checks: Sequence[str], cause: str, in_sample: bool, diff: str) -> str:
-    """Return the entry of a mutant or variant for `mutants.diff` or `variants.diff`."""
-    lines = [f"{kind}: {name}", f"{'passes' if kind == 'variant' else 'caught by'}: {', '.join(checks)}"]
-    lines += [f"cause: {cause}"] * bool(cause) + ["sample: yes"] * in_sample
-    return "\n".join([*lines, diff])
-
-
-def format_diff(before: Texts, after: Texts, context: int) -> str:
-    """Return the diff from `before` to `after`, with this number of lines around each change."""
-    diff = []
-    for file, text in before.items():
-        unified = difflib.unified_diff(text.splitlines(), after[file].splitlines(), n=context, lineterm="")
-        lines = ["@@" if line.startswith("@@") else line.rstrip() for line in list(unified)[2:]]
-        diff += [f"--- a/{file}", *lines[1:]] if lines else []
-    return "\n".join(diff) + "\n"
 
 
 def run_on_text(check: Check, text: str | Texts, conditions: Conditions) -> Outcome:
@@ -198,42 +175,3 @@ def escapes(mutant: Change, conditions: Conditions) -> str:
             return f"{needed} hides the cause of {mutant.checks[0]}, which needs it:\n{outcome.verdict}"
         needed = checks[needed].needs
     return ""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("number", type=int, help="the number of the module")
-    parser.add_argument("name", help="what the mutant does wrong, such as 'summed, not averaged'")
-    parser.add_argument("checks", nargs="+", help="the checks that catch it; the first one must tell the cause")
-    parser.add_argument("--cause", default="", help="a part of the likely cause that students read")
-    parser.add_argument("--sample", action="store_true", help="run the mutant in `make gpu-check` too")
-    parser.add_argument("--variant", action="store_true", help="the change is right, and the checks must accept it")
-    options = parser.parse_args()
-    entry, kind = get_module(options.number), "variant" if options.variant else "mutant"
-    if unknown := {*options.checks} - {check.name for check in collect([entry])}:
-        parser.error(f"module {entry.number} has no check {', '.join(sorted(unknown))}")
-    after, before = read_reference(entry), {}
-    for path in entry.paths:
-        show = ["git", "show", f":solutions/{path.as_posix()}"]
-        before[path.name] = subprocess.run(show, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    if after == before:
-        parser.error(f"change solutions/{entry.package} first: it is as in git's index")
-    file = entry.tests / f"{kind}s.diff"
-    for context in range(99):  # as few lines as make every hunk unique
-        diff = format_diff(before, after, context)
-        text = format_entry(kind, options.name, options.checks, options.cause, options.sample, diff)
-        try:
-            if parse(entry, file.name, text.partition(": ")[2]).apply(before) == after:
-                break
-        except ValueError:
-            pass
-    with file.open("a") as entries:
-        entries.write("\n" * (entries.tell() > 0) + text)
-    for path in entry.paths:
-        (ROOT / "solutions" / path).write_text(before[path.name])
-    print(f"{file.relative_to(ROOT)} has a new {kind}, and solutions/{entry.package} is as before")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -75,7 +75,10 @@ def test_every_diff_applies(entry):
 
 @pytest.mark.parametrize(("old", "times"), [("no line of it", 0), ("        ### END SOLUTION", 2)])
 def test_a_hunk_applies_exactly_once(old, times):
-    change = parse(get_module(2), "a.diff", f"a name\ncaught by: a_check\n--- a/flat_ddp.py\n {old}\n+    pass\n")
+    """An entry may contain the output of `git diff` as it is."""
+    file = "solutions/m02_flat_ddp/flat_ddp.py"
+    diff = f"diff --git a/{file} b/{file}\nindex 1..2 100644\n--- a/{file}\n+++ b/{file}\n@@ -3,0 +4 @@ def f():\n"
+    change = parse(get_module(2), "a.diff", f"a name\ncaught by: a_check\n{diff} {old}\n+    pass\n")
     with pytest.raises(ValueError, match=f"a.diff, 'a name': these lines occur {times} times in flat_ddp.py"):
         change.apply()
 
