@@ -247,6 +247,15 @@ def test_groups_overlap_with_backward(submission):
             expect_complete(events, groups, at)
             why_late = partial(explain_late_launches, submission, jobs, events, at["step"], "group")
             expect_group_overlap(events, [names for _, _, names in groups], at, setting, why_late)
+    # Layer 1's gradients are ready first, so half of group 1 (layers 1 and 0) is ready before group 0 (layers 3 and 2).
+    [world] = submission.worlds(2)
+    case = submission.case("Reordered", world, branches=[1] * world)
+    numels = [p.numel() for p in reversed(case.parameters().values())]
+    ranges = compute_layout(numels, None, world)["param_ranges"]
+    job = make_job(bucket_numel=ranges[7][1] - ranges[4][0])
+    results = submission.run(training.train, case.make_jobs(**job), world_size=world)
+    for at, events, _ in list_steps(results.events, 1):
+        expect_late_waits(events, at)
 
 
 @pytest.mark.points(1)
@@ -486,6 +495,19 @@ def expect_group_overlap(events, groups, at, setting, why_late):
     options = {"unit": "group", "gathered": True, "why_late": why_late, "setting": setting}
     with replace_cause(lambda failed: find_leftover(events)):  # also of the all-gathers, after which nothing is awaited
         expect_overlap(scatters, at["step"], groups, at["rank"], **options)
+
+
+def expect_late_waits(events, at):
+    """Expect that no hook waits for the group that it launches, unless it launches the next group, too."""
+    ready = [position for position, _ in list_ready_gradients(events, at["step"])]
+    scatters = [launch for launch in launches(events, at["step"]) if launch.op == "reduce_scatter"]
+    for number, (launch, after) in enumerate(zip(scatters, scatters[1:])):
+        next_ready = min((position for position in ready if position > launch.place), default=launch.place)
+        early = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
+        is_early = any(place < next_ready for place in early) and after.place > next_ready
+        right = "no hook waits for the group that it launches, even if half of the next group is already ready"
+        wrong = f"the hook that launched group {number} waited for it"
+        expect(not is_early, right, wrong, diagnosis.GATHERED_AT_ONCE, **at)
 
 
 def expect_ranks(events, group, rank):

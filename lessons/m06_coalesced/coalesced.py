@@ -79,7 +79,8 @@ class BucketGroup:
 
         `finish_grad_sync` only waits, so average here: with `ReduceOp.AVG`, or by dividing before a SUM.
         """
-        # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle.
+        # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle. The first
+        # argument is the output, this rank's shard, and the second is the input, the whole bucket.
         # TODO: part (c)
         raise NotImplementedError("module 6, part (c)")
 
@@ -160,8 +161,8 @@ class CoalescedDDP(BufferedDDP):
         self.require_unreduced(self.groups[index])
         super().mark_ready(index, i)
         if self.gather_grads:
-            # By now, all complete groups have been launched. When half of the next group's gradients are ready, the
-            # reduce-scatter of the previous group has had time to finish. Then launch the previous group's all-gather.
+            # By now, all complete groups have been launched. The gradient that makes half of the next group ready also
+            # launches the previous group's all-gather, if that group's reduce-scatter was launched in an earlier hook.
             # TODO: part (g)
             raise NotImplementedError("module 6, part (g)")
 

@@ -97,7 +97,8 @@ class BucketGroup:
 
         `finish_grad_sync` only waits, so average here: with `ReduceOp.AVG`, or by dividing before a SUM.
         """
-        # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle.
+        # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle. The first
+        # argument is the output, this rank's shard, and the second is the input, the whole bucket.
         ### BEGIN SOLUTION part (c)
         with coalesce(self.process_group) as self.grad_handle:
             for own, bucket in self.shards(self.buffer.grad_data):
@@ -192,14 +193,13 @@ class CoalescedDDP(BufferedDDP):
         self.require_unreduced(self.groups[index])
         super().mark_ready(index, i)
         if self.gather_grads:
-            # By now, all complete groups have been launched. When half of the next group's gradients are ready, the
-            # reduce-scatter of the previous group has had time to finish. Then launch the previous group's all-gather.
+            # By now, all complete groups have been launched. The gradient that makes half of the next group ready also
+            # launches the previous group's all-gather, if that group's reduce-scatter was launched in an earlier hook.
             ### BEGIN SOLUTION part (g)
-            next_group = self.queue.next_to_launch
-            if len(self.gathers) < next_group < len(self.groups):
-                num_grads = len(self.groups[next_group].param_indices)
-                if 2 * self.queue.num_pending[next_group] <= num_grads:
-                    self.launch_next_all_gather()
+            is_next = index == self.queue.next_to_launch  # then this hook has launched nothing
+            is_half = self.queue.num_pending[index] == len(self.groups[index].param_indices) // 2
+            if is_next and is_half and len(self.gathers) < index:
+                self.launch_next_all_gather()
             ### END SOLUTION
 
     def require_unreduced(self, *groups: BucketGroup) -> None:

@@ -35,6 +35,10 @@ MIXED_ORDER = (
     "ready. Launch the all-gather of a group before the reduce-scatter of the next group, or launch every all-gather "
     "in finish_grad_sync."
 )
+GATHERED_AT_ONCE = (
+    "the hook that launches a group also gathers it, because half of the next group was ready before. Gather only in "
+    "the hook whose own gradient makes half of the next group ready."
+)
 WRONG_GROUP = "the process group is not passed on to each BucketGroup, or to coalesce and the calls in its block."
 
 
