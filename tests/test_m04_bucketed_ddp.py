@@ -158,7 +158,7 @@ def test_unused_parameters(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_no_sync_accumulates(submission):
-    """Inside no_sync, even nested or interrupted, backward launches nothing. The next finish averages the sum."""
+    """Inside no_sync, backward launches nothing, and the next finish averages the sum. A second backward is refused."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=3, dtype=torch.float64)
     with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):

@@ -97,8 +97,8 @@ class GradBuffer:
 
     def attach_views(self) -> None:
         """Create `views`, and make gradients and parameters point into the flat tensors. Their values do not change."""
-        # An existing gradient moves into its view, except with main_grad. If there is a param_data, parameter.data
-        # moves into it too.
+        # An existing gradient moves into its view, except with main_grad. A gradient of None stays None. If there is a
+        # param_data, parameter.data moves into it too.
         ### BEGIN SOLUTION part (b)
         self.views: list[torch.Tensor] = []
         for parameter, (start, end) in zip(self.params, self.layout.param_ranges):
@@ -231,7 +231,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
 
         Raise RuntimeError if the unit is already complete: then a second backward came before `finish_grad_sync`.
         """
-        # Always accumulate the gradient. Count it only outside no_sync.
+        # Refuse first. Then accumulate the gradient, even inside no_sync, but count it only outside.
         ### BEGIN SOLUTION part (f)
         if self.queue.num_pending[index] == 0:
             raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
