@@ -129,7 +129,7 @@ def test_groups_that_no_forward_used(submission):
 
 @pytest.mark.points(2)
 def test_complete_weights_elsewhere(submission):
-    """state_dict, an evaluation, a second step, load_state_dict and add_param_group all use complete weights."""
+    """state_dict, evaluations, a second step, and the optimizer's load_state_dict all use complete weights."""
     [world] = submission.worlds(2)
     readers = {  # how the weights are read -> the model, and how many steps the optimizer takes in total
         "ddp.state_dict()": ("Plain", 1),

@@ -27,7 +27,7 @@ class PrefetchedDDP(CachedDDP):
     """Like `CachedDDP`, but after `start_param_sync`, the next forward waits for each group when it needs the group.
 
     A module's weights are incomplete from `start_param_sync` until the module runs, in training or in an evaluation.
-    Call `finish_param_sync` before you read `ddp.module.weight` directly.
+    Call `finish_param_sync` before you read or write `ddp.module.weight` directly.
     """
 
     def __init__(
@@ -79,12 +79,17 @@ class PrefetchedDDP(CachedDDP):
         self.finish_param_sync()
         return super().state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args, **kwargs):
+        """Wait until all weights are complete, then load a state dict, as in `nn.Module`."""
+        self.finish_param_sync()
+        return super().load_state_dict(*args, **kwargs)
+
 
 class PrefetchedZeroOptimizer(ZeroOptimizer):
     """Like `ZeroOptimizer`, but used with a `PrefetchedDDP`. `step` returns while the all-gathers are in flight.
 
-    `ddp(x)` and `ddp.state_dict()` use complete weights. Before you read weights in any other way, call
-    `ddp.finish_param_sync()`.
+    `ddp(x)`, `ddp.state_dict()` and `ddp.load_state_dict(...)` wait for the weights. Before you read or write weights
+    in any other way, or call `buffer.reallocate()`, call `ddp.finish_param_sync()`.
     """
 
     def share_weights(self) -> None:
