@@ -218,7 +218,7 @@ def test_gradients_are_averaged(submission):
 @pytest.mark.points(2)
 def test_launches_and_volume(submission):
     """A step launches one reduce-scatter and one all-gather per group. Together, they send as much as an all-reduce."""
-    cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "MixedDtypes"), (2, 1, None))
+    cases = zip(submission.worlds(2, 3, 2, 2), ("Plain", "MixedDtypes", "MixedDtypes", "Plain"), (2, 1, None, None))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world, hidden_layers=6 if model == "Plain" else 4, steps=2)
         results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)

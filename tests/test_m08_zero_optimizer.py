@@ -302,7 +302,7 @@ def test_zero_state_is_shared(submission):
 
 @pytest.mark.points(1)
 def test_zero_volume(submission):
-    """A step sends the bytes of one all-reduce. Odd orders of backward, finish and step are right or refused."""
+    """A step sends the bytes of one all-reduce. Odd orders of backward and finish are right or refused."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.bfloat16)):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         arguments = ZERO["arguments"] | {"grad_dtype": torch.float32, "buckets_per_group": 2}

@@ -220,7 +220,11 @@ def find_obstacle(entry: Module, outcomes: Sequence[Outcome], options: argparse.
     sources = read(target, entry.number).sources
     text = join_texts(select_files(entry, sources))
     used = {name.partition(".")[0] for name in select_used(entry, text, sources)}
-    reasons = {"fails": "does not pass all its checks", "broken": "is missing or broken", "written": "is not checked"}
+    reasons = {
+        "fails": "does not pass all its checks",
+        "broken": "is missing or broken",
+        "written": "has not been checked as it is now",
+    }
     for other in MODULES[: MODULES.index(entry)]:
         what = reasons.get(find_state(other, target), "is not written yet" if other.number in others else "")
         if what and (other.package in used or other.package in text):

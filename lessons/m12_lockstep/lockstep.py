@@ -8,7 +8,7 @@ rank has equally many tokens, and a batch in every step. Real sequences have dif
 3. skips a step on all ranks if the gradient or the loss is not finite on any of them,
 4. ends on all ranks after the same step, although their data run out at different times (`LockstepLoop.run`).
 
-Cost per step: two small all-reduces, of at most 12 bytes each. Everything else is the wrapper's and the optimizer's.
+Cost per step: two small all-reduces, of at most 16 bytes each. Everything else is the wrapper's and the optimizer's.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def find_sentence(done):
 def test_an_earlier_module_that_fails_is_named(brigade, lessons):
     change(lessons, FIRST, "tensor.detach().copy_(whole)", "tensor.detach().mul_(1)")  # transposed tensors only
     done = brigade("check", 2, "--target", lessons)
-    assert done.returncode == 1 and find_sentence(done).startswith("Module 1 is not checked; start there")
+    assert done.returncode == 1 and find_sentence(done).startswith(
+        "Module 1 has not been checked as it is now; start there"
+    )
     brigade("check", 1, "--target", lessons)
     assert find_sentence(brigade("check", 2, "--target", lessons)) == (
         "Module 1 does not pass all its checks; start there: `brigade check 1`. If you are stuck on it, use "
