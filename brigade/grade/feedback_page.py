@@ -24,6 +24,7 @@ PAGE = """<!doctype html>
 body {{ font: 1rem/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 50rem; padding: 1rem; }}
 pre, code {{ font: .85rem/1.4 ui-monospace, monospace; }}
 pre {{ overflow-x: auto; white-space: pre-wrap; background: var(--soft); border-radius: 4px; padding: .5rem; }}
+pre div {{ padding-left: 2ch; text-indent: -2ch; }}
 h1 {{ font-size: 1.5rem; }}
 h2 {{ display: flex; flex-wrap: wrap; gap: 0 1rem; align-items: center; margin: 2rem 0 .5rem; font-size: 1.1rem; }}
 h2 {{ border-bottom: 1px solid var(--soft); padding-bottom: .3rem; }}
@@ -62,7 +63,8 @@ def format_page(student: str, result: Mapping[str, Any]) -> str:
             kind, mark = ("passed", "✓") if check["status"] == "passed" else ("failed", "✗")
             text, more = escape(check["feedback"]), ""
             if text:
-                more = f"<pre>{text}</pre>" if "\n" in text else f"<em>{text}</em>"
+                lines_of_text = "".join(f"<div>{line or ' '}</div>" for line in text.splitlines())
+                more = f"<pre>{lines_of_text}</pre>" if "\n" in text else f"<em>{text}</em>"
             points, title = f"{mark} {check['score']}/{check['points']}", escape(f"{check['number']}  {check['title']}")
             lines.append(f'<li class="{kind}"><b>{points}</b><span>{title}</span>{more}</li>')
         lines.append("</ul>")

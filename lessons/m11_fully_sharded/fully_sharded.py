@@ -43,7 +43,8 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
 
     Pass `shards()` to an elementwise torch optimizer. Call `finish_grad_sync` before each step; after it, `p.grad` is
     None for all parameters of the model. Several finishes add up in the gradients of `shards()`, until `zero_grad`.
-    Inside `no_sync`, full gradients add up in `p.grad`, and the next finish reduces them.
+    Inside `no_sync`, full gradients add up in `p.grad`, and the next finish reduces them. All ranks run the same
+    backwards inside it.
 
     All ranks must call the wrapper the same number of times, and run units, as modules, in registration order. A rank
     may skip units. A backward belongs to one forward and runs once; other backwards raise RuntimeError. Forwards
@@ -164,7 +165,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
         "compute" waits for the unit's weights. This rank skips the units in between: it gathers, awaits, frees and
         reduces them as the other ranks do.
         """
-        # Leaving a unit performs the actions before the next "compute". So after that, the first action left is one.
+        # Leaving a unit performs all actions before the next "compute", which is then the first action that is left.
         # TODO: part (j)
         raise NotImplementedError("module 11, part (j)")
 

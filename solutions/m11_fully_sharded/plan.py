@@ -38,7 +38,8 @@ def plan_schedule(num_units: int, prefetch: int, backward: bool) -> list[tuple[s
     Forward computes units 0 (the root) to `num_units` - 1, and backward computes them in reverse order. Each unit is
     gathered before it computes, as early as `prefetch` allows: while unit i computes, the next `prefetch` units are
     gathered too, but no later units. Backward reduces each unit after it has computed and before the next unit
-    computes. The root is gathered only in forward, and stays gathered until the end of backward.
+    computes; whether it reduces before or after it gathers the next one is free. The root is gathered only in forward,
+    and stays gathered until the end of backward.
     """
     ### BEGIN SOLUTION part (b)
     order = list(range(num_units))[:: -1 if backward else 1]
