@@ -1,0 +1,68 @@
+"""Torch's private names that the course uses: each test shows what breaks if torch changes one."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from brigade.rank import recording
+from brigade.runner.machine import find_loopback_interface
+from brigade.runner.ranks import run_ranks
+
+COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
+
+
+def test_names_of_the_coalescing_manager():
+    assert callable(getattr(c10d, "_coalescing_manager", None)), COALESCE + "c10d._coalescing_manager"
+    assert isinstance(c10d._world.pg_coalesce_state, dict), COALESCE + "c10d._world.pg_coalesce_state, by group"
+
+
+def capture() -> list[tuple[str, bool, int]]:
+    """Return what the manager knows about the calls in its block."""
+    tensors = [torch.ones(2), torch.ones(3)]
+    with c10d._coalescing_manager(async_ops=True) as handle:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        calls = c10d._world.pg_coalesce_state[dist.group.WORLD]
+        found = [(call.op.__name__, call.redop == dist.ReduceOp.SUM, call.tensor.numel()) for call in calls]
+    handle.wait()
+    assert [tensor.sum().item() for tensor in tensors] == [4.0, 6.0]
+    return found
+
+
+def test_behaviour_of_the_coalescing_manager():
+    calls = [("all_reduce", True, 2), ("all_reduce", True, 3)]
+    assert list(run_ranks(capture, world_size=2, mode="record")) == [calls] * 2, COALESCE + "op, redop and tensor"
+
+
+@pytest.mark.parametrize("interfaces", ["", find_loopback_interface()])
+def test_options_of_gloo(interfaces, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    options = recording.make_gloo_options(timedelta(seconds=7))
+    needs = "gloo_options in brigade/rank/recording.py needs "
+    assert options._timeout == timedelta(seconds=7) and options._threads == 1, needs + "_timeout and _threads"
+    assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    assert group.options._threads == 1 and group.options._timeout == timedelta(seconds=7)
+
+
+def test_node_of_a_gradient():
+    """The node accumulates the gradient, even if the parameter's data is a view of another tensor."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    runs = []
+    node.register_prehook(lambda gradients: runs.append(gradients[0].tolist()))
+    parameter.data = torch.ones(8)[2:5]
+    (2 * parameter).sum().backward()
+    assert runs == [[2.0] * 3]
+
+
+def test_stand_in_for_a_backend():
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 2)
+    recording.register(group, "cpu")
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"
