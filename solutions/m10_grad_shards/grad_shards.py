@@ -160,7 +160,12 @@ class GradShardedDDP(CachedDDP):
         ### END SOLUTION
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the shards, and the gradients that `no_sync` has accumulated."""
+        """Clear the shards, and the gradients that `no_sync` has accumulated.
+
+        Raise RuntimeError between a backward that has launched buckets and its `finish_grad_sync`.
+        """
+        if any(group.grad_handle is not None for group in self.groups):
+            raise RuntimeError("zero_grad while buckets are in flight: call finish_grad_sync first")
         super().zero_grad()
         ### BEGIN SOLUTION part (g)
         for buffer in self.grad_buffers:

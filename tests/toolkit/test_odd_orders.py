@@ -29,6 +29,7 @@ RIGHT_OR_REFUSED = [
     ([*BACKWARD, "zero_grad", *BACKWARD], slice(1, 2)),  # finish_grad_sync forgotten: refused by the second backward
 ]
 STEP_TOO_EARLY = [(BACKWARD, slice(0, 1)), ([*BACKWARD, "finish", *QUIET], slice(0, 2))]
+CLEARED_IN_FLIGHT = [([*BACKWARD, "zero_grad", "finish"], slice(0, 0))]
 BUFFERED, GROUPED = {"bucket_numel": 150}, {"bucket_numel": 150, "buckets_per_group": 2}
 ARGUMENTS = {3: {}, 4: {"bucket_cap_mb": 600 / 2**20}, 5: BUFFERED, 6: GROUPED, 7: GROUPED, 8: GROUPED, 9: GROUPED}
 ARGUMENTS[10] = BUFFERED
@@ -36,9 +37,11 @@ OPTIMIZERS = {9: "PrefetchedZeroOptimizer", 10: "Zero2Optimizer"}  # module 8's 
 SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}}
 
 
-@pytest.mark.parametrize("number", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("number", "model"), [(3, "Plain"), *[(number, "Branches") for number in range(4, 11)], (10, "Plain")]
+)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
-def test_right_or_refused(number, world):
+def test_right_or_refused(number, model, world):
     entry = get_module(number)
     wrapped = get_module(7) if number == 8 else entry
     wrapper = next(name for name in wrapped.public if name.endswith("DDP"))
@@ -46,9 +49,9 @@ def test_right_or_refused(number, world):
     if number in OPTIMIZERS:
         job["optimizer_class"] = entry.package, OPTIMIZERS[number]
     context = CheckContext(read("solutions", number).sources)
-    case = context.case("Plain" if number == 3 else "Branches", world, micro_batches=2)
+    case = context.case(model, world, micro_batches=2)
     batches = case.batches
-    rows = RIGHT + RIGHT_OR_REFUSED + STEP_TOO_EARLY * (number >= 8)
+    rows = RIGHT + RIGHT_OR_REFUSED + STEP_TOO_EARLY * (number >= 8) + CLEARED_IN_FLIGHT * (number == 10)
     orders = [order if number < 8 else [*order, "step"] for order, _ in rows]
     jobs = [case.make_jobs(order=order, recipe=SGD, **job) for order in orders]
     run = training.take_odd_step if number < 8 else scenario.take_odd_step
