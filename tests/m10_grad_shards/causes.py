@@ -17,6 +17,7 @@ TOO_EARLY = "backward waits before it must, so nothing overlaps. Wait just befor
 LATE = "finish_grad_sync launches buckets that were already complete during backward."
 NO_LAUNCH = "backward launches no bucket. The gradient hook that completes a bucket must launch it."
 SUMMED = "the reduce-scatter sums over the ranks, and the code does not divide the sum by the group size."
+TWICE = "every average counts twice: finish_grad_sync adds it to a shard that already contains it."
 NO_VALUE_ERROR = "the constructor does not check max_live_buckets."
 GRADIENTS_LEFT = "the hook copies p.grad into the bucket and does not set it to None."
 NOT_SCATTERED = "gradients are averaged on every rank, as in module 5, or not at all."
@@ -170,6 +171,8 @@ def suspect_mistakes(case, recipe):
         "gradients are divided twice by the number of ranks.": {"loss_scale": 1 / size},
         NEVER_CLEARED: {"never_zero": True},
     }
+    if size != 2:
+        changes[TWICE] = {"loss_scale": 2}
     return {cause: partial(compute_weights, case, recipe | change) for cause, change in changes.items()}
 
 

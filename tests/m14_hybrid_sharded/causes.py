@@ -35,9 +35,8 @@ def explain_run(grids, failed):
 
 
 def uses_other_group(events, rank, grids):
-    """Return whether a step of a rank makes an all-reduce in a group that does not belong to the first call's grid."""
-    grid = grids[0]
-    groups = grid.get_groups(rank) if rank in grid.case.group else []
+    """Return whether a step of a rank makes an all-reduce in a group that belongs to no grid."""
+    groups = [group for grid in grids if rank in grid.case.group for group in grid.get_groups(rank)]
     launched = [x for x in launches(events) if x.op == "all_reduce" and x.step is not None]
     return bool(groups) and any(x.ranks not in groups for x in launched)
 
