@@ -164,8 +164,8 @@ class GradShardedDDP(CachedDDP):
 
         Raise RuntimeError between a backward that has launched buckets and its `finish_grad_sync`.
         """
-        if any(group.grad_handle is not None for group in self.groups):
-            raise RuntimeError("zero_grad while buckets are in flight: call finish_grad_sync first")
+        if self.queue.next_to_launch > 0:  # finish_grad_sync resets it
+            raise RuntimeError("zero_grad while buckets are launched and not finished: call finish_grad_sync first")
         super().zero_grad()
         ### BEGIN SOLUTION part (g)
         for buffer in self.grad_buffers:

@@ -35,9 +35,10 @@ def explain_run(grids, failed):
 
 
 def uses_other_group(events, rank, grids):
-    """Return whether a step of a rank makes an all-reduce in a group that belongs to no grid."""
-    groups = [group for grid in grids if rank in grid.case.group for group in grid.get_groups(rank)]
-    launched = [x for x in launches(events) if x.op == "all_reduce" and x.step is not None]
+    """Return whether a rank makes an all-reduce in a step of the first call, in a group that its grid does not have."""
+    grid, ends = grids[0], [place for place, event in enumerate(events) if event.get("step", 0) is None]
+    groups = grid.get_groups(rank) if rank in grid.case.group else []
+    launched = [x for x in launches(events[: min(ends, default=None)]) if x.op == "all_reduce" and x.step is not None]
     return bool(groups) and any(x.ranks not in groups for x in launched)
 
 
