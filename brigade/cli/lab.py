@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,7 +173,7 @@ def run_trace(options: argparse.Namespace) -> int:
     out = Path(options.out)
     out.mkdir(exist_ok=True)
     name = "memory" if options.memory else "trace"
-    kinds = ["png"] if options.memory else ["png", "html", "json"]
+    kinds = ["png"] if options.memory else ["png", "json"]
     files = [resolve_results_file(str(out / f"{name}-{entry.number}.{kind}")) for kind in kinds]
 
     from brigade.runner.ranks import SERVER, RankFailure
@@ -188,7 +189,7 @@ def run_trace(options: argparse.Namespace) -> int:
             write_timelines(variants, sources, options, network, *files)
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
-    uses = ("the picture", "the timeline as an interactive page", "for https://ui.perfetto.dev or chrome://tracing")
+    uses = ("the picture", "for https://ui.perfetto.dev or chrome://tracing")
     for file, use in zip(files, uses):
         console.print(f"{shorten(file)}  {use}", markup=False)
     return 0
@@ -200,13 +201,11 @@ def write_timelines(
     options: argparse.Namespace,
     network: dict[str, Any],
     picture: Path,
-    page: Path,
     trace: Path,
 ) -> None:
-    """Measure a step of each variant, write the three files, and print the length of each step."""
+    """Measure a step of each variant, write both files, and print the length of each step."""
     from brigade.lab import ladder, timeline
     from brigade.lab.notebook_plots import draw_timelines
-    from brigade.lab.timeline_plot import save_html
 
     batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
     workload = replace(timeline.WORKLOAD, batch_size=batch_size, bucket_mb=options.bucket_mb, **network)
@@ -216,8 +215,7 @@ def write_timelines(
     with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
         timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
     draw_timelines(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
-    timeline.save_chrome(timelines, trace)
-    save_html(timelines, page)
+    trace.write_text(json.dumps(timeline.make_chrome_trace(timelines)))
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if shown.doubt:

@@ -3,7 +3,7 @@
     [timeline] = trace([get_variant(get_module(3))])
     make_chrome_trace([timeline])     the step for https://ui.perfetto.dev and chrome://tracing
 
-`timeline_plot.py` draws timelines, and writes them as an interactive page.
+`timeline_plot.py` draws timelines.
 
 The workload's link is emulated (`emulated_link.py`). Ranks compute on the CPU, because on a GPU, the events show when
 work was queued, not when it ran.
@@ -11,11 +11,9 @@ work was queued, not when it ran.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from brigade.checks.tiny_lm import Size
@@ -65,11 +63,6 @@ class Span:
     def title(self) -> str:
         return NAMES.get(self.kind, self.kind)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the data of the block for the interactive page and for Perfetto. Times are in ms."""
-        view = {"rank": self.rank, "kind": self.kind, "name": self.title, "labels": [self.kind]}
-        return view | {"start": self.start_ms, "end": self.end_ms}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Span):
@@ -94,13 +87,11 @@ class Collective(Span):
         return f"{self.kind.replace('_', '-')} {self.launch.name or self.number}"
 
     def describe(self) -> dict[str, Any]:
-        launch, short = self.launch, (self.launch.name or "").removesuffix(".weight")
-        size = f"{launch.nbytes / 1e6:.2g} MB"
-        labels = [*([f"{short}, {size}", short] if short else []), f"{self.number}: {size}", str(self.number)]
-        view = {"labels": labels, "row": self.row, "launched": self.launched_ms, "waited": self.waited_ms}
-        view |= {"phase": launch.phase, "line": launch.line}
-        view |= {"bytes": launch.nbytes, "dtype": launch.dtype, "tensors": launch.parts}
-        return super().describe() | view
+        """Return what Perfetto shows of the collective. Times are in ms."""
+        launch = self.launch
+        content = {"bytes": launch.nbytes, "dtype": launch.dtype, "tensors": launch.parts}
+        origin = {"phase": launch.phase, "line": launch.line}
+        return content | origin | {"launched": self.launched_ms, "waited": self.waited_ms}
 
 
 @dataclass(frozen=True)
@@ -257,7 +248,7 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
         metadata += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
         events += [make_slice(span, process, 0) for span in timeline.spans if span.rank == rank]
         for one in collectives:
-            events.append(make_slice(one, process, one.row + 1))
+            events.append(make_slice(one, process, one.row + 1) | {"args": one.describe()})
             if one.launched_ms < one.start_ms:
                 arrow = {"name": "launch", "cat": one.kind, "id": len(events), "pid": process}
                 events.append(arrow | {"ph": "s", "tid": 0, "ts": convert_to_us(one.launched_ms)})
@@ -266,17 +257,11 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
 
 
-def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write `make_chrome_trace(timelines)` as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(make_chrome_trace(timelines)))
-
-
 def make_slice(span: Span, process: int, thread: int) -> dict[str, Any]:
     """Return a "complete" event of Chrome's format. Times in ms become microseconds."""
     start, end = convert_to_us(span.start_ms), convert_to_us(span.end_ms)
     place = {"pid": process, "tid": thread, "ts": start, "dur": end - start}
-    return {"name": span.title, "cat": span.kind, "ph": "X", **place, "args": span.describe()}
+    return {"name": span.title, "cat": span.kind, "ph": "X", **place}
 
 
 def convert_to_us(ms: float) -> int:

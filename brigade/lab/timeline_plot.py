@@ -1,11 +1,8 @@
-"""Draw the panels of timelines (see `notebook_plots.draw_timelines`), or an interactive page that needs no network."""
+"""Draw the panels of timelines (see `notebook_plots.draw_timelines`)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -30,7 +27,6 @@ STYLES |= {
 OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}  # of other collectives
 BACKWARD_END = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
 LAUNCHED = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
-TEMPLATE, WIDGETS = (Path(__file__).with_name(name) for name in ("timeline_view.html", "widgets.js"))
 LANES = 2.75  # the distance from one rank to the next
 
 
@@ -89,31 +85,3 @@ def draw_panel(axes: Axes, timeline: Timeline) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(compute_height(timeline), -0.15)
     axes.grid(visible=False, axis="y")
-
-
-def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return the page's data, ready for JSON: the timelines, and a style for each kind of block. Times are in ms."""
-    ops = {collective.kind for timeline in timelines for collective in timeline.launched}
-    kinds = [*PHASES, "wait", *(op for op in [*STYLES, *sorted(ops - STYLES.keys())] if op in ops)]
-    styles = {kind: STYLES.get(kind, OTHER) for kind in kinds}
-    return {
-        "styles": {
-            kind: {"name": name_kind(kind), "colour": style["facecolor"], "hatch": style.get("hatch", "")[:1]}
-            for kind, style in styles.items()
-        },
-        "timelines": [
-            {"label": one.label, "count": one.count, "lengths": one.lengths, "link": one.link_text}
-            | {"world_size": one.world_size, "end": one.end_ms}
-            | {"spans": [span.describe() for span in one.spans]}
-            | {"collectives": [collective.describe() for collective in one.launched]}
-            for one in timelines
-        ],
-    }
-
-
-def save_html(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write the page. It contains the timelines as JSON in which "<" is escaped, so their text cannot add HTML tags."""
-    view = json.dumps(make_view(timelines)).replace("<", r"\u003c")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    page, script = (file.read_text(encoding="utf-8") for file in (TEMPLATE, WIDGETS))
-    path.write_text(page.replace("WIDGETS", script, 1).replace("TIMELINES", view, 1), encoding="utf-8")

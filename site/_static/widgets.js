@@ -1,4 +1,4 @@
-/* What the site's explore.js and toys.js share with timeline_view.html: elements, sliders, and numbers with labels. */
+/* What explore.js and toys.js share: elements, sliders, and numbers with labels. */
 "use strict";
 
 const widgets = (() => {
