@@ -20,7 +20,6 @@ from nbformat import NotebookNode
 
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.lab.experiment import run_to_status
-from brigade.lab.notebook import make_import_path
 
 OVERVIEW = ROOT / "notebooks" / "00_overview.ipynb"
 EXECUTED = "executed"  # the key in a notebook's metadata for the result of `hash_code`
@@ -87,7 +86,8 @@ def execute(notebook: NotebookNode, directory: Path) -> None:
         coalesce_streams=True,
         resources={"metadata": {"path": str(directory)}},
     )
-    own = {"PYTHONPATH": make_import_path(), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    import_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"PYTHONPATH": import_path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     client.execute(env=os.environ | own)
 
 

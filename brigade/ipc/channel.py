@@ -3,7 +3,8 @@
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
 list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the
 wait for one, which the parent answers with its result, P asks whether one is complete, B asks for the factors of a
-border, and G waits until all ranks have created a group. The request and the answers have no letter.
+border, and G waits until all ranks have created a group. The request, the answers and the calls that follow the
+request to a rank of a notebook have no letter.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from brigade.ipc import wire
@@ -41,6 +43,11 @@ class Channel:
         self._stream = request["stream"]
         self._has_switch = request["switch"]
         return request
+
+    def receive_calls(self) -> Iterator[list[Any]]:
+        """Yield the arguments of each call, when it comes."""
+        while True:
+            yield wire.decode(self._read_answer())
 
     def add_event(self, event: dict[str, Any]) -> None:
         """Send an event immediately, or in a batch if events need not be streamed."""

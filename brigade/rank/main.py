@@ -44,6 +44,8 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
     """Run a rank in a process that the server has just forked. Never return."""
     channel = Channel(control_fd)
     request = channel.receive_request()
+    if request["calls"] is None:  # those of a notebook come later
+        request["calls"] = channel.receive_calls()
     redirect(output_fd, request["terminal"])
     faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=True)
     if sys.platform != "linux":

@@ -19,12 +19,15 @@ import selectors
 import signal
 import socket
 import struct
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.course.submission import Sources, is_sealed
 from brigade.events import validate
+from brigade.ipc.temporary import remove
 from brigade.progress import Mismatch, Progress, RankRecord
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
@@ -51,7 +54,7 @@ class RankProcess:
     """One rank: its process, our ends of its three channels, and what it has sent."""
 
     def __init__(self, number: int, record: RankRecord, num_calls: int):
-        self.number, self.record, self._num_calls = number, record, num_calls
+        self.number, self.record, self.num_calls = number, record, num_calls
         self.pid = 0
         self.control, self._rank_control = socket.socketpair()
         self.output, self._rank_output = os.pipe()
@@ -70,7 +73,7 @@ class RankProcess:
     @property
     def is_complete(self) -> bool:
         """Whether the rank has delivered all results."""
-        return len(self.results) == self._num_calls
+        return len(self.results) == self.num_calls
 
     @property
     def is_settled(self) -> bool:
@@ -89,7 +92,7 @@ class RankProcess:
         os.close(self._rank_trace)
 
     def send(self, data: bytes) -> None:
-        """Send the request. Do nothing if the rank has already ended."""
+        """Send the request, or a call. Do nothing if the rank has already ended."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.control.sendall(struct.pack("<Q", len(data)) + data)
 
@@ -124,8 +127,9 @@ class Monitor:
         self.progress = Progress(how.world_size)
         self.ranks = [RankProcess(number, record, num_calls) for number, record in enumerate(self.progress.ranks)]
         self._how, self._packages = how, packages
+        self._directory: Path | None = None  # of the run
         self._switch = Switch(self.progress.ranks, border_seeds) if how.has_switch else None
-        self._read_json = wire.decode_json
+        self._encode, self._read_json = wire.encode, wire.decode_json
         self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
         self._sealed_lines = read_sealed_lines(packages) if SERVER.sandbox else {}
         self._selector = selectors.DefaultSelector()
@@ -133,11 +137,16 @@ class Monitor:
         self._failed_at: float | None = None
         self._mismatch: Mismatch | None = None
 
-    def fork(self, directory: Path) -> None:
-        """Let the server fork the ranks. `directory` is the directory of the run."""
+    def start(self, requests: Sequence[dict[str, Any]]) -> None:
+        """Let the server, which has been started, fork the ranks in a new directory. Send each rank its request."""
+        is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
+        self._directory = directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
+        if SERVER.sandbox:
+            for path in (SERVER.scratch, directory):
+                path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
         descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
         pids = SERVER.fork(descriptors, directory, [functools.partial(self._note_exit, rank) for rank in self.ranks])
-        for rank, pid in zip(self.ranks, pids):
+        for rank, pid, request in zip(self.ranks, pids, requests):
             rank.pid = pid
             rank.close_rank_ends()
             for channel, read in (
@@ -146,11 +155,13 @@ class Monitor:
                 (rank.trace, functools.partial(self._read_text, rank.trace, rank.stack, TRACE_LIMIT)),
             ):
                 self._selector.register(channel, selectors.EVENT_READ, read)
+            own = directory / str(rank.number) if is_offline else directory
+            rank.send(self._encode(request | {"directory": str(own)}))
         self._selector.register(SERVER.fileno(), selectors.EVENT_READ, SERVER.read_exits)
 
-    def watch(self) -> RankFailure | None:
+    def watch(self, deadline_s: float | None) -> RankFailure | None:
         """Listen until all ranks have delivered their results or the run has failed. Return the failure, or None."""
-        ends_at = time.monotonic() + (self._how.deadline_s or float("inf"))
+        ends_at = time.monotonic() + (deadline_s or float("inf"))
         while (kind := self._find_failure_kind(ends_at)) is None:
             if all(rank.is_complete for rank in self.ranks):
                 return None
@@ -162,10 +173,15 @@ class Monitor:
             kind, self._mismatch = "mismatch", unequal
         if kind != "failed":
             self._request_stacks()
-        return describe_failure(kind, self.ranks, self.progress, self._mismatch, self._how.deadline_s, self._packages)
+        return describe_failure(kind, self.ranks, self.progress, self._mismatch, deadline_s, self._packages)
+
+    def read_rest(self) -> None:
+        """Read what the ranks have sent and printed so far."""
+        while self._listen(0):
+            pass
 
     def end(self) -> None:
-        """Kill and reap all ranks. Read the rest of their output."""
+        """Kill and reap all ranks. Read the rest of their output, and remove the directory of the run."""
         pids = [rank.pid for rank in self.ranks if rank.pid]
         try:
             if pids:
@@ -174,6 +190,8 @@ class Monitor:
             for rank in self.ranks:
                 rank.close()
             self._selector.close()
+            if self._directory:
+                remove(self._directory)
 
     def _find_failure_kind(self, ends_at: float) -> str | None:
         """Return the kind of failure, such as "deadlock", or None if the run has not failed yet."""
@@ -195,9 +213,12 @@ class Monitor:
 
     # ---- messages from the ranks and the server
 
-    def _listen(self, timeout: float) -> None:
-        for key, _ in self._selector.select(timeout):
+    def _listen(self, timeout: float) -> bool:
+        """Read what has arrived, or arrives before the timeout. Return whether anything has."""
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
             key.data()
+        return bool(ready)
 
     def _note_exit(self, rank: RankProcess, status: int) -> None:
         rank.status = status

@@ -18,7 +18,6 @@ import functools
 import inspect
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from typing import Any
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources, prepare_for_ranks
 from brigade.events import Event, split_calls
-from brigade.ipc.temporary import remove
 from brigade.runner.machine import count_cores, make_gloo_environment, make_nccl_environments
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
@@ -114,21 +112,12 @@ def run_calls(
     border_seeds: list[list[list[int]]] = [[] for _ in requests]
     for request, seeds in zip(requests, border_seeds):
         request["calls"] = number_batches(request["calls"], how.has_switch, seeds)
-    is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
-    directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
-    if SERVER.sandbox:
-        for path in (SERVER.scratch, directory):
-            path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
     monitor = Monitor(how, packages, len(args_per_call), border_seeds)
     try:
-        monitor.fork(directory)
-        for rank, request in zip(monitor.ranks, requests):
-            own = directory / str(request["rank"]) if is_offline else directory
-            rank.send(wire.encode(request | {"directory": str(own)}))
-        failure = monitor.watch()
+        monitor.start(requests)
+        failure = monitor.watch(how.deadline_s)
     finally:
         monitor.end()
-        remove(directory)
     events = [split_calls(rank.record.events, rank.ends) for rank in monitor.ranks]  # by rank and call
     if failure:
         # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
