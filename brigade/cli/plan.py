@@ -44,7 +44,7 @@ def run_plan(options: argparse.Namespace) -> int:
     """brigade plan: print the predicted step of each variant, with all assumptions."""
     from brigade.lab import plan
     from brigade.lab.ladder import is_hybrid
-    from brigade.lab.program import record
+    from brigade.lab.program import Setting, list_groups, record
 
     if options.model not in plan.MODELS:
         raise CourseError(f"--model {options.model}: expected one of {', '.join(plan.MODELS)}")
@@ -52,7 +52,7 @@ def run_plan(options: argparse.Namespace) -> int:
     inner_name, inner = read_link("--node-link", options.node_link)
     if options.dp % (options.node_size or 1):
         raise CourseError(f"--node-size {options.node_size}: {options.dp} ranks do not form such nodes")
-    model = plan.make_model(plan.MODELS[options.model], options.dtype)
+    model = plan.make_model(plan.MODELS[options.model])
     time = min(options.tokens, model.size.context)
     tflops = options.tflops or plan.DEVICE_TFLOPS[options.dtype]
     machine = plan.make_machine(
@@ -61,11 +61,12 @@ def run_plan(options: argparse.Namespace) -> int:
         plan.DEVICE_MEMORY_GBPS * 1e9,
         options.backward_ms and options.backward_ms / 1e3,
     )
-    setting = plan.make_setting(model, options.dp, options.bucket_mb, machine, node_size=options.node_size)
+    dtype = plan.DTYPES[options.dtype]
+    setting = Setting(list_groups(model), options.dp, options.bucket_mb, dtype, options.node_size)
     has_nodes = options.node_size is not None
     programs = record([one for one in plan.list_variants() if has_nodes or not is_hybrid(one)], setting)
     network = plan.Link(inner.latency_s, inner.bytes_per_s, link, options.node_size) if has_nodes else link
-    steps = plan.plan(programs, setting, network)
+    steps = plan.plan(programs, machine, network)
 
     device = "" if options.tflops else f" ({plan.DEVICE}, {PRECISION[options.dtype]})"
     source = "as measured" if options.backward_ms else f"at {plan.UTILISATION:.0%} of {tflops:,g} TFLOPS{device}"

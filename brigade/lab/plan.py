@@ -1,6 +1,6 @@
 """`brigade plan`: predict the cost of a training step with each variant, from shapes alone.
 
-    steps = plan(record(variants, setting), setting, link)
+    steps = plan(record(variants, setting), machine, link)
 
 A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives as
 the variant's own code does (`program.py`). A collective starts when all earlier ones are complete, and takes as long as
@@ -20,7 +20,7 @@ from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
 from brigade.course.modules import TRAINING_MODULES
 from brigade.lab.ladder import SHARDED_OPTIMIZER, TORCH, TORCH_DDP, Variant, get_variant
 from brigade.lab.memory_accounting import KINDS
-from brigade.lab.program import OPTIMIZERS, Machine, Program, Setting, list_groups, simulate
+from brigade.lab.program import Machine, Program, simulate
 from brigade.rank.emulated_link import Link, count_sent_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ GPT3 = {
     "gpt3-175b": Size(d_model=12_288, d_ff=32_768, layers=96, heads=96, vocabulary=50_257, context=2048),
 }
 MODELS = SIZES | GPT3
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM. Its rates for Tensor Cores are "with sparsity"; dense matrices reach half.
 # fp32 is the rate without Tensor Cores: torch does not use TF32 for matrices unless it is allowed (since torch 1.12,
@@ -78,23 +78,10 @@ class PlannedStep:
         return sum(self.program.memory.values())
 
 
-def make_model(size: Size, dtype: str = "fp32") -> TinyLM:
-    """Return a model of this size and dtype on the meta device."""
+def make_model(size: Size) -> TinyLM:
+    """Return a model of this size on the meta device."""
     with torch.device("meta"):
-        return TinyLM(size).to(DTYPES[dtype])
-
-
-def make_setting(
-    model: TinyLM,
-    world_size: int,
-    bucket_mb: float,
-    machine: Machine,
-    optimizer: str = "adamw",
-    node_size: int | None = None,
-) -> Setting:
-    """Return the setting in which a model is trained. `optimizer` is the name of one of `OPTIMIZERS`."""
-    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
-    return Setting(list_groups(model), world_size, bucket_mb, OPTIMIZERS[optimizer], machine, dtype, node_size)
+        return TinyLM(size)
 
 
 def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
@@ -131,7 +118,7 @@ def list_variants() -> list[Variant]:
     return [*sorted(own, key=lambda variant: (int(variant.label.split()[0]), variant.label)), *TORCH]
 
 
-def plan(programs: dict[str, Program | str], setting: Setting, link: Link) -> list[PlannedStep]:
+def plan(programs: dict[str, Program | str], machine: Machine, link: Link) -> list[PlannedStep]:
     """Return the predicted step of each program. Leave out the variants without a program."""
     steps = []
     for label, program in programs.items():
@@ -139,7 +126,7 @@ def plan(programs: dict[str, Program | str], setting: Setting, link: Link) -> li
             continue
         sent = [(count_sent_bytes(one.op, one.nbytes, one.num_ranks), one.last_rank) for one in program.launches]
         outer = sum(nbytes for nbytes, last in sent if link.between((0, last)) is link.outer)
-        step_s, own_s = (simulate(program.instructions, setting.machine, network) for network in (link, None))
+        step_s, own_s = (simulate(program.instructions, machine, network) for network in (link, None))
         exposed_s = max(0.0, step_s - own_s)  # rounding could make it negative
         steps.append(PlannedStep(label, program, step_s, exposed_s, sum(nbytes for nbytes, _ in sent), outer))
     return steps

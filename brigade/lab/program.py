@@ -2,7 +2,7 @@
 
     programs = record([get_variant(get_module(4))], setting)       by label
     programs["4 BucketedDDP"].launches                             the collectives, in launch order
-    simulate(programs["4 BucketedDDP"].instructions, setting.machine, link)    the seconds of a step
+    simulate(programs["4 BucketedDDP"].instructions, machine, link)            the seconds of a step
 
 A program is recorded: `recorded_step.py` runs the variant's own code once in a rank, without memory and without peers.
 All ranks are assumed to do what rank 0 does, at the same time, so no collective waits for another rank to launch it.
@@ -52,8 +52,6 @@ class Machine:
         return share if kind == "backward" else self.forward_s * share / (sum(self.backward_s) or 1.0)
 
 
-# Optimizers, and the number of values that each keeps per element, without AdamW's step counter. SGD has momentum.
-OPTIMIZERS = {"adamw": 2, "sgd": 1}
 Groups = list[tuple[bool, list[list[int]]]]
 
 
@@ -68,20 +66,20 @@ def list_groups(model: Any) -> Groups:
 
 @dataclass(frozen=True)
 class Setting:
-    """The training run to plan: the parameters, the ranks, the buckets, the optimizer and the machine.
+    """The training run to record: the parameters, the ranks, the buckets and the optimizer.
 
-    `groups` are those of `list_groups`, `bucket_mb` is in MiB, and `optimizer` is the number of values per element.
-    `dtype` is the name of the parameters' dtype. A node consists of `node_size` ranks (None: all ranks). Gradients
-    become ready in the reverse order of the parameters' registration, as in TinyLM.
+    `groups` are those of `list_groups`, and `bucket_mb` is in MiB. `dtype` is the name of the parameters' dtype. A node
+    consists of `node_size` ranks (None: all ranks). The optimizer keeps `state_values` values per element: two are
+    AdamW's, without its step counter, and one is SGD's momentum. Gradients become ready in the reverse order of the
+    parameters' registration, as in TinyLM.
     """
 
     groups: Groups
     world_size: int
     bucket_mb: float
-    optimizer: int
-    machine: Machine
     dtype: str = "float32"
     node_size: int | None = None
+    state_values: int = 2
 
     @property
     def numel(self) -> int:
@@ -124,9 +122,7 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
     `sources` are the submission's modules (default: the solutions). Raise CourseError if they hang.
     """
     sources = read_reference() if sources is None else sources
-    ranks = setting.world_size, setting.node_size
-    shape = setting.groups, setting.dtype, ranks, setting.bucket_mb, setting.optimizer
-    case = *shape, [asdict(variant) for variant in variants]
+    case = asdict(setting), [asdict(variant) for variant in variants]
     texts = {name: text for name, (_, text) in sources.items()}
     path = STORED / f"{hash_content(case, texts, hash_course())}.json"
     try:

@@ -244,20 +244,12 @@ def make_optimizer(values: int, log: Log) -> type[torch.optim.Optimizer]:
     return Planned
 
 
-def record_steps(
-    groups: Sequence[tuple[bool, Sequence[Sequence[int]]]],
-    dtype: str,
-    ranks: tuple[int, int | None],
-    bucket_mb: float,
-    values: int,
-    variants: Sequence[dict[str, Any]],
-) -> str:
+def record_steps(setting: dict[str, Any], variants: Sequence[dict[str, Any]]) -> str:
     """Return, as JSON, a list with the recorded step of each variant, or a sentence that says why there is none.
 
-    `groups` are those of `make_model`, `ranks` are the world size and the ranks of a node, `bucket_mb` is in MiB, and
-    the optimizer keeps `values` values per element.
+    `setting` has the fields of `program.Setting`.
     """
-    world_size, node_size = ranks
+    world_size = setting["world_size"]
     log = Log()
     dist.destroy_process_group()
 
@@ -269,8 +261,7 @@ def record_steps(
     steps: list[Recorded | str] = []
     for variant in variants:
         try:
-            model = make_model(log, groups, getattr(torch, dtype))
-            steps.append(record_step(log, variant, model, bucket_mb, values, node_size))
+            steps.append(record_step(log, variant, setting))
         except NotImplementedError as part:
             steps.append(f"{part} is not written yet")
         except Exception as error:  # whatever a submission raises
@@ -278,15 +269,13 @@ def record_steps(
     return json.dumps(steps)
 
 
-def record_step(
-    log: Log, variant: dict[str, Any], model: nn.Module, bucket_mb: float, values: int, node_size: int | None
-) -> Recorded:
+def record_step(log: Log, variant: dict[str, Any], setting: dict[str, Any]) -> Recorded:
     """Take steps with one variant, and return the last one."""
     is_ddp = bool(variant["wrapper"]) and variant["wrapper"][1] == "DistributedDataParallel"
     if is_ddp:
         variant = variant | {"arguments": {"init_sync": False}}  # otherwise it compares what all ranks send
-    workload = {"bucket_mb": bucket_mb, "node_size": node_size, "learning_rate": 0.1}
-    workload["optimizer"] = make_optimizer(values, log)
+    model = make_model(log, setting["groups"], getattr(torch, setting["dtype"]))
+    workload = setting | {"learning_rate": 0.1, "optimizer": make_optimizer(setting["state_values"], log)}
     log.forget_all()
     with log:
         setup = build_setup(variant, model, workload)

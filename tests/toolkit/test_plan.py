@@ -9,7 +9,7 @@ from brigade.checks.tiny_lm import Size
 from brigade.cli import main as cli
 from brigade.course.modules import ROOT, TRAINING_MODULES, get_module
 from brigade.lab import ladder, plan
-from brigade.lab.program import OPTIMIZERS, Machine, Setting, record
+from brigade.lab.program import Machine, Setting, list_groups, record
 from brigade.rank.emulated_link import Link, Pace
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
@@ -19,25 +19,26 @@ LINK = Link(latency_s=0.01, bytes_per_s=1024)
 ETHERNET = Link(latency_s=1e-5, bytes_per_s=1e10)
 
 
-def make_two_parameters(world_size=2, bucket_bytes=512, **speed):
-    """Return a setting with parameters of 1024 and 512 bytes.
-
-    Forward takes 1 s, backward 3 s for the second parameter and 2 s for the first, and a whole optimizer step 1 s.
-    """
-    machine = Machine(1.0, (2.0, 3.0), **{"step_bytes_per_s": 5 * 1536, "copy_bytes_per_s": math.inf} | speed)
-    groups = [(True, [[256]]), (True, [[128]])]
-    return Setting(groups, world_size, bucket_bytes / 2**20, OPTIMIZERS["sgd"], machine)
+# Forward takes 1 s, backward 3 s for the second parameter and 2 s for the first, and a whole optimizer step 1 s.
+MACHINE = Machine(1.0, (2.0, 3.0), step_bytes_per_s=5 * 1536, copy_bytes_per_s=math.inf)
 
 
-def plan_by_label(setting, link, *labels):
+def make_two_parameters(world_size=2, bucket_bytes=512):
+    """Return a setting with parameters of 1024 and 512 bytes, and SGD."""
+    return Setting([(True, [[256]]), (True, [[128]])], world_size, bucket_bytes / 2**20, state_values=1)
+
+
+def plan_by_label(setting, link, *labels, machine=MACHINE):
     variants = [one for one in plan.list_variants() if not labels or one.label in labels]
-    return {one.label: one for one in plan.plan(record(variants, setting), setting, link)}
+    return {one.label: one for one in plan.plan(record(variants, setting), machine, link)}
 
 
-def plan_model(name, world_size, bucket_mb, dtype="fp32"):
-    model = plan.make_model(plan.MODELS[name], dtype)
-    flops = plan.count_backward_flops(model, 1024, min(1024, model.size.context))
-    return plan.make_setting(model, world_size, bucket_mb, plan.make_machine(flops, 1e14, 1e12))
+def plan_model(name, world_size, bucket_mb, *labels, dtype="float32"):
+    """Return the setting in which a model is trained with AdamW, and the planned steps by label."""
+    model = plan.make_model(plan.MODELS[name])
+    machine = plan.make_machine(plan.count_backward_flops(model, 1024, min(1024, model.size.context)), 1e14, 1e12)
+    setting = Setting(list_groups(model), world_size, bucket_mb, dtype)
+    return setting, plan_by_label(setting, ETHERNET, *labels, machine=machine)
 
 
 # An all-reduce takes 2 messages and here 1.00 or 0.50 s for the bytes; a reduce-scatter, an all-gather and a broadcast
@@ -77,7 +78,8 @@ def test_steps_that_were_computed_by_hand():
     one_rank = plan_by_label(make_two_parameters(world_size=1), LINK)
     assert {(one.step_s, one.sent_bytes) for one in one_rank.values()} == {(7, 0)}
     # Copy into the flat tensor, divide, and copy back; each reads and writes.
-    [flat] = plan_by_label(make_two_parameters(copy_bytes_per_s=1536), LINK, "2 FlatDDP").values()
+    slow_copies = replace(MACHINE, copy_bytes_per_s=1536)
+    [flat] = plan_by_label(make_two_parameters(), LINK, "2 FlatDDP", machine=slow_copies).values()
     assert flat.step_s == pytest.approx(BY_HAND["2 FlatDDP"] + 6)
 
 
@@ -100,14 +102,12 @@ def test_a_step_on_two_links_that_was_computed_by_hand():
 )
 def test_the_buckets_of_the_xl_table(bucket_mb, closed_before, closed_after):
     expected = {"4 BucketedDDP": closed_before, "5 BufferedDDP": closed_after, "torch DDP": closed_after}
-    by_label = plan_by_label(plan_model("xl", 2, bucket_mb), ETHERNET, *expected)
+    _, by_label = plan_model("xl", 2, bucket_mb, *expected)
     assert {label: len(one.program.launches) for label, one in by_label.items()} == expected
 
 
-def make_small_setting(optimizer, bucket_mb=BUCKET_MB, dtype="fp32"):
-    model = plan.make_model(SIZE, dtype)
-    machine = plan.make_machine(plan.count_backward_flops(model, 32, 16), 1e9, 1e9)
-    return plan.make_setting(model, 2, bucket_mb, machine, optimizer)
+SMALL = Setting(list_groups(plan.make_model(SIZE)), 2, BUCKET_MB, state_values=1)
+SMALL_MACHINE = plan.make_machine([1] * len(PARAMETERS), 1e9, 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def results():
 
 
 def test_the_ranks_launch_send_and_keep_what_is_planned(results):
-    by_label = plan_by_label(make_small_setting("sgd"), ETHERNET)
+    by_label = plan_by_label(SMALL, ETHERNET, machine=SMALL_MACHINE)
     measured = {one.label: one for one in results.variants if one.label in by_label}
     assert by_label.keys() - measured.keys() == {"8 ShardedOptimizer"}
     assert len(by_label["4 BucketedDDP"].program.launches) > 3
@@ -136,7 +136,7 @@ def test_the_ranks_launch_send_and_keep_what_is_planned(results):
 @pytest.mark.parametrize("label", ["11 FullyShardedDDP", "torch fully_shard"])
 def test_whole_units_count_at_the_peak(results, label):
     measured, units = results.get_measurement(label), "11 FullyShardedDDP"
-    [launches] = [one.program.launches for one in plan_by_label(make_small_setting("sgd"), ETHERNET, units).values()]
+    launches = record([ladder.get_variant(get_module(11))], SMALL)[units].launches
     root_bytes, *unit_bytes = [one.nbytes for one in launches if one.op == "all_gather"][: 1 + SIZE.layers]
     peak, kept = measured.peak_bytes["parameters"], measured.kept_bytes["parameters"]
     assert kept + max(unit_bytes) <= peak <= kept + root_bytes + 2 * max(unit_bytes)
@@ -151,8 +151,7 @@ def test_what_a_rank_keeps_is_what_is_counted():
     how = {"batch_size": 4, "time": 8, "rounds": 2, "warmup": 0, "learning_rate": 1e-3, "optimizer": "AdamW"}
     counted = ladder.run_variants(ladder.Workload(SIZE, **how), variants)[0]["kept"]
     for variant in variants:
-        dtype = {"float32": "fp32", "bfloat16": "bf16"}[variant.dtype]
-        setting = make_small_setting("adamw", ladder.Workload.bucket_mb, dtype)
+        setting = replace(SMALL, bucket_mb=ladder.Workload.bucket_mb, dtype=variant.dtype, state_values=2)
         kept, measured = record([variant], setting)[variant.label].memory, counted[variant.label]
         steps = measured.pop("optimizer state") - kept.pop("optimizer state")  # AdamW's step counters, not in plans
         assert kept == measured and 0 <= steps <= 4 * len(PARAMETERS), variant.label
@@ -160,13 +159,13 @@ def test_what_a_rank_keeps_is_what_is_counted():
 
 def test_the_formulas_of_zero_hold_for_large_models():
     for dtype, label, bytes_per_parameter in (
-        ("fp32", "1 NaiveDDP", 4 + 4 + 8),
-        ("fp32", "8 ZeroOptimizer", 4 + 4 + 8 / 1024),
-        ("bf16", "8 ZeroOptimizer", 2 + 4 + 12 / 1024),
+        ("float32", "1 NaiveDDP", 4 + 4 + 8),
+        ("float32", "8 ZeroOptimizer", 4 + 4 + 8 / 1024),
+        ("bfloat16", "8 ZeroOptimizer", 2 + 4 + 12 / 1024),
     ):
-        setting = plan_model("gpt3-175b", 1024, 25, dtype)
+        setting, by_label = plan_model("gpt3-175b", 1024, 25, label, dtype=dtype)
         assert setting.numel == pytest.approx(175e9, rel=0.005)
-        [step] = plan_by_label(setting, ETHERNET, label).values()
+        [step] = by_label.values()
         assert step.memory_bytes == pytest.approx(bytes_per_parameter * setting.numel, rel=1e-3)
 
 
