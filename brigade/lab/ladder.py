@@ -60,6 +60,7 @@ class Workload:
     named: bool = False
     node_size: int | None = None
     optimizer: str = "SGD"  # of `torch.optim`; SGD has momentum
+    limit_s: float | None = None  # after this time, no round begins, except the first one that is timed
 
 
 # The workload for the emulated link. Its computation takes long enough that the real collectives take only a small
@@ -337,7 +338,8 @@ def make_measurement(
     workload: Workload, variants: Sequence[Variant], variant: Variant, results: RankResults
 ) -> Measurement:
     """Return the measurement of one variant from the results and the events of the ranks."""
-    timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, workload.rounds)}
+    rounds = len(results[0]["marks"][variant.label])  # fewer than wanted if the time was up
+    timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, rounds)}
     node_size = workload.node_size or len(results)
     sent = [
         (count_sent_bytes(launch.op, launch.nbytes, len(launch.ranks)), spans_nodes(launch.ranks, node_size))

@@ -150,6 +150,8 @@ def train(workload: dict, variants: list[dict]) -> dict:
         batch = draw_next_batch()
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
+        if workload["limit_s"] and calibration.elapsed_s > workload["limit_s"] and turn > workload["warmup"]:
+            break
         for index in random.Random(turn).sample(range(len(setups)), len(setups)):
             setup = setups[index]
             dist.barrier()
@@ -228,6 +230,7 @@ class Calibration:
         self.wanted = read_link(wanted)
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.times: list[list[float]] = []  # of each round: backward alone, and a real all-reduce of all gradients
+        self.began, self.elapsed_s = time.perf_counter(), 0.0  # until the last measurement, the same on all ranks
 
     def measure(self, tokens: Tensor, targets: Tensor) -> None:
         """Time backward alone and one real all-reduce of all gradients; append the means over the ranks."""
@@ -240,9 +243,10 @@ class Calibration:
         flat = torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
         self.model.zero_grad()
         real_s = time_together(lambda: dist.all_reduce(flat))
-        times = torch.tensor([backward_s, real_s], dtype=torch.float64).to(device())
+        times = torch.tensor([backward_s, real_s, time.perf_counter() - self.began], dtype=torch.float64).to(device())
         dist.all_reduce(times)
-        self.times.append((times / dist.get_world_size()).tolist())
+        *means, self.elapsed_s = (times / dist.get_world_size()).tolist()
+        self.times.append(means)
         emulated_link.use(self.make_link(self.times[-CALIBRATION:]))
 
     def make_link(self, times: list[list[float]]) -> Link | None:

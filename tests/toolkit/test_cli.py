@@ -287,6 +287,14 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
     assert "brigade next" in done.stdout
 
 
+def test_on_a_busy_machine_a_comparison_counts_and_does_not_time(brigade, lessons, monkeypatch):
+    monkeypatch.setattr(comparison, "WORKLOAD", replace(comparison.WORKLOAD, rounds=20, limit_s=1e-9))
+    printed = brigade("check", 1, "--target", lessons).stdout
+    counts = re.search(r"^ *1 NaiveDDP +(.*)$", printed, re.MULTILINE)[1].split()
+    assert counts == ["39", "3.48", "0.00", "0.00", "0", "3.48"] and "exposed" not in printed
+    assert "The machine is too busy to measure times. `brigade bench" in printed
+
+
 def test_the_checks_up_to_a_part(brigade):
     shown = brigade("check", 13, "--target", "solutions", "--until", "d").stdout
     assert "Part (a): " in shown and "Parts (b) to (d): " in shown and "(e) to (g)" not in shown
