@@ -142,11 +142,6 @@ class Measurement:
     def median_ms(self) -> float:
         return median(self.step_ms)
 
-    @property
-    def quartiles_ms(self) -> tuple[float, float]:
-        spread = compute_spread(self.step_ms)
-        return spread.lower, spread.upper
-
     def compute_exposed_ms(self, alone: Measurement) -> list[float]:
         """Return, for each round, how much longer the step took than `alone`, the step without communication."""
         return [whole - computation for whole, computation in zip(self.step_ms, alone.step_ms)]

@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 from brigade.events import Event
-from brigade.lab.ladder import Ladder
+from brigade.lab.ladder import Ladder, Spread, compute_spread
 from brigade.lab.plots import COLOURS
 from brigade.lab.timeline import Timeline
 from brigade.lab.timeline_plot import compute_height, draw_panel, make_legend
@@ -153,11 +153,11 @@ def draw_bars(
     *,
     xlabel: str,
     title: str,
-    spread: Mapping[str, tuple[float, float, float]] | None = None,
+    spread: Mapping[str, Spread] | None = None,
 ) -> LargeFigure:
     """Draw one stacked bar for each row, and write the values of its parts at the end of the bar.
 
-    `spread` contains the lower quartile, the median and the upper quartile of what the whole bar shows, by row.
+    `spread` contains the median and the quartiles of what the whole bar shows, by row.
     """
     with make_figure(1.9 + 0.62 * len(rows)) as (figure, [axes]):
         names = [*dict.fromkeys(name for parts in rows.values() for name in parts)]
@@ -167,10 +167,11 @@ def draw_bars(
             axes.barh(places, values, 0.66, ends, edgecolor="black", label=name, **style)
             ends = [end + value for end, value in zip(ends, values)]
         if spread:
-            lower, medians, upper = zip(*(spread[label] for label in rows))
-            reach = [[m - low for m, low in zip(medians, lower)], [high - m for m, high in zip(medians, upper)]]
+            spreads = [spread[label] for label in rows]
+            reach = [[one.median - one.lower for one in spreads], [one.upper - one.median for one in spreads]]
+            medians = [one.median for one in spreads]
             axes.errorbar(medians, places, xerr=reach, fmt="D", color=BLACK, linewidth=2, capsize=6)
-            ends = [*map(max, ends, upper)]
+            ends = [max(end, one.upper) for end, one in zip(ends, spreads)]
         for place, end, parts in zip(places, ends, rows.values()):
             text = " + ".join(f"{value:.3g}" for value in parts.values())
             axes.annotate(text, (end, place), (10, 0), textcoords="offset points", va="center")
@@ -194,10 +195,9 @@ def draw_step_times(results: Ladder, title: str, labels: Sequence[str] | None = 
     labels = labels or [variant.label for variant in results.variants]
     rows, spread = {}, {}
     for label, variant in zip(labels, results.variants):
-        exposed = max(0.0, variant.median_ms - alone)
+        spread[label] = compute_spread(variant.step_ms)
+        exposed = max(0.0, spread[label].median - alone)
         rows[label] = {"step without communication": alone, "exposed communication": exposed}
-        lower, upper = variant.quartiles_ms
-        spread[label] = lower, variant.median_ms, upper
     return draw_bars(rows, xlabel="time of one training step (ms); lines: quartiles", title=title, spread=spread)
 
 
