@@ -26,7 +26,7 @@ def count_kept_bytes(model: nn.Module, wrapper: nn.Module, optimizer: optim.Opti
     DDP does not expose these tensors, but logs their sizes. A communication hook could measure the tensors themselves,
     but would slow down the steps.
     """
-    nbytes = count_by_kind(LiveMemory(), list_tensors_by_kind(model, wrapper, optimizer))
+    nbytes = LiveMemory().count(**list_tensors_by_kind(model, wrapper, optimizer))
     del nbytes["other"]
     if isinstance(wrapper, DistributedDataParallel):
         sizes = wrapper._get_ddp_logging_data()["bucket_sizes"]  # such as "1380800, 99200"
@@ -34,19 +34,14 @@ def count_kept_bytes(model: nn.Module, wrapper: nn.Module, optimizer: optim.Opti
     return nbytes
 
 
-def count_by_kind(memory: LiveMemory, kinds: dict[str, list[object]]) -> Bytes:
-    """Return `memory.count` of the tensors by kind, in which the shards of torch's fully_shard count as this rank's."""
-    return memory.count(**{kind: map(get_local, list_tensors(kinds[kind])) for kind in KINDS})
-
-
-def list_tensors_by_kind(model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer) -> dict[str, list[object]]:
-    """Return the tensors of each kind that these objects have now. The lists also contain values such as None."""
+def list_tensors_by_kind(model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer) -> dict[str, list[Tensor]]:
+    """Return the tensors of each kind that these objects have now, and this rank's shards of what torch has sharded."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
     stepped = [p for group in inner.param_groups for p in group["params"]]
     # The shards of module 11 or of torch's fully_shard. The model has full parameters while they are gathered.
     shards = wrapper.shards() if hasattr(wrapper, "shards") else [p for p in stepped if hasattr(p, "to_local")]
-    return {
+    kinds = {
         "parameters": [*model.parameters(), *shards, *(b.param_data for b in grad_buffers)],
         "gradients": [
             *(p.grad for p in [*model.parameters(), *shards]),
@@ -59,6 +54,7 @@ def list_tensors_by_kind(model: nn.Module, wrapper: nn.Module, optimizer: optim.
             *stepped,
         ],
     }
+    return {kind: [*map(get_local, list_tensors(values))] for kind, values in kinds.items()}
 
 
 def get_local(tensor: Tensor) -> Tensor:
@@ -76,11 +72,10 @@ class PeakMemory(LiveMemory):
 
     def __init__(self, model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer):
         self.objects = model, wrapper, optimizer
-        kept = list_tensors_by_kind(*self.objects)
-        self.is_fully_sharded = any(hasattr(parameter, "to_local") for parameter in kept["parameters"])
+        self.is_fully_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
         self.at_peak: Bytes = {}
         self.gathered: list[weakref.ref[Tensor]] = []
-        super().__init__(list_tensors([*kept.values()]))
+        super().__init__(list_tensors([*list_tensors_by_kind(*self.objects).values()]))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(function, types, args, kwargs)
@@ -100,7 +95,7 @@ class PeakMemory(LiveMemory):
 
     def _note_peak(self) -> None:
         kinds = list_tensors_by_kind(*self.objects)
-        kinds["parameters"] += [reference() for reference in self.gathered]
-        nbytes = count_by_kind(self, kinds)
+        kinds["parameters"] += list_tensors([reference() for reference in self.gathered])
+        nbytes = self.count(**kinds)
         nbytes["gradients"] += nbytes.pop("other")
         self.at_peak = nbytes
