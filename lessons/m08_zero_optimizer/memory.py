@@ -25,7 +25,8 @@ def describe_formula(variant):
     In bf16, the gradients are in fp32, and the state consists of fp32 parameters and two moments.
     """
     parameters, gradients, state = (2, 4, 12) if variant.dtype == "bfloat16" else (4, 4, 8)
-    return f"{parameters}P + {gradients}P + {state}P" + ("/N" if variant.optimizer else "")
+    formula = f"{parameters}P + {gradients}P + {state}P" + ("/N" if variant.optimizer else "")
+    return formula + (", and 4P of buckets" if variant.wrapper == TORCH_DDP.wrapper else "")
 
 
 def main(run):

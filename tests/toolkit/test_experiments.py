@@ -103,7 +103,7 @@ PRINTED = {
     "m16/feedback": ["rounded: -0.976562, off by 0.001907", "with feedback: .* off by 0.000000"],
     "cap/engine": ["modules 4, 5: 1 all_reduce; 1.50 times", "modules 11: 2 all_gather, 2 reduce_scatter; 3.00 times"],
     "m08/memory": [
-        r"7 CachedDDP +4 \+ 4\.?\d* \+ 8 .* 4P \+ 4P \+ 8P\n", r"torch DDP +4 \+ 8 \+ 8 ",
+        r"7 CachedDDP +4 \+ 4\.?\d* \+ 8 .* 4P \+ 4P \+ 8P\n", r"torch DDP +4 \+ 8 \+ 8 .* 8P, and 4P of buckets\n",
         r"8 ZeroOptimizer +4 \+ 4\S* \+ 8\S* .* \+ 4\S* .* \+ 2\S* ",
         r"bf16 +2 \+ 4\S* \+ 12\S* .* \+ 6\S* .* \+ 3\S* +2P \+ 4P \+ 12P/N",
     ],
