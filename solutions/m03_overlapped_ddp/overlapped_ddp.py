@@ -70,8 +70,8 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method.
 
         Raise RuntimeError if this all-reduce is already in flight: then a second backward came before
-        `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective. An
-        average that includes this backward is right, too.
+        `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective. A
+        wrapper that averages this backward as well, instead of raising an error, is right, too.
         """
         ### BEGIN SOLUTION part (c)
         if parameter in self.in_flight:
