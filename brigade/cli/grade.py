@@ -121,29 +121,28 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             text = render(state)
             if out:
                 formats.write(out, text)
-            done = len(state.outcomes) - state.count_unfinished()
-            progress.update(task, total=len(state.outcomes), completed=done)
+            progress.update(task, total=len(state.outcomes), completed=state.count_settled())
 
         with delay_interrupts():
             tempfile.gettempdir()  # creates a test file, which an interrupt would leave behind
         follow()  # before torch is imported, which takes seconds
         try:
             with (
-                incoming.open_submission(options.submission) as submission,
+                incoming.open_submission(options.submission) as (directory, remarks),
                 isolation.isolate_ranks(options.submission, options.out, options.backend) as notes,
             ):
                 with delay_interrupts():
                     prepare()
                     grading.collect(entries)
-                state.found = [entry.number for entry in MODULES if find(submission.directory, entry)]
-                state.findings = static_look.look_at(submission.directory, entries)
+                state.found = [entry.number for entry in MODULES if find(directory, entry)]
+                state.findings = static_look.look_at(directory, entries)
                 if please_look:
                     formats.write(please_look, formats.format_findings(state.findings))
                 if ranks.SERVER.sandbox:
                     notes += isolation.verify_isolation()
-                state.notes = [*notes, *submission.notes]
+                state.notes = [*notes, *remarks]
                 grading.grade(
-                    submission.directory,
+                    directory,
                     state,
                     prior=options.prior,
                     backend=options.backend,
@@ -234,8 +233,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  feedback for {count} submissions: {ours[0]}")
     if watched := classroom.write_findings(gradebook, everyone):
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
-    for group in similarity.find_groups({student.name: student.texts for student in everyone}, entries):
-        report.print(f"  near-identical in module {group.module}: {', '.join(group.names)} ({group.share:.0%})")
+    for number, names in similarity.find_groups({student.name: student.texts for student in everyone}, entries):
+        report.print(f"  near-identical in module {number}: {', '.join(names)}")
     return 0 if all(student.result for student in everyone) else 1
 
 
@@ -266,8 +265,6 @@ def list_remarks(
         submissions.setdefault(student.key, []).append(student.submission)
     lines += [f"several submissions by {key}: {', '.join(some)}" for key, some in submissions.items() if len(some) > 1]
     checks = [check for student, result in results.items() if student not in empty for check in result["checks"]]
-    failed = Counter(
-        f"{check['module']}.{check['name'].removeprefix('test_')}" for check in checks if not check["score"]
-    )
+    failed = Counter(classroom.name_column(check["module"], check["name"]) for check in checks if not check["score"])
     lines += [f"{count} of {len(everyone)} submissions fail {check}" for check, count in failed.most_common(10)]
     return lines

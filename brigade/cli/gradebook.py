@@ -36,7 +36,7 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Example: brigade gradebook export grades.csv --to canvas --out canvas.csv",
     )
     export.add_argument("gradebook", metavar="FILE.csv", help="a gradebook, merged or not")
-    add(export, "--to", "the platform", required=True, choices=tuple(gradebook.EXPORTS))
+    add(export, "--to", "the platform", required=True, choices=tuple(gradebook.PLATFORMS))
     export.set_defaults(action=export_gradebook)
     for action in (merge, export):
         add(action, "--out FILE.csv", "the file to write", required=True)
@@ -73,7 +73,7 @@ def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
 def export_gradebook(options: argparse.Namespace, out: Path, console: Console) -> None:
     """Export the gradebook to `out`, and list the students who are left out."""
     table = gradebook.read_gradebook(Path(options.gradebook))
-    text, others = gradebook.EXPORTS[options.to](table)
+    text, others = gradebook.export(table, options.to)
     formats.write(out, text)
     console.print(f"{len(table) - len(others)} students for {options.to.capitalize()}: {out}")
     for student in others:

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import textwrap
 import time
@@ -22,58 +23,49 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
+
+from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
-from brigade.course.submission import find, read_text
-from brigade.grade import feedback_page, formats, incoming, roster
+from brigade.grade import formats, incoming, roster, static_look
 from brigade.grade.gradebook import Row
 from brigade.grade.roster import Person
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
+PAGE = Path(__file__).with_name("feedback.html")  # the template for one student's feedback
 END_S = 20.0  # limit for a grader to clean up
+# What follows the student's name in the name of a file, such as .zip, .tar.gz or _naive_ddp.py.
+ENDING = re.compile(rf"(_({'|'.join(entry.name for entry in MODULES)})|\.tar)?\.[^.]+$", re.IGNORECASE)
 
 
 @dataclass(eq=False)
 class Student:
-    """One submission of the class, its student in the roster, and what is known about it so far."""
+    """One submission of the class, its student in the roster, and what is known about it so far.
+
+    Beside `results`, there are files with the findings of the static check (`.please-look`), with the grader's output
+    (`.log`), and `made_from`, which contains the fingerprint of the results and exists only if they are complete.
+    """
 
     path: Path
     results: Path
     submission: str  # the name of the file or directory, unique and printable
     name: str  # of the student, or of the submission without its file extension; unique and printable
     person: Person | None = None
-    texts: dict[int, str] = field(default_factory=dict)  # of the modules, by number
+    texts: dict[str, str] = field(default_factory=dict)  # of the module files, by name
     fingerprint: str = ""  # of everything that the results depend on
     is_waiting: bool = False  # whether it has to be graded
     result: dict[str, Any] | None = None  # of the last complete grading run
 
-    @property
-    def fingerprint_file(self) -> Path:
-        """The file with the fingerprint of the results. It exists only if a grading run was complete."""
-        return self.results.with_suffix(".made-from")
-
-    @property
-    def findings(self) -> Path:
-        """The file with the findings of the static check."""
-        return self.results.with_suffix(".please-look")
-
-    @property
-    def log(self) -> Path:
-        """The file with the grader's output."""
-        return self.results.with_suffix(".log")
+    def __post_init__(self) -> None:
+        self.made_from = self.results.with_suffix(".made-from")
+        self.findings = self.results.with_suffix(".please-look")
+        self.log = self.results.with_suffix(".log")
 
     @property
     def key(self) -> str:
         """What identifies the student in every gradebook of the class."""
         return roster.get_key(self.person) if self.person else self.name
-
-    def read_state(self, course: str, options: Sequence[str]) -> None:
-        """Read the modules and the results, and find out whether it has to be graded with these options."""
-        self.texts = read_texts(self.path)
-        self.fingerprint = hashlib.sha256(json.dumps([course, *options, self.texts]).encode()).hexdigest()
-        is_complete = self.fingerprint_file.exists() and self.results.exists()
-        self.result = json.loads(self.results.read_text()) if is_complete else None
-        self.is_waiting = not is_complete or self.fingerprint_file.read_text() != self.fingerprint
 
 
 def get_results_path(gradebook: Path) -> Path:
@@ -92,8 +84,6 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     Skip the gradebook, the files beside it, and the `others` that do not come from students. `people` is the roster.
     Raise CourseError if there is nothing that can be graded.
     """
-    if not directory.is_dir():
-        raise CourseError(f"there is no directory {directory}")
     ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), *others)
     found = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
     found = [path for path in found if path.name not in incoming.SKIPPED]
@@ -104,7 +94,7 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     for index, path in enumerate(found):
         again = lines[:index].count(lines[index])  # names that differ in characters that cannot be shown
         submission = lines[index] + (f" ({again + 1})" if again else "")
-        name = formats.make_line(get_student_name(path))
+        name = formats.make_line(path.name if path.is_dir() else ENDING.sub("", path.name))
         if person := roster.find_person(name, people):
             name = person["name"] or roster.get_key(person)
         results = get_results_path(gradebook) / f"{limit_name(path.name)}.json"
@@ -116,15 +106,6 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     return everyone
 
 
-def get_student_name(path: Path) -> str:
-    """Return a submission's name without the file extension."""
-    if path.is_dir():
-        return path.name
-    endings = [*incoming.ARCHIVES, *(f"_{module}" for module in incoming.ENTRIES)]
-    endings = [ending for ending in endings if path.name.lower().endswith(ending)]
-    return path.name[: -len(max(endings, key=len))] if endings else path.stem
-
-
 def limit_name(name: str) -> str:
     """Return the name of a submission, or its beginning and a hash if file names with endings would be too long."""
     encoded = os.fsencode(name)
@@ -133,27 +114,19 @@ def limit_name(name: str) -> str:
     return encoded[: LONGEST_NAME // 2].decode(errors="ignore") + "-" + hashlib.sha256(encoded).hexdigest()[:16]
 
 
-def read_texts(path: Path) -> dict[int, str]:
-    """Return the texts of a submission's modules by number. The text of a file that must not be read is empty."""
-    texts = {}
-    with contextlib.suppress(CourseError, OSError):
-        with incoming.open_submission(path) as submission:
-            for entry in MODULES:
-                if main := find(submission.directory, entry):
-                    texts[entry.number] = ""
-                    for file in (main.with_name(name.name) for name in entry.paths):
-                        with contextlib.suppress(CourseError):
-                            texts[entry.number] += read_text(file, submission.directory)
-    return texts
-
-
 def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
     """Find out which students have to be graded, because their modules, the course or the options have changed."""
-    digest = hashlib.sha256()
+    course = hashlib.sha256()
     for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.py")):
-        digest.update(path.read_bytes())
+        course.update(path.read_bytes())
     for student in everyone:
-        student.read_state(digest.hexdigest(), options)
+        with contextlib.suppress(CourseError, OSError), incoming.open_submission(student.path) as (place, _):
+            student.texts, _ = static_look.read_texts(place, MODULES)
+        made_from = json.dumps([course.hexdigest(), *options, student.texts])
+        student.fingerprint = hashlib.sha256(made_from.encode()).hexdigest()
+        is_complete = student.made_from.exists() and student.results.exists()
+        student.result = json.loads(student.results.read_text()) if is_complete else None
+        student.is_waiting = not is_complete or student.made_from.read_text() != student.fingerprint
 
 
 @contextlib.contextmanager
@@ -170,12 +143,7 @@ def lock_gradebook(gradebook: Path) -> Iterator[int]:
 
 
 def grade_all(
-    waiting: Sequence[Student],
-    command: Sequence[str],
-    *,
-    at_once: int,
-    lock: int,
-    on_finish: Callable[[Student], None],
+    waiting: Sequence[Student], command: Sequence[str], *, at_once: int, lock: int, on_finish: Callable[[Student], None]
 ) -> None:
     """Run `command` for each student, `at_once` at a time.
 
@@ -195,7 +163,7 @@ def grade_all(
                 student.is_waiting, student.result = False, None
                 if process.returncode == 0:
                     student.result = json.loads(student.results.read_text())
-                    formats.write(student.fingerprint_file, student.fingerprint)
+                    formats.write(student.made_from, student.fingerprint)
                 on_finish(student)
     finally:
         for process in running.values():
@@ -209,13 +177,11 @@ def grade_all(
 
 def start_grader(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
     """Start the grader of a student. It ends with this process, because its standard input then closes."""
-    student.fingerprint_file.unlink(missing_ok=True)
+    student.made_from.unlink(missing_ok=True)
+    files = ["--submission", str(student.path), "--out", str(student.results), "--please-look", str(student.findings)]
     with open(student.log, "w") as log:
         return subprocess.Popen(
-            [
-                *[*command, "--submission", str(student.path), "--out", str(student.results), "--format", "json"],
-                *["--please-look", str(student.findings)],
-            ],
+            [*command, *files, "--format", "json"],
             cwd=ROOT,  # a directory in which no student's directory can be imported as a package
             stdin=subprocess.PIPE,
             stdout=log,
@@ -226,13 +192,23 @@ def start_grader(student: Student, command: Sequence[str], lock: int) -> subproc
 
 
 def make_table(everyone: Sequence[Student], entries: Sequence[Module], people: Sequence[Person] = ()) -> list[Row]:
-    """Return the grader's rows of the gradebook: one for each submission, and for each student without one."""
+    """Return the grader's rows of the gradebook: one for each submission, and for each student without one.
+
+    The columns are the roster's fields, the total score, the scores of each module and check, and a note.
+    """
     fields = roster.list_fields(people)
-    table = [make_row(student, entries, fields) for student in everyone]
+    columns = ["student", "submission", *fields, "score", "max", *(f"module {entry.number}" for entry in entries)]
+    columns += [name_column(check.module, check.name) for entry in entries for check in list_checks(entry)]
+    table = [make_row(student, fields) for student in everyone]
     for person in list_absent(everyone, people):
-        values = {"student": roster.get_key(person), **{name: person[name] for name in fields}}
-        table.append(dict.fromkeys(table[0], "") | values | {"note": "no submission"})
-    return table
+        row = {"student": roster.get_key(person), "note": "no submission"}
+        table.append(row | {name: person[name] for name in fields})
+    return [dict.fromkeys([*columns, "note"], "") | row for row in table]
+
+
+def name_column(module: int, check: str) -> str:
+    """Return the column of a check, such as "1.subgroups"."""
+    return f"{module}.{check.removeprefix('test_')}"
 
 
 def list_absent(everyone: Sequence[Student], people: Sequence[Person]) -> list[Person]:
@@ -241,14 +217,13 @@ def list_absent(everyone: Sequence[Student], people: Sequence[Person]) -> list[P
     return [person for person in people if person not in present]
 
 
-def make_row(student: Student, entries: Sequence[Module], fields: Sequence[str]) -> Row:
-    """Return a submission's row: the roster's `fields`, the total score, and the scores of each module and check.
+def make_row(student: Student, fields: Sequence[str]) -> Row:
+    """Return a submission's row, with the roster's `fields`.
 
     A student who is still waiting has no score, because earlier results come from other checks, options or modules.
     """
-    row: Row = {"student": student.key, "submission": student.submission}
-    row |= {name: student.person[name] if student.person else "" for name in fields}
-    row |= dict.fromkeys(["score", "max", *(f"module {entry.number}" for entry in entries)], "")
+    row = {"student": student.key, "submission": student.submission}
+    row |= {name: student.person[name] for name in fields if student.person}
     notes = [roster.UNKNOWN] if fields and not student.person else []
     result = student.result
     if student.is_waiting:
@@ -257,11 +232,10 @@ def make_row(student: Student, entries: Sequence[Module], fields: Sequence[str])
         told = json.loads(student.results.read_text())["notes"] if student.results.exists() else []
         notes += ["not graded", *(told or [f"the grader wrote no results: see {student.log.name}"])[-1:]]
     else:
-        row |= {"score": result["score"], "max": result["max_score"]}
-        for entry in entries:
-            row[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
-        for check in result["checks"]:
-            row[f"{check['module']}.{check['name'].removeprefix('test_')}"] = check["score"]
+        row |= {"score": str(result["score"]), "max": str(result["max_score"])}
+        for entry, _, checks in formats.list_modules(result):
+            row[f"module {entry.number}"] = str(sum(check["score"] for check in checks))
+            row |= {name_column(entry.number, check["name"]): str(check["score"]) for check in checks}
         notes += result["notes"]
     return row | {"note": " / ".join(notes)}
 
@@ -271,11 +245,13 @@ def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
 
     Return the number of students.
     """
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text())
     directory.mkdir(mode=0o700, exist_ok=True)
     graded = [student for student in everyone if student.result]
     archives: dict[str, dict[str, str | bytes]] = {"moodle.zip": {}, "canvas.zip": {}}
     for student in graded:
-        page = feedback_page.format_page(student.name, student.result)
+        parts = {"remarks": formats.list_heading(student.result)[1:], "modules": formats.list_modules(student.result)}
+        page = template.render(student=student.name, result=student.result, **parts)
         name = limit_name(student.name.replace("/", "-"))
         formats.write(directory / f"{name}.txt", f"{student.name}\n\n{formats.format_result(student.result)}")
         formats.write(directory / f"{name}.html", page)

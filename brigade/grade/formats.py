@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 from brigade.checks import render
@@ -73,12 +73,7 @@ def make_printable(text: str) -> str:
 
 def make_line(text: str) -> str:
     """Return the text as one printable line, with equal characters in the same form (NFC)."""
-    return unicodedata.normalize("NFC", make_printable(text)).replace("\n", "?").replace("\t", "?")
-
-
-def format_json(grading: Grading) -> str:
-    """Return the complete results of a grading run as JSON."""
-    return json.dumps(encode_grading(grading), indent=2) + "\n"
+    return unicodedata.normalize("NFC", make_printable(text)).replace("\n", "?").replace("\t", "?").strip()
 
 
 def encode_grading(grading: Grading) -> dict[str, Any]:
@@ -86,11 +81,8 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
 
     Its texts are printable and at most one screen long, also the feedback on a check for the student.
     """
-    left = grading.count_unfinished()
-    why = f"{left} of {len(grading.outcomes)} checks have not run."
-    if not left:
-        why = "not all failed checks were repeated with the reference's earlier modules."
-    remarks = [] if grading.finished else [f"The grading run {UNFINISHED}: {why}"]
+    settled = f"{grading.count_settled()} of {len(grading.outcomes)} checks have a result so far."
+    remarks = [] if grading.finished else [f"The grading run {UNFINISHED}: {settled}"]
     explained = {number: render.explain_each(outcomes) for number, outcomes in grading.modules()}
     checks = []
     for outcome in grading.outcomes:
@@ -136,26 +128,13 @@ def clean(value: Any) -> Any:
     return value
 
 
-class ModuleResult(NamedTuple):
-    """The checks of one module in a result, with the points that they earned and the points that are possible."""
-
-    module: Module
-    earned: int
-    possible: int
-    checks: list[Mapping[str, Any]]
-
-    @property
-    def heading(self) -> str:
-        return f"Module {self.module.number}: {self.module.title}, {self.earned} of {self.possible} points"
-
-
-def list_modules(result: Mapping[str, Any]) -> list[ModuleResult]:
-    """Return the modules of a result, each with its points and checks."""
+def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, str, list[Mapping[str, Any]]]]:
+    """Return the modules of a result, each with a heading and its checks."""
     modules = []
     for number, grouped in itertools.groupby(result["checks"], key=lambda check: check["module"]):
-        checks = list(grouped)
+        entry, checks = get_module(number), list(grouped)
         earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
-        modules.append(ModuleResult(get_module(number), earned, possible, checks))
+        modules.append((entry, f"Module {number}: {entry.title}, {earned} of {possible} points", checks))
     return modules
 
 
@@ -169,9 +148,9 @@ def format_result(result: Mapping[str, Any], shows_seed: bool = False) -> str:
     """Return the text of a result for people: the score, then every module, with the feedback on failed checks."""
     instant = result["started"].replace("T", " ").replace("Z", " UTC")
     lines = [*list_heading(result, shows_seed), f"Graded on {instant}.", ""]
-    for module in list_modules(result):
-        lines.append(module.heading)
-        for check in module.checks:
+    for _, heading, checks in list_modules(result):
+        lines.append(heading)
+        for check in checks:
             mark = "+" if check["status"] == "passed" else "-"
             lines.append(f"  {mark} {check['score']}/{check['points']}  {check['number']:<5} {check['title']}")
             lines += [" " * 15 + line for line in check["feedback"].splitlines()]
@@ -219,11 +198,10 @@ def format_classroom50(grading: Grading) -> str:
         raise CourseError(f"--format classroom50 needs the environment variables {', '.join(missing)}")
     now = datetime.now(timezone.utc).strftime(INSTANT)
     result = encode_grading(grading)
-    open_end = "" if grading.finished else f" ({UNFINISHED})"
     tests: list[dict[str, Any]] = []
     for check in result["checks"]:
-        name, passed = f"{check['number']}  {check['title']}", check["status"] == "passed"
-        test = {"test-name": name + ("" if passed else open_end), "passed": passed}
+        passed = check["status"] == "passed"
+        test = {"test-name": f"{check['number']}  {check['title']}", "passed": passed}
         test |= {"score": check["score"], "max-score": check["points"]}
         tests.append(test if passed else test | {"output": check["feedback"]})
     heading = "\n".join(list_heading(result, shows_seed=True))
@@ -244,7 +222,7 @@ def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
     result = encode_grading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{result['seconds']:.3f}")
-    for module, _, _, checks in list_modules(result):
+    for module, _, checks in list_modules(result):
         failed = [check for check in checks if check["status"] != "passed"]
         counts = {"tests": str(len(checks)), "failures": str(len(failed)), "errors": "0", "skipped": "0"}
         seconds = sum(check["seconds"] for check in checks)
@@ -261,15 +239,10 @@ def format_junit(grading: Grading) -> str:
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
-def format_text(grading: Grading) -> str:
-    """Return text for people, with the seed."""
-    return format_result(encode_grading(grading), shows_seed=True)
-
-
 WRITERS: dict[str, Callable[[Grading], str]] = {
     "gradescope": format_gradescope,
-    "json": format_json,
+    "json": lambda grading: json.dumps(encode_grading(grading), indent=2) + "\n",
     "junit": format_junit,
-    "text": format_text,
+    "text": lambda grading: format_result(encode_grading(grading), shows_seed=True),
     "classroom50": format_classroom50,
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from brigade.course import written
@@ -17,34 +18,29 @@ BOM = "\ufeff"  # without it, Excel does not read a CSV file as UTF-8
 # A spreadsheet evaluates cells that begin with one of these. It may read separators as the beginning of another cell.
 FORMULA = re.compile(r"(^|[;,|\t\r\n])(\s*)(?=[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])")
 NUMBER = re.compile(r"-?\d+([.,]\d+)?")
+OURS = re.compile(r"score|max|note|module \d+|\d+\..*")  # the columns that the grader computes
 # The columns by which a platform identifies a student, and the columns of the gradebook that contain the same values.
-# https://github.com/instructure/canvas-lms/blob/master/lib/gradebook_importer.rb
-CANVAS = {"ID": "canvas id", "SIS User ID": "id", "SIS Login ID": "login"}
-# https://docs.moodle.org/405/en/Grade_import
-MOODLE = {"Email address": "email", "ID number": "id", "Username": "login", "Identifier": "participant"}
+PLATFORMS = {
+    # https://github.com/instructure/canvas-lms/blob/master/lib/gradebook_importer.rb
+    "canvas": {"ID": "canvas id", "SIS User ID": "id", "SIS Login ID": "login"},
+    # https://docs.moodle.org/405/en/Grade_import
+    "moodle": {"Email address": "email", "ID number": "id", "Username": "login", "Identifier": "participant"},
+}
 
-Row = dict[str, "str | int | float"]
+Row = dict[str, str]
 
 
-def escape_formula(value: str | int | float) -> str | int | float:
+def escape_formula(value: str) -> str:
     """Return a cell that a spreadsheet does not evaluate as a formula."""
-    if not isinstance(value, str) or NUMBER.fullmatch(value):
-        return value
-    return FORMULA.sub(r"\1\2'", value)
-
-
-def format_csv(columns: Sequence[str], table: Sequence[Row]) -> str:
-    """Return these columns of the table as CSV without formulas."""
-    return format_columns(columns, [{key: escape_formula(value) for key, value in row.items()} for row in table])
+    return value if NUMBER.fullmatch(value) else FORMULA.sub(r"\1\2'", value)
 
 
 def list_columns(table: Sequence[Row]) -> list[str]:
-    """Return the columns of all rows in order."""
-    longest = max(table, key=len, default={})  # contains all checks, in order
-    return list(dict.fromkeys(column for row in (longest, *table) for column in row))
+    """Return the columns of all rows, in the order of the longest row, which contains most checks."""
+    return list(dict.fromkeys(column for row in sorted(table, key=len, reverse=True) for column in row))
 
 
-def format_columns(columns: Sequence[str], table: Sequence[Row], delimiter: str = ",") -> str:
+def format_csv(columns: Sequence[str], table: Sequence[Row], delimiter: str = ",") -> str:
     """Return these columns of the table as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", delimiter=delimiter)
@@ -66,14 +62,12 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], str]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise CourseError(f"{path} is not a CSV file in UTF-8 ({error}); save it as 'CSV UTF-8'") from None
     lines = [[unicodedata.normalize("NFC", cell.strip()) for cell in line] for line in lines]
-    headings, *lines = list(filter(any, lines)) or [[]]
-    for place in range(max(map(len, [headings, *lines]))):
-        heading = "".join(headings[place : place + 1])
-        if heading in headings[:place] if heading else any("".join(line[place : place + 1]) for line in lines):
-            problem = f"is {heading!r} again" if heading else "is empty"
-            raise CourseError(f"{path}: the heading of column {place + 1} {problem}; give it a name of its own")
-    rows = [{column: value for column, value in zip(headings, line) if column} for line in lines]
-    return list(filter(None, headings)), rows, delimiter
+    columns = list(filter(any, itertools.zip_longest(*filter(any, lines), fillvalue="")))
+    headings = [column[0] for column in columns]
+    if wrong := [heading for heading in headings if not heading or headings.count(heading) > 1]:
+        problem = f"the heading {wrong[0]!r} is there twice" if wrong[0] else "a column has no heading"
+        raise CourseError(f"{path}: {problem}; give each column a name of its own")
+    return headings, [dict(zip(headings, cells)) for cells in list(zip(*columns))[1:]], delimiter
 
 
 def read_gradebook(path: Path) -> list[Row]:
@@ -81,15 +75,15 @@ def read_gradebook(path: Path) -> list[Row]:
     columns, rows, _ = read_table(path)
     if not rows or "student" not in columns or not any(re.fullmatch(r"module \d+", column) for column in columns):
         raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
-    return [dict(row) for row in rows]
+    return rows
 
 
-def list_modules(table: Sequence[Mapping], kind: str = "module") -> list[Module]:
+def list_modules(table: Iterable[Row], kind: str = "module") -> list[Module]:
     """Return the modules for which the table has points, or "written" points.
 
     Raise CourseError if the course has no such module.
     """
-    found = {match[1] for row in table for c in row if row[c] != "" and (match := re.fullmatch(rf"{kind} (\d+)", c))}
+    found = {match[1] for row in table for c in row if row[c] and (match := re.fullmatch(rf"{kind} (\d+)", c))}
     return [get_module(number) for number in sorted(found, key=int)]
 
 
@@ -100,23 +94,29 @@ def refuse_several_parts(entries: Sequence[Module]) -> None:
         raise CourseError(f"the {' and the '.join(parts)} modules have separate totals; grade them separately")
 
 
-def parse_points(cell: str | int | float) -> float | None:
+def parse_points(cell: str) -> float | None:
     """Return the number in a cell, or None if it does not contain a finite number from 0 on.
 
     A spreadsheet may write a decimal comma.
     """
     try:
-        return value if 0 <= (value := float(str(cell).replace(",", "."))) < math.inf else None
+        return value if 0 <= (value := float(cell.replace(",", "."))) < math.inf else None
     except ValueError:
         return None
 
 
-def read_points(row: Mapping, column: str) -> float | None:
+def read_points(row: Row, column: str) -> float | None:
     """Return a student's points in a column, if there are any. Raise CourseError if the cell is not a number."""
     cell = row.get(column, "")
-    if cell != "" and parse_points(cell) is None:
+    points = parse_points(cell)
+    if cell and points is None:
         raise CourseError(f"{row['student']}: {column} has {cell!r} instead of points")
-    return None if cell == "" else parse_points(cell)
+    return points
+
+
+def format_points(points: float) -> str:
+    """Return the points with at most two decimals."""
+    return f"{round(points, 2):g}"
 
 
 def add_up(row: Row, entries: Sequence[Module], with_written: Sequence[Module]) -> Row:
@@ -124,17 +124,17 @@ def add_up(row: Row, entries: Sequence[Module], with_written: Sequence[Module]) 
 
     Return empty cells if no module has points.
     """
-    graded = [entry for entry in entries if row.get(f"module {entry.number}", "") != ""]
-    points = [read_points(row, f"module {entry.number}") for entry in graded]
-    points += [read_points(row, f"written {entry.number}") or 0 for entry in with_written]
+    graded = [entry for entry in entries if row.get(f"module {entry.number}")]
+    columns = [f"module {entry.number}" for entry in graded] + [f"written {entry.number}" for entry in with_written]
+    score = sum(read_points(row, column) or 0 for column in columns)
     if not graded:
         return {"score": "", "max": ""}
-    return {"score": shorten(sum(points)), "max": sum_points(graded, with_written)}
+    return {"score": format_points(score), "max": sum_points(graded, with_written)}
 
 
-def shorten(points: float) -> int | float:
-    """Return the points rounded to two decimals, or as an int if they have no fraction."""
-    return int(points) if points == int(points) else round(points, 2)
+def sum_points(entries: Sequence[Module], with_written: Sequence[Module]) -> str:
+    """Return the maximum of the points for these modules, and for the written answers to `with_written`."""
+    return str(sum(entry.points for entry in entries) + written.count_points(with_written))
 
 
 def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping[str, float]) -> list[Row]:
@@ -151,93 +151,52 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
     students: dict[str, list[tuple[str, Row]]] = {}
     for name, table in gradebooks.items():
         for row in table:
-            students.setdefault(str(row["student"]), []).append((name, row))
-    merged = [merge_student(rows, entries, keep, penalties) for rows in students.values()]
-    for row in merged:
-        row |= add_up(row, entries, with_written) | {"max": sum_points(entries, with_written)}
+            students.setdefault(row["student"], []).append((name, row))
+    merged = []
+    for rows in students.values():
+        whole = {c: value for _, row in rows for c, value in row.items() if value and not OURS.fullmatch(c)}
+        whole |= {"score": "", "max": ""} | {f"module {entry.number}": "" for entry in entries}
+        notes = [f"{name}: {row['note']}" for name, row in rows if row.get("note")]
+        for entry in entries:
+            column = f"module {entry.number}"
+            attempts = [(points, name, row) for name, row in rows if (points := read_points(row, column)) is not None]
+            attempts = [(points * (1 - penalties.get(name, 0) / 100), name, row) for points, name, row in attempts]
+            if attempts:
+                points, name, row = attempts[-1] if keep == "last" else max(attempts, key=lambda attempt: attempt[0])
+                whole[column] = format_points(points)
+                whole |= {c: value for c, value in row.items() if c.startswith(f"{entry.number}.")}
+                if penalties.get(name):
+                    notes.append(f"{column}: {format_points(penalties[name])} % off ({name})")
+        whole |= add_up(whole, entries, with_written)
+        merged.append(whole | {"max": sum_points(entries, with_written), "note": " / ".join(notes)})
     return merged
 
 
-def sum_points(entries: Sequence[Module], with_written: Sequence[Module]) -> int:
-    """Return the maximum of the points for these modules, and for the written answers to `with_written`."""
-    return sum(entry.points for entry in entries) + written.count_points(with_written)
+def export(table: Sequence[Row], platform: str) -> tuple[str, list[str]]:
+    """Return the CSV that a platform's gradebook imports, and the students who cannot be identified there.
 
-
-def merge_student(
-    rows: Sequence[tuple[str, Row]], entries: Sequence[Module], keep: str, penalties: Mapping[str, float]
-) -> Row:
-    """Merge the rows of one student into one row. Each row comes with the name of its gradebook.
-
-    The score and the maximum are left empty.
+    Canvas tries all its columns, but Moodle identifies students by only one: use the first that is filled in. Raise
+    CourseError if no row has a value in any of these columns.
     """
-    ours = re.compile(r"score|max|note|module \d+|\d+\..*")
-    others: Row = {}
-    points: Row = {f"module {entry.number}": "" for entry in entries}
-    checks: Row = {}
-    late: dict[str, str] = {}
-    notes = []
-    for name, row in rows:
-        others |= {column: value for column, value in row.items() if not ours.fullmatch(column) and value != ""}
-        notes += [f"{name}: {row['note']}"] if row.get("note") else []
-        penalty = penalties.get(name, 0)
-        for column, kept in points.items():
-            earned = read_points(row, column)
-            if earned is None:
-                continue
-            value = earned * (1 - penalty / 100)
-            if keep == "last" or kept == "" or value > float(kept):
-                points[column] = shorten(value)
-                prefix = column.removeprefix("module ") + "."
-                checks |= {key: cell for key, cell in row.items() if key.startswith(prefix)}
-                late[column] = f"{column}: {shorten(penalty)} % off ({name})" if penalty else ""
-    note = " / ".join(filter(None, [*late.values(), *notes]))
-    return others | {"score": "", "max": ""} | points | checks | {"note": note}
-
-
-def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
-    """Return the CSV that Canvas imports into its gradebook, and the students who cannot be identified there.
-
-    Canvas identifies students by its own ID or, without one, by their SIS ID or their login.
-    """
-    identified, others = split_identified(table, list(CANVAS.values()), "Canvas")
-    possible = {f"Module {entry.number}": entry.points for entry in list_modules(table)}
-    possible |= {f"Written {entry.number}": written.count_points([entry]) for entry in list_modules(table, "written")}
-    rows: list[Row] = [{"Student": "Points Possible"} | possible]
-    for row in identified:
-        person = {"Student": row.get("name") or row["student"], "Section": row.get("section", "")}
-        rows.append(person | {heading: row.get(column, "") for heading, column in CANVAS.items()} | list_points(row))
-    return format_csv(["Student", *CANVAS, "Section", *possible], rows), others
-
-
-def export_moodle(table: Sequence[Row]) -> tuple[str, list[str]]:
-    """Return the CSV for Moodle's grade import, and the students who cannot be identified there.
-
-    Moodle identifies students by one column. Use the email address, the ID number or the user name, in this order.
-    """
-    columns = {key for row in table for key, value in row.items() if value != ""}
-    heading = next((heading for heading, column in MOODLE.items() if column in columns), "Email address")
-    identified, others = split_identified(table, [MOODLE[heading]], "Moodle")
-    rows = [{heading: row[MOODLE[heading]]} | list_points(row) for row in identified]
-    return format_csv([heading, *list_points(table[0])], rows), others
-
-
-def list_points(row: Row) -> Row:
-    """Return a row's points for each module and its written answers, under the names that platforms show."""
-    return {c.capitalize(): value for c, value in row.items() if re.fullmatch(r"(module|written) \d+", c)}
-
-
-def split_identified(table: Sequence[Row], columns: Sequence[str], platform: str) -> tuple[list[Row], list[str]]:
-    """Return the rows with a value in one of the columns, and the students of the other rows.
-
-    Raise CourseError if no row has such a value.
-    """
-    identified = [row for row in table if any(row.get(column, "") != "" for column in columns)]
-    if not identified:
+    headings = PLATFORMS[platform]
+    filled = [heading for heading, column in headings.items() if any(row.get(column) for row in table)]
+    if not filled:
         raise CourseError(
-            f"{platform} identifies students by {' or '.join(columns)}, but the gradebook does not have these "
-            "columns; grade the class with --roster"
+            f"{platform.capitalize()} identifies students by {' or '.join(headings.values())}, but the gradebook does "
+            "not have these columns; grade the class with --roster"
         )
-    return identified, [str(row["student"]) for row in table if row not in identified]
-
-
-EXPORTS = {"canvas": export_canvas, "moodle": export_moodle}
+    is_canvas = platform == "canvas"
+    used = [*headings] if is_canvas else filled[:1]
+    possible = {f"Module {entry.number}": str(entry.points) for entry in list_modules(table)}
+    for entry in list_modules(table, "written"):
+        possible[f"Written {entry.number}"] = sum_points([], [entry])
+    columns = ["Student", *used, "Section", *possible] if is_canvas else [*used, *possible]
+    rows, others = [{"Student": "Points Possible"} | possible] if is_canvas else [], []
+    for row in table:
+        person = {heading: row.get(headings[heading], "") for heading in used}
+        if any(person.values()):
+            person |= {"Student": row.get("name") or row["student"], "Section": row.get("section", "")}
+            rows.append(person | {heading: row.get(heading.lower(), "") for heading in possible})
+        else:
+            others.append(row["student"])
+    return format_csv(columns, rows), others

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from brigade.course import student_edition, validation
@@ -15,7 +14,7 @@ SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", *student_edition.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *student_edition.CHECKS)
 NEEDED += ("lessons/*/answers.md",)  # the points of the written questions
 # From requirements.txt. Grading needs neither notebooks nor figures.
-NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")
+NEEDED_PACKAGES = ("torch", "pytest", "rich", "jinja2", "numpy")
 
 
 def build(archive: Path, options: Sequence[str] = (), seed: int = 0) -> int:
@@ -32,12 +31,14 @@ def build(archive: Path, options: Sequence[str] = (), seed: int = 0) -> int:
         if path != Path(__file__).resolve():
             contents[path.relative_to(ROOT).as_posix()] = path.read_text()
     contents["requirements.txt"] = student_edition.select_requirements(NEEDED_PACKAGES)
-    import_checks(contents)
+    with temporary_directory() as directory:  # the packed files must be enough to import every check
+        for name, text in contents.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text)
+        validation.import_checks(directory)
     archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
-    os.close(
-        os.open(archive, os.O_CREAT | os.O_EXCL, 0o600)
-    )  # readable by the owner only, because it contains the solutions
+    archive.touch(0o600, exist_ok=False)  # readable by the owner only, because it contains the solutions
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, text in contents.items():
             member = zipfile.ZipInfo(name)  # dated 1980, so that equal contents make equal archives
@@ -46,13 +47,3 @@ def build(archive: Path, options: Sequence[str] = (), seed: int = 0) -> int:
             member.compress_type = zipfile.ZIP_DEFLATED
             bundle.writestr(member, text)
     return len(contents)
-
-
-def import_checks(contents: Mapping[str, str]) -> None:
-    """Import every check from the packed files only. Raise CourseError if that fails."""
-    with temporary_directory() as directory:
-        for name, text in contents.items():
-            path = directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        validation.import_checks(directory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
+from brigade.course.listing import GradedCheck
 from brigade.course.modules import get_module
 from brigade.course.submission import list_earlier
 from brigade.grade.outcome import Grading
@@ -22,7 +24,6 @@ from brigade.grade.outcome import Grading
 Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
 
 TOTAL_S = 900.0  # for one submission; checks that have not run by then count as failed
-NONE: Replaced = frozenset()
 PATIENCE = 2  # stop a module after this many of its checks have reached their deadline
 
 
@@ -39,9 +40,8 @@ def grade(
     """Run all checks of `grading` on `target`, and return it. Call `on_change` before the first and after each check.
 
     `on_change` may raise OSError after a check, for example if the disk is full. The grading run then continues. Only
-    exceptions of the first and the last call propagate. With `prior` "auto", the earlier modules are the submission's
-    own. If a check fails, it is repeated, first with the reference's modules in place of the earlier modules that do
-    not pass all their checks, then with all of the reference's earlier modules. So an error costs points only once.
+    exceptions of the first and the last call propagate. With `prior` "auto", an error costs points only once, because
+    failed checks are repeated with the reference's earlier modules.
     """
     grading.outcomes = [Outcome(check) for check in collect([get_module(number) for number, _ in grading.modules()])]
     on_change()
@@ -72,8 +72,10 @@ class Schedule:
     total_s: float
     on_change: Callable[[], None]
     has_stalled: bool = False  # whether a module hung in a check or used up its time
-    # for each module and check, the attempts in order, by the numbers of the modules that the reference replaces
-    attempts: dict[tuple[int, str], dict[Replaced, Outcome]] = field(default_factory=dict)
+    # for each check, the attempts in order, by the numbers of the modules that the reference replaces
+    attempts: dict[GradedCheck, dict[Replaced, Outcome]] = field(default_factory=lambda: defaultdict(dict))
+    # the number of checks that have reached their deadline, by module and by whether earlier modules were replaced
+    timeouts: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
@@ -84,7 +86,7 @@ class Schedule:
         """Run every check once, then repeat failed checks that may pass with other earlier modules."""
         modules = self.grading.modules()
         for index, (number, _) in enumerate(modules):
-            replaced = self.earlier[number] if self.prior == "reference" else NONE
+            replaced = self.earlier[number] if self.prior == "reference" else frozenset()
             if self.prior == "auto" and self.has_stalled:
                 replaced = self.list_failed(number)
             now = time.monotonic()
@@ -103,7 +105,7 @@ class Schedule:
 
     def may_gain(self, outcome: Outcome, replaced: Replaced) -> bool:
         """Return whether a check that has not passed could pass if the reference replaces these earlier modules."""
-        attempts = self.list_attempts(outcome)
+        attempts = self.attempts[outcome.check]
         if outcome.passed or replaced in attempts:
             return False
         if any(one.ending in ("deadline", "deadlock") for others, one in attempts.items() if others):
@@ -118,7 +120,7 @@ class Schedule:
                 continue
             if time.monotonic() >= self.ends_at:
                 self.skip(outcome, f"the grading run has used up its time limit ({self.total_s:.0f} s)")
-            elif self.count_timeouts(number, bool(replaced)) >= PATIENCE:
+            elif self.timeouts[number, bool(replaced)] >= PATIENCE:
                 self.skip(outcome, f"module {number} was stopped: {PATIENCE} of its checks did not finish in time")
             elif time.monotonic() >= ends_at:
                 self.has_stalled = True
@@ -129,13 +131,13 @@ class Schedule:
 
     def skip(self, outcome: Outcome, reason: str) -> None:
         """Record why a check does not run. Keep the verdict of an earlier attempt."""
-        if not self.list_attempts(outcome):
+        if not self.attempts[outcome.check]:
             outcome.verdict = make_not_run(reason)
         self.report()
 
     def examine(self, outcome: Outcome, replaced: Replaced, ends_at: float) -> None:
         """Run one check. Running a check again can only gain points."""
-        attempts = self.list_attempts(outcome)
+        attempts = self.attempts[outcome.check]
         source = self.prior if self.prior != "auto" else "reference" if replaced else "own"
         conditions = replace(self.conditions, ends_at=ends_at)
         started = time.monotonic()
@@ -150,6 +152,7 @@ class Schedule:
         else:
             outcome.seconds = found.seconds
         attempts[replaced] = found
+        self.timeouts[outcome.check.module, bool(replaced)] += found.ending == "deadline"
         if found.ending in ("deadline", "deadlock"):
             self.has_stalled = True
         self.report()
@@ -160,22 +163,13 @@ class Schedule:
         with contextlib.suppress(OSError):
             self.on_change()
 
-    def list_attempts(self, outcome: Outcome) -> dict[Replaced, Outcome]:
-        """Return the outcomes of a check so far, by the earlier modules that the reference replaced."""
-        return self.attempts.setdefault((outcome.check.module, outcome.check.name), {})
-
-    def count_timeouts(self, number: int, is_replaced: bool) -> int:
-        """Return how many of the module's checks reached their deadline, with replaced earlier modules or without."""
-        attempts = [self.list_attempts(outcome) for outcome in self.grading.list_outcomes(number)]
-        return sum(
-            any(bool(replaced) == is_replaced and one.ending == "deadline" for replaced, one in some.items())
-            for some in attempts
-        )
-
     def explain(self, outcome: Outcome) -> None:
         """Add a note to a failed check that was tried with other earlier modules, because some have lost points."""
-        replaced, last = next((item for item in reversed(self.list_attempts(outcome).items()) if item[0]), (NONE, None))
-        if outcome.passed or last is None or self.list_failed(outcome.check.module).isdisjoint(replaced):
+        attempts = [item for item in self.attempts[outcome.check].items() if item[0]]
+        if outcome.passed or not attempts:
+            return
+        replaced, last = attempts[-1]
+        if self.list_failed(outcome.check.module).isdisjoint(replaced):
             return
         what = "The check fails with the reference's earlier modules, too."
         if is_blocked(last):

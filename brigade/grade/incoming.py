@@ -11,9 +11,7 @@ import itertools
 import os
 import stat
 import zipfile
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from brigade.course.modules import CORE_MODULES, MODULES, CourseError
@@ -26,60 +24,49 @@ SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", "
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z", ".bz2", ".xz", ".zst")  # only a zip is unpacked
 LOOKED_AT = 20_000  # entries of a directory tree to examine, the upper levels first
 MOST_ARCHIVE_BYTES = 30_000_000
-MOST_MEMBERS = 50_000  # members of an archive
-MOST_FILES = 100  # files with a module's name in an archive
 MOST_NAMED = 5  # names in one note
 LONGEST_PATH = 3_500  # bytes; a system call takes 4096 at most
 
-ENTRIES = {entry.path.name: entry for entry in MODULES}  # by the names of main files
+EXAMPLE = CORE_MODULES[0].path.name
 FILES = {path.name: entry for entry in MODULES for path in entry.paths}
 
 
-@dataclass(frozen=True)
-class Incoming:
-    """A submission in a form that can be graded: `submission.find` finds its modules in `directory`."""
-
-    directory: Path
-    notes: list[str]
-
-
 @contextlib.contextmanager
-def open_submission(path: str | Path) -> Iterator[Incoming]:
-    """Find the module files of a submission. Raise CourseError if nothing can be graded.
+def open_submission(path: str | Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the directory in which `submission.find` finds the modules of a submission, and notes.
 
-    A directory is used in place. The module files of a zip are unpacked into a temporary directory. A directory with
-    one zip and no module files is treated like the zip.
+    Raise CourseError if nothing can be graded. A directory is used in place. The module files of a zip are unpacked
+    into a temporary directory. A directory with one zip and no module files is treated like the zip.
     """
-    path = archive = Path(path)
+    path = Path(path)
     if path.is_dir():
         files = walk(path)
-        place = choose_place(files)
+        place, modules, notes = choose_modules(files)
         archives = [file for file in files if file.lower().endswith(ARCHIVES)]
-        if place is not None or not archives:
-            notes = make_notes(files, place)
+        names = format_names(archives)
+        if modules or not archives:
             if archives:
-                names = format_names(archives)
                 notes.append(f"Not unpacked, because the submission has module files outside archives: {names}")
-            yield Incoming(path / (place or ""), notes)
+            yield path / place, notes
             return
         if len(archives) > 1:
-            names = format_names(archives)
             raise CourseError(f"found no module file, but {len(archives)} archives: {names}; hand in only one")
         archive = path / archives[0]
-    elif not path.is_file():
+    elif path.is_file():
+        archive = path.resolve()
+    else:
         raise CourseError(f"there is no directory or zip {path}")
     with temporary_directory() as directory:
         take = take_module if archive.suffix == ".py" else unpack
-        yield Incoming(directory, take(archive if path.is_dir() else archive.resolve(), directory))
+        yield directory, take(archive, directory)
 
 
 def walk(top: Path) -> list[str]:
     """Return the files below a directory, level by level, without following links; at most LOOKED_AT entries."""
     files: list[str] = []
-    waiting, left = deque([""]), LOOKED_AT
-    while waiting and left > 0:
-        place = waiting.popleft()
-        with contextlib.suppress(OSError):  # the directory is not readable, or its path is too long
+    waiting, left = [""], LOOKED_AT
+    for place in waiting:
+        with contextlib.suppress(OSError):  # the directory is not readable
             with os.scandir(os.path.join(top, place)) as scan:
                 entries = sorted(itertools.islice(scan, left), key=lambda entry: entry.name)
             left -= len(entries)
@@ -92,70 +79,50 @@ def walk(top: Path) -> list[str]:
     return files
 
 
-def find_places(files: Iterable[str]) -> dict[str, list[str]]:
-    """Return the directories in which `submission.find` finds modules, each with its module files.
+def choose_modules(files: Collection[str]) -> tuple[str, dict[str, str], list[str]]:
+    """Return the directory to grade, its module files by their paths relative to it, and notes for the instructor.
 
-    A file with a name such as plan.py counts only beside its module's main file.
+    `submission.find` must find the modules there. A file with a name such as plan.py counts only beside its module's
+    main file. Prefer the directory with `lessons`, then the one with the most modules, then the highest level.
     """
-    found: dict[str, list[str]] = {}
-    files = list(files)
+    found: dict[str, dict[str, str]] = {}
     present = set(files)
     for file in files:
         *above, name = file.split("/")
         entry = FILES.get(name)
-        if entry is None or "/".join([*above, entry.path.name]) not in present:
-            continue
-        if above[-1:] == [entry.package]:
-            above.pop()
-            if above[-1:] == ["lessons"]:
-                above.pop()
-        found.setdefault("/".join(above), []).append(file)
-    return found
-
-
-def choose_place(files: Iterable[str]) -> str | None:
-    """Return the directory to grade. Prefer one with `lessons`, then the most modules, then the highest level."""
-
-    found = find_places(files)
+        if entry and "/".join([*above, entry.path.name]) in present:
+            depth = len(above)
+            if above[-1:] == [entry.package]:
+                depth -= 2 if above[-2:-1] == ["lessons"] else 1
+            found.setdefault("/".join(above[:depth]), {})["/".join([*above[depth:], name])] = file
+    if not found:
+        what = format_names(files) if files else "nothing"
+        return "", {}, [f"No module file such as {EXAMPLE} was found. Found instead: {what}"]
 
     def rank(place: str) -> tuple:
-        has_lessons = any(make_relative(file, place).startswith("lessons/") for file in found[place])
+        has_lessons = any(name.startswith("lessons/") for name in found[place])
         return not has_lessons, -len(found[place]), place.count("/") + bool(place), place
 
-    return min(found, key=rank, default=None)
+    place = min(found, key=rank)
+    given = [os.path.join(place, name) for name in ("solutions", "skeletons")]  # of a clone of the course
+    others = [file for other, inside in found.items() if other not in (place, *given) for file in inside.values()]
+    graded = make_line(place) if place else "those at the top level"
+    several = f"Module files are in several places. Graded: {graded}. Not graded: {format_names(others)}"
+    return place, found[place], [several] * bool(others)
 
 
-def make_relative(file: str, place: str) -> str:
-    """Return the path of a file relative to `place`, a directory above it."""
-    return file[len(place) + 1 :] if place else file
-
-
-def make_notes(files: Sequence[str], place: str | None) -> list[str]:
-    """Return notes about the files for the instructor. The files in `place` are graded."""
-    notes = []
-    if place is None:
-        what = format_names(files) if files else "nothing"
-        notes.append(f"No module file such as {CORE_MODULES[0].path.name} was found. Found instead: {what}")
-    given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
-    others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
-    if others:
-        graded = make_line(place) if place else "those at the top level"
-        notes.append(f"Module files are in several places. Graded: {graded}. Not graded: {format_names(others)}")
-    return notes
-
-
-def format_names(names: Sequence[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Return one line with the first names and the number of the others."""
-    line = ", ".join(make_line(name)[-100:] for name in names[:MOST_NAMED])
+    line = ", ".join(make_line(name)[-100:] for name in itertools.islice(names, MOST_NAMED))
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 def take_module(path: Path, directory: Path) -> list[str]:
     """Copy a single module file to a new directory. Platforms put the student's name before the name of the file."""
-    modules = [module for module in ENTRIES if path.name == module or path.name.endswith("_" + module)]
-    if not modules:
-        raise CourseError(f"unreadable: {format_names([path.name])} has no name of a module, such as {[*ENTRIES][1]}")
-    (directory / modules[0]).write_text(read_text(path, path.parent), encoding="utf-8", errors="replace")
+    mains = [entry.path.name for entry in MODULES if f"_{path.name}".endswith(f"_{entry.path.name}")]
+    if not mains:
+        raise CourseError(f"unreadable: {format_names([path.name])} has no name of a module, such as {EXAMPLE}")
+    (directory / mains[0]).write_text(read_text(path, path.parent), encoding="utf-8", errors="replace")
     return []
 
 
@@ -164,10 +131,10 @@ def unpack(archive: Path, directory: Path) -> list[str]:
 
     Write them to a new directory, at their paths relative to that place. The rest of each path in the zip is ignored.
     """
-    name = archive.name
-    if not name.lower().endswith(".zip"):
+    shown = format_names([archive.name])
+    if archive.suffix.lower() != ".zip":
         ending = archive.suffix.lower() or "no file extension"
-        raise CourseError(f"unreadable: {ending}; hand in .zip or a directory ({format_names([name])})")
+        raise CourseError(f"unreadable: {ending}; hand in .zip or a directory ({shown})")
     try:
         with open(archive, "rb", opener=open_no_link) as file:
             status = os.fstat(file.fileno())
@@ -175,18 +142,18 @@ def unpack(archive: Path, directory: Path) -> list[str]:
                 raise ValueError(f"it is not a file, or it is larger than {MOST_ARCHIVE_BYTES} bytes")
             with zipfile.ZipFile(file) as bundle:
                 members = list_members(bundle)
-                place = choose_place(members)
+                _, modules, notes = choose_modules(members)
                 inner = [file for file in members if file.lower().endswith(ARCHIVES)]
-                if place is None and inner:
+                if inner and not modules:
                     raise ValueError(f"it contains an archive instead of module files: {format_names(inner)}")
-                for module in find_places(members).get(place, [])[:MOST_FILES]:
-                    target = directory / make_relative(module, place)
+                for name, module in modules.items():
+                    target = directory / name
                     target.parent.mkdir(parents=True, exist_ok=True)
                     with bundle.open(members[module]) as source:  # a longer file is refused when it is read
                         target.write_bytes(source.read(MAX_SOURCE_BYTES + 1))
+                return notes
     except Exception as error:  # zipfile reports a damaged file in many ways
-        raise CourseError(f"{format_names([name])} cannot be unpacked: {format_names([str(error)])}") from None
-    return make_notes([*members], place)
+        raise CourseError(f"{shown} cannot be unpacked: {format_names([str(error)])}") from None
 
 
 def list_members(bundle: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
@@ -195,8 +162,6 @@ def list_members(bundle: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     Also leave out files whose decompression may need an unlimited amount of memory.
     """
     members = {}
-    if len(bundle.infolist()) > MOST_MEMBERS:
-        raise ValueError(f"it has more than {MOST_MEMBERS} files")
     for info in bundle.infolist():
         path = "/".join(part for part in info.filename.replace("\\", "/").split("/") if part != ".")
         usual = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)

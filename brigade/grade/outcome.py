@@ -45,9 +45,9 @@ class Grading:
         numbers = sorted({outcome.check.module for outcome in self.outcomes})
         return [(number, self.list_outcomes(number)) for number in numbers]
 
-    def count_unfinished(self) -> int:
-        """Return how many checks have neither run nor been skipped."""
-        return sum(not outcome.is_settled for outcome in self.outcomes)
+    def count_settled(self) -> int:
+        """Return how many checks have run or been skipped."""
+        return sum(outcome.is_settled for outcome in self.outcomes)
 
 
 def make_empty_grading(entries: Sequence[Module], seed: int) -> Grading:

@@ -6,6 +6,7 @@ written by hand. `FIELDS` contains the headings that are read. Other columns are
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -17,7 +18,7 @@ from brigade.grade import formats
 from brigade.grade.gradebook import read_table
 
 # The fields that identify a student, in the order in which they are tried, and their headings in lower case.
-FIELDS = {
+IDENTIFYING = {
     "key": ("key", "submission"),
     "login": ("login", "sis login id", "username", "netid", "github username", "github_username", "anmeldename"),
     "email": ("email", "email address", "e-mail", "e-mail-adresse"),
@@ -25,11 +26,12 @@ FIELDS = {
     "canvas id": ("canvas id",),
     "name": ("name", "student", "full name", "student name", "vollständiger name"),
     "participant": ("participant", "identifier"),  # in Moodle, a number for each student of one assignment
-    "section": ("section", "sections", "group", "gruppe"),
 }
-NAMES = (("first name", "vorname"), ("last name", "surname", "nachname"))  # together, they are a name
-IDENTIFYING = [field for field in FIELDS if field != "section"]
-UNIQUE = [field for field in IDENTIFYING if field != "name"]
+FIELDS = IDENTIFYING | {
+    "section": ("section", "sections", "group", "gruppe"),
+    "first name": ("first name", "vorname"),  # becomes a part of the name
+    "last name": ("last name", "surname", "nachname"),
+}
 UNKNOWN = "not in the roster"
 NOT_STUDENTS = ("Points Possible", "Student, Test")  # rows of Canvas's gradebook
 # The names that platforms give to the submissions in a download. Moodle's contains the student's name (or "Participant"
@@ -52,28 +54,22 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
     people = []
     for row in rows:
         cells = {names[heading]: formats.make_printable(value) for heading, value in row.items()}
-        person = {field: find_value(cells, known) for field, known in FIELDS.items()}
-        both = [find_value(cells, known) for known in NAMES]
-        person["name"] = person["name"] or " ".join(filter(None, both))
+        person = {field: next(filter(None, map(cells.get, known)), "") for field, known in FIELDS.items()}
+        both = f"{person.pop('first name')} {person.pop('last name')}"
+        person["name"] = person["name"] or both.strip()
         if any(person[field] for field in IDENTIFYING) and person["name"] not in NOT_STUDENTS:
             people.append(person)
-    known = [heading for group in (*FIELDS.values(), *NAMES) for heading in group]
     if not people:
         raise CourseError(
             f"{path} has no students; its columns are {', '.join(names.values())}, and the grader needs one such as "
             f"{', '.join(IDENTIFYING)}"
         )
-    for field in (*UNIQUE, "name"):
+    for field in IDENTIFYING:
         values = [get_key(person) if field == "name" else person[field] for person in people]
         counts = Counter(value.casefold() for value in values if value)
         if twice := [value for value, count in counts.items() if count > 1]:
             raise CourseError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
-    return people, [name for name in names.values() if name not in known]
-
-
-def find_value(cells: dict[str, str], headings: Sequence[str]) -> str:
-    """Return the first value under one of these headings, or ""."""
-    return next((cells[heading] for heading in headings if cells.get(heading)), "")
+    return people, [name for name in names.values() if name not in itertools.chain(*FIELDS.values())]
 
 
 def get_key(person: Person) -> str:
@@ -84,26 +80,25 @@ def get_key(person: Person) -> str:
 def find_person(submission: str, people: Sequence[Person]) -> Person | None:
     """Return the student whom a submission's name identifies: the name is, or contains, one of the student's fields."""
     submission = formats.make_line(submission)
-    wanted = dict.fromkeys(IDENTIFYING, submission)
+
+    def find(field: str, value: str) -> list[Person]:
+        if field == "name":  # such as jane_doe, or Doe-Jane
+            return [person for person in people if join_letters(value) in list_joined_names(person["name"])]
+        return [person for person in people if person[field] and person[field].casefold() == value.casefold()]
+
     if match := MOODLE.fullmatch(submission):
-        wanted = {"name": match[1]}
+        named = find("name", match[1])
+        is_blind = match[1].casefold().startswith("participant")
         # Another assignment gives the same number to another student, so the name must not contradict it.
         numbered = [person for person in people if re.findall(r"\d+$", person["participant"]) == [match[2]]]
-        agreeing = [p for p in numbered if not p["name"] or is_equal(p["name"], match[1]) or is_blind(match[1])]
-        if len(agreeing) == 1:
-            return agreeing[0]
+        agreeing = [person for person in numbered if is_blind or not person["name"] or person in named]
+        attempts = [agreeing, named]
     elif match := CANVAS.fullmatch(submission):
-        wanted = {"canvas id": match[2]}
-        named = [person for person in people if join_letters(match[1]) in list_joined_names(person["name"])]
-        if len(named) == 1 and not named[0]["canvas id"]:
-            return named[0]
-    for field, value in wanted.items():
-        found = [person for person in people if person[field] and is_equal(person[field], value)]
-        if field == "name" and not found:  # such as jane_doe, or Doe-Jane
-            found = [person for person in people if join_letters(value) in list_joined_names(person["name"])]
-        if len(found) == 1:
-            return found[0]
-    return None
+        without_number = [person for person in find("name", match[1]) if not person["canvas id"]]
+        attempts = [find("canvas id", match[2]), without_number]
+    else:
+        attempts = [find(field, submission) for field in IDENTIFYING]
+    return next((found[0] for found in attempts if len(found) == 1), None)
 
 
 def join_letters(text: str) -> str:
@@ -117,16 +112,6 @@ def list_joined_names(name: str) -> list[str]:
     return [join_letters("".join(parts[index:] + parts[:index])) for index in range(len(parts))]
 
 
-def is_equal(one: str, other: str) -> bool:
-    """Return whether two texts are equal except for capital letters."""
-    return one.casefold() == other.casefold()
-
-
-def is_blind(name: str) -> bool:
-    """Return whether Moodle has replaced a student's name, because marking is blind."""
-    return name.casefold().startswith("participant")
-
-
 def list_fields(people: Sequence[Person]) -> list[str]:
-    """Return the columns that a gradebook gets from the roster."""
-    return [field for field in FIELDS if field != "key" and any(person[field] for person in people)]
+    """Return the columns that a gradebook gets from the roster: all fields with values except the key."""
+    return [field for field in [*IDENTIFYING, "section"][1:] if any(person[field] for person in people)]

@@ -13,7 +13,6 @@ import keyword
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from brigade.course.modules import ROOT, Module
 from brigade.grade.static_look import remove_docstrings
@@ -26,14 +25,6 @@ HIDDEN = re.compile(r"#.*|" + r'"[^"\n]*"|' + r"'[^'\n]*'")  # comments and stri
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
-class Group(NamedTuple):
-    """Names of submissions with a similar module. Each shares `share`, from 0 to 1, or more with another one."""
-
-    module: int
-    names: tuple[str, ...]
-    share: float
-
-
 def find_runs(text: str) -> set[int]:
     """Return the hashes of all runs of RUN words and signs in a text."""
     words = WORD.findall(HIDDEN.sub("", remove_docstrings(text)))
@@ -41,34 +32,27 @@ def find_runs(text: str) -> set[int]:
     return {hash(tuple(kinds[start : start + RUN])) for start in range(len(kinds) - RUN + 1)}
 
 
-def find_groups(submissions: Mapping[str, Mapping[int, str]], entries: Sequence[Module]) -> list[Group]:
-    """Return the groups of similar submissions, by module.
+def find_groups(submissions: Mapping[str, Mapping[str, str]], entries: Sequence[Module]) -> list[tuple[int, list[str]]]:
+    """Return the groups of submissions with a similar module: the module's number, and the names of the submissions.
 
-    `submissions[name][n]` is the text of module n. The course's own answers are compared too, under the names of their
-    directories.
+    `submissions[name]` contains the texts of a submission by the names of the files. The course's own answers are
+    compared too, under the names of their directories. Each submission of a group is similar to another one of the
+    group, but perhaps not to all.
     """
-    groups: list[Group] = []
+    found = []
     for entry in entries:
-        texts = {name: modules.get(entry.number, "") for name, modules in submissions.items()}
-        texts["solutions/"] = "".join((ROOT / "solutions" / path).read_text() for path in entry.paths)
+        paths = [str(path) for path in entry.paths]
+        texts = {name: "".join(files.get(path, "") for path in paths) for name, files in submissions.items()}
+        texts["solutions/"] = "".join((ROOT / "solutions" / path).read_text() for path in paths)
         texts["tests/"] = (entry.tests / "alternative.py").read_text()  # no student's name has a slash
         readings = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
         given = [path.read_text() for path in entry.lesson.glob("*.py")]  # the skeleton, and the measuring scripts
         common = set().union(*map(find_runs, [*given, *map(textwrap.dedent, CODE.findall(readings))]))
         own = {name: runs for name, text in texts.items() if len(runs := find_runs(text) - common) >= ENOUGH}
-        groups += group_alike(entry.number, own)
-    return groups
-
-
-def group_alike(number: int, own: Mapping[str, set[int]]) -> list[Group]:
-    """Return the groups of the submissions of module `number` that share ALIKE or more of their runs."""
-    groups: list[Group] = []
-    for names in itertools.combinations(sorted(own), 2):
-        one, other = (own[name] for name in names)
-        share = len(one & other) / min(len(one), len(other))
-        if share >= ALIKE:
-            touched = [group for group in groups if not set(names).isdisjoint(group.names)]
-            joined = sorted({*names, *(name for group in touched for name in group.names)})
-            least = min([share, *(group.share for group in touched)])
-            groups = [group for group in groups if group not in touched] + [Group(number, tuple(joined), least)]
-    return groups
+        groups: dict[str, frozenset[str]] = {}
+        for one, other in itertools.combinations(own, 2):
+            if len(own[one] & own[other]) >= ALIKE * min(len(own[one]), len(own[other])):
+                group = groups.get(one, frozenset([one])) | groups.get(other, frozenset([other]))
+                groups |= dict.fromkeys(group, group)
+        found += [(entry.number, sorted(group)) for group in dict.fromkeys(groups.values())]
+    return found

@@ -56,18 +56,24 @@ DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 def look_at(target: Path, entries: Sequence[Module]) -> list[str]:
     """List the names in the modules of `target` that a grading run of `entries` may import, the most telling first."""
-    texts, unreadable = {}, []
     last = max((entry.number for entry in entries), default=0)
-    for entry in MODULES:
-        main = find(target, entry) if entry.number <= last else None
+    texts, unreadable = read_texts(target, [entry for entry in MODULES if entry.number <= last])
+    return [f"{name}: cannot be examined: {reason}" for name, reason in unreadable.items()] + look(texts)
+
+
+def read_texts(target: Path, entries: Sequence[Module]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the texts of the modules' files in `target`, and why other files cannot be read, by the files' names."""
+    texts, unreadable = {}, {}
+    for entry in entries:
+        main = find(target, entry)
         for name in entry.paths if main else ():
             path = main.with_name(name.name)
             try:
                 if path == main or path.exists():
                     texts[str(name)] = read_text(path, target)
             except CourseError as error:
-                unreadable.append(f"{name}: cannot be examined: {error}")
-    return unreadable + look(texts)
+                unreadable[str(name)] = str(error)
+    return texts, unreadable
 
 
 def look(texts: Mapping[str, str]) -> list[str]:
