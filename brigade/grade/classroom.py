@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
 from brigade.grade import formats, incoming, roster, static_look
@@ -245,6 +243,8 @@ def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
 
     Return the number of students.
     """
+    from jinja2 import Environment  # its import takes time, and one submission's grader does not need it
+
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text())
     directory.mkdir(mode=0o700, exist_ok=True)
     graded = [student for student in everyone if student.result]
