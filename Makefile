@@ -1,7 +1,7 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
 #   PYTHON, TORCH_INDEX            see setup.mk
 #   EVERYTHING=1                   for make test: also run the tests marked "extended"
-#   MODULE=3                       for make module, make new and make unlock: the module; for make figures, notebooks and slides: do this module only
+#   MODULE=3                       for make module and make new: the module; for make figures, notebooks and slides: do this module only
 #   NAME=lockstep                  for make new: the name of the module's file
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch (default: oldest, pinned and newest)
@@ -15,7 +15,7 @@ COURSE := $(if $(STUDENT),out/student,.)
 BACKEND ?= nccl
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage unlock gpu-check gpu-sim promises soak matrix lint
+.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -31,7 +31,6 @@ help:
 	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
 	@echo "make package          write out/bucket_brigade-*.whl, with which students run brigade init and brigade update"
-	@echo "make unlock MODULE=5  write the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
 	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL; needs only a python3 with torch, pytest and rich"
 	@echo "make gpu-sim          do the same and more on simulated GPUs; downloads 0.6 GB, needs Linux on x86-64 and g++"
 	@echo "make promises         measure what the course promises; do not run anything else at the same time"
@@ -94,10 +93,6 @@ package: student
 	cp out/student.zip brigade/course/student.zip
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir out .
 	rm -rf build brigade/course/student.zip
-
-unlock: setup
-	$(if $(MODULE),,$(error name a module, as in `make unlock MODULE=5`))
-	$(BIN)/python -m brigade.course.student_edition --unlock $(MODULE)
 
 gpu-check:
 	@failed=; run() { echo "== $$1"; shift; $(PYTHON) -m "$$@" --target solutions --backend $(BACKEND) --share-gpu || failed=1; }; \

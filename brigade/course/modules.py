@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # the course's own files: lessons, solutions, tests
-HAS_SOLUTIONS = not (ROOT / "skeletons").is_dir()  # False in the student edition, even after `make unlock` adds a few
+HAS_SOLUTIONS = not (ROOT / "skeletons").is_dir()  # False in the student edition, even after an instructor adds a few
 REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # the modules that the lab uses by default
 TARGETS = (
     f"where the modules are: {'lessons, solutions,' if HAS_SOLUTIONS else 'lessons,'} or a directory (default: lessons)"

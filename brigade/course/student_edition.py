@@ -2,9 +2,6 @@
 
     python -m brigade.course.student_edition [--hints 3]
 
-For students who are stuck on module 5, `--unlock 5` only makes out/unlock-5.zip, which contains the module's reference.
-The students unpack it in the directory of their edition. Then `--prior reference` uses it instead of their module.
-
 The edition contains the toolkit without the grader, and the other files in `INCLUDED`, if git tracks them. Skeletons
 and the templates for written answers are generated. Files in `student/` replace the course's own. No other file is
 included. The third hints, which give away most of the code, are included only with `--hints 3`.
@@ -17,12 +14,11 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from brigade.course import handout, skeletons, validation, written
-from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.modules import MODULES, ROOT, CourseError
 
 # The files that the Gradescope package contains, too: the core, its commands and the checks.
 CORE = (
@@ -104,28 +100,11 @@ def build(target: Path, hint_levels: int = HINT_LEVELS) -> int:
     return len(files)
 
 
-def write_unlock(entry: Module, out: Path) -> Path:
-    """Write the zip with a module's reference to `out`, and return its path."""
-    archive = out / f"unlock-{entry.number}.zip"
-    out.mkdir(exist_ok=True)
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
-        for path in entry.paths:
-            bundle.write(ROOT / "solutions" / path, f"solutions/{path.as_posix()}")
-    return archive
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="how many of three hints (default: 2)")
-    add("--unlock", metavar="N", help="make no edition; write only out/unlock-N.zip, with the reference of module N")
+    parser.add_argument("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="how many of the three hints")
     options = parser.parse_args()
     try:
-        if options.unlock:
-            archive = write_unlock(get_module(options.unlock), OUT.parent)
-            unpack = f"to unpack it, run `python -m zipfile -e {archive.name} .` in the course's directory"
-            print(f"{archive.relative_to(ROOT)}: {unpack}")
-            return 0
         count = build(OUT, options.hints)
         archive = Path(shutil.make_archive(str(OUT), "zip", OUT.parent, OUT.name))
     except (CourseError, OSError) as error:
