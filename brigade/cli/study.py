@@ -15,7 +15,7 @@ from brigade.course import skeletons, written
 from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
 from brigade.course.submission import find, read, resolve_target
-from brigade.course.written import MEASUREMENTS, locate_measurements, read_measurements
+from brigade.course.written import MEASUREMENTS, locate_measurements
 
 LEVELS = 3  # levels of hints: Nudge, Approach, Almost the code
 LEFT_OUT = "This was the last hint. Your instructor has left out the third hint, which gives away most of the code."
@@ -119,11 +119,10 @@ def run_submit(options: argparse.Namespace) -> int:
                 read(target, entry.number)
             except CourseError as error:
                 problems.append(str(error))
-        try:
-            bundle.writestr(MEASUREMENTS, read_measurements(locate_measurements(target))[0])
+        measured = f"There is no {MEASUREMENTS}. `brigade bench --comm-ratio 0.8 --save` writes it."
+        if (path := locate_measurements(target)).is_file():
+            bundle.write(path, MEASUREMENTS)
             measured = f"{MEASUREMENTS} is included: the numbers of `brigade bench --comm-ratio 0.8 --save`."
-        except CourseError as error:
-            measured = f"{MEASUREMENTS} is not included: {error}. `brigade bench --comm-ratio 0.8 --save` writes it."
     states = {entry.number: find_state(entry, target) for entry in present}
     complete = [number for number, state in states.items() if state not in ("not written", "broken")]
     unknown = [number for number in complete if states[number] != "passes"]

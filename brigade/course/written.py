@@ -9,18 +9,15 @@ Some answers need `lessons/measurements.json`, which `brigade bench --save` writ
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from brigade.course.modules import ROOT, CourseError, Module
 
 ANSWERS = "answers.md"  # beside the module, in lessons and in submissions
 MEASUREMENTS = "measurements.json"
-MAX_BYTES = 100_000  # of the measurements, which take about 5 000 bytes
 QUESTION = re.compile(r"^## Question (\d+)(?: \(([a-z ]+), (\d+) points?\))?\n\n> (.+)$", re.MULTILINE)
 
 
@@ -85,15 +82,3 @@ def format_template(entry: Module, questions: Iterable[Question]) -> str:
 def locate_measurements(target: Path) -> Path:
     """Return the path of the measurements file in a clone or a directory of modules. The file may not exist."""
     return (target / "lessons" if (target / "lessons").is_dir() else target) / MEASUREMENTS
-
-
-def read_measurements(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return the file's bytes and its content. Raise CourseError if `brigade bench --save` cannot have written it."""
-    try:
-        raw = path.read_bytes()
-        content = json.loads(raw)
-        if len(raw) > MAX_BYTES or not isinstance(content, dict) or not isinstance(content.get("date"), str):
-            raise ValueError(f"it has no date or more than {MAX_BYTES} bytes")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CourseError(f"it is not what `brigade bench --save` writes ({error})") from None
-    return raw, content
