@@ -7,11 +7,12 @@ protects, and what it does not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. The kernel also refuses sockets,
-terminals, futexes between processes, file locks and notifications about files.
+terminals, futexes between processes, file locks and notifications about files. Other ranks use NCCL, and find each
+other through a file in the run's directory.
 
 If namespaces are not allowed (in most containers), hidden paths are not masked. Instead, the grader has removed the
-permissions on them (`close_off`), and the network and the disk are open. If control groups are writable, all processes
-of a grading run share one limit on memory and an equal share of the processors.
+permissions on them (`close_off`), and the network and the disk are open. If control groups (of version 2) are writable,
+all processes of a grading run share one limit on memory and an equal share of the processors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 LIBC = ctypes.CDLL(None, use_errno=True)
-RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 TERMINALS = "/dev/pts"  # their numbers are messages between ranks
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
@@ -84,27 +84,21 @@ class Sandbox:
     together: int = 4 << 30  # bytes of resident memory of all processes, if there are control groups
 
 
-def enter(settings: dict, directory: str, server: int, rank: int) -> None:
+def enter(settings: dict, directory: str, server: int, rank: int) -> str:
     """Move this process into the sandbox, with the working files in `directory`. Raise OSError if that is impossible.
 
     `settings` are the fields of a `Sandbox`, and `server` is the process id of the fork server. An offline rank gets a
-    directory and a user of its own.
+    directory and a user of its own. Return its directory.
     """
     os.nice(max(0, NICENESS - os.nice(0)))
-    mounted = unshare_mounts()
-    uid, shared = settings["uid"], None
+    uid = settings["uid"]
     if settings["offline"]:
         uid = users.list_users(uid)[rank % users.RANKS]
         directory = os.path.join(directory, str(rank))
         os.makedirs(directory, 0o700, exist_ok=True)
-        os.chown(directory, uid, uid)
-    else:
-        shared = os.path.join(directory, RENDEZVOUS)
-        os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
-        for path in (directory, shared):
-            os.chown(path, uid, uid)
-    if mounted:
-        mask_paths(settings, directory, uid, shared)
+    os.chown(directory, uid, uid)
+    if unshare_mounts():
+        mask_paths(settings, directory, uid)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills ranks first
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -126,6 +120,7 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> None:
         os._exit(1)
     os.umask(0o077)
     os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
+    return directory
 
 
 def get_call_numbers(calls: dict[str, tuple[int, int]]) -> list[int]:
@@ -170,18 +165,15 @@ def filter_system_calls(offline: bool = False) -> bool:
     return LIBC.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
 
 
-def join_groups(settings: dict) -> None:
-    """Move this process into the control groups of the sandbox's user, if there are any."""
-    # Version 2 limits swap separately; in version 1, the limit "memsw" counts memory and swap together.
-    most = settings["together"]
-    limits = {"memory.max": most, "memory.swap.max": 0, "cpu.weight": 100 * ORDINARY_SHARES}
-    limits |= {"memory.limit_in_bytes": most, "memory.memsw.limit_in_bytes": most, "cpu.shares": 1024 * ORDINARY_SHARES}
-    limits["cgroup.procs"] = os.getpid()
-    for group in users.find_control_groups(settings["uid"]):
+def join_group(settings: dict) -> None:
+    """Move this process into the control group of the sandbox's user, if there is one."""
+    limits = {"memory.max": settings["together"], "memory.swap.max": 0, "cpu.weight": 100 * ORDINARY_SHARES}
+    if group := users.find_control_group(settings["uid"]):
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
-            for file in (group / name for name in limits if (group / name).exists()):
-                file.write_text(str(limits[file.name]))
+            for name, value in (limits | {"cgroup.procs": os.getpid()}).items():
+                if (group / name).exists():
+                    (group / name).write_text(str(value))
 
 
 def probe() -> dict:
@@ -240,12 +232,11 @@ def leave_network() -> None:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
 
 
-def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> None:
+def mask_paths(settings: dict, directory: str, uid: int) -> None:
     """Mask the course, the hidden paths and the temporary directories.
 
-    Then mount again the directories inside them that a rank needs. The directory becomes private too, except for
-    `shared`, the file in it through which ranks with gloo or NCCL find each other. Only the user's processes remain
-    visible.
+    Then mount again the directories inside them that a rank needs. The directory of an offline rank becomes private,
+    too. Only the user's processes remain visible.
     """
     if settings["offline"]:  # not even permissions or times of files change; kernels before 5.12 cannot do this
         attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
@@ -268,12 +259,8 @@ def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> 
             os.makedirs(path, mode=0o755, exist_ok=True)
             mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
             os.close(handle)
-    handle = os.open(shared, os.O_PATH) if shared else None
-    mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode=700,uid={uid},gid={uid}")
-    if shared:
-        os.close(os.open(shared, os.O_CREAT, 0o600))
-        mount(f"/proc/self/fd/{handle}", shared, "", MS_BIND, "")
-        os.close(handle)
+    if settings["offline"]:
+        mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode=700,uid={uid},gid={uid}")
     with contextlib.suppress(OSError):
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
 

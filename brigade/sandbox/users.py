@@ -1,4 +1,4 @@
-"""Users and control groups of the sandbox: a grader reserves users, kills their processes, and removes their files."""
+"""The users of the sandbox and their control group: a grader reserves users, kills their processes, removes files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-def find_control_groups(uid: int) -> list[Path]:
-    """Return the directories of the user's control groups. They are below our own groups, so our limits include them.
+def find_control_group(uid: int) -> Path | None:
+    """Return the directory of the user's control group (of version 2), or None if there cannot be one.
 
-    In version 2, a group with processes cannot limit its subgroups, so ours are in the nearest ancestor that can.
+    A group with processes cannot limit its subgroups, so it is in our nearest ancestor that can, and our limits include
+    it.
     """
-    parents: list[Path] = []
-    listed = Path("/proc/self/cgroup")
-    for line in listed.read_text().splitlines() if listed.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers:
-            found = {"memory", "cpu"} & set(controllers.split(","))
-            parents += [CONTROL_GROUPS / controller / path[1:] for controller in sorted(found, reverse=True)]
-        else:
-            own = CONTROL_GROUPS / path[1:]
-            lists = [group / "cgroup.subtree_control" for group in (own, *own.parents)]
-            parents += [file.parent for file in lists if file.is_file() and "memory" in file.read_text()][:1]
-    return [parent / f"brigade-{uid}" for parent in parents if parent.is_dir()]
+    with contextlib.suppress(OSError):
+        *_, line = Path("/proc/self/cgroup").read_text().splitlines() or [""]
+        own = CONTROL_GROUPS / line.removeprefix("0::/")
+        for group in (own, *own.parents):
+            file = group / "cgroup.subtree_control"
+            if file.is_file() and "memory" in file.read_text():
+                return group / f"brigade-{uid}"
+    return None
 
 
 @contextlib.contextmanager
@@ -58,7 +55,7 @@ def reserve_user() -> Iterator[tuple[int, int]]:
             try:
                 yield uid, lock.fileno()
             finally:
-                for group in find_control_groups(uid):
+                if group := find_control_group(uid):
                     with contextlib.suppress(OSError):
                         group.rmdir()
             return

@@ -127,7 +127,7 @@ def test_the_numbers_are_the_kernels(column, machine):
 
 
 OWN_GROUPS = {  # the contents of /proc/self/cgroup, and of files below CONTROL_GROUPS before and after
-    "version 2: in the nearest that divides memory": (
+    "in the nearest that divides memory": (
         "0::/user.slice/session-3.scope\n",
         {
             "cgroup.subtree_control": "cpu memory pids\n",
@@ -135,31 +135,25 @@ OWN_GROUPS = {  # the contents of /proc/self/cgroup, and of files below CONTROL_
             "user.slice/session-3.scope/cgroup.subtree_control": "\n",
         },
         {"user.slice/brigade-64163/memory.max": "5242880", "user.slice/brigade-64163/memory.swap.max": "0"},
-        ["user.slice/brigade-64163"],
+        "user.slice/brigade-64163",
     ),
-    "version 1: below ours": (
-        "8:pids:/\n4:memory:/slice\n2:cpu,cpuacct:/\n0::/\n",
-        {"memory/slice/tasks": "", "cpu/tasks": ""},
-        {"memory/slice/brigade-64163/memory.limit_in_bytes": "5242880", "cpu/brigade-64163/cpu.shares": "4096"},
-        ["memory/slice/brigade-64163", "cpu/brigade-64163"],
-    ),
-    "none": ("", {}, {}, []),
-    "version 2 without limits": ("0::/\n", {"cgroup.subtree_control": "\n"}, {}, []),
-    "outside of the container": ("4:memory:/docker/1234\n0::/docker/1234\n", {}, {}, []),
+    "none": ("", {}, {}, None),
+    "without limits": ("0::/\n", {"cgroup.subtree_control": "\n"}, {}, None),
+    "of version 1": ("4:memory:/docker/1234\n0::/docker/1234\n", {"memory/docker/1234/tasks": ""}, {}, None),
 }
 
 
-@pytest.mark.parametrize("own, before, after, groups", OWN_GROUPS.values(), ids=OWN_GROUPS)
-def test_a_process_joins_the_groups_of_its_user(own, before, after, groups, tmp_path, monkeypatch):
+@pytest.mark.parametrize("own, before, after, group", OWN_GROUPS.values(), ids=OWN_GROUPS)
+def test_a_process_joins_the_group_of_its_user(own, before, after, group, tmp_path, monkeypatch):
     monkeypatch.setattr(users, "CONTROL_GROUPS", tmp_path)
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda path: own if str(path) == "/proc/self/cgroup" else read(path))
-    joined = {f"{group}/cgroup.procs": str(os.getpid()) for group in groups}
+    joined = {f"{group}/cgroup.procs": str(os.getpid())} if group else {}
     for name, text in (before | dict.fromkeys(after | joined, "")).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert users.find_control_groups(64163) == [tmp_path / group for group in groups]
-    enter.join_groups({"uid": 64163, "together": 5 << 20})
+    assert users.find_control_group(64163) == (tmp_path / group if group else None)
+    enter.join_group({"uid": 64163, "together": 5 << 20})
     files = {str(path.relative_to(tmp_path)): read(path) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == before | after | joined
 
