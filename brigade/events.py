@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -122,12 +122,9 @@ LAUNCH_FIELDS = (COMMON_FIELDS | FIELDS["launch"]).keys() & Launch.__match_args_
 def launches(events: Sequence[Event], step: int | None = None, *, phase: str | None = None) -> list[Launch]:
     """Return the launches in order, without barriers: all, or only those of one step or one phase."""
     by_index: dict[int, Launch] = {}
-    current_step = None
-    for place, event in enumerate(events):
+    for place, current_step, event in list_steps(events):
         kind, launch = event["kind"], by_index.get(event.get("index"))
-        if kind == "step":
-            current_step = event["step"]
-        elif kind == "launch":
+        if kind == "launch":
             fields = {name: event[name] for name in LAUNCH_FIELDS}
             by_index[event["index"]] = Launch(step=current_step, place=place, start=event["time"], **fields)
         elif launch is None:
@@ -197,13 +194,17 @@ def list_backward_passes(events: Sequence[Event], step: int) -> list[int]:
 
 def list_step_events(events: Sequence[Event], step: int) -> list[tuple[int, Event]]:
     """Return the events of one step, with their positions in the record."""
-    current_step, in_step = None, []
+    return [(place, event) for place, current_step, event in list_steps(events) if current_step == step]
+
+
+def list_steps(events: Sequence[Event]) -> Iterator[tuple[int, int | None, Event]]:
+    """Yield each event with its position in the record and its step. Leave out the events of kind "step"."""
+    current_step = None
     for place, event in enumerate(events):
         if event["kind"] == "step":
             current_step = event["step"]
-        elif current_step == step:
-            in_step.append((place, event))
-    return in_step
+        else:
+            yield place, current_step, event
 
 
 def summarize(launched: Sequence[Launch], limit: int = 8) -> str:

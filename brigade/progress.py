@@ -40,10 +40,9 @@ class RankRecord:
         return f"after {describe(self.launches[-1])}" if self.launches else "and has launched nothing"
 
     def describe_activity(self, missing_peers: Sequence[int] = ()) -> str:
-        """Describe what the rank is doing.
+        """Describe what the rank is doing, for example "waits in all_reduce #3 (...), which rank 1 never launched".
 
-        For example: "waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched". `missing_peers` are the
-        ranks that have not launched the collective that this rank waits for.
+        `missing_peers` are the ranks that have not launched what this rank waits for.
         """
         names = " and ".join(f"rank {peer}" for peer in missing_peers)
         if self.connecting:
@@ -82,10 +81,7 @@ class Progress:
             self._series.setdefault(make_key(rank, event), []).append(event)
 
     def describe_activity(self, rank: int) -> str:
-        """Describe what a rank is doing: see `RankRecord.describe_activity`.
-
-        If the rank waits for a message, the text also says what its peer waits for instead.
-        """
+        """Describe what a rank is doing and, if it waits for a message, what its peer waits for instead."""
         missing = self.find_missing_peers(rank)
         text = self.ranks[rank].describe_activity(missing)
         own = self.ranks[rank].waiting
