@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
-FDS_PER_RANK = 3
+FDS_PER_RANK = 2
 
 
 def send(channel: socket.socket, message: dict, descriptors: Sequence[int] = ()) -> None:

@@ -136,7 +136,8 @@ class Ranks:
             rank.send(wire.encode([code, mode]))
         try:
             failure = self._monitor.watch(deadline_s)
-            self._monitor.read_rest()
+            if not failure:
+                self._monitor.read_rest()
         except (CourseError, KeyboardInterrupt) as error:
             failure = str(error) or "interrupted"
         for rank in ranks:

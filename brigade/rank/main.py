@@ -1,7 +1,7 @@
 """Run a rank: start the process group, call one function once or several times, and deliver its results.
 
-A rank has three file descriptors. `channel.py` describes its `control` channel. Its standard output and error go to
-`output`. When it receives SIGUSR1, it prints its stacks to `trace`.
+A rank has two file descriptors. `channel.py` describes its `control` channel. Its standard output and error go to
+`output`, and so do its stacks, which it prints when it receives SIGUSR1.
 
 After sending its results, a rank waits to be killed. If it tore down gloo while a peer still used the connection, the
 peer could abort.
@@ -40,14 +40,14 @@ MAX_MESSAGE = 4_000  # characters of an exception's message that are sent
 SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
 
 
-def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
+def main(control_fd: int, output_fd: int, server: int) -> None:
     """Run a rank in a process that the server has just forked. Never return."""
     channel = Channel(control_fd)
     request = channel.receive_request()
     if request["calls"] is None:  # those of a notebook come later
         request["calls"] = channel.receive_calls()
     redirect(output_fd, request["terminal"])
-    faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=output_fd, all_threads=True)
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
     try:
@@ -81,11 +81,10 @@ def run(
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
             # as long. On the emulated link, however, a collective must interrupt the computation.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    os.chdir(request["directory"])
     os.environ.update(request["environment"])
     if switch:
         return perform(request, sink, dist.HashStore(), switch=switch)
-    store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), request["world_size"])
+    store = dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
     return perform(request, sink, store)
 
 
@@ -118,7 +117,7 @@ def perform(
     recorder = recording.Recorder(sink)
     recording.install(recorder, switch)
     if request["mode"] == "emulate":
-        emulated_link.share_launches(request["directory"], world_size)
+        emulated_link.share_launches(os.getcwd(), world_size)
     make_inner: Any = functools.partial(recording.make_torch_group, backend)
     if switch:
         make_inner = functools.partial(SwitchGroup, switch)

@@ -42,7 +42,8 @@ GRACE_S = 0.3  # after the first failure, other ranks have this time to report t
 LISTEN_S = 0.001  # pause between reads: waking up for each event would take processor time from the ranks
 ANSWER_S = 0.5  # the time that ranks have to print their stacks
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
-TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
+STACK_LIMIT = 1 << 20  # bytes of a rank's stack that are kept, with what it prints meanwhile
+READ_S = 10.0  # the time that a rank has to read an answer for which it waits; nothing else happens meanwhile
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
@@ -51,24 +52,24 @@ HEADER_BYTES = 9  # of a message: its letter and its size
 
 
 class RankProcess:
-    """One rank: its process, our ends of its three channels, and what it has sent."""
+    """One rank: its process, our ends of its two channels, and what it has sent."""
 
     def __init__(self, number: int, record: RankRecord, num_calls: int):
         self.number, self.record, self.num_calls = number, record, num_calls
         self.pid = 0
         self.control, self._rank_control = socket.socketpair()
+        self.control.settimeout(READ_S)
         self.output, self._rank_output = os.pipe()
-        self.trace, self._rank_trace = os.pipe()
         self.buffer = bytearray()  # messages that are not complete yet
-        self.outgoing = bytearray()  # answers of the switch that the rank has not read yet
         self.num_received = 0  # bytes
         self.printed = bytearray()
-        self.stack = bytearray()  # printed on request, by faulthandler
+        self.is_asked = False  # whether it has been asked to print its stacks; what it prints then is not kept
+        self.stack = bytearray()
         self.results: list[bytes] = []  # one for each call that has ended
         self.ends: list[int] = []  # for each result, the number of events before it
         self.failure: RankFailure | None = None  # the exception that it raised, or what was wrong with its messages
-        self.status: int | None = None  # exit status of its process, if the process has ended
-        self.is_closed = False  # whether its channel is closed
+        self.is_closed = False  # whether its channel is closed, usually because its process has ended
+        self.status: int | None = None  # exit status of its process, after the run, if its channel was closed before
 
     @property
     def is_complete(self) -> bool:
@@ -78,21 +79,23 @@ class RankProcess:
     @property
     def is_settled(self) -> bool:
         """Whether the rank has delivered all results, raised an exception, been refused or ended."""
-        return self.is_complete or self.failure is not None or self.status is not None
+        return self.is_complete or self.failure is not None or self.is_closed
 
     @property
     def descriptors(self) -> list[int]:
         """The rank's ends of the channels."""
-        return [self._rank_control.fileno(), self._rank_output, self._rank_trace]
+        return [self._rank_control.fileno(), self._rank_output]
 
     def close_rank_ends(self) -> None:
         """Close our copies of the rank's ends of the channels. The rank's process has its own copies."""
         self._rank_control.close()
         os.close(self._rank_output)
-        os.close(self._rank_trace)
 
     def send(self, data: bytes) -> None:
-        """Send the request, or a call. Do nothing if the rank has already ended."""
+        """Send the request, a call or an answer. Do nothing if the rank has ended.
+
+        Raise TimeoutError if it does not read.
+        """
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.control.sendall(struct.pack("<Q", len(data)) + data)
 
@@ -103,16 +106,15 @@ class RankProcess:
 
     def close(self) -> None:
         """Read the rest of the rank's output, then close all channels."""
-        if self.pid:
+        if self.pid and not self.is_asked:
             os.set_blocking(self.output, False)
             with contextlib.suppress(OSError):
                 while len(self.printed) <= OUTPUT_LIMIT and (data := os.read(self.output, 1 << 16)):
                     self.printed += data
-        else:
+        if not self.pid:
             self.close_rank_ends()
         self.control.close()
         os.close(self.output)
-        os.close(self.trace)
 
 
 class Monitor:
@@ -128,6 +130,7 @@ class Monitor:
         self.ranks = [RankProcess(number, record, num_calls) for number, record in enumerate(self.progress.ranks)]
         self._how, self._packages = how, packages
         self._directory: Path | None = None  # of the run
+        self._has_ended = False
         self._switch = Switch(self.progress.ranks, border_seeds) if how.has_switch else None
         self._encode, self._read_json = wire.encode, wire.decode_json
         self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
@@ -139,28 +142,23 @@ class Monitor:
 
     def start(self, requests: Sequence[dict[str, Any]]) -> None:
         """Let the server, which has been started, fork the ranks in a new directory. Send each rank its request."""
-        is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
-        self._directory = directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
+        self._directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
         if SERVER.sandbox:
-            for path in (SERVER.scratch, directory):
+            for path in (SERVER.scratch, self._directory):
                 path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
-        descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
-        pids = SERVER.fork(descriptors, directory, [functools.partial(self._note_exit, rank) for rank in self.ranks])
+        pids = SERVER.fork([fd for rank in self.ranks for fd in rank.descriptors], self._directory)
         for rank, pid, request in zip(self.ranks, pids, requests):
             rank.pid = pid
             rank.close_rank_ends()
-            for channel, read in (
-                (rank.control, functools.partial(self._read_control, rank)),
-                (rank.output, functools.partial(self._read_text, rank.output, rank.printed, OUTPUT_LIMIT + 1)),
-                (rank.trace, functools.partial(self._read_text, rank.trace, rank.stack, TRACE_LIMIT)),
-            ):
-                self._selector.register(channel, selectors.EVENT_READ, read)
-            own = directory / str(rank.number) if is_offline else directory
-            rank.send(self._encode(request | {"directory": str(own)}))
-        self._selector.register(SERVER.fileno(), selectors.EVENT_READ, SERVER.read_exits)
+            self._selector.register(rank.control, selectors.EVENT_READ, functools.partial(self._read_control, rank))
+            self._selector.register(rank.output, selectors.EVENT_READ, functools.partial(self._read_output, rank))
+            rank.send(self._encode(request))
 
     def watch(self, deadline_s: float | None) -> RankFailure | None:
-        """Listen until all ranks have delivered their results or the run has failed. Return the failure, or None."""
+        """Listen until all ranks have delivered their results or the run has failed.
+
+        If it has failed, end it and return the failure.
+        """
         ends_at = time.monotonic() + (deadline_s or float("inf"))
         while (kind := self._find_failure_kind(ends_at)) is None:
             if all(rank.is_complete for rank in self.ranks):
@@ -173,6 +171,7 @@ class Monitor:
             kind, self._mismatch = "mismatch", unequal
         if kind != "failed":
             self._request_stacks()
+        self.end()  # then the exit statuses are known
         return describe_failure(kind, self.ranks, self.progress, self._mismatch, deadline_s, self._packages)
 
     def read_rest(self) -> None:
@@ -181,11 +180,18 @@ class Monitor:
             pass
 
     def end(self) -> None:
-        """Kill and reap all ranks. Read the rest of their output, and remove the directory of the run."""
+        """Kill and reap all ranks. Read the rest of their output, and remove the directory of the run.
+
+        A second call has no effect.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
         pids = [rank.pid for rank in self.ranks if rank.pid]
         try:
-            if pids:
-                SERVER.kill(pids)
+            statuses = SERVER.kill(pids) if pids else {}
+            for rank in self.ranks:
+                rank.status = statuses.get(rank.pid) if rank.is_closed else None
         finally:
             for rank in self.ranks:
                 rank.close()
@@ -220,34 +226,26 @@ class Monitor:
             key.data()
         return bool(ready)
 
-    def _note_exit(self, rank: RankProcess, status: int) -> None:
-        rank.status = status
-        self._note_failure()
-
     def _note_failure(self) -> None:
         self._failed_at = self._failed_at or time.monotonic()
 
-    def _read_text(self, fd: int, kept: bytearray, limit: int) -> None:
-        """Read text, and append it to `kept` until `kept` has `limit` bytes."""
-        data = os.read(fd, 1 << 16)
+    def _read_output(self, rank: RankProcess) -> None:
+        """Read what a rank has printed."""
+        data = os.read(rank.output, 1 << 16)
         if not data:
-            self._selector.unregister(fd)
+            self._selector.unregister(rank.output)
+        kept, limit = (rank.stack, STACK_LIMIT) if rank.is_asked else (rank.printed, OUTPUT_LIMIT + 1)
         kept += data[: max(0, limit - len(kept))]
 
     def _read_control(self, rank: RankProcess) -> None:
         """Read from a rank's channel and handle the messages that are complete."""
-        if rank.outgoing:
-            self._write_control(rank)
         try:
-            data = rank.control.recv(1 << 20, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
+            data = rank.control.recv(1 << 20)
         except ConnectionResetError:
             data = b""
         if not data:
-            self._selector.unregister(rank.control)
             rank.is_closed = True
-            self._note_failure()
+            self._stop_reading(rank)
             return
         rank.buffer += data
         num_events = len(rank.record.events)
@@ -257,12 +255,9 @@ class Monitor:
                 raise Refused(f"{too_much}. Likely cause: it launches collectives in an endless loop.")
             while message := self._pop_message(rank.buffer):
                 self._handle_message(rank, *message)
-                self._send_answers()
         except UNREADABLE as error:
-            what = str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel"
-            rank.failure = RankFailure("garbled", f"rank {rank.number} {what}", [], rank.number)
-            self._selector.unregister(rank.control)
-            self._note_failure()
+            reason = str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel"
+            self._refuse(rank, reason)
         for event in rank.record.events[num_events:] if self._how.on_event else []:
             self._how.on_event(rank.number, event)
 
@@ -297,10 +292,10 @@ class Monitor:
                 self._switch.check_end(rank.number)
             rank.results.append(body)
             rank.ends.append(len(rank.record.events))
-        elif rank.outgoing:
-            raise Refused("asked again before it read the answer")
         else:
             self._switch.handle(rank.number, letter, body)
+            while self._switch.answers:
+                self._answer(*self._switch.answers.pop(0))
 
     def _add_event(self, rank: RankProcess, event: Any) -> None:
         validate(event, len(rank.record.launches))
@@ -310,35 +305,38 @@ class Monitor:
         if event["kind"] == "launch" and not self._mismatch:
             self._mismatch = self.progress.find_mismatch(rank.number)
 
-    def _send_answers(self) -> None:
-        """Send the switch's answers, as far as ranks read them."""
-        while self._switch and self._switch.answers:
-            number, answer = self._switch.answers.pop(0)
-            self.ranks[number].outgoing += struct.pack("<Q", len(answer)) + answer
-            self._write_control(self.ranks[number])
+    def _answer(self, number: int, answer: bytes) -> None:
+        """Send a rank the switch's answer, for which it waits."""
+        try:
+            self.ranks[number].send(answer)
+        except TimeoutError:
+            self._refuse(self.ranks[number], "did not read the answer to its question")
 
-    def _write_control(self, rank: RankProcess) -> None:
-        """Send what the rank's socket takes, and go on when it takes more."""
-        sent = 0
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            sent = rank.control.send(rank.outgoing, socket.MSG_DONTWAIT)
-        del rank.outgoing[:sent]
-        with contextlib.suppress(KeyError):  # the rank has been refused or has ended
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outgoing else 0)
-            self._selector.modify(rank.control, events, functools.partial(self._read_control, rank))
+    def _refuse(self, rank: RankProcess, reason: str) -> None:
+        """Let the run fail because of what a rank did, and hear no more from this rank."""
+        rank.failure = RankFailure("garbled", f"rank {rank.number} {reason}", [], rank.number)
+        self._stop_reading(rank)
+
+    def _stop_reading(self, rank: RankProcess) -> None:
+        with contextlib.suppress(KeyError):  # it has been refused before
+            self._selector.unregister(rank.control)
+        self._note_failure()
 
     def _request_stacks(self) -> None:
         """Ask the ranks to print their stacks, and read the stacks."""
-        alive = [rank for rank in self.ranks if rank.status is None]
+        self._listen(0)  # read what they have printed until now
+        alive = [rank for rank in self.ranks if not rank.is_closed]
         for rank in alive:
+            rank.is_asked = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(rank.pid, signal.SIGUSR1)
         ends_at = time.monotonic() + ANSWER_S
         while time.monotonic() < ends_at:
             sizes = [len(rank.stack) for rank in alive]
             self._listen(0.1)
-            if all(sizes) and sizes == [len(rank.stack) for rank in alive]:
-                break  # all have answered, and no more text arrives
+            has_all = all(b"most recent call first" in rank.stack for rank in alive)
+            if has_all and sizes == [len(rank.stack) for rank in alive]:
+                break  # no more text arrives
 
 
 def read_sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:

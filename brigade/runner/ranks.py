@@ -63,7 +63,6 @@ class RunOptions:
     seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
     graded: bool = False  # whether only the submission itself may call collectives, in the main thread
-    switch: bool | None = None  # communicate through the grader's switch; None: as SERVER.has_switch says
     terminal: bool = False  # run on this terminal without a deadline, for a debugger
     # False: events arrive in batches, which disturb a measurement less. A deadlock is then found only at the deadline.
     stream: bool = True
@@ -78,8 +77,7 @@ class RunOptions:
     def has_switch(self) -> bool:
         """Whether the ranks communicate through the switch, which is possible on the CPU only."""
         is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
-        wanted = SERVER.has_switch if self.switch is None else self.switch
-        return (wanted or is_offline) and self.backend == "gloo" and self.mode != "emulate"
+        return (is_offline or SERVER.has_switch) and self.backend == "gloo" and self.mode != "emulate"
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
@@ -109,9 +107,10 @@ def run_calls(
     SERVER.start()
     from brigade.ipc import wire  # torch is imported while the server is starting
 
-    border_seeds: list[list[list[int]]] = [[] for _ in requests]
-    for request, seeds in zip(requests, border_seeds):
-        request["calls"] = number_batches(request["calls"], how.has_switch, seeds)
+    border_seeds = []  # by rank and batch
+    for request in requests:
+        border_seeds.append([batch["borders"] for batch in list_batches(request["calls"])])
+        request["calls"] = number_batches(request["calls"], how.has_switch, [])
     monitor = Monitor(how, packages, len(args_per_call), border_seeds)
     try:
         monitor.start(requests)
@@ -176,25 +175,24 @@ def draw_seeds(seed: int | None, world_size: int) -> list[int]:
 
 def list_batches(value: Any) -> list[dict[str, Any]]:
     """Return all batches with borders in nested lists, tuples and dicts, in order."""
-    if isinstance(value, dict) and "borders" in value:
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [batch for item in items for batch in list_batches(item)]
+    batches: list[dict[str, Any]] = []
+    number_batches(value, False, batches)
+    return batches
 
 
-def number_batches(value: Any, keep: bool, seeds: list[list[int]]) -> Any:
-    """Return a copy of nested lists, tuples and dicts in which batches have numbers. Append their borders' seeds.
+def number_batches(value: Any, keep: bool, batches: list[dict[str, Any]]) -> Any:
+    """Return a copy of nested lists, tuples and dicts in which batches with borders have numbers. Append the batches.
 
-    With `keep`, the copy contains only the numbers, because the switch answers when the rank asks for factors.
+    With `keep`, the copy has numbers instead of the borders' seeds, because the switch answers when the rank asks.
     """
     if isinstance(value, dict) and "borders" in value:
-        seeds.append(value["borders"])
-        own = value["borders"]
-        return value | {"borders": {"batch": len(seeds) - 1, "count": len(own), "seeds": None if keep else own}}
+        batches.append(value)
+        seeds = value["borders"]
+        return value | {"borders": {"batch": len(batches) - 1, "count": len(seeds), "seeds": None if keep else seeds}}
     if isinstance(value, dict):
-        return {key: number_batches(item, keep, seeds) for key, item in value.items()}
+        return {key: number_batches(item, keep, batches) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(number_batches(item, keep, seeds) for item in value)
+        return type(value)(number_batches(item, keep, batches) for item in value)
     return value
 
 

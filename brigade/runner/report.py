@@ -93,7 +93,7 @@ def describe_failure(
     deadline_s: float | None,
     packages: dict[str, Sources],
 ) -> RankFailure:
-    """Return the exception that reports a failed run. `kind`: see `runner/monitor.py`."""
+    """Return the exception that reports a run that has failed and ended. `kind`: see `runner/monitor.py`."""
     waiting = {rank.record.waiting["op"] for rank in ranks if rank.record.waiting}
     lines = [describe_rank(rank, progress, packages) for rank in ranks]
     if kind == "failed":
@@ -142,10 +142,10 @@ def describe_culprit(ranks: Sequence[RankProcess], lines: list[str]) -> RankFail
     raised = sorted((rank for rank in ranks if rank.failure), key=lambda rank: rank.failure.kind != "garbled")
     first_hand = [rank for rank in raised if not BROKEN_LINK.search(rank.failure.message)]
     died = sorted((rank for rank in ranks if rank.status is not None), key=lambda rank: rank.status == -signal.SIGABRT)
-    culprit = (first_hand or died or raised or [rank for rank in ranks if rank.is_closed])[0]
+    culprit = (first_hand or died or raised)[0]
     if culprit.failure:
         return culprit.failure
-    how = "it closed its channel" if culprit.status is None else describe_exit(culprit.status)
+    how = describe_exit(culprit.status)
     return RankFailure("died", f"rank {culprit.number} died without a result ({how})", lines, culprit.number, how)
 
 

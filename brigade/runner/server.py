@@ -7,15 +7,13 @@ messages, and `rank/fork_server.py` contains the server itself.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import re
-import select
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,12 +40,11 @@ class Server:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
         self._ready = False  # whether the server has answered, which it does after importing torch
-        self._lock = threading.RLock()  # held during an exchange of messages
-        self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id of each running rank
+        self._lock = threading.RLock()  # held from an order to its answer
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
         self.sandbox: enter.Sandbox | None = None  # the sandbox of all ranks from now on
-        self.has_switch = False  # whether ranks on the CPU communicate through the grader's switch from now on
+        self.has_switch = False  # whether ranks on the CPU use the grader's switch even without a sandbox: for tests
 
     def start(self) -> None:
         """Start the server if it is not running. Do not wait until it is ready."""
@@ -92,53 +89,33 @@ class Server:
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo creates it on import
         }
 
-    def fork(self, descriptors: list[int], directory: Path, on_exit: Sequence[Callable[[int], None]]) -> list[int]:
-        """Fork one rank for every three descriptors. Return their process ids.
-
-        `on_exit[rank]` is called with the exit status of a rank that ends by itself.
-        """
+    def fork(self, descriptors: list[int], directory: Path) -> list[int]:
+        """Fork one rank for every two descriptors. Return their process ids."""
         self.start()
-        with self._exchange():
-            pids = self._order({"fork": True, "directory": str(directory)}, "forked", descriptors)
-            self._on_exit.update(zip(pids, on_exit))
-            return pids
+        sandbox = asdict(self.sandbox) if self.sandbox else None
+        return self._order({"fork": True, "directory": str(directory), "sandbox": sandbox}, "forked", descriptors)
 
-    def kill(self, pids: list[int]) -> None:
-        """Kill and reap these ranks and all processes that they started."""
-        for pid in pids:
-            self._on_exit.pop(pid, None)
-        if self._channel is None:
-            return  # the server has been closed in the meantime, and its ranks ended with it
+    def kill(self, pids: list[int]) -> dict[int, int]:
+        """Kill and reap these ranks and all processes that they started. Return their exit statuses."""
         try:
-            with self._exchange():
-                self._order({"kill": pids}, "killed")
+            return dict(self._order({"kill": pids}, "killed"))
         except ServerLost:
             for pid in pids:  # on Linux they ended with the server
                 protocol.kill_group(pid)
+            raise
 
     def _order(self, order: dict[str, Any], key: str, descriptors: Sequence[int] = ()) -> Any:
-        """Send an order and return what its answer has for `key`."""
-        sandbox = asdict(self.sandbox) if self.sandbox else None
-        protocol.send(self._channel, order | {"sandbox": sandbox}, descriptors)
-        return self._receive_answer(key)
+        """Send an order and return what its answer has for `key`.
 
-    def read_exits(self) -> None:
-        """Read the server's messages about ranks that ended by themselves, unless another thread has read them."""
-        with self._exchange():
-            while self._channel and select.select([self._channel], [], [], 0)[0]:
-                self._receive_message()
-
-    @contextlib.contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """Hold the lock during the block. If Ctrl-C interrupts it, close the channel, which may contain half a message.
-
-        If the server has ended, kill the processes that its ranks had started, and raise ServerLost.
+        If Ctrl-C interrupts this, close the channel, which may contain half a message. If the server has ended, kill
+        the processes that its ranks had started, and raise ServerLost.
         """
         with self._lock:
             try:
                 if self._channel is None:
                     raise EOFError  # another thread has closed the channel
-                yield
+                protocol.send(self._channel, order, descriptors)
+                return self._receive_answer(key)
             except KeyboardInterrupt:
                 self.close()
                 raise
@@ -150,22 +127,11 @@ class Server:
                 raise ServerLost(lost) from None
 
     def _receive_answer(self, key: str) -> Any:
-        while key not in (message := self._receive_message()):
-            pass
-        self._ready = True
-        return message[key]
-
-    def _receive_message(self) -> dict[str, Any]:
-        """Return the server's next message. If a rank has ended by itself, tell its monitor."""
         message, _ = protocol.receive(self._channel)
         if message is None:
             raise EOFError
-        if on_exit := self._on_exit.pop(message.get("exited"), None):
-            on_exit(message["status"])
-        return message
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
+        self._ready = True
+        return message[key]
 
     def close(self) -> None:
         """End the server and all its ranks. The next `start` starts a new server."""

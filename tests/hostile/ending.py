@@ -42,7 +42,7 @@ def attack():
     for pid in (os.getppid(), 1, -1):
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.kill(pid, 9)
-=== closes its channel, and waits | 0 | it closed its channel
+=== closes its channel, and waits | 0 | died without a result
 import socket, stat, time
 for fd in range(256):
     try:

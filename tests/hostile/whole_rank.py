@@ -118,7 +118,7 @@ def forge(ddp):
     recorder = find("Recorder")
     note = type(recorder).note
     recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "border" else None
-=== asks for a gigabyte of factors at once, and reads nothing | 0 | asked again before it read the answer | checks=ONE
+=== asks for a gigabyte of factors at once, and reads nothing | 0 | did not read the answer | checks=ONE
 import struct
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):

@@ -297,7 +297,7 @@ ranks.run_ranks(basics.forever, on_event=show, deadline=60)
 
 SIDE_BY_SIDE = """
 import os, time
-from brigade.rank.fork_server import kill
+from brigade.rank.fork_server import ForkServer
 
 def fork(seconds, status):
     pid = os.fork()
@@ -307,9 +307,10 @@ def fork(seconds, status):
     return pid
 
 doomed, other, going_on = fork(60, 0), fork(0, 3), fork(1, 0)
-ranks = {doomed, other, going_on}
+server = ForkServer()
+server.ranks |= {doomed, other, going_on}
 time.sleep(0.3)
-assert kill({doomed}, ranks) == {other: 3} and ranks == {going_on}
+assert server.kill([doomed]) == {doomed: -9} and server.kill([other]) == {other: 3} and server.ranks == {going_on}
 """
 
 
