@@ -223,7 +223,8 @@ def write_timelines(
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
             missed = describe_missed(num_unwaited, len(shown.launched), "collective", "the")
             console.print(f"  Across all ranks, the code does not wait for {missed}")
-    console.print(timelines[0].link_text)
+    backward = f"backward alone takes {shown.backward_ms:.0f} ms"
+    console.print(f"The link is emulated, {shown.link.description}; {backward}.")
 
 
 def draw_memory(variants: list[Variant], sources: Sources, options: argparse.Namespace, picture: Path) -> None:

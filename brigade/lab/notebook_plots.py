@@ -253,8 +253,8 @@ def draw_layouts(layouts: Mapping[int, Layout]) -> LargeFigure:
 
 
 def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) -> LargeFigure:
-    """Draw the events "ready" and "launched" of each rank in a phase, in order. Both kinds have the field `bucket`."""
-    kinds = {"ready": "plain", "launched": "moving"}
+    """Draw the events "gradient" and "launched" of each rank in a phase, in order. Both have the field `bucket`."""
+    kinds = {"gradient": "plain", "launched": "moving"}
     rows = {
         f"rank {rank}": [
             (event["bucket"], kinds[event["kind"]])

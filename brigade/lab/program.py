@@ -90,6 +90,7 @@ class Setting:
 class Launch(NamedTuple):
     """The launch of a collective on a buffer of `nbytes` bytes, in a group from rank 0 to `last_rank`."""
 
+    number: int
     op: str
     nbytes: float
     num_ranks: int
@@ -158,13 +159,13 @@ def simulate(instructions: Sequence[Sequence[Any]], machine: Machine, network: L
     """
     now = 0.0
     free: dict[Link, float] = defaultdict(float)
-    ends: list[float] = []
+    ends: dict[int, float] = {}  # by the number of the launch
     for kind, *values in instructions:
         if network and kind == "launch":
             launch = Launch(*values)
             link = network.between((0, launch.last_rank))
             free[link] = max(now, free[link]) + link.seconds(launch.op, launch.nbytes, launch.num_ranks)
-            ends.append(free[link])
+            ends[launch.number] = free[link]
         elif network and kind == "wait":
             now = max(now, ends[values[0]])
         elif kind in ("forward", "backward"):

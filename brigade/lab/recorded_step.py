@@ -33,8 +33,8 @@ READS = {"_local_scalar_dense", "allclose", "equal"}  # values without memory: t
 BACKEND = "planned"
 
 # What `record_steps` returns for a step: its instructions and the bytes that the rank keeps after it, by kind. An
-# instruction is ["forward" or "backward", parameter], ["copy" or "step", bytes read and written], ["wait", launch],
-# or ["launch", operation, bytes, ranks of the group, last rank].
+# instruction is ["forward" or "backward", parameter], ["copy" or "step", bytes read and written], ["wait", number of
+# the launch], or ["launch", number, operation, bytes, ranks of the group, last rank].
 Recorded = tuple[list[list[Any]], Bytes]
 
 
@@ -48,25 +48,26 @@ class Log(TorchDispatchMode):
     def forget_all(self) -> None:
         """Forget all instructions, before another variant is recorded."""
         self.instructions: list[list[Any]] = []
-        self.waiting: set[int] = set()  # the ids of launches for which nobody has waited yet
+        self.num_launches = 0
+        self.waiting: set[int] = set()  # the numbers of launches for which nobody has waited yet
         self.begin_step()
         self.is_in_step = False
 
     def begin_step(self) -> None:
         """Forget all instructions that this step does not wait for."""
-        self.instructions = [one for one in self.instructions if id(one) in self.waiting]
+        self.instructions = [one for one in self.instructions if self.is_pending(one)]
         # By storage: a tensor in it, and the launch on it that somebody may await through a future.
-        self.futures: dict[int, tuple[Tensor, list[Any]]] = {}
+        self.futures: dict[int, tuple[Tensor, int]] = {}
         self.is_in_step = True
 
     def note(self, *instruction: Any) -> None:
         """Append an instruction."""
         self.instructions.append([*instruction])
 
-    def wait(self, launch: list[Any]) -> None:
+    def wait(self, launch: int) -> None:
         """Append a wait, unless the rank has waited for the launch before."""
-        if id(launch) in self.waiting:
-            self.waiting.discard(id(launch))
+        if launch in self.waiting:
+            self.waiting.discard(launch)
             self.note("wait", launch)
 
     def wait_for_futures(self) -> None:
@@ -76,18 +77,15 @@ class Log(TorchDispatchMode):
 
     def launch(self, **fields: Any) -> int:
         """Append a launch and return its number. `RecordingGroup` calls this."""
-        self.note("launch", fields["op"], fields["nbytes"], len(fields["ranks"]), max(fields["ranks"]))
-        self.waiting.add(id(self.instructions[-1]))
-        return 0  # nobody needs the number
+        number, ranks = self.num_launches, fields["ranks"]
+        self.note("launch", number, fields["op"], fields["nbytes"], len(ranks), max(ranks))
+        self.num_launches += 1
+        self.waiting.add(number)
+        return number
 
-    def list_instructions(self) -> list[list[Any]]:
-        """Return the instructions of the step, with a launch's number in each wait.
-
-        Launches for which nobody has waited are left out: they are the first instructions of the next step.
-        """
-        instructions = [one for one in self.instructions if id(one) not in self.waiting]
-        numbers = {id(one): number for number, one in enumerate(one for one in instructions if one[0] == "launch")}
-        return [["wait", numbers[id(one[1])]] if one[0] == "wait" else one for one in instructions]
+    def is_pending(self, instruction: list[Any]) -> bool:
+        """Return whether this is a launch for which nobody has waited: it belongs to the next step."""
+        return instruction[0] == "launch" and instruction[1] in self.waiting
 
     def find_owner(self, tensors: list[Tensor]) -> tuple[None, None]:
         """Return no name: `RecordingGroup` calls this before each launch."""
@@ -134,7 +132,7 @@ def describe(function: Any) -> tuple[str, bool]:
 class Work(dist.Work):
     """The handle of a launch."""
 
-    def __init__(self, log: Log, launch: list[Any], outputs: list[Tensor]):
+    def __init__(self, log: Log, launch: int, outputs: list[Tensor]):
         super().__init__()
         self._log, self._launch, self._outputs = log, launch, outputs
 
@@ -165,7 +163,7 @@ class PlannedGroup(RecordingGroup):
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work:
         tensors = [tensor for tensor in list_tensors(args) if tensor.is_meta]
-        return Work(self._recorder, self._recorder.instructions[-1], tensors)
+        return Work(self._recorder, index, tensors)
 
     def _start_coalescing(self, device: torch.device) -> None:
         pass
@@ -282,7 +280,8 @@ def record_step(log: Log, variant: dict[str, Any], setting: dict[str, Any]) -> R
     for turn in range(STEPS + is_ddp):
         with log if is_ddp or turn == STEPS - 1 else contextlib.nullcontext():
             take_step(log, setup)
-    return log.list_instructions(), count_kept_bytes(setup.model, setup.wrapper, setup.optimizer)
+    instructions = [one for one in log.instructions if not log.is_pending(one)]
+    return instructions, count_kept_bytes(setup.model, setup.wrapper, setup.optimizer)
 
 
 def take_step(log: Log, setup: TrainingSetup) -> None:

@@ -127,11 +127,6 @@ class Timeline:
         warning = " (unreliable: the machine was busy)" if self.doubt else ""
         return f"{self.end_ms:.0f} ms, {' to '.join(map(str, exposed[:1] + exposed[1:][-1:]))} ms exposed{warning}"
 
-    @property
-    def link_text(self) -> str:
-        """A sentence about the link that carried the gradients."""
-        return f"The link is emulated, {self.link.description}; backward alone takes {self.backward_ms:.0f} ms."
-
     def get_span(self, rank: int, kind: str) -> Span:
         """Return the span of a rank in one of `ladder.PHASES`."""
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)

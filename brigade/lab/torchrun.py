@@ -25,7 +25,7 @@ from brigade.events import Event
 from brigade.progress import RankRecord
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, draw_seeds, find_sources
-from brigade.runner.report import BROKEN_LINK, RankFailure
+from brigade.runner.report import BROKEN_LINK, RankFailure, make_exception_failure
 from brigade.runner.server import SERVER
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,26 +95,26 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     except CourseError:
         raise
     except Exception as error:
-        raise make_failure(error, inside.describe_exception(error, request["packages"]), rank, record) from None
+        raise make_failure(inside.describe_exception(error, request["packages"]), rank, record) from None
     if rank:
         exit_process(0)
     return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
 
 
-def make_failure(error: Exception, description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
+def make_failure(description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
     """Return a RankFailure that describes why this rank failed."""
+    failure = make_exception_failure(rank, description, {})
     where = f"rank {rank} on {socket.gethostname()}"
-    message = description["message"].partition("\n")[0] or "(no message)"
-    if BROKEN_LINK.search(description["message"]):
+    message = failure.message.partition("\n")[0] or "(no message)"
+    if BROKEN_LINK.search(failure.message):
         time.sleep(OTHERS_FIRST_S)  # the rank that failed first says why
-        if "connectFullMesh" in description["message"]:  # gloo never had a connection
+        if "connectFullMesh" in failure.message:  # gloo never had a connection
             return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
         return RankFailure("died", f"{where} lost a peer; it {record.describe_activity()}: {message}", [], rank)
+    failure.summary = f"{where} raised {failure.error}: {message}"
     if "imed out" in message:
-        message = f"{message}; it {record.describe_activity()}"
-    frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in description["frames"]]
-    summary = f"{where} raised {description['type']}: {message}"
-    return RankFailure("exception", summary, frames, rank, description["type"], message=message)
+        failure.summary += f"; it {record.describe_activity()}"
+    return failure
 
 
 def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

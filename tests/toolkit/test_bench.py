@@ -279,8 +279,8 @@ def test_under_torchrun_an_error_is_one_sentence(tmp_path):
 )
 def test_a_broken_connection_differs_from_one_that_never_existed(message, said, monkeypatch):
     monkeypatch.setattr(torchrun, "OTHERS_FIRST_S", 0.0)
-    description = {"message": message, "type": "RuntimeError", "frames": []}
-    assert said in str(torchrun.make_failure(RuntimeError(message), description, 0, RankRecord()))
+    description = {"message": message, "type": "RuntimeError", "frames": [], "own": False}
+    assert said in str(torchrun.make_failure(description, 0, RankRecord()))
 
 
 @pytest.mark.extended

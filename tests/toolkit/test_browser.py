@@ -97,9 +97,9 @@ GRAD_BYTES, BACKWARD_S = 400e6, 0.1
 def simulate_buckets(link, world_size, bucket_bytes):
     """Return the exposed time of a step with equal buckets, and the number of buckets."""
     count = math.ceil(GRAD_BYTES / bucket_bytes)
-    launch = ("launch", "all_reduce", GRAD_BYTES / count, world_size, world_size - 1)
+    launch = ("all_reduce", GRAD_BYTES / count, world_size, world_size - 1)
     instructions = [
-        *itertools.chain(*((("backward", i), launch) for i in range(count))),
+        *itertools.chain(*((("backward", i), ("launch", i, *launch)) for i in range(count))),
         *(("wait", i) for i in range(count)),
     ]
     machine = Machine(0.0, (BACKWARD_S / count,) * count, 1.0, 1.0)
