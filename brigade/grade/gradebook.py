@@ -30,9 +30,12 @@ PLATFORMS = {
 Row = dict[str, str]
 
 
-def escape_formula(value: str) -> str:
-    """Return a cell that a spreadsheet does not evaluate as a formula."""
-    return value if NUMBER.fullmatch(value) else FORMULA.sub(r"\1\2'", value)
+def escape_formulas(table: Iterable[Row]) -> list[Row]:
+    """Return the table with cells that a spreadsheet does not evaluate as formulas."""
+    return [
+        {column: cell if NUMBER.fullmatch(cell) else FORMULA.sub(r"\1\2'", cell) for column, cell in row.items()}
+        for row in table
+    ]
 
 
 def list_columns(table: Sequence[Row]) -> list[str]:
@@ -169,7 +172,7 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
                     notes.append(f"{column}: {format_points(penalties[name])} % off ({name})")
         whole |= add_up(whole, entries, with_written)
         merged.append(whole | {"max": sum_points(entries, with_written), "note": " / ".join(notes)})
-    return merged
+    return escape_formulas(merged)
 
 
 def export(table: Sequence[Row], platform: str) -> tuple[str, list[str]]:
@@ -199,4 +202,4 @@ def export(table: Sequence[Row], platform: str) -> tuple[str, list[str]]:
             rows.append(person | {heading: row.get(heading.lower(), "") for heading in possible})
         else:
             others.append(row["student"])
-    return format_csv(columns, rows), others
+    return format_csv(columns, escape_formulas(rows)), others

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from brigade.course.modules import CourseError, Module
 from brigade.grade import formats, gradebook
-from brigade.grade.gradebook import BOM, Row, escape_formula, format_csv, list_columns, parse_points, read_table
+from brigade.grade.gradebook import BOM, Row, escape_formulas, format_csv, list_columns, parse_points, read_table
 
 
 class GradebookFile:
@@ -39,7 +39,7 @@ class GradebookFile:
 
     def update(self, table: Sequence[Row], graded: Sequence[Module]) -> None:
         """Write the grader's rows for the `graded` modules, without losing what a person wrote."""
-        fresh = [{column: escape_formula(value) for column, value in row.items()} for row in table]
+        fresh = escape_formulas(table)
         present, rows, delimiter = read_table(self.path) if self.path.exists() else ([], [], ",")
         gradebook.refuse_several_parts([*graded, *gradebook.list_modules(rows)])
         entries, with_written = gradebook.list_modules([*rows, *fresh]), gradebook.list_modules(rows, "written")

@@ -430,10 +430,10 @@ def test_strange_names_get_a_row_each(stub, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-A1", "@A1", "\t=1", "\r=1", "x;=1+1;y", "\uff1dSUM(A1)", "a, -b"])
 def test_a_name_is_no_formula(name):
-    text = gradebook.format_csv(["student"], [{"student": gradebook.escape_formula(name)}])
+    text = gradebook.format_csv(["student"], gradebook.escape_formulas([{"student": name}]))
     assert not re.search(r"(^|[;,\t\r\n])\s*[=+@\uff1d-]", text.replace('"', ""))
-    for harmless in ("-1", "o=o", "2 - 1"):
-        assert gradebook.escape_formula(harmless) == harmless
+    harmless = [{"one": "-1", "two": "o=o", "three": "2 - 1"}]
+    assert gradebook.escape_formulas(harmless) == harmless
 
 
 # What students get

@@ -107,7 +107,7 @@ def test_a_gradebook_gets_the_rosters_columns(read, tmp_path):
 WEEK1 = """student,id,login,name,section,score,max,module 1,1.subgroups,written 1,note
 ada,S1,ada,Ada L,A,7,8,7,0,5,
 bob,S2,bob,Bob M,B,2,8,2,0,,
-carl,S3,carl,'=Carl,B,,8,,,,no submission
+carl,S3,carl,=Carl,B,,8,,,,no submission
 """
 LATE = """student,id,login,name,section,score,max,module 1,1.subgroups,note
 ada,S1,ada,Ada L,A,8,8,8,1,
