@@ -20,7 +20,7 @@ from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import main as cli
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.grade import classroom, formats, gradebook, roster, similarity
+from brigade.grade import classroom, formats, gradebook, similarity
 from brigade.grade.outcome import UNFINISHED, Grading
 
 
@@ -500,15 +500,3 @@ def test_what_is_not_copied_is_not_reported(entry):
     if entry.number in (1, 2, 3, 7):
         texts = {"ada": answer(entry.number), "bob": disguise(answer(entry.number))}
         assert find_groups(entry.number, texts) == []
-
-
-def test_submissions_are_shown_under_the_students_names(tmp_path):
-    for name in ("a1", "b2", "Bo_9_assignsubmission_file", "eve"):
-        (tmp_path / name).mkdir()
-    people = [
-        dict.fromkeys(roster.FIELDS, "") | {"login": login, "name": name}
-        for login, name in (("a1", "Ada"), ("b2", "Bo"))
-    ]
-    everyone = classroom.list_students(tmp_path, tmp_path / "x", people=people)
-    names = ["Bo (Bo_9_assignsubmission_file)", "Ada", "Bo (b2)", "eve"]
-    assert [student.name for student in everyone] == names

@@ -51,6 +51,7 @@ CLONE = {**list_below("lessons"), **list_below("solutions", dict.fromkeys(LESSON
 LAYOUTS = {
     "lessons": LESSONS,
     "flat files": FLAT,
+    "flat files in lessons": list_below("lessons", FLAT),
     "a clone": CLONE,
     "the student edition": {**list_below("lessons"), **list_below("skeletons", dict.fromkeys(LESSONS, "theirs"))},
     "a clone in a directory": list_below("repository", CLONE),
