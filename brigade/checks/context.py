@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,21 @@ EXPECTED = {
     "deadlock": "all ranks call the same collectives, so no rank waits forever",
     "mismatch": "all ranks call the same collectives in the same order",
 }
-EXPECTED_OF_MESSAGES = EXPECTED | {
-    "deadlock": "every message that a rank sends is received, so no rank waits forever",
-    "mismatch": "a message has the same length on the rank that sends it and on the rank that receives it",
-}
 USUAL_CAUSES = {
     "deadline": "a loop does not end, or a rank waits for something that never arrives.",
     "deadlock": "some ranks skip a collective, because a condition differs between ranks.",
     "mismatch": "some ranks skip or add a collective, or their launch order differs.",
     "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
-CAUSES_OF_MESSAGES = USUAL_CAUSES | {
-    "deadlock": "a rank waits for its peer to send or receive a message, and the peer never does.",
-    "mismatch": "the two ranks use different chunks in this step.",
+MESSAGES = {  # what is expected and the usual cause in a run that ends while a rank sends or receives a message
+    "deadlock": (
+        "every message that a rank sends is received, so no rank waits forever",
+        "a rank waits for its peer to send or receive a message, and the peer never does.",
+    ),
+    "mismatch": (
+        "a message has the same length on the rank that sends it and on the rank that receives it",
+        "the two ranks use different chunks in this step.",
+    ),
 }
 ALL_SEND = (
     "every rank waits in a send before it receives. Start the send with isend, receive, and then wait for the send."
@@ -46,8 +47,8 @@ ALL_SEND = (
 
 MAX_FRAMES = 6  # of a traceback in a message
 
-# Concurrent checks take turns in this process, because it has only one random number generator. While one check waits
-# for its ranks, another check has its turn.
+# Concurrent checks take turns in this process, because it has only one random number generator. A check holds this
+# lock, except while it waits for its ranks.
 TURN = threading.Lock()
 
 
@@ -74,21 +75,10 @@ class CheckContext:
     conditions: Conditions = Conditions()
     rng: random.Random = field(init=False)
     output: list[str] = field(init=False, default_factory=list)
-    has_turn: bool = field(init=False, default=False)
     contradiction: CheckFailed | None = field(init=False, default=None)  # why the check fails even if it passes
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.conditions.seed)
-
-    @contextlib.contextmanager
-    def take_turn(self) -> Iterator[None]:
-        """Wait for this check's turn, and keep the turn during the block, except while ranks run."""
-        with TURN:
-            self.has_turn = True
-            try:
-                yield
-            finally:
-                self.has_turn = False
 
     def worlds(self, *sizes: int) -> list[int]:
         """Return the world sizes to check: `sizes`, or only 1 under --debug."""
@@ -125,8 +115,7 @@ class CheckContext:
         if left_s <= 0:
             raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
         seed = self.rng.randrange(2**63)
-        if self.has_turn:
-            TURN.release()
+        TURN.release()
         try:
             results = ranks.run_calls(
                 scenario,
@@ -147,8 +136,7 @@ class CheckContext:
             note = "The time limit for the checks of this module was reached here." if is_late else ""
             raise to_failure(failure, self.sources, note) from None
         finally:
-            if self.has_turn:
-                TURN.acquire()
+            TURN.acquire()
         self.output = results[0].output
         self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
         return results
@@ -190,8 +178,10 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     kind, is_message = failure.kind, bool(failure.waiting) and set(OPPOSITES) >= set(failure.waiting)
     if kind in ("exception", "died") and any(OTHER_SIZE in text for text in [failure.message, *failure.output]):
         kind = "mismatch"  # gloo noticed it before the monitor
-    causes, expected = (CAUSES_OF_MESSAGES, EXPECTED_OF_MESSAGES) if is_message else (USUAL_CAUSES, EXPECTED)
-    cause, hypothesis = causes.get(kind, ""), USUAL_CAUSE
+    expected, cause = EXPECTED.get(kind, "every rank returns its result"), USUAL_CAUSES.get(kind, "")
+    if is_message:
+        expected, cause = MESSAGES.get(kind, (expected, cause))
+    hypothesis = USUAL_CAUSE
     if kind == "deadlock" and failure.waiting == {"send"}:
         cause = ALL_SEND
     if kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
@@ -202,7 +192,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     own = [frame[:3] for frame in failure.frames if frame[0] in names]
     return CheckFailed(
         Verdict(
-            expected.get(kind, "every rank returns its result"),
+            expected,
             "\n".join([failure.summary, *failure.lines[-MAX_FRAMES:]]),
             cause,
             hypothesis if cause else "",

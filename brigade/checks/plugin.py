@@ -23,7 +23,6 @@ from brigade.runner import machine
 
 OUTCOME = pytest.StashKey[Outcome]()
 CHECK = pytest.StashKey[Check]()
-FIRST = pytest.StashKey[dict[tuple[object, ...], str]]()  # the name of the first check that fails for each reason
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,9 +101,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
     if check:
         report.brigade_points = check.points
     if outcome and outcome.verdict and not outcome.exception and call.when == "call":
-        key = (check.module, render.make_key(outcome))
-        first = item.config.stash.setdefault(FIRST, {}).setdefault(key, check.name)
-        report.longrepr = render.format_message(outcome) if first == check.name else f"same cause as {first}"
+        report.longrepr = render.format_message(outcome)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -28,36 +28,29 @@ class Message:
         return f"Check {first}{also}:" + ("\n" + indent(self.text, "  ") if complete else f" {self.text}")
 
 
-def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False, repeats: bool = True) -> list[Message]:
+def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False) -> list[Message]:
     """Return the messages about the checks of one module that ran and failed, the most specific one first.
 
     The first message is complete. The others have one line each, because they often follow from the same mistake. All
-    of them and the titles of the checks have at most MAX_LINES lines. With `shows_all`, nothing is shortened. With
-    `repeats`, complete messages contain the command that repeats the check.
+    of them and the titles of the checks have at most MAX_LINES lines. With `shows_all`, nothing is shortened.
     """
-    groups: dict[tuple[object, ...], list[Outcome]] = {}
     failed = [outcome for outcome in outcomes if outcome.verdict]
-    ran = [outcome for outcome in failed if outcome.ending != NOT_RUN]
-    for outcome in sorted(ran, key=lambda outcome: outcome.vagueness):
-        groups.setdefault(make_key(outcome), []).append(outcome)
-    messages: list[Message] = []
-    vague: list[Outcome] = []
+    groups: dict[tuple[object, ...], list[Outcome]] = {}
+    for outcome in sorted(failed, key=lambda outcome: outcome.vagueness):
+        if outcome.ending != NOT_RUN:
+            groups.setdefault(make_key(outcome), []).append(outcome)
+    if shows_all or not groups:
+        return [Message(group, format_message(group[0], prints=20)) for group in groups.values()]
+    first, *others = groups.values()
     left = max(MIN_LINES, MAX_LINES - len(failed) - 2)  # its heading, and the vague ones
-    for group in groups.values():
-        if shows_all:
-            messages.append(Message(group, format_message(group[0], repeats, prints=20)))
-        elif not messages:
-            lines = clip(format_message(group[0], repeats).splitlines(), max(MIN_LINES, left - (len(groups) > 1)))
-            left -= len(lines)
-            messages.append(Message(group, "\n".join(lines)))
-        elif left and group[0].vagueness not in (USUAL, UNEXPLAINED):
-            left -= 1
-            messages.append(Message(group, summarize(group[0])))
-        else:
-            vague += group
-    if vague:
-        messages.append(Message(vague, f"first see {messages[0].outcomes[0].check.number}"))
-    return messages
+    lines = clip(format_message(first[0]).splitlines(), max(MIN_LINES, left - bool(others)))
+    brief = [group for group in others if group[0].vagueness not in (USUAL, UNEXPLAINED)][: left - len(lines)]
+    vague = [outcome for group in others if group not in brief for outcome in group]
+    return [
+        Message(first, "\n".join(lines)),
+        *(Message(group, summarize(group[0])) for group in brief),
+        *([Message(vague, f"first see {first[0].check.number}")] if vague else []),
+    ]
 
 
 def explain_each(outcomes: Sequence[Outcome]) -> dict[str, str]:
@@ -67,7 +60,7 @@ def explain_each(outcomes: Sequence[Outcome]) -> dict[str, str]:
     for outcome in outcomes:
         if outcome.ending == NOT_RUN:
             skipped.setdefault(str(outcome.verdict), []).append(outcome)
-    messages = [(message.text, message.outcomes) for message in list_messages(outcomes, repeats=False)]
+    messages = [(message.text, message.outcomes) for message in list_messages(outcomes)]
     for text, (first, *others) in [*messages, *skipped.items()]:
         kind = "not run, like" if text in skipped else "same cause as"
         same = text if len(text) < MIN_WIDTH else f"{kind} {first.check.number}"
@@ -75,11 +68,11 @@ def explain_each(outcomes: Sequence[Outcome]) -> dict[str, str]:
     return texts
 
 
-def format_message(outcome: Outcome, repeats: bool = True, prints: int = 4) -> str:
+def format_message(outcome: Outcome, prints: int = 4) -> str:
     """Return the verdict on a check, the command that repeats it, and the last lines that each rank printed."""
     if outcome.status == "not written":
         return f"to do: {outcome.verdict.part}"
-    repeat = [label_text(LABELS[-1], outcome.repeat)] * (repeats and outcome.ending != NOT_RUN)
+    repeat = [label_text(LABELS[-1], outcome.repeat)] if outcome.repeat and outcome.ending != NOT_RUN else []
     return "\n".join([str(outcome.verdict), *repeat, *list_printed_lines(outcome, prints)])
 
 
@@ -101,15 +94,11 @@ def clip(lines: list[str], number: int) -> list[str]:
 
 
 def list_printed_lines(outcome: Outcome, lines: int = 20) -> list[str]:
-    """Return the last `lines` lines that each rank printed, cut to WIDTH, with the ranks' numbers in front.
-
-    Leave out lines that the verdict contains, too, whatever their numbers.
-    """
+    """Return the last `lines` lines that each rank printed, cut to WIDTH, with the ranks' numbers in front."""
     ranks: dict[tuple[str, ...], list[int]] = {}
-    told = blur(outcome.verdict.got) if outcome.verdict else ""
     for rank, text in enumerate(outcome.printed):
-        last = [line[:WIDTH] for line in text.rstrip().splitlines() if not line or blur(line) not in told]
-        ranks.setdefault(tuple(last[-lines:]), []).append(rank)
+        last = [line[:WIDTH] for line in text.rstrip().splitlines()[-lines:]]
+        ranks.setdefault(tuple(last), []).append(rank)
     return [
         f"[rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}] {line}"
         for texts, numbers in ranks.items()

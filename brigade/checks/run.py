@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from brigade.checks.collect import Check
-from brigade.checks.context import CheckContext, Conditions
+from brigade.checks.context import TURN, CheckContext, Conditions
 from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
-from brigade.course.submission import Sources, compile_texts, is_sealed, keep_code, read, resolve_target
+from brigade.course.submission import Sources, is_sealed, read, resolve_target
 from brigade.rank import dynamo_stub
-from brigade.runner import machine, ranks
+from brigade.runner import machine
 from brigade.runner.server import SERVER, ServerLost
 
 BROKEN_NOTE = "The check fails with the reference solution, too. It is not your mistake; please report it."
@@ -39,9 +39,8 @@ def run_check(
     exceptions are raised.
     """
     started = time.monotonic()
-    outcome = Outcome(
-        check, prior_source=prior_source, repeat=make_repeat_command(check, target, conditions, prior_source)
-    )
+    repeat = make_repeat_command(check, target, conditions, prior_source)
+    outcome = Outcome(check, "passed", repeat=repeat)
     context = None
     try:
         if sources is None:
@@ -49,38 +48,35 @@ def run_check(
         # The seed depends on the check's name, so that running the check alone repeats its cases.
         seed = random.Random(f"{conditions.seed}/{check.name}").randrange(2**63)
         context = CheckContext(sources, replace(conditions, seed=seed))
-        with context.take_turn():
+        with TURN:
             check.function(context)
         if context.contradiction:
             raise context.contradiction
-        outcome.status = "passed"
     except CheckFailed as failed:
-        outcome.verdict = failed.verdict
-        outcome.status = "not written" if failed.verdict.part else "failed"
-        is_import = failed.verdict.error in ("ImportError", "ModuleNotFoundError")
-        is_ours = is_import and not failed.verdict.location  # perhaps of a scenario
-        if is_ours and is_broken(check, conditions, sources):
-            outcome.status, outcome.verdict = "error", replace(failed.verdict, ending=BROKEN, note=BROKEN_NOTE)
-    except ServerLost as lost:
-        outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
-    except CourseError as error:
-        outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending="refused")
+        outcome.status, outcome.verdict = "not written" if failed.verdict.part else "failed", failed.verdict
+    except (ServerLost, CourseError) as error:
+        ending = "lost" if isinstance(error, ServerLost) else "refused"
+        outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending=ending)
     except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash the grader
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        got, ending = f"the check could not examine what the ranks returned ({reason})", "unexamined"
-        if context and is_broken(check, conditions, sources):
-            got, ending = f"the check raised {reason}. {BROKEN_NOTE}", BROKEN
-        outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending=ending)
+        got = f"the check could not examine what the ranks returned, because it raised {reason}"
+        outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")
         outcome.exception = error
+    if context and is_broken(outcome, conditions, sources):
+        outcome.status, outcome.verdict = "error", replace(outcome.verdict, ending=BROKEN, note=BROKEN_NOTE)
     outcome.printed = context.output if context else []
     outcome.seconds = time.monotonic() - started
     return outcome
 
 
-def is_broken(check: Check, conditions: Conditions, sources: Sources) -> bool:
-    """Return whether a check that raised an exception on a submission does not pass with the reference either."""
+def is_broken(outcome: Outcome, conditions: Conditions, sources: Sources) -> bool:
+    """Return whether a check, or an import of its scenario, raises an exception on the reference, too."""
+    verdict, check = outcome.verdict, outcome.check
+    is_import = verdict and verdict.error in ("ImportError", "ModuleNotFoundError") and not verdict.location
+    if not HAS_SOLUTIONS or not (outcome.exception or is_import):
+        return False
     own = next(path for name, (path, _) in sources.items() if name.startswith(get_module(check.module).package))
-    return HAS_SOLUTIONS and (is_sealed(own) or not run_check(check, "solutions", conditions).passed)
+    return is_sealed(own) or not run_check(check, "solutions", conditions).passed
 
 
 def run_checks(
@@ -96,48 +92,30 @@ def run_checks(
     A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT` checks reached their deadline.
     """
     hung = 0
-    if len(checks) > 1:
-        compile_student_files(target, max(check.module for check in checks), prior_source)
-    results: dict[tuple[int, str], Future[Outcome]] = {(check.module, check.name): Future() for check in checks}
+    pool = ThreadPoolExecutor(at_a_time)
+    futures: dict[tuple[int, str], Future[Outcome]] = {}
 
     def run_unless_in_vain(check: Check) -> Outcome:
         nonlocal hung
-        needed = results.get((check.module, check.needs))  # its check is earlier in the list and so has started
+        needed = futures.get((check.module, check.needs))  # its check is earlier in the list and so has started
         if needed and not (first := needed.result()).passed:
-            outcome = Outcome(check, verdict=make_not_run(f"first {first.check.number}"))
-        elif hung >= HUNG_LIMIT:
-            outcome = Outcome(check, verdict=make_not_run(f"{hung} earlier checks reached their time limit"))
-        else:
-            outcome = run_check(check, target, conditions, prior_source)
-            hung += outcome.ending == "deadline"
-        results[check.module, check.name].set_result(outcome)
+            return Outcome(check, verdict=make_not_run(f"first {first.check.number}"))
+        if hung >= HUNG_LIMIT:
+            return Outcome(check, verdict=make_not_run(f"{hung} earlier checks reached their time limit"))
+        outcome = run_check(check, target, conditions, prior_source)
+        hung += outcome.ending == "deadline"
         return outcome
 
-    if at_a_time == 1:
-        yield from map(run_unless_in_vain, checks)
-        return
-    pool = ThreadPoolExecutor(at_a_time)
     try:
-        futures = [pool.submit(run_unless_in_vain, check) for check in checks]
-        for future in futures if in_order else as_completed(futures):
+        for check in checks:
+            futures[check.module, check.name] = pool.submit(run_unless_in_vain, check)
+        for future in futures.values() if in_order else as_completed(futures.values()):
             yield future.result()
     except KeyboardInterrupt:
         SERVER.close()  # ends the ranks that the other checks wait for
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def compile_student_files(target: str | Path, number: int, prior_source: str) -> None:
-    """Compile the files up to this module once, in a rank. Otherwise every rank of every check compiles them again."""
-    try:
-        sources = read(target, number, prior_source).sources
-        sources = {name: source for name, source in sources.items() if not is_sealed(source[0])}
-        if sources:
-            [codes] = ranks.run_ranks(compile_texts, sources, world_size=1)
-            keep_code(sources, codes)
-    except (CourseError, ranks.RankFailure):
-        pass  # every check reports this error
 
 
 def start_server() -> None:

@@ -50,6 +50,11 @@ class Verdict:
     note: str = ""
 
     @property
+    def is_vague(self) -> bool:
+        """Whether no likely cause is known, or only one that a more specific one should replace."""
+        return not self.likely_cause or self.hypothesis in GENERAL
+
+    @property
     def described(self) -> str:
         """The value of `got` with the place of the failure in front, such as "rank 1, step 0, weight"."""
         places = (("rank ", self.rank), ("step ", self.step), ("", self.parameter or None))
@@ -80,11 +85,9 @@ class CheckFailed(AssertionError):
         super().__init__(verdict)
         self.verdict, self.events = verdict, events
 
-    def with_cause(self, likely_cause: str, hypothesis: str = "") -> CheckFailed:
-        """Return the same failure with another likely cause. Drop the note of an exception without a known cause."""
-        note = "" if self.verdict.ending == "exception" else self.verdict.note
-        verdict = replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis, note=note)
-        return CheckFailed(verdict, self.events)
+    def with_cause(self, likely_cause: str) -> CheckFailed:
+        """Return the same failure with another likely cause."""
+        return CheckFailed(replace(self.verdict, likely_cause=likely_cause, hypothesis=""), self.events)
 
 
 @dataclass
@@ -101,7 +104,6 @@ class Outcome:
     verdict: Verdict | None = None
     printed: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    prior_source: str = "own"  # whose earlier modules the check used
     repeat: str = ""
     exception: BaseException | None = None
 

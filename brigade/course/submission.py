@@ -41,8 +41,6 @@ PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `read_earlier` if the path is ""
 ForRanks = dict[str, tuple[str, str, "bytes | None"]]  # module name -> (path, text, code)
 
-_student_code: dict[tuple[str, str], bytes] = {}  # by path and text; see `keep_code`
-
 
 @dataclass(frozen=True)
 class Submission:
@@ -216,12 +214,9 @@ def open_no_follow(path: str, flags: int) -> int:
 
 
 def prepare_for_ranks(sources: Sources) -> ForRanks:
-    """Return the sources in the form in which a rank receives them: the text, and the code if it is already compiled.
-
-    The course's own files have code but no text.
-    """
+    """Return the sources in the form in which a rank receives them: the text, or the code of the course's own files."""
     return {
-        name: (path, "", compile_code(path, text)) if is_sealed(path) else (path, text, _student_code.get((path, text)))
+        name: (path, "", compile_code(path, text)) if is_sealed(path) else (path, text, None)
         for name, (path, text) in sources.items()
     }
 
@@ -238,24 +233,6 @@ def compile_code(path: str, text: str) -> bytes:
     The text must be trusted, because a malicious text could crash the compiler.
     """
     return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
-
-
-def compile_texts(sources: Sources) -> dict[str, bytes]:
-    """Compile the texts that can be compiled. Return their code by module name. Call this function only in a rank."""
-    codes = {}
-    for name, (path, text) in sources.items():
-        with contextlib.suppress(Exception):  # importing the module raises the exception again
-            codes[name] = compile_code(path, text)
-    return codes
-
-
-def keep_code(sources: Sources, codes: dict[str, bytes]) -> None:
-    """Remember the code that a rank has compiled (`compile_texts`), so that later ranks need not compile it again.
-
-    Forget the code of earlier submissions.
-    """
-    _student_code.clear()
-    _student_code.update({sources[name]: code for name, code in codes.items()})
 
 
 class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):

@@ -194,8 +194,8 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     assert read_scores(json.dumps(done.result)) == (0, 15, False)
     told = [test["output"] for test in done.result["tests"]]
     assert "module 1 is missing" in told[0] and "flat_ddp.py, line 1: invalid syntax" in told[1]
-    broken = "the check raised ZeroDivisionError: in the check. The check fails with the reference solution, too."
-    assert broken in told[2]
+    assert "it raised ZeroDivisionError: in the check" in told[2]
+    assert "The check fails with the reference solution, too." in told[2]
 
 
 def test_seed_repeats_a_grading(grade, submit):
@@ -291,7 +291,7 @@ class Simulated:
         self.now += seconds
         self.attempts.append((check.module, index, prior_source))
         if ending == "passed":
-            return Outcome(check, "passed", prior_source=prior_source)
+            return Outcome(check, "passed")
         return Outcome(check, "failed", Verdict("", f"{ending} on {prior_source}", ending=ending))
 
     def grade(self, prior="auto", total_s=480.0, entries=CORE_MODULES):

@@ -9,7 +9,7 @@ from in_ranks import basics as functions
 
 from brigade.course import syntax
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.course.submission import MAX_SOURCE_BYTES, compile_texts, keep_code, prepare_for_ranks, read, select_files
+from brigade.course.submission import MAX_SOURCE_BYTES, prepare_for_ranks, read, select_files
 from brigade.runner.ranks import RankFailure, run_ranks
 
 FIRST, SECOND, THIRD, SHARDED = map(get_module, (1, 2, 3, 11))
@@ -163,19 +163,6 @@ def test_the_courses_own_files_travel_as_code():
         words = [line.strip() for line in sources[name][1].splitlines() if line.strip().startswith("#")]
         assert words and not text and not [line for line in words if line.encode() in code], "a comment is in the code"
         assert path == sources[name][0]
-
-
-def test_a_rank_compiles_a_students_files_once():
-    """The code is sent with its text until the text changes. A file that cannot be compiled has no code."""
-    good, bad = ("/home/ada/good.py", "answer = 1\n"), ("/home/ada/bad.py", "answer = (\n")
-    try:
-        [codes] = run_ranks(compile_texts, {"good": good, "bad": bad}, world_size=1)
-        keep_code({"good": good, "bad": bad}, codes)
-        assert prepare_for_ranks({"good": good, "bad": bad}) == {"good": (*good, codes["good"]), "bad": (*bad, None)}
-        edited = (good[0], "answer = 2\n")
-        assert prepare_for_ranks({"good": edited}) == {"good": (*edited, None)}
-    finally:
-        keep_code({}, {})
 
 
 # ---- a module with several files
