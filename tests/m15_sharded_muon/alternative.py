@@ -1,6 +1,7 @@
 """Module 15 in another style: dealt there and back, cut in pieces, buffers that live on, divided before the sum."""
 
 from collections import defaultdict
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -40,18 +41,6 @@ def plan_groups(shapes, owners, num_ranks, num_groups):
     return [groups[key] for key in sorted(groups)]
 
 
-class Group:
-    def __init__(self, params, rows):
-        self.places = []  # (parameter, rank, range in the row)
-        for rank, row in enumerate(rows):
-            start = 0
-            for p in (params[index] for index in row):
-                self.places.append((p, rank, slice(start, start + p.numel())))
-                start += p.numel()
-        self.whole = params[0].detach().new_zeros(len(rows), max(place.stop for _, _, place in self.places))
-        self.own = torch.zeros_like(self.whole[0])
-
-
 class ShardedMuon(torch.optim.Optimizer):
     def __init__(self, params, process_group=None, lr=0.02, momentum=0.95, weight_decay=0.0, steps=5, num_groups=4):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps})
@@ -59,11 +48,19 @@ class ShardedMuon(torch.optim.Optimizer):
         if any(p.ndim != 2 or p.dtype != params[0].dtype for p in params):
             raise ValueError("ShardedMuon needs matrices of one dtype")
         self.pg, self.me, size = process_group, dist.get_rank(process_group), dist.get_world_size(process_group)
-        owners = assign_matrices([p.shape for p in params], size)
+        shapes = [p.shape for p in params]
+        owners = assign_matrices(shapes, size)
         self.size, self.mine = size, {p for p, owner in zip(params, owners) if owner == self.me}
-        self.parts = [Group(params, rows) for rows in plan_groups([p.shape for p in params], owners, size, num_groups)]
         for p in self.mine:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        self.parts = []  # the matrices of each group as (parameter, rank, place in its row), all rows, and the own row
+        for rows in plan_groups(shapes, owners, size, num_groups):
+            places = []
+            for rank, row in enumerate(rows):
+                for index, end in zip(row, accumulate(params[index].numel() for index in row)):
+                    places.append((params[index], rank, slice(end - params[index].numel(), end)))
+            whole = params[0].detach().new_zeros(size, max(place.stop for _, _, place in places))
+            self.parts.append((places, whole, torch.zeros_like(whole[0])))
 
     def step(self, closure=None):
         loss = None
@@ -76,22 +73,21 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def update_all(self):
         pending = []
-        for part in self.parts:
-            for p, rank, place in part.places:
+        for places, whole, own in self.parts:
+            for p, rank, place in places:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
-                part.whole[rank, place] = grad.reshape(-1) / self.size
-            pending.append(dist.reduce_scatter_tensor(part.own, part.whole.view(-1), group=self.pg, async_op=True))
+                whole[rank, place] = grad.reshape(-1) / self.size
+            pending.append(dist.reduce_scatter_tensor(own, whole.view(-1), group=self.pg, async_op=True))
         options = {p: group for group in self.param_groups for p in group["params"]}
-        for number, part in enumerate(self.parts):
+        for number, (places, whole, own) in enumerate(self.parts):
             pending[number].wait()
-            for p, rank, place in part.places:
-                if rank == self.me:
-                    part.own[place] = self.compute(p, part.own[place].view(p.shape), options[p]).reshape(-1)
-            pending[number] = dist.all_gather_into_tensor(part.whole.view(-1), part.own, group=self.pg, async_op=True)
-        for part, handle in zip(reversed(self.parts), reversed(pending)):
+            for p, _, place in (entry for entry in places if entry[1] == self.me):
+                own[place] = self.compute(p, own[place].view(p.shape), options[p]).reshape(-1)
+            pending[number] = dist.all_gather_into_tensor(whole.view(-1), own, group=self.pg, async_op=True)
+        for (places, whole, _), handle in zip(reversed(self.parts), reversed(pending)):
             handle.wait()
-            for p, rank, place in part.places:
-                p.copy_(part.whole[rank, place].view(p.shape))
+            for p, rank, place in places:
+                p.copy_(whole[rank, place].view(p.shape))
 
     def compute(self, p, grad, options):
         lr, mu = options["lr"], options["momentum"]
