@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, collect_evidence, describe_missed, join_names
+from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, collect_evidence, join_names
 from brigade.checks.expectations import (
-    describe_share,
     expect,
     expect_equal,
     expect_gradients,
@@ -55,7 +54,7 @@ def test_launches_are_asynchronous(submission):
             expect(not late, right, wrong, diagnosis.IN_THE_FINISH, **at)
             blocking = [launch for launch in launched if launch.sync or "backward" in launch.wait_phases]
             right = "during backward, every launch is asynchronous, and the code does not wait on any handle"
-            wrong = f"backward waited for {describe_share(len(blocking), len(launched))}"
+            wrong = f"backward waited for {summarize(blocking)}"
             expect(not blocking, right, wrong, diagnosis.BLOCKING, **at)
 
 
@@ -100,7 +99,7 @@ def test_every_handle_is_waited_on(submission):
             step = at["step"]
             unawaited = [launch for launch in launched if step not in launch.wait_steps]
             right = "finish_grad_sync waits on the handle of every all_reduce of the step"
-            wrong = f"the step did not wait on {describe_missed(len(unawaited), len(launched))}"
+            wrong = f"the step did not wait on {len(unawaited)} of {len(launched)} handles"
             wrong = wrong if launched else "the step launched nothing"
             expect(bool(launched) and not unawaited, right, wrong, diagnosis.LAST_HANDLE, **at)
             stale = [launch for launch in launched if set(launch.wait_steps) - {step}]
@@ -186,7 +185,7 @@ def test_steps_and_subgroups(submission):
 def expect_no_weight(launched, rank):
     """Expect no launch to carry a parameter instead of its gradient."""
     count = sum(launch.memory == "weight" for launch in launched)
-    wrong = f"{describe_share(count, len(launched))} carry the parameter itself"
+    wrong = f"{count} of {len(launched)} launches carry the parameter itself"
     cause = "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad."
     expect(not count, "every all_reduce carries a gradient", wrong, cause, rank=rank)
 

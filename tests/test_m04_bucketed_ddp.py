@@ -101,7 +101,7 @@ def test_buckets_overlap_with_backward(submission):
             why = partial(diagnosis.explain_launches, submission, case, buckets, cap, events, at["step"])
             expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
             why_late = partial(explain_late_launches, submission, jobs, events, at["step"])
-            expect_overlap(events, at["step"], buckets, at["rank"], why_late=why_late)
+            expect_overlap(events, at, buckets, why_late=why_late)
 
 
 @pytest.mark.points(3)

@@ -8,7 +8,6 @@ import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.expectations import (
-    describe_gradients,
     expect,
     expect_equal,
     expect_gradients,
@@ -188,7 +187,7 @@ def test_buckets_overlap_with_backward(submission):
             why = partial(diagnosis.explain_launches, buffers, names, layout, events, at["step"])
             expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
             why_late = partial(explain_late_launches, submission, jobs, events, at["step"])
-            expect_overlap(events, at["step"], list_buckets(names, layout), at["rank"], why_late=why_late)
+            expect_overlap(events, at, list_buckets(names, layout), why_late=why_late)
             wrong = f"the absolute values of the padding add up to {buffers[0]['padding']:g}"
             right = "the padding is zero after every step"
             expect(not buffers[0]["padding"], right, wrong, diagnosis.LEAKS, **at)
@@ -353,6 +352,6 @@ def expect_bucket_order(events, names, layout, at):
     for number, (launch, bucket) in enumerate(zip(launches(events, at["step"]), buckets)):
         missing = [name for name in bucket if ready_at.get(name, -1) > launch.place]
         right = "buckets are launched in order, each when all its gradients are ready"
-        wrong = f"launch {number} (bucket {number}) came before {describe_gradients(missing)} ready"
+        wrong = f"launch {number} (bucket {number}) came before these gradients were ready: {join_names(missing)}"
         why = partial(diagnosis.explain_early_launch, ready_at, launch, buckets, lengths)
         expect(not missing, right, wrong, why, **at)

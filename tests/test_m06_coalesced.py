@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from brigade.checks.diagnose.evidence import Evidence, find_leftover
 from brigade.checks.expectations import (
-    describe_gradients,
     expect,
     expect_equal,
     expect_gradients,
@@ -479,7 +478,7 @@ def expect_complete(events, groups, at):
     for number, (launch, (_, _, names)) in enumerate(zip(scatters, groups)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
         right = "a group is launched when all gradients of all its buckets are ready"
-        wrong = f"launch {number}, which should be group {number}, came before {describe_gradients(missing)} ready"
+        wrong = f"launch {number}, which should be group {number}, came before these were ready: {join_names(missing)}"
         expect(not missing, right, wrong, partial(diagnosis.explain_early_launch, ready_at, launch, groups), **at)
 
 
@@ -494,7 +493,7 @@ def expect_group_overlap(events, groups, at, setting, why_late):
     scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
     options = {"unit": "group", "gathered": True, "why_late": why_late, "setting": setting}
     with replace_cause(lambda failed: find_leftover(events)):  # also of the all-gathers, after which nothing is awaited
-        expect_overlap(scatters, at["step"], groups, at["rank"], **options)
+        expect_overlap(scatters, at, groups, **options)
 
 
 def expect_late_waits(events, at):

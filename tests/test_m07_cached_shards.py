@@ -6,11 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import describe_missed, find_leftover
+from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
     blocks_backward,
-    describe_gradients,
-    describe_phase,
     expect,
     expect_equal,
     expect_gradients,
@@ -199,10 +197,10 @@ def expect_launches(events, launched, at, groups, gathers, setting):
     ready_at = {name: position for position, name in list_ready_gradients(events, at["step"])}
     for number, (launch, (*_, names)) in enumerate(zip(scatters, groups[1:])):
         right = f"{setting}the reduce_scatter of group {number} is launched before the next group is complete"
-        wrong = f"the reduce_scatter was launched {describe_phase(launch)}. At that time, {describe_gradients(names)} "
+        wrong = f"it was launched in {launch.phase}. These gradients were ready: {join_names(names)}"
         is_early = launch.place < max(ready_at.get(name, -1) for name in names)
         why = partial(diagnosis.explain_late_launch, launch, events)
-        expect(is_early, right, wrong + "already ready", why, **at)
+        expect(is_early, right, wrong, why, **at)
     for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
         others = [launch.phase for launch in launched if launch.op == op and launch.phase not in phases]
         where = " or ".join("during backward" if phase == "backward" else f"in {phase}" for phase in phases)
@@ -217,7 +215,7 @@ def expect_launches(events, launched, at, groups, gathers, setting):
     expect(not blocking, right, wrong, partial(diagnosis.explain_blocking, blocking), **at)
     early = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
     right = f"{setting}the step waits on every handle before it reads or writes the tensors"
-    wrong = f"the step did not wait for {describe_missed(len(early), len(launched), 'launch')}, or their tensors "
+    wrong = f"the step did not wait for {len(early)} of {len(launched)} launches, or their tensors "
     wrong += "changed before the wait"
     cause = diagnosis.RACED if any(launch.raced for launch in early) else diagnosis.NOT_AWAITED
     expect(not early, right, wrong, cause, **at)

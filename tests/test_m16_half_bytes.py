@@ -5,11 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import describe_missed
 from brigade.checks.expectations import (
     blocks_backward,
-    describe_gradients,
-    describe_phase,
     expect,
     expect_gradients,
     expect_interface,
@@ -337,7 +334,7 @@ def expect_half(launched, at, buckets):
     expect(is_right, right, wrong, partial(diagnosis.explain_gathers, gathers, nbytes), **at)
     late = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
     right = "the step waits on every handle before it reads or writes the tensors"
-    wrong = f"the step did not wait for {describe_missed(len(late), len(launched), 'launch')}, or their tensors "
+    wrong = f"the step did not wait for {len(late)} of {len(launched)} launches, or their tensors "
     expect(not late, right, wrong + "changed before the wait", **at)
 
 
@@ -351,8 +348,8 @@ def expect_overlap(events, launched, at, groups, buckets_per_group):
         after = groups[number + 1][-1] if number + 1 < len(groups) else []
         late = [x for x in own if x.phase != "backward" or after and x.place > max(ready_at[name] for name in after)]
         right = f"during backward, group {number} is launched before the next group is complete"
-        when = describe_phase(late[0]) if late else ""
-        wrong = f"it was launched {when}. At that time, {describe_gradients(after or names)} ready"
+        when = late[0].phase if late else ""
+        wrong = f"it was launched in {when}. These gradients were ready: {join_names(after or names)}"
         expect(not late, right, wrong, diagnosis.LATE, **at)
         blocking = [x for x in own if blocks_backward(x, after, ready_at)] if after else [x for x in own if x.sync]
         right = f"backward does not wait for group {number} before gradients of the next group are ready"

@@ -48,9 +48,11 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
     def get_order(batch: dict[str, Any]) -> Order:
         return compute_order(job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
 
+    expected = compute_values(job, [other["state"] for other in jobs], first)
     step, has_steps = BEFORE, any(event["kind"] == "step" for event in events) and "labels" not in job
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
     last: tuple[int, int] | None = None  # the batch and the number of the last border
+    passed: set[tuple[int, int]] = set()
     phase: str | None = None  # of all events before the next border, if it belongs to the same pass as the last one
     for event in events:
         if phase not in (None, event["phase"]) and event["kind"] != "end":
@@ -68,6 +70,10 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
             if position < 0 or before and before != last:
                 return f"a pass asked for border {event['number']} too early or too late"
             last = event["batch"], event["number"]
+            values = expected.get(last, ())
+            if values and not any(are_close(event["values"], value) for value in values):
+                return f"border {event['number']} was asked for before its values were computed"
+            passed.add(last)
             following = borders[position + 1 : position + 2]
             is_within = following and is_forward(following[0]) == is_forward(event["number"])
             phase = event["phase"] if is_within else None
@@ -81,7 +87,8 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
             if is_proven and not is_between and sections.get(key) != (last and last[1]):
                 what = "the gradient of" if key[0] == "ready" else f"the {key[2]} of module"
                 return f"{what} {event['name']} was reported as ready too early or too late"
-    return find_wrong_values(events, job, [other["state"] for other in jobs], first)
+    missing = expected.keys() - passed
+    return f"border {min(missing)[1]} was never asked for" if missing else ""
 
 
 def find_hidden_launch(events: Sequence[Event], job: dict[str, Any], is_proven: bool) -> str:
@@ -103,26 +110,6 @@ def find_hidden_launch(events: Sequence[Event], job: dict[str, Any], is_proven: 
             if step == BEFORE and not is_proven and (None in senders or len(senders) > 1):
                 return "something other than a broadcast from one rank was launched before the first step"
             step = event["step"]
-    return ""
-
-
-def find_wrong_values(events: Sequence[Event], job: Any, states: Sequence[dict[str, Tensor]], first: int) -> str:
-    """Return at which border of the first `proven` steps a rank cannot have computed its values; "" if there is none.
-
-    The rank may have the starting weights of any rank.
-    """
-    batches = [batch for step in job["batches"][: job.get("proven", 0)] for batch in step]
-    expected: dict[tuple[int, int], list[Tensor]] = {}  # the values for each state
-    for number, batch in enumerate(batches, first):
-        for values in [compute_values(job, state, batch) for state in states]:
-            for border, value in values.items():
-                expected.setdefault((number, border), []).append(value)
-    reported = [((e["batch"], e["number"]), e["values"]) for e in events if e["kind"] == "border"]
-    if missing := expected.keys() - dict(reported):
-        return f"border {min(missing)[1]} was never asked for"
-    for key, text in reported:
-        if key in expected and not any(are_close(text, values) for values in expected[key]):
-            return f"border {key[1]} was asked for before its values were computed"
     return ""
 
 
@@ -165,10 +152,16 @@ def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None,
     return borders, sections
 
 
-def compute_values(job: dict[str, Any], state: dict[str, Tensor], batch: dict[str, Any]) -> dict[int, Tensor]:
-    """Return the values that a rank with these weights reports at each border of a batch."""
-    values: dict[int, Tensor] = {}
-    module = edge_case_models.build(job["model"], job["sizes"], state, job["dtype"])
-    seeds = NotedSeeds(batch["borders"], lambda number, x: values.update({number: sample(x)}))
-    compute_loss(module, batch | {"borders": seeds}).backward()
+def compute_values(job: Any, states: Sequence[Any], first: int) -> dict[tuple[int, int], list[Tensor]]:
+    """Return what a rank reports at each border of the first `proven` steps, by (batch, border), for each state."""
+    values: dict[tuple[int, int], list[Tensor]] = {}
+    batches = [batch for step in job["batches"][: job.get("proven", 0)] for batch in step]
+    for number, batch in enumerate(batches, first):
+        for state in states:
+            module = edge_case_models.build(job["model"], job["sizes"], state, job["dtype"])
+
+            def note(border: int, x: Tensor, number: int = number) -> None:
+                values.setdefault((number, border), []).append(sample(x))
+
+            compute_loss(module, batch | {"borders": NotedSeeds(batch["borders"], note)}).backward()
     return values

@@ -6,7 +6,7 @@ The likely cause is computed only after an assertion has failed: see `diagnose`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,13 @@ from brigade.checks.diagnose.evidence import (
     INNER_NO_SYNC,
     Evidence,
     collect_evidence,
-    describe_missed,
     find_leftover,
     find_no_sync_launches,
+    format_ranks,
     join_names,
 )
 from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, explain_tensors
-from brigade.checks.verdict import GENERAL, USUAL_CAUSE, CheckFailed, Verdict
+from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict
 from brigade.events import (
     Event,
     Launch,
@@ -57,8 +57,7 @@ def expect(condition: bool, expected: str, got: str, likely_cause: str | Callabl
     The message names the place (`rank`, `step` and `parameter`, as far as they are given) in front of `got`.
     """
     if not condition:
-        cause = evaluate(likely_cause)
-        raise CheckFailed(Verdict(expected, got, cause, USUAL_CAUSE if cause == USUAL_LAUNCHES else "", **place))
+        raise CheckFailed(Verdict(expected, got, evaluate(likely_cause), **place))
 
 
 def evaluate(value: Any) -> Any:
@@ -89,19 +88,16 @@ def expect_start(
             name for name, value in expected.items() if name not in parameters and not value.is_floating_point()
         ],
     }
-    own = f"a rank still has its own values of {kind}: {explain_no_broadcast(events[case.group[0]], case)}"
-    world = (
-        f"a rank has the {kind} of rank 0 of the world instead of those of its group's first rank: the broadcast "
-        "ignores process_group."
-    )
-    last = f"a rank has the {kind} of the last rank of the group: the broadcast starts from the wrong rank."
+    own, size = [case.states[rank] for rank in case.group], len(case.group)
     hypotheses = {
-        f"a rank still has its own {cause}": [{name: case.states[rank][name] for name in names} for rank in case.group]
+        f"a rank still has its own {cause}": [{name: state[name] for name in names} for state in own]
         for cause, names in kinds.items()
     } | {
-        own: [case.states[rank] for rank in case.group],
-        world: [case.states[0]] * len(case.group),
-        last: [case.states[case.group[-1]]] * len(case.group),
+        f"a rank still has its own values of {kind}: {explain_no_broadcast(events[case.group[0]], case)}": own,
+        f"a rank has the {kind} of rank 0 of the world instead of those of its group's first rank: the broadcast "
+        "ignores process_group.": [case.states[0]] * size,
+        f"a rank has the {kind} of the last rank of the group: the broadcast starts from the wrong rank.": [own[-1]]
+        * size,
     }
     what = f"every rank starts with the {kind} of rank {case.group[0]}"
     actual = [starts[rank] for rank in case.group]
@@ -140,19 +136,13 @@ def expect_gradients(
         why = "only a copy of it is reduced, or the result is not copied back."
         if all(launch.step is None for launch in launched):
             why = "nothing is reduced."
-        unreduced = {
+        return dict(evaluate(hypotheses) or {}) | {
             f"each rank still has its own gradient: {why}": local,
             f"each rank has its own gradient, divided by {size}: {why}": divided,
         }
-        return dict(evaluate(hypotheses) or {}) | (unreduced if size > 1 else {})
 
-    average = (
-        f"every gradient is the average over {format_ranks(case.group)}"
-        if size > 1
-        else f"every gradient keeps its value, because rank {case.group[0]} is the only rank in the group"
-    )
     expect_equal(
-        what or f"after finish_grad_sync, {average}",
+        what or f"after finish_grad_sync, every gradient is the average over {format_ranks(case.group)}",
         [results[rank]["gradients"][0] for rank in case.group],
         case.gradients(),
         ranks=case.group,
@@ -165,26 +155,20 @@ def expect_gradients(
 
 def gather_evidence(results: RankResults, case: Case) -> Evidence:
     """Return the evidence in the first step's records, and whether all replicas started with equal weights."""
-    evidence = collect_evidence(results.events, case)
+    evidence, mistake = collect_evidence(results.events, case), ""
     if all("start" in results[rank] for rank in case.group):
-        try:
-            expect_start([result.get("start") for result in results], case, events=results.events)
-        except CheckFailed as failed:
-            return replace(evidence, mistake=failed.verdict.likely_cause or evidence.mistake)
-    return evidence
+        starts = [result.get("start") for result in results]
+        mistake = find_cause(partial(expect_start, starts, case, events=results.events))
+    return replace(evidence, mistake=mistake or evidence.mistake)
 
 
-@contextmanager
-def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
-    """If a failure in the block has no specific cause, add the first cause that `causes` or the records provide."""
+def find_cause(expectation: Callable[[], None]) -> str:
+    """Return the likely cause with which an expectation fails, or "" if it does not fail."""
     try:
-        yield
+        expectation()
     except CheckFailed as failed:
-        finders: list[Callable[[], str]] = [*causes, *(partial(find_leftover, own) for own in events)]
-        is_general = not failed.verdict.likely_cause or failed.verdict.hypothesis in GENERAL
-        if cause := next(filter(None, (find() for find in finders)), "") if is_general else "":
-            raise failed.with_cause(cause) from None
-        raise
+        return failed.verdict.likely_cause
+    return ""
 
 
 @contextmanager
@@ -195,6 +179,16 @@ def replace_cause(find: Callable[[CheckFailed], str]) -> Iterator[None]:
     except CheckFailed as failed:
         cause = find(failed)
         raise (failed.with_cause(cause) if cause else failed) from None
+
+
+def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> AbstractContextManager[None]:
+    """If a failure in the block has no specific cause, add the first cause that `causes` or the records provide."""
+
+    def find(failed: CheckFailed) -> str:
+        finders = [*causes, *(partial(find_leftover, own) for own in events)] if failed.verdict.is_vague else []
+        return next(filter(None, (finder() for finder in finders)), "")
+
+    return replace_cause(find)
 
 
 def list_steps(
@@ -209,29 +203,22 @@ def list_steps(
 def expect_weights(results: RankResults, case: Case) -> None:
     """Expect every rank of the case's group to end with the weights from training in one process."""
     what = f"after {len(case.batches[0])} steps of {case.optimizer} on {format_ranks(case.group)}, the weights "
-    try:
-        with explain_failures(results.events):
-            trained = [results[rank]["weights"] for rank in case.group]
-            expect_trained(what + "equal those from training in one process", trained, case)
-    except CheckFailed as failed:
-        try:
-            if all("gradients" in results[rank] for rank in case.group):
-                expect_gradients(results, case)
-        except CheckFailed as first:
-            raise failed.with_cause(first.verdict.likely_cause, first.verdict.hypothesis) from None
-        raise
+    what += "equal those from training in one process"
+    trained = [results[rank]["weights"] for rank in case.group]
+    has_gradients = all("gradients" in results[rank] for rank in case.group)
+    first = partial(find_cause, partial(expect_gradients, results, case))
+    with replace_cause(lambda failed: first() if has_gradients else ""), explain_failures(results.events):
+        expect_trained(what, trained, case)
 
 
 def expect_interface(results: RankResults, case: Case) -> None:
     """Expect every wrapper to have its model as .module and its group as .process_group."""
-    kept = "the constructor does not keep its argument in self.{}, which other modules read."
     for rank in case.group:
         interface = results[rank]["interface"]
-        expect(interface["module"], "the wrapper's .module is the model", "it is not", kept.format("module"), rank=rank)
-        ranks = interface["process_group"]
-        got = "the wrapper has no .process_group" if ranks is None else f"it contains the ranks {ranks}"
-        what = f"the wrapper's .process_group contains the ranks {case.group}"
-        expect(ranks == case.group, what, got, kept.format("process_group"), rank=rank)
+        is_kept = {"module": interface["module"], "process_group": interface["process_group"] == case.group}
+        for name, is_right in is_kept.items():
+            cause = f"the constructor does not keep its argument in self.{name}, which other modules read."
+            expect(is_right, f"the wrapper's .{name} is the one that it was given", "it is not", cause, rank=rank)
 
 
 def expect_steps(case: Case, require: Callable[..., None], results: RankResults) -> None:
@@ -245,15 +232,18 @@ def expect_steps(case: Case, require: Callable[..., None], results: RankResults)
 
 def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
     """Expect `trained`, the weights of each of the case's ranks, to equal those from training in one process."""
-
-    def make_hypotheses() -> Hypotheses:
-        cause = (
-            "the gradients still include those of earlier steps, as if they were never zeroed. If zero_grad sets "
-            "p.grad to None, a wrapper with a buffer must zero the old gradient in the buffer."
-        )
-        return {cause: [case.train(zero=False)] * len(trained)}
-
-    expect_equal(what, trained, case.train(), ranks=case.group, tolerance=MANY_STEPS, hypotheses=make_hypotheses)
+    cause = (
+        "the gradients still include those of earlier steps, as if they were never zeroed. If zero_grad sets p.grad to "
+        "None, a wrapper with a buffer must zero the old gradient in the buffer."
+    )
+    expect_equal(
+        what,
+        trained,
+        case.train(),
+        ranks=case.group,
+        tolerance=MANY_STEPS,
+        hypotheses=lambda: {cause: [case.train(zero=False)] * len(trained)},
+    )
 
 
 def expect_equal(
@@ -289,21 +279,11 @@ def expect_equal(
         got = f"entry {at} is {entry}, expected {wanted}"
     if len(wrong) > 1:
         names = sorted({entry.name for entry in wrong}, key=list(expected).index)
-        got += f".\n{describe_extent(wrong, names, ranks, len(expected))}"
+        where = format_ranks(sorted({ranks[entry.index] for entry in wrong}))
+        got += f".\nWrong on {where}: {join_names(names)} ({len(names)} of {len(expected)} tensors)"
     compared = Comparison(actual, expected, wrong, evaluate(hypotheses) or {}, evaluate(evidence) or Evidence())
     cause, hypothesis = explain_tensors(compared)
     raise CheckFailed(Verdict(what, got, cause, hypothesis, rank=ranks[first.index], parameter=first.name))
-
-
-def describe_extent(wrong: Sequence[Difference], names: Sequence[str], ranks: Sequence[int], total: int) -> str:
-    """Describe how many of a rank's `total` tensors are wrong, and on which ranks. `names` are the names in `wrong`."""
-    indices = sorted({entry.index for entry in wrong})
-    where = format_ranks([ranks[index] for index in indices])
-    if total == 1:
-        return f"The tensor is wrong on {where}"
-    where = where if len(wrong) == len(names) * len(indices) else f"at least one of {where}"
-    count = f"all {total}" if len(names) == total else f"{len(names)} of {total}"
-    return f"On {where}, {count} tensors {'is' if len(names) == 1 else 'are'} wrong: {join_names(names)}"
 
 
 def find_differences(
@@ -328,8 +308,6 @@ def find_differences(
                 cause = "a piece of the flat tensor does not get the shape of its parameter."
                 shape = f"{what}. The shape of {name} is {tuple(wanted.shape)}"
                 raise CheckFailed(Verdict(shape, got, cause, "wrong_shape", rank=ranks[index], parameter=name))
-            if tensor is None and not wanted.any():
-                continue
             error = largest_entry(absolute_difference(tensor, wanted))
             limit = tolerance if isinstance(tolerance, float) else tolerance.get(wanted.dtype, 0.0)
             if not error <= limit * max(largest_entry(wanted), scale.get(name, 0.0), peak / 10):
@@ -357,16 +335,11 @@ def format_distinct(*numbers: float) -> list[str]:
     return texts
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "rank 0" or "ranks 1 and 3"."""
-    return f"rank{'s' * (len(ranks) > 1)} {join_names(ranks)}"
-
-
 def expect_overlap(
     events: Sequence[Event],
-    step: int,
+    at: Mapping[str, int],
     buckets: Sequence[Sequence[str]],
-    rank: int,
+    *,
     unit: str = "bucket",
     gathered: bool = False,
     why_late: Callable[[], str] | str = "",
@@ -374,71 +347,42 @@ def expect_overlap(
 ) -> None:
     """Expect one launch per bucket, in order, before the next bucket is complete, and a wait in finish_grad_sync only.
 
-    `events` is the record of `rank`. `buckets` contains the parameter names of each bucket, and `unit` is the word for
-    a bucket in messages. With `gathered`, backward may wait for a launch once a gradient of the next bucket is ready,
-    because the second half of the launch can start then. `why_late` is the likely cause if launches are late. The
-    expected text ends with `setting`, such as " (buckets_per_group=2)".
+    `events` is the record of the rank in `at`, which has the step, too. `buckets` contains the parameter names of each
+    bucket, and `unit` is the word for a bucket in messages. With `gathered`, backward may wait for a launch once a
+    gradient of the next bucket is ready, because the second half of the launch can start then. `why_late` is the likely
+    cause if launches are late. The expected text ends with `setting`, such as " (buckets_per_group=2)".
     """
-    at: dict[str, Any] = {"rank": rank, "step": step}
-    launched = launches(events, step)
-    ready_at = {name: place for place, name in list_ready_gradients(events, step)}
+    launched = launches(events, at["step"])
+    ready_at = {name: place for place, name in list_ready_gradients(events, at["step"])}
+    cause = (
+        f"the {unit} waits for one gradient too few, or the hook runs before accumulation. Use "
+        "register_post_accumulate_grad_hook."
+    )
     for number, (launch, names) in enumerate(zip(launched, buckets)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
         what = f"{unit} {number} is launched after all its gradients are ready{setting}"
-        got = f"{unit} {number} was launched before {describe_gradients(missing)} ready"
-        expect(not missing, what, got, partial(explain_early_launch, missing, names, unit), **at)
+        expect(not missing, what, f"these gradients were not ready: {join_names(missing)}", cause, **at)
     for number, (launch, after) in enumerate(zip(launched, buckets[1:])):
         what = f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}"
-        got = f"{unit} {number} was launched {describe_phase(launch)}. At that time, {describe_gradients(after)} "
+        got = f"it was launched in {launch.phase}. These gradients were ready: {join_names(after)}"
         in_time = launch.place < max(ready_at.get(name, -1) for name in after)
-        expect(in_time, what, got + "already ready", why_late, **at)
+        expect(in_time, what, got, why_late, **at)
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(launched, nexts) if blocks_backward(launch, after, ready_at)]
-    late, total = sum(launch.phase != "backward" for launch in launched), len(launched)
-    cause = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync." if blocking else ""
-    if gathered and blocking and not any(launch.sync for launch in blocking):
-        cause = (
-            f"a wait comes too early. Wait in finish_grad_sync, or after half of the gradients of the next {unit} are "
-            "ready."
-        )
+    late = [launch for launch in launched if launch.phase != "backward"]
     allowed = f" before a gradient of the next {unit} is ready" * gathered
     what = f"backward launches all {unit}s and waits for none of them{allowed}{setting}"
-    got = f"backward waited for {describe_share(len(blocking), total)}. Launched after backward: {late} of {total}"
+    got = f"backward waited for {summarize(blocking)}. After backward came {summarize(late)}"
+    cause = "backward waits for a launch. Use async_op=True, and wait in finish_grad_sync." if blocking else ""
     expect(not blocking and not late, what, got, cause, **at)
-    unawaited = sum(step not in launch.wait_steps for launch in launched)
-    raced = sum(launch.raced for launch in launched)
-    got = f"the tensors of {describe_share(raced, total)} changed before the wait"
+    unawaited = [launch for launch in launched if at["step"] not in launch.wait_steps]
+    raced = [launch for launch in launched if launch.raced]
+    what = f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}"
+    got = f"not awaited: {summarize(unawaited)}. Changed before the wait: {summarize(raced)}"
     cause = f"a {unit} is read or written before wait() is called on its handle."
     if unawaited:
-        got = f"the step did not wait for {describe_missed(unawaited, total, 'launch')}"
         cause = f"finish_grad_sync does not call wait() on the handle of every {unit}."
-    what = f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}"
     expect(not unawaited and not raced, what, got, lambda: find_leftover(events) or cause, **at)
-
-
-def describe_share(count: int, total: int) -> str:
-    """Return the subject of a sentence about some launches, such as "2 of 6 launches" or "all 6 launches"."""
-    if total == 1 == count:
-        return "the only launch"
-    return f"all {total} launches" if count == total else f"{count} of {total} launches"
-
-
-def describe_gradients(names: Sequence[str]) -> str:
-    """Return the start of a sentence about these gradients, such as "the gradients of a and b were"."""
-    return f"the gradient{'s' * (len(names) != 1)} of {join_names(names)} {'was' if len(names) == 1 else 'were'}"
-
-
-def describe_phase(launch: Launch) -> str:
-    """Return when a launch was made: "during backward" or "after backward"."""
-    return "during backward" if launch.phase == "backward" else "after backward"
-
-
-def explain_early_launch(missing: Sequence[str], names: Sequence[str], unit: str) -> str:
-    """Return why a launch came before some gradients of its bucket (`missing` of `names`) were ready."""
-    if len(missing) > 1:
-        return f"a {unit} does not wait for its last gradient. It must count the gradients that are ready."
-    before = "the hook runs before accumulation. Use register_post_accumulate_grad_hook."
-    return before if len(names) == 1 else f"the {unit} waits for one gradient too few, or {before}"
 
 
 def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:
@@ -467,9 +411,10 @@ def require_launches(
         idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
         overlap = f". Without overlap with backward: {idle} of {len(launched)}" if in_backward and idle else ""
         is_right = accepts(launched) and not (in_backward and start_after_backward(record, at["step"], launched))
-        cause = "" if is_right else explain(record, at["step"]) or USUAL_LAUNCHES
+        cause = "" if is_right else explain(record, at["step"])
         what = f"correct numbers earn points only with this module's launches: {kind}"
-        expect(is_right, what, f"the step made {summarize(launched)}{overlap}", cause, **at)
+        got = f"the step made {summarize(launched)}{overlap}"
+        expect(is_right, what, got, cause or USUAL_LAUNCHES, hypothesis="" if cause else USUAL_CAUSE, **at)
 
 
 def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[Launch]) -> bool:

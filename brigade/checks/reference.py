@@ -88,12 +88,9 @@ class Case:
 
     def largest_entries(self) -> dict[str, float]:
         """Return, for each parameter, the largest entry of any rank's own gradient. Rounding errors scale with it."""
-        largest: dict[str, float] = {}
-        for gradients in self._local_gradients(self.group, slice(None)):
-            for name, gradient in gradients.items():
-                if gradient is not None:
-                    largest[name] = max(largest.get(name, 0.0), float(gradient.double().abs().max()))
-        return largest
+        local = self._local_gradients(self.group, slice(None))
+        own = {name: [gradients[name] for gradients in local if gradients[name] is not None] for name in local[0]}
+        return {name: max((float(g.double().abs().max()) for g in some), default=0.0) for name, some in own.items()}
 
     def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:
         local = []

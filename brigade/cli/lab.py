@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brigade.checks.diagnose.evidence import describe_missed
 from brigade.cli.console import console, shorten
 from brigade.cli.options import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, Range, add, add_prior, add_target
 from brigade.course.modules import (
@@ -221,7 +220,7 @@ def write_timelines(
         if shown.doubt:
             console.print(f"  Do not trust this timeline: {shown.doubt}. Repeat it while no other program runs.")
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
-            missed = describe_missed(num_unwaited, len(shown.launched), "collective", "the")
+            missed = f"{num_unwaited} of {len(shown.launched)} collectives"
             console.print(f"  Across all ranks, the code does not wait for {missed}")
     backward = f"backward alone takes {shown.backward_ms:.0f} ms"
     console.print(f"The link is emulated, {shown.link.description}; {backward}.")

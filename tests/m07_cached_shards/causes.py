@@ -5,7 +5,6 @@ from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.diagnose.exceptions import UNEQUAL_SHARDS
-from brigade.checks.verdict import GENERAL
 
 WRONG_VIEW = (
     "a cached view does not refer to the right bucket or shard. It belongs to another buffer, bucket or rank, or its "
@@ -57,8 +56,7 @@ def explain_unequal_shards(message, world_size):
 
 def find_stale_view(failed):
     """Blame views of the old memory for wrong weights after a step before which the buffers moved."""
-    is_general = not failed.verdict.likely_cause or failed.verdict.hypothesis in GENERAL
-    return describe_stale("grad_data") if is_general else ""
+    return describe_stale("grad_data") if failed.verdict.is_vague else ""
 
 
 def describe_stale(flat):

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from brigade.checks.diagnose.evidence import describe_missed
 from brigade.checks.diagnose.tensors import agree
 from brigade.checks.expectations import expect_equal, format_ranks, join_names
 from brigade.checks.verdict import CheckFailed
@@ -142,7 +141,7 @@ def find_unawaited(events_by_rank):
             launched = [launch for launch in launches(own, 0) if launch.op == op]
             unawaited = [launch for launch in launched if not launch.waits]
             if unawaited:
-                missed = describe_missed(len(unawaited), len(launched), f"{op} handle")
+                missed = f"{len(unawaited)} of {len(launched)} {op} handles"
                 return f"rank {rank} does not wait on {missed}. Until then, the result is NaN."
     return ""
 

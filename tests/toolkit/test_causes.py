@@ -23,6 +23,10 @@ def cause(error: str, message: str, lines: tuple[str, ...] = (), own: bool = Tru
     return likely_cause
 
 
+def explain_wait(text: str) -> str:
+    return cause("AttributeError", NO_WAIT, ("h.wait()",), text=text)
+
+
 NOT_CALLABLE = "'NoneType' object is not callable"
 NO_WAIT = "'NoneType' object has no attribute 'wait'"
 ARGUMENT = "f() takes 1 positional argument but 2 were given"
@@ -40,8 +44,8 @@ ASSIGNED = "attempting to assign a gradient of size '[340]' to a tensor of size 
         (cause("TypeError", ARGUMENT, own=False), "signature differs"),
         (cause("TypeError", ARGUMENT), ""),  # a call of the submission's own
         (cause("AttributeError", NO_WAIT), ""),
-        (cause("AttributeError", NO_WAIT, text="dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
-        (cause("AttributeError", NO_WAIT, text="h = all_reduce(t, async_op=False)"), "f.py, line 1: without async_op"),
+        (explain_wait("dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
+        (explain_wait("x = 1\nh = all_reduce(t, async_op=False)"), "without async_op=True, all_reduce works in place"),
         (
             cause("ValueError", "Check failed: outputShape[0] * worldSize == inputShape[0] (768 vs. 192)."),
             "an input of 192 elements, but the outputs of all ranks have 768",
@@ -49,7 +53,7 @@ ASSIGNED = "attempting to assign a gradient of size '[340]' to a tensor of size 
         (cause("AttributeError", "'NoneType' object has no attribute 'view'", ("x = p.view(-1)",)), ""),
         (cause("IndexError", "list index out of range", ("start, end = pairs[i]",)), ""),
         (cause("KeyError", "'layers.0.weight'", own=False), ""),
-        (cause("RuntimeError", ASSIGNED, ("p.grad = piece",)), "must have its parameter's shape"),
+        (cause("RuntimeError", ASSIGNED, ("p.grad = piece",)), "must have its parameter's dtype, shape and device"),
     ],
 )
 def test_cause(likely_cause, expected):
@@ -68,7 +72,6 @@ def test_an_exception_inside_a_registered_lambda_is_not_blamed_on_its_registrati
     ("text", "names"),
     [
         ("def f() -> int:\n    x = 1\n", ["f"]),
-        ("def f() -> int:\n    def g():\n        return 1\n    g()\n", ["f"]),
         ("def f() -> None:\n    x = 1\n    return\n", []),
         ("def f() -> list:\n    x = 1\n    yield x\n", []),
         ('def f() -> int:\n    """Of a protocol."""\n', []),
@@ -76,7 +79,7 @@ def test_an_exception_inside_a_registered_lambda_is_not_blamed_on_its_registrati
     ],
 )
 def test_a_forgotten_return(text, names):
-    assert find_missing_returns([text]) == names
+    assert find_missing_returns(text) == names
 
 
 def test_no_name_of_the_toolkit_is_quoted():

@@ -6,6 +6,7 @@ Name a mistake only if the evidence rules out equally likely mistakes: a wrong c
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,8 @@ class Evidence:
     """The evidence in the records of one step. `mistake` describes an error that does not depend on the numbers."""
 
     mistake: str = ""
-    uses_avg: bool = False  # whether a collective's reduce op is AVG
-    has_sync_launch: bool = False  # whether a collective was called without async_op=True, and so returned None
-    num_unawaited: int | None = None  # number of handles that the code did not wait on in their step; None: unknown
-    num_handles: int = 0  # of asynchronous launches
-    unawaited_ops: tuple[str, ...] = ()  # the operations of these handles
+    launched: Sequence[Launch] | None = None  # by the compared ranks; None: unknown
+    unawaited: Sequence[Launch] = ()  # those whose handles the code did not wait on in their step
     world_size: int | None = None  # of the run; the compared ranks may be only a part of it
 
 
@@ -44,15 +42,7 @@ def collect_evidence(events: Sequence[Sequence[Event]], case: Case, step: int | 
     launched = [launch for record in records for launch in launches(record, step)]
     unawaited = [launch for launch in launched if not launch.sync and step not in launch.wait_steps]
     mistakes = (find_wrong_group(events, case.group), *(find_wrong_launch(record, case, step) for record in records))
-    return Evidence(
-        mistake=next(filter(None, mistakes), ""),
-        uses_avg=any(launch.reduce_op == "AVG" for launch in launched),
-        has_sync_launch=any(launch.sync and launch.phase != "construct" for launch in launched),
-        num_unawaited=len(unawaited),
-        num_handles=sum(not launch.sync for launch in launched),
-        unawaited_ops=tuple(sorted({launch.op for launch in unawaited})),
-        world_size=case.world_size,
-    )
+    return Evidence(next(filter(None, mistakes), ""), launched, unawaited, case.world_size)
 
 
 def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> str:
@@ -87,13 +77,6 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
     reductions = [x for x in select_sync_launches(record, step) if x.op == "all_reduce"]
     has_one_pass = len(list_backward_passes(record, step)) == 1
     if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
-        names = [launch.name for launch in reductions]
-        is_at_once = names[::2] == names[1::2] and None not in names
-        if is_at_once and all(launch.phase == "backward" for launch in reductions):
-            return (
-                "every gradient is all-reduced twice in one step, both times during backward: its hook is registered "
-                "twice, or the hook launches twice."
-            )
         return "every gradient is all-reduced twice in one step."
     readiness = list_ready_gradients(record, step)
     last: dict[str | None, int] = {}  # the position of the previous all-reduce of each gradient
@@ -108,36 +91,33 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
 def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
     """Describe a collective method that only some ranks have called, in a run that ended in a deadlock or a mismatch.
 
-    Look for the first launch that the ranks of a group made in different methods, or in a "deadlock" not at all. If a
-    rank made its previous launch in the same method, it may have left the method early, so do not report a cause.
+    Compare the first launch of the method with the launches of the same number on the other ranks of the group. In a
+    mismatch, a rank without such a launch may only be slower. Earlier launches must not differ.
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
     for group, ranks in groups.items():
         launched = [[e for e in events[rank] if e["kind"] == "launch" and e["group"] == group] for rank in ranks]
-        together = itertools.zip_longest(*launched) if kind == "deadlock" else zip(*launched)
-        before: list[str | None] = []
-        for calls in together:
-            callers = [call and call["caller"] for call in calls]
-            methods = {*callers} & {*COLLECTIVE_METHODS} - {*before}
-            if methods and len({*callers}) > 1:
-                method = methods.pop()
-                absent = [rank for rank, caller in zip(ranks, callers) if caller != method]
+        callers = [[launch["caller"] for launch in own] for own in launched]
+        for method in COLLECTIVE_METHODS:
+            first = min((own.index(method) for own in callers if method in own), default=None)
+            before = zip(*(own[:first] for own in launched))
+            if first is None or any(len({*map(make_signature, calls)}) > 1 for calls in before):
+                continue
+            late = method if kind == "mismatch" else ""
+            absent = [r for r, own in zip(ranks, callers) if (own[first] if first < len(own) else late) != method]
+            if absent:
                 return (
-                    f"{method} is collective, because it gathers shards from every rank, but "
-                    f"rank{'s' * (len(absent) > 1)} {join_names(absent)} did not launch its collectives. Every rank "
-                    "must call the method and launch all its collectives."
+                    f"{method} is collective, because it gathers shards from every rank, but {format_ranks(absent)} "
+                    "did not launch its collectives. Every rank must call the method and launch all its collectives."
                 )
-            if not all(calls) or len({*map(make_signature, calls)}) > 1:
-                break  # later differences are consequences of this one
-            before = callers
     return ""
 
 
 def find_leftover(events: Sequence[Event]) -> str:
-    """Describe how the launches of a later step differ from step 0, which did the same work unless it is "unsynced".
+    """Describe the first launch of step 0 that a later step did not make in the same way; "" if there is none.
 
-    Return "" if they do not differ. If the record ends within a step, because the rank failed, compare only with the
-    launches of step 0 up to that point.
+    Steps do the same work unless they are "unsynced". If the record ends within a step, because the rank failed,
+    compare only with the launches of step 0 up to that point.
     """
     steps = [event["step"] for event in events if event["kind"] == "step" and not event.get("unsynced")]
     for step in steps[1:]:
@@ -145,23 +125,15 @@ def find_leftover(events: Sequence[Event]) -> str:
             [(x.op, measure_progress(events, s, x.place)) for x in select_sync_launches(events, s)]
             for s in (steps[0], step)
         )
-        reached = measure_progress(events, step, len(events)) if step == steps[-1] else None
-        due = [op for op, at in first if reached is None or at < reached]
-        ops = [op for op, _ in again]
-        differences = [
-            f"the number of {op} launches was {ops.count(op)}, but it was {due.count(op)} at the same point in step 0"
-            for op in due
-            if ops.count(op) < due.count(op)
-        ] + [
-            f"{op} was launched {describe_moment(*now)}, but in step 0 it was launched {describe_moment(*before)}"
-            for (_, before), (op, now) in zip(first, again)
-            if now != before
-        ]
-        if differences:
-            return (
-                f"state from the previous step was not reset: in step {step}, {differences[0]}. finish_grad_sync must "
-                "reset this state."
-            )
+        reached = measure_progress(events, step, len(events)) if step == steps[-1] else (True, math.inf)
+        due = [(op, moment) for op, moment in first if moment < reached]
+        for number, (before, now) in enumerate(itertools.zip_longest(due, again[: len(due)])):
+            if now != before:
+                return (
+                    f"state from the previous step was not reset: in step {step}, launch {number} was "
+                    f"{describe_moment(now)}, but in step 0 it was {describe_moment(before)}. finish_grad_sync must "
+                    "reset this state."
+                )
     return ""
 
 
@@ -177,9 +149,12 @@ def measure_progress(events: Sequence[Event], step: int, place: int) -> tuple[bo
     return is_over, sum(at < place for at, _ in list_ready_gradients(events, step))
 
 
-def describe_moment(is_over: bool, count: int) -> str:
-    """Describe a moment of a step, for example "when 2 gradients were ready"."""
-    return "in finish_grad_sync" if is_over else f"when {count} gradient{' was' if count == 1 else 's were'} ready"
+def describe_moment(launch: tuple[str, tuple[bool, int]] | None) -> str:
+    """Describe an operation and the progress of its step, for example "all_reduce when 2 gradients were ready"."""
+    if launch is None:
+        return "missing"
+    op, (is_over, count) = launch
+    return f"{op} in finish_grad_sync" if is_over else f"{op} when {count} gradients were ready"
 
 
 def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
@@ -194,17 +169,15 @@ def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) ->
         launched = [e for e in events[rank] if e["kind"] == "launch" and e["phase"] in ("backward", "finish")]
         for other in (event["ranks"] for event in launched if event["ranks"] != group):
             return (
-                f"rank {rank} launched a collective on the group of ranks {join_names(other)}, but it trains in the "
-                f"group of ranks {join_names(group)}. Pass group=self.process_group."
+                f"rank {rank} launched a collective on the group of {format_ranks(other)}, but it trains in the group "
+                f"of {format_ranks(group)}. Pass group=self.process_group."
             )
     return ""
 
 
-def describe_missed(count: int, total: int, noun: str = "handle", owner: str = "its") -> str:
-    """Return the object of "does not wait on", such as "2 of its 6 handles" or "any of its 6 handles"."""
-    if total == 1:
-        return f"{owner} only {noun}"
-    return f"{'any' if count == total else count} of {owner} {total} {noun}{'es' if noun.endswith('ch') else 's'}"
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return text such as "rank 0" or "ranks 1 and 3"."""
+    return f"rank{'s' * (len(ranks) > 1)} {join_names(ranks)}"
 
 
 def join_names(names: Sequence[Any], limit: int = 4) -> str:

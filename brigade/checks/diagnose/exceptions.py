@@ -6,8 +6,9 @@ Name a cause only if the evidence rules out equally likely causes: a wrong cause
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from brigade.course.submission import Sources
     from brigade.runner.ranks import RankFailure
 
-IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
+# A line that uses the result of a complete call without async_op=True, such as `work = dist.all_reduce(tensor)`.
+USED_RESULT = (
+    r"^[^#\n]*(?:=|\(|return) *(?:\w+\.)*(all_reduce|broadcast|reduce_scatter_tensor|all_gather_into_tensor|all_gather)"
+    r"\((?!.*(async_op=(?!False)|True|\*)).*\)$"
+)
 MAIN_GRAD_AS_GRAD = (
     "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Keep the view in p.main_grad. "
     "Only finish_accumulation sets p.grad, to a rounded copy."
@@ -27,6 +32,10 @@ MAIN_GRAD_AS_GRAD = (
 GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
     "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
+)
+NOT_LAUNCHED = (
+    "there is no handle, because nothing was launched. Before it waits, finish_grad_sync must launch the buckets that "
+    "never became complete."
 )
 WORLD_RANK = "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)."
 CALLED_HOOK = "a hook is called on the line that registers it. Pass the function itself, without (...)."
@@ -36,9 +45,9 @@ CALLED_HOOK = "a hook is called on the line that registers it. Pass the function
 class Symptom:
     """A rule: `cause` explains an exception of the type `error` ("": any type) whose text matches `message`.
 
-    The line that raised it must match `line`, and the text of its file must match `file`. `not_own` excludes exceptions
-    from the submission's own lines. The groups of `message` fill the braces in `cause`. If `cause` is a function and
-    returns "", the rule does not apply.
+    The line that raised it must match `line`, and a line of its file must match `file`. `not_own` excludes exceptions
+    from the submission's own lines. The groups of `message` and `file` fill the braces in `cause`. If `cause` is a
+    function and returns "", the rule does not apply.
     """
 
     name: str
@@ -50,15 +59,11 @@ class Symptom:
     not_own: bool = False
 
 
-def explain_no_result(failure: RankFailure, sources: Sources) -> str:
-    """Name a collective that returns None although the submission uses its result."""
-    for line, op in find_used_results(sources):
-        return f"{line}: without async_op=True, {op} works in place and returns None."
-    return ""
-
-
 def explain_no_return(failure: RankFailure, sources: Sources) -> str:
-    names = find_missing_returns(text for _, text in sources.values())
+    names: list[str] = []
+    for _, text in sources.values():
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # perhaps of a module that is not used
+            names += find_missing_returns(text)
     return f"`return` is missing in {join_names(names)}, so the result is None." if names else ""
 
 
@@ -108,22 +113,10 @@ def explain_leftover(failure: RankFailure, sources: Sources) -> str:
 
 
 def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
-    if any(function == "launch_next_all_gather" for _, _, function, _ in failure.frames[:-1]):
+    functions = [function for _, _, function, _ in failure.frames]
+    if "launch_next_all_gather" in functions:
         return GATHERED_EARLY
-    events = get_events(failure)
-    steps = [event["step"] for event in events if event.get("kind") == "step"]
-    if not steps or events[-1].get("phase") not in ("finish", "finish_grad_sync"):
-        return ""
-    launched = launches(events, steps[-1])
-    if any(launch.sync for launch in launched):
-        return "a launch without async_op=True returns no handle."
-    if all(steps[-1] in launch.wait_steps for launch in launched):
-        count = f"only {len(launched)} launch{'es' * (len(launched) > 1)}" if launched else "no launch"
-        return (
-            f"the step made {count}. Before it waits, finish_grad_sync must launch the buckets that never became "
-            "complete."
-        )
-    return ""
+    return NOT_LAUNCHED if "finish_grad_sync" in functions else ""
 
 
 def get_events(failure: RankFailure) -> list[Event]:
@@ -133,7 +126,6 @@ def get_events(failure: RankFailure) -> list[Event]:
 
 OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximize|foreach|capturable|fused"
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
-HOOK_RESULT = "hook returned|hooks should return"
 ASSIGNED = "assign a gradient|assigned grad"
 OTHER_DTYPE = f"({ASSIGNED}).*(dtype|different type)"
 SYMPTOMS = [
@@ -141,8 +133,7 @@ SYMPTOMS = [
             "with --debug, which runs one rank on this terminal."),
     Symptom("missing name", "NameError", " has no ", "this name from the skeleton was changed or deleted. "
             "`brigade reset` restores it."),
-    Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value. It must return None."),
-    Symptom("hook result", "RuntimeError", HOOK_RESULT, "a hook returns a value. It must return None."),
+    Symptom("hook result", "", "hook returned|hooks should return", "a hook returns a value. It must return None."),
     Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
             "group_src and group_dst for ranks of the group."),
@@ -157,8 +148,6 @@ SYMPTOMS = [
     Symptom("signature", "TypeError",
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument",
             "the signature differs from the one in the skeleton.", not_own=True),
-    Symptom("assigned gradient", "RuntimeError", ASSIGNED, "the new gradient must have its parameter's dtype and "
-            "shape. Use torch.zeros_like(parameter).", line="zeros|ones|empty"),
     Symptom("assigned gradient", "RuntimeError", f"({ASSIGNED}).*dtype '[^']*(BFloat16|Half)' to .* '[^']*Float'",
             "the gradient has 16 bits, but its tensor is fp32, as main parameters are. Convert the gradient to the "
             "dtype of its tensor."),
@@ -166,18 +155,14 @@ SYMPTOMS = [
             "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one flat "
             "tensor per dtype, and copy the pieces into p.grad.", file=r"torch\.cat\("),
     Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, MAIN_GRAD_AS_GRAD, file="main_grad"),
-    Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, "p.grad must have its parameter's dtype. Convert the "
-            "gradient with .to(parameter.dtype)."),
-    Symptom("assigned gradient", "RuntimeError", f"({ASSIGNED}).*device", "p.grad must be on the device of its "
-            "parameter."),
-    Symptom("assigned gradient", "RuntimeError", ASSIGNED, "p.grad must have its parameter's shape. Copy the piece of "
-            "the flat tensor into p.grad instead."),
+    Symptom("assigned gradient", "RuntimeError", ASSIGNED, "p.grad must have its parameter's dtype, shape and device. "
+            "Use torch.zeros_like(parameter), convert the gradient, or copy the piece of the flat tensor into p.grad."),
     Symptom("missing option", "KeyError", f"^'({OPTIONS})'$", "the param_groups of the outer optimizer have no '{0}'. "
             "Pass the defaults of the inner optimizer to super().__init__."),
     Symptom("no yield", "TypeError", "'NoneType' object is not an iterator", "a function decorated with "
             "@contextmanager has no yield."),
-    Symptom("no result", "AttributeError", "'NoneType' object has no attribute", explain_no_result),
-    Symptom("no result", "TypeError", "'NoneType'", explain_no_result),
+    Symptom("no result", "", "'NoneType'", "without async_op=True, {0} works in place and returns None.",
+            file=USED_RESULT),
     Symptom("no return", "", "NoneType", explain_no_return),
     Symptom("unequal shards", "", UNEQUAL_SHARDS,
             "reduce_scatter(output, input) received an input of {1} elements, but the outputs of all ranks have {0} "
@@ -203,56 +188,22 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
     file, _, _, line = failure.frames[-1] if failure.frames else ("", 0, "", "")
     text = next((text for path, text in sources.values() if Path(path).name == file), "")
     for symptom in SYMPTOMS:
-        match = re.search(symptom.message, failure.message)
-        is_there = match and re.search(symptom.line, line) and re.search(symptom.file, text)
-        if is_there and symptom.error in ("", failure.error) and not (symptom.not_own and failure.own):
-            cause = symptom.cause
-            cause = cause.format(*match.groups()) if isinstance(cause, str) else cause(failure, sources)
-            if cause:
+        match, in_file = re.search(symptom.message, failure.message), re.search(symptom.file, text, re.MULTILINE)
+        is_there = match and in_file and re.search(symptom.line, line) and symptom.error in ("", failure.error)
+        if is_there and not (symptom.not_own and failure.own):
+            cause, groups = symptom.cause, [*match.groups(), *in_file.groups()]
+            if cause := cause.format(*groups) if isinstance(cause, str) else cause(failure, sources):
                 return cause, symptom.name
     return "", ""
 
 
-def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
-    """Yield (file and line, name) for each collective whose result is used although it lacks async_op=True."""
-    for path, text in sources.values():
-        tree = parse(text)
-        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or id(node) in alone or len(node.args) > 3:
-                continue
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            options = {keyword.arg: keyword.value for keyword in node.keywords}
-            is_async = getattr(options.get("async_op"), "value", "async_op" in options)
-            if name in IN_PLACE and None not in options and not is_async:
-                yield f"{Path(path).name}, line {node.lineno}", name
-
-
-def find_missing_returns(texts: Iterable[str]) -> list[str]:
-    """Return the functions of these texts that declare a result but never return one."""
-    functions = [n for text in texts for n in ast.walk(parse(text)) if isinstance(n, ast.FunctionDef)]
+def find_missing_returns(text: str) -> list[str]:
+    """Return the functions that declare a result, and have code besides their docstring, but never end with one."""
     return [
         node.name
-        for node in functions
-        if ast.unparse(node.returns or ast.Constant(None)) != "None"
-        and not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in node.body)  # a docstring
-        and not isinstance(node.body[-1], ast.Raise)
-        and not any(map(returns_value, node.body))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef)
+        and ast.unparse(node.returns or ast.Constant(None)) != "None"
+        and len(node.body) > (ast.get_docstring(node) is not None)
+        and not any(isinstance(inner, (ast.Return, ast.Yield, ast.YieldFrom, ast.Raise)) for inner in ast.walk(node))
     ]
-
-
-def returns_value(node: ast.AST) -> bool:
-    """Return whether a statement returns or yields something, ignoring the functions inside it."""
-    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-        return False
-    if isinstance(node, (ast.Yield, ast.YieldFrom)) or isinstance(node, ast.Return) and node.value is not None:
-        return True
-    return any(map(returns_value, ast.iter_child_nodes(node)))
-
-
-def parse(text: str) -> ast.Module:
-    """Return the syntax tree of a student's text, or an empty tree if the text is not Python."""
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
