@@ -185,8 +185,8 @@ def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], st
     """If a failure in the block has no specific cause, add the first cause that `causes` or the records provide."""
 
     def find(failed: CheckFailed) -> str:
-        finders = [*causes, *(partial(find_leftover, own) for own in events)] if failed.verdict.is_vague else []
-        return next(filter(None, (finder() for finder in finders)), "")
+        finders: list[Callable[[], str]] = [*causes, *(partial(find_leftover, own) for own in events)]
+        return next(filter(None, (finder() for finder in finders)), "") if failed.verdict.is_vague else ""
 
     return replace_cause(find)
 

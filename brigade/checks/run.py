@@ -40,7 +40,7 @@ def run_check(
     """
     started = time.monotonic()
     repeat = make_repeat_command(check, target, conditions, prior_source)
-    outcome = Outcome(check, "passed", repeat=repeat)
+    outcome = Outcome(check, "passed", prior_source=prior_source, repeat=repeat)
     context = None
     try:
         if sources is None:
@@ -62,16 +62,16 @@ def run_check(
         got = f"the check could not examine what the ranks returned, because it raised {reason}"
         outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")
         outcome.exception = error
-    if context and is_broken(outcome, conditions, sources):
+    if context and is_broken(check, outcome, conditions, sources):
         outcome.status, outcome.verdict = "error", replace(outcome.verdict, ending=BROKEN, note=BROKEN_NOTE)
     outcome.printed = context.output if context else []
     outcome.seconds = time.monotonic() - started
     return outcome
 
 
-def is_broken(outcome: Outcome, conditions: Conditions, sources: Sources) -> bool:
+def is_broken(check: Check, outcome: Outcome, conditions: Conditions, sources: Sources) -> bool:
     """Return whether a check, or an import of its scenario, raises an exception on the reference, too."""
-    verdict, check = outcome.verdict, outcome.check
+    verdict = outcome.verdict
     is_import = verdict and verdict.error in ("ImportError", "ModuleNotFoundError") and not verdict.location
     if not HAS_SOLUTIONS or not (outcome.exception or is_import):
         return False

@@ -104,6 +104,7 @@ class Outcome:
     verdict: Verdict | None = None
     printed: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    prior_source: str = "own"  # whose earlier modules the check used
     repeat: str = ""
     exception: BaseException | None = None
 

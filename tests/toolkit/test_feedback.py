@@ -87,6 +87,9 @@ def describe_situations() -> dict[str, Verdict]:
         "all gone, after a synchronous launch": verdict([NOTHING] * 2, evidence=Evidence(launched=BLOCKING)),
         "all gone": verdict([NOTHING] * 2),
         "parts in the wrong places": verdict([split(swap(flatten(RIGHT)))] * 2),
+        "entry i of one rank added to entry j of the other": verdict(
+            [split((flatten(times(0.4)) + swap(flatten(times(1.6)))) / 2)] * 2
+        ),
         "None on one rank": verdict([RIGHT, RIGHT | {"bias": None}]),
         "a hypothesis that matches": verdict(OWN, hypotheses=HYPOTHESES),
         "a hypothesis that matches on the wrong rank": verdict([RIGHT, OWN[1]], hypotheses=HYPOTHESES),

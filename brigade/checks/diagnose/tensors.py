@@ -137,7 +137,7 @@ def one_factor(compared: Comparison) -> str:
 
 
 def misplaced_entries(compared: Comparison) -> str:
-    """Explain wrong entries that are the correct entries of other positions."""
+    """Explain wrong entries that are the correct entries of other positions, or whose sum is correct."""
     right = flatten_all(compared.expected.values())
     is_complete = all(entry.actual is not None and entry.expected.is_floating_point() for entry in compared.wrong)
     if not len(right) or not is_complete:
@@ -155,7 +155,15 @@ def misplaced_entries(compared: Comparison) -> str:
             "the values are correct, but they are in the wrong places: the flat tensor is split at wrong positions or "
             "in the wrong order."
         )
-    return ""
+    sums = [flatten_all(tensors.values()).sum() for tensors in compared.actual]
+    is_exact = all(entry.expected.dtype == torch.float64 for entry in compared.wrong)  # else rounding changes the sum
+    margin = (1e-12 if is_exact else 1e-6) * float(right.abs().sum())
+    if len(compared.actual) == 1 or any(abs(float(each - right.sum())) >= margin for each in sums):
+        return ""
+    return (
+        "the sum of all entries is correct, but their positions are not: the ranks order the parameters differently. "
+        "For example, a set has a different order on each rank."
+    )
 
 
 def ranks_disagree(compared: Comparison) -> str:
