@@ -11,7 +11,9 @@ import argparse
 import base64
 import io
 import re
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -32,6 +34,7 @@ REVEAL = resources.files("sphinx_revealjs") / "_static" / "revealjs"
 STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
 SCRIPTS = ("dist/reveal.js", "plugin/notes/notes.js")
 LONGEST = 20  # lines that fit on a slide
+WIDEST = 84  # characters that fit on a line of code or output
 NOTES = {"slideshow": {"slide_type": "notes"}}
 FORMULA_PT = 22
 
@@ -81,6 +84,15 @@ def split_cell(cell: NotebookNode) -> Iterator[NotebookNode]:
             yield nbformat.v4.new_markdown_cell(shorten(section), metadata=kind)
             yield nbformat.v4.new_markdown_cell(section, metadata=NOTES)
         return
+    cell.source = fit_code(cell.source)
+    for output in cell.outputs:
+        if "text" in output:
+            output.text = fit_text(output.text)
+        elif "traceback" in output:
+            output.traceback = [fit_text(text) for text in output.traceback]
+        elif markdown := output.get("data", {}).get("text/markdown"):
+            code = re.compile(r"(?<=```python\n).*?(?=\n```)", re.DOTALL)
+            output.data["text/markdown"] = code.sub(lambda found: fit_code(found[0]), markdown)
     texts = [cell.source, *(output.get("text") or "\n".join(output.get("traceback", [])) for output in cell.outputs)]
     if sum(len(text.splitlines()) for text in texts) <= LONGEST and not any("data" in one for one in cell.outputs):
         yield cell
@@ -88,6 +100,23 @@ def split_cell(cell: NotebookNode) -> Iterator[NotebookNode]:
     cell.metadata["transient"] = {"remove_source": True}
     for output in cell.outputs:
         yield nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata, outputs=[output])
+
+
+def fit_code(code: str) -> str:
+    """Return Python code with lines that fit on a slide: long strings in two parts, long comments before their line."""
+    magic, code = re.fullmatch(r"((?:%%[^\n]*\n)?)(.*)", code, re.DOTALL).groups()
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", f"--line-length={WIDEST}", "-"]
+    formatted = subprocess.run(command, input=code, capture_output=True, text=True).stdout  # "" if it is not Python
+    move = rf"(?m)^(?=.{{{WIDEST + 1}}})( *)(.*)  (# [^'\"]*)$"
+    cut = rf'(?m)^(?=.{{{WIDEST + 1}}})( +f?")(?!")([^"\n]{{20,{WIDEST - 14}}} )(?![^{{"\n]*\}})([^"\n]*")$'
+    code = re.sub(move, r"\1\3\n\1\2", formatted.rstrip("\n") or code)
+    return magic + re.sub(cut, r'\1\2"\n\1\3', code)
+
+
+def fit_text(text: str) -> str:
+    """Return printed text with lines that fit on a slide. The rest of a longer line is indented."""
+    wrapper = textwrap.TextWrapper(WIDEST, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
+    return "\n".join(map(wrapper.fill, text.splitlines()))
 
 
 def shorten(markdown: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_plots import draw_step_times
 from brigade.runner.ranks import SERVER
 from tools.notebook_files import EXECUTED, execute, hash_code, list_notebooks
-from tools.slides import make_deck
+from tools.slides import WIDEST, fit_code, make_deck
 
 NOTEBOOKS = list_notebooks()
 
@@ -205,6 +206,15 @@ def test_a_deck_needs_no_network() -> None:
     notes = re.findall(r'<aside class="notes">(.*?)</aside>', page, re.DOTALL)
     assert "Run sheet" in notes[0] and "Run sheet" not in page.replace(notes[0], "")
     assert "It should therefore" in notes[0] and "It should therefore" not in page.replace(notes[0], "")
+
+
+def test_code_on_slides_fits_and_does_the_same() -> None:
+    code = 'one, two = 1, 2\nprint(\n    f"WORDS{one} and {two}"\n)  # WORDS\n'.replace("WORDS", 12 * "word ")
+    fitted = fit_code(f"%%px -t 0\n{code}")
+    magic, _, rest = fitted.partition("\n")
+    assert magic == "%%px -t 0" and ast.dump(ast.parse(rest)) == ast.dump(ast.parse(code))
+    assert max(len(line) for line in rest.splitlines() if not line.startswith("#")) <= WIDEST
+    assert fit_code("!brigade check 4") == "!brigade check 4"
 
 
 def test_step_times_can_be_drawn_after_a_noisy_run():
