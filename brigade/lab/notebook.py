@@ -138,22 +138,25 @@ class Ranks:
             failure = self._monitor.watch(deadline_s)
             if not failure:
                 self._monitor.read_rest()
-        except (CourseError, KeyboardInterrupt) as error:
-            failure = str(error) or "interrupted"
+        except KeyboardInterrupt:
+            doing = self._monitor.progress.describe_activity
+            failure = "\n".join(["interrupted", *(f"rank {number} {doing(number)}" for number in numbers)])
+        except CourseError as error:
+            failure = error
         for rank in ranks:
             if text := rank.read_output():
                 print(f"[stdout:{rank.number}] \n{text}", end="")
                 rank.printed.clear()
-        endings = [pickle.loads(wire.decode(rank.results[-1])) for rank in ranks if rank.is_complete]
-        tracebacks = [content for kind, content in endings if kind != ENDED]
+        endings = {rank.number: pickle.loads(wire.decode(rank.results[-1])) for rank in ranks if rank.is_complete}
+        raised = [f"rank {number} {kind}" for number, (kind, _) in endings.items() if kind != ENDED]
+        raised += [content for kind, content in endings.values() if kind != ENDED][:1]
         if failure:
             self.stop()
             advice = "All ranks were ended; ranks = start_ranks() starts new ones."
-            raise RanksError("\n".join([str(failure), *tracebacks[:1], advice]))
-        if tracebacks:
-            lines = [f"rank {rank.number} {kind}" for rank, (kind, _) in zip(ranks, endings)]
-            raise RanksError("\n".join([*lines, tracebacks[0]]))
-        return [value for _, value in endings]
+            raise RanksError("\n".join([str(failure), *raised, advice]))
+        if raised:
+            raise RanksError("\n".join(raised))
+        return [value for _, value in endings.values()]
 
 
 VARIABLES = {"__name__": "__main__"}  # which the cells of a rank share
