@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from brigade.rank import recording
 from brigade.switch.switch import draw_halved
@@ -71,6 +72,24 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
         for number, layer in enumerate(self.layers[:-1]):
+            x = border(torch.tanh(layer(x)), number)
+        return self.layers[-1](x)
+
+
+class Tied(Plain):
+    """The first and the last layer share a weight, whose gradient is the sum over both uses.
+
+    Forward reads the first layer's parameters, but does not call the layer.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__([*sizes[:-1], sizes[1], sizes[0]])
+        self.layers[-1].weight = nn.Parameter(self.layers[0].weight.detach().T.contiguous())
+        self.layers[0].weight = self.layers[-1].weight
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        x = border(torch.tanh(F.linear(x, self.layers[0].weight.T, self.layers[0].bias)), 0)
+        for number, layer in enumerate(self.layers[1:-1], 1):
             x = border(torch.tanh(layer(x)), number)
         return self.layers[-1](x)
 
@@ -214,10 +233,9 @@ def transpose(model: Plain) -> Plain:
 
 
 MODELS: dict[str, Callable[[Sequence[int]], nn.Module]] = (
-    {model.__name__: model for model in (Plain, Branches, Buffers, MixedDtypes, Reordered, Blocks)}
+    {model.__name__: model for model in (Plain, Tied, Branches, Buffers, MixedDtypes, Reordered, Blocks)}
     | {
         "Frozen": lambda sizes: freeze(Plain(sizes), "layers.1", "layers.0.bias"),
-        "Tied": lambda sizes: tie(Plain([*sizes[:-1], *sizes[:2]]), f"layers.{len(sizes) - 1}", "layers.0"),
         "TiedBranches": lambda sizes: tie(Branches(sizes), "right", "left"),  # `named_parameters` has only left.weight
         "Listed": lambda sizes: insert_listed_layer(Plain(sizes)),
         "Transposed": lambda sizes: transpose(Plain(sizes)),
