@@ -55,16 +55,11 @@ def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False) -> list[
 
 def explain_each(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Return what the student reads below each check of one module that did not pass, by the name of the check."""
-    texts: dict[str, str] = {}
-    skipped: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if outcome.ending == NOT_RUN:
-            skipped.setdefault(str(outcome.verdict), []).append(outcome)
-    messages = [(message.text, message.outcomes) for message in list_messages(outcomes)]
-    for text, (first, *others) in [*messages, *skipped.items()]:
-        kind = "not run, like" if text in skipped else "same cause as"
-        same = text if len(text) < MIN_WIDTH else f"{kind} {first.check.number}"
-        texts |= {first.check.name: text} | {outcome.check.name: same for outcome in others}
+    texts = {outcome.check.name: str(outcome.verdict) for outcome in outcomes if outcome.ending == NOT_RUN}
+    for message in list_messages(outcomes):
+        first, *others = message.outcomes
+        same = message.text if len(message.text) < MIN_WIDTH else f"same cause as {first.check.number}"
+        texts |= {first.check.name: message.text} | {outcome.check.name: same for outcome in others}
     return texts
 
 

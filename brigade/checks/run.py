@@ -43,8 +43,10 @@ def run_check(
     outcome = Outcome(check, "passed", prior_source=prior_source, repeat=repeat)
     context = None
     try:
-        if sources is None:
-            sources = read_sources(target, check.module, prior_source, replaced)
+        try:
+            sources = sources or read(target, check.module, prior_source, replaced).sources
+        except CourseError as error:
+            raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
         # The seed depends on the check's name, so that running the check alone repeats its cases.
         seed = random.Random(f"{conditions.seed}/{check.name}").randrange(2**63)
         context = CheckContext(sources, replace(conditions, seed=seed))
@@ -142,16 +144,6 @@ def prepare() -> None:
 
     machine.hide_gpus()  # this process computes the expected values on the CPU
     torch.set_num_threads(1)  # if torch was imported earlier; this applies to the current thread only
-
-
-def read_sources(
-    target: str | Path, number: int, prior_source: str, replaced: Collection[int] | None = None
-) -> Sources:
-    """Return the texts of a submission. Raise CheckFailed if it cannot be read."""
-    try:
-        return read(target, number, prior_source, replaced).sources
-    except CourseError as error:
-        raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
 
 
 def choose_backend() -> str:

@@ -12,7 +12,7 @@ from mutants import list_mutants, read_reference
 from brigade.checks import render, run
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
-from brigade.checks.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Outcome, Verdict
+from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Outcome, Verdict
 from brigade.cli.check import sort_by_urgency
 from brigade.course.listing import Part, list_checks
 from brigade.course.modules import MODULES, get_module
@@ -38,12 +38,6 @@ def test_causes_that_differ_in_numbers_are_one():
         message.text.splitlines()[0] == "Expected:     all is well" and "Repeat:       brigade check 4" in message.text
     )
     assert render.explain_each([first, other])["test_5"] == "same cause as 4.2"
-
-
-def test_the_reason_why_checks_did_not_run_is_given_once():
-    skipped = [make_outcome(place, got="module 4 was stopped: it took too long", ending=NOT_RUN) for place in (3, 4)]
-    texts = render.explain_each([make_outcome(2, "it is late."), *skipped])
-    assert "module 4 was stopped" in texts["test_3"] and texts["test_4"] == "not run, like 4.3"
 
 
 def test_the_most_specific_cause_comes_first():
