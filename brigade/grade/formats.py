@@ -187,7 +187,6 @@ def format_gradescope(grading: Grading) -> str:
         "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": tests,
-        "leaderboard": [{"name": "Points", "value": result["score"], "order": "desc"}],
     }
     return json.dumps(gradescope, indent=2) + "\n"
 
