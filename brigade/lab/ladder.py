@@ -13,7 +13,7 @@ affects all variants, and ratios are taken within a round. Times of different ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -264,7 +264,7 @@ def run_benchmark(
     if checks_losses:
         alone = how | {"world_size": 1, "run": run_ranks}
         [single_result] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, **alone)
-        expected_loss = single_result["losses"][ONE_PROCESS.label]
+        expected_loss = single_result["variants"][ONE_PROCESS.label]["loss"]
     return Ladder(
         workload=workload,
         world_size=len(results),
@@ -333,7 +333,8 @@ def make_measurement(
     workload: Workload, variants: Sequence[Variant], variant: Variant, results: RankResults
 ) -> Measurement:
     """Return the measurement of one variant from the results and the events of the ranks."""
-    rounds = len(results[0]["marks"][variant.label])  # fewer than wanted if the time was up
+    ranks = [result["variants"][variant.label] for result in results]
+    rounds = len(ranks[0]["marks"])  # fewer than wanted if the time was up
     timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, rounds)}
     node_size = workload.node_size or len(results)
     sent = [
@@ -343,23 +344,18 @@ def make_measurement(
         if launch.step in timed and launch.phase != STEP_BEFORE
     ]
     num_steps = len(results) * len(timed)
-    copied_bytes, allocated_bytes, new_views = results[0]["operations"][variant.label]
+    fullest = {
+        name: max((rank[name] for rank in ranks), key=lambda nbytes: sum(nbytes.values()))
+        for name in ("kept_bytes", "peak_bytes")
+    }
     return Measurement(
         label=variant.label,
-        marks=[result["marks"][variant.label][workload.warmup :] for result in results],
+        marks=[rank["marks"][workload.warmup :] for rank in ranks],
         collectives=len(sent) / num_steps,
         sent_bytes=sum(nbytes for nbytes, _ in sent) / num_steps,
         outer_bytes=sum(nbytes for nbytes, is_outer in sent if is_outer) / num_steps,
-        losses=[result["losses"][variant.label] for result in results],
-        kept_bytes=find_fullest(result["kept"][variant.label] for result in results),
-        peak_bytes=find_fullest(result["peaks"][variant.label] for result in results),
-        copied_bytes=copied_bytes,
-        allocated_bytes=allocated_bytes,
-        new_views=new_views,
+        losses=[rank["loss"] for rank in ranks],
         bucket_mb=variant.bucket_mb,
+        **fullest,
+        **ranks[0]["operations"],
     )
-
-
-def find_fullest(ranks: Iterable[Bytes]) -> Bytes:
-    """Return the bytes by kind of the rank that has the most bytes."""
-    return max(ranks, key=lambda nbytes: sum(nbytes.values()))

@@ -123,11 +123,9 @@ def shard_fully(model: nn.Module) -> nn.Module:
 
 
 def train(workload: dict, variants: list[dict]) -> dict:
-    """Take all steps of all variants, and one more step of each variant that measures memory and is not timed.
+    """Take all steps of all variants. Return, by label, what `measure_variant` returns afterwards, as "variants".
 
-    Return, by label, "marks" (see `ladder.Measurement`), "losses" (on held-out text), "kept" and "peaks" (bytes by
-    kind), and "operations" (of `Operations`). Also return the fields "link", "backward_s", "real_s" and "model_bytes"
-    of `ladder.Ladder`.
+    Also return the fields "link", "backward_s", "real_s" and "model_bytes" of `ladder.Ladder`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -165,29 +163,28 @@ def train(workload: dict, variants: list[dict]) -> dict:
             if setup.overlaps:
                 setup.wrapper.finish_param_sync()
     recording.note("step", step=None)  # the evaluation may communicate
-    # Count before a forward gathers weights again.
-    kept = {c.label: count_kept_bytes(c.model, c.wrapper, c.optimizer) for c in setups}
-    held_out = corpus.draw_batch(texts[0], HELD_OUT, workload["time"], generator)
-    tokens, targets = (tensor.to(device()) for tensor in held_out)
-    with torch.no_grad():
-        losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
     emulated_link.use(None)
-    peaks, operations = {}, {}
-    for c in setups:
-        with PeakMemory(c.model, c.wrapper, c.optimizer) as memory, Operations() as counted:
-            take_step(c, tokens[:1, :1], targets[:1, :1])
-        if c.overlaps:
-            c.wrapper.finish_param_sync()
-        peaks[c.label] = memory.at_peak
-        operations[c.label] = counted.copied_bytes, counted.allocated_bytes, counted.new_views
-    return {
-        "marks": {c.label: c.marks for c in setups},
-        "losses": losses,
-        "kept": kept,
-        "peaks": peaks,
-        "operations": operations,
-        **calibration.get_results(),
-    }
+    held_out = [t.to(device()) for t in corpus.draw_batch(texts[0], HELD_OUT, workload["time"], generator)]
+    measured = {setup.label: measure_variant(setup, *held_out) for setup in setups}
+    return {"variants": measured, **calibration.get_results()}
+
+
+def measure_variant(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Return the marks of a variant that has been trained, its loss on this text, and its bytes by kind.
+
+    One more step, which is not timed, measures the bytes at the peak and counts the submission's `Operations`.
+    """
+    parts = setup.model, setup.wrapper, setup.optimizer
+    kept_bytes = count_kept_bytes(*parts)  # before a forward gathers weights again
+    with torch.no_grad():
+        loss = language_loss(setup.wrapper(tokens), targets).item()
+    with PeakMemory(*parts) as memory, Operations() as counted:
+        take_step(setup, tokens[:1, :1], targets[:1, :1])
+    if setup.overlaps:
+        setup.wrapper.finish_param_sync()
+    operations = {name: getattr(counted, name) for name in ("copied_bytes", "allocated_bytes", "new_views")}
+    memory_bytes = {"kept_bytes": kept_bytes, "peak_bytes": memory.at_peak}
+    return {"marks": setup.marks, "loss": loss, "operations": operations, **memory_bytes}
 
 
 class Operations(TorchDispatchMode):

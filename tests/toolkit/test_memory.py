@@ -16,7 +16,8 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_without_a_sharded_optimizer():
     labels = ("1 NaiveDDP", "4 BucketedDDP", "5 BufferedDDP", "torch DDP", "8 ShardedOptimizer", "torch DDP + ZeRO")
     variants = [one for one in plan.list_variants() if one.label in labels]
     how = {"batch_size": 4, "time": 8, "rounds": 2, "warmup": 0, "learning_rate": 1e-3, "optimizer": "AdamW"}
-    kept = ladder.run_variants(ladder.Workload(SIZE, **how), variants)[0]["kept"]
+    measured = ladder.run_variants(ladder.Workload(SIZE, **how), variants)[0]["variants"]
+    kept = {label: one["kept_bytes"] for label, one in measured.items()}
     for label, gradients in (("1 NaiveDDP", BYTES), ("4 BucketedDDP", BYTES), ("torch DDP", 2 * BYTES)):
         assert kept[label] == {"parameters": BYTES, "gradients": gradients, "optimizer state": 2 * BYTES + STEPS}
     assert kept["5 BufferedDDP"]["parameters"] == BYTES  # the parameters stay where they were

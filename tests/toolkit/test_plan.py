@@ -149,7 +149,8 @@ def test_what_a_rank_keeps_is_what_is_counted():
         replace(zero, label="bf16", dtype="bfloat16"),
     ]
     how = {"batch_size": 4, "time": 8, "rounds": 2, "warmup": 0, "learning_rate": 1e-3, "optimizer": "AdamW"}
-    counted = ladder.run_variants(ladder.Workload(SIZE, **how), variants)[0]["kept"]
+    measured = ladder.run_variants(ladder.Workload(SIZE, **how), variants)[0]["variants"]
+    counted = {label: one["kept_bytes"] for label, one in measured.items()}
     for variant in variants:
         setting = replace(SMALL, bucket_mb=ladder.Workload.bucket_mb, dtype=variant.dtype, state_values=2)
         kept, measured = record([variant], setting)[variant.label].memory, counted[variant.label]
