@@ -105,11 +105,8 @@ class Branches(Plain):
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
         x = border(super().forward(x), len(self.layers) - 1)
-        if branch == 0:
-            x = self.left(x)
-        elif branch == 1:
-            x = self.right(x)
-        return x
+        layer = {0: self.left, 1: self.right}.get(branch)
+        return layer(x) if layer else x
 
 
 class ListedLayer(nn.Module):

@@ -177,8 +177,6 @@ def explain_launches(launched, rows, num_matrices):
 
 def explain_reductions(reduces, gathers):
     """Return why reduce-scatters are awaited early."""
-    if all(x.sync for x in reduces):
-        return "the reduce-scatters block. Pass async_op=True."
     if all(first.waits[0] < second.place for first, second in zip(reduces, reduces[1:])):
         first = "used" if gathers[0].place < reduces[1].place else "awaited"
         return f"each reduce-scatter is launched only when the one before it has been {first}."

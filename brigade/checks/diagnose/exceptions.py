@@ -198,7 +198,7 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
 
 
 def find_missing_returns(text: str) -> list[str]:
-    """Return the functions that declare a result, and have code besides their docstring, but never end with one."""
+    """Return the functions that declare a result and have code, but contain no `return`, `yield` or `raise`."""
     return [
         node.name
         for node in ast.walk(ast.parse(text))
