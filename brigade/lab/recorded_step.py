@@ -39,14 +39,10 @@ Recorded = tuple[list[list[Any]], Bytes]
 
 
 class Log(TorchDispatchMode):
-    """A context manager that lists the instructions of a step."""
+    """A context manager that lists the instructions of a variant's step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget_all()
-
-    def forget_all(self) -> None:
-        """Forget all instructions, before another variant is recorded."""
         self.instructions: list[list[Any]] = []
         self.num_launches = 0
         self.waiting: set[int] = set()  # the numbers of launches for which nobody has waited yet
@@ -248,16 +244,16 @@ def record_steps(setting: dict[str, Any], variants: Sequence[dict[str, Any]]) ->
     `setting` has the fields of `program.Setting`.
     """
     world_size = setting["world_size"]
-    log = Log()
-    dist.destroy_process_group()
 
     def make_group(options: Any, _: Any) -> PlannedGroup:
         return PlannedGroup(log, options.group_id, options.global_ranks_in_group or [*range(world_size)])
 
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu", "meta"])
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
     steps: list[Recorded | str] = []
     for variant in variants:
+        log = Log()
+        dist.destroy_process_group()  # of the previous variant, or of the rank
+        dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
         try:
             steps.append(record_step(log, variant, setting))
         except NotImplementedError as part:
@@ -274,7 +270,6 @@ def record_step(log: Log, variant: dict[str, Any], setting: dict[str, Any]) -> R
         variant = variant | {"arguments": {"init_sync": False}}  # otherwise it compares what all ranks send
     model = make_model(log, setting["groups"], getattr(torch, setting["dtype"]))
     workload = setting | {"learning_rate": 0.1, "optimizer": make_optimizer(setting["state_values"], log)}
-    log.forget_all()
     with log:
         setup = build_setup(variant, model, workload)
     for turn in range(STEPS + is_ddp):
