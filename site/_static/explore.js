@@ -48,6 +48,7 @@
         const anchor = ["start", "middle", "middle", "middle", "end"][tick];
         this.draw("line", {class: "grid", x1: x, x2: x, y1: 0, y2: height - 16});
         const text = `${Number((250 * seconds * tick).toPrecision(6))}${tick === 4 ? " ms" : ""}`;
+        if (tick === 3 && 8 * (1.5 * text.length + 3) > this.width / 4) continue; // it would touch the last label
         this.write(x, height - 3, text, anchor);
       }
     }

@@ -55,7 +55,7 @@
     },
 
     draw({ranks, crossing, isStuck}, {size, numel}, width) {
-      const height = Math.min(width, 460);
+      const height = Math.max(Math.min(width, 460), 60 * size); // on a phone, eight ranks need more height than width
       const svg = make("svg:svg", {width, height, role: "img", "aria-label": `The chunks of ${size} ranks on a circle`});
       const boxWidth = Math.min(128, width / 3.4);
       const cell = boxWidth / size;
