@@ -18,11 +18,13 @@ document.addEventListener("DOMContentLoaded", () => {
       cell.classList.toggle("short", isShort[cell.cellIndex]);
     });
   }
-  // Paths break after slashes. Long names in tables and in the contents also break after dots and underscores, and before
-  // capitals. A break at the end would remove a space that follows.
+  // Paths break after slashes, and long names in tables after underscores. In the contents and after a table's first column,
+  // names also break after dots and before capitals. A break at the end would remove a space that follows.
   document.querySelectorAll("code.literal .pre, .toc-tree a:not(:has(*))").forEach((code) => {
     code.classList.toggle("option", /^--\S{1,24}$/.test(code.textContent));
-    const parts = code.textContent.split(code.closest("table, .toc-tree") ? /(?<=[./_=(])(?=\w{3})|(?<=[a-z]{4})(?=[A-Z][a-z]{3})/ : /(?<=\/)(?=.)/);
+    const isLong = code.closest("td:not(:first-child), .toc-tree");
+    const inTable = code.closest("table") ? /(?<=[/_=(])(?=\w{3})/ : /(?<=\/)(?=.)/;
+    const parts = code.textContent.split(isLong ? /(?<=[./_=(])(?=\w{3})|(?<=[a-z]{4})(?=[A-Z][a-z]{3})/ : inTable);
     code.replaceChildren(...parts.flatMap((part, index) => (index ? [document.createElement("wbr"), part] : [part])));
   });
   // Blocks that contain only commands wrap, and not inside an option.
