@@ -172,12 +172,12 @@ def draw_bars(
             medians = [one.median for one in spreads]
             axes.errorbar(medians, places, xerr=reach, fmt="D", color=BLACK, linewidth=2, capsize=6)
             ends = [max(end, one.upper) for end, one in zip(ends, spreads)]
-        for place, end, parts in zip(places, ends, rows.values()):
-            text = " + ".join(f"{value:.3g}" for value in parts.values())
+        texts = [" + ".join(f"{value:.3g}" for value in parts.values()) for parts in rows.values()]
+        for place, end, text in zip(places, ends, texts):
             axes.annotate(text, (end, place), (10, 0), textcoords="offset points", va="center")
         axes.set_yticks(places, [*rows])
         axes.invert_yaxis()
-        axes.margins(x=0.25)
+        axes.margins(x=max(map(len, texts)) / 30)  # room for the longest text
         axes.set_xlim(left=0)
         axes.grid(visible=False, axis="y")
         axes.set(xlabel=xlabel, title=title)
