@@ -32,7 +32,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 Event = dict[str, Any]
@@ -153,27 +152,6 @@ def drop_flags(launched: Sequence[Launch]) -> list[Launch]:
     """Return the launches of more than 16 elements, and all launches of a step that makes more than 4 smaller ones."""
     flags = Counter(launch.step for launch in launched if launch.numel <= 16)
     return [launch for launch in launched if launch.numel > 16 or flags[launch.step] > 4]
-
-
-def split_calls(events: Sequence[Event], ends: Sequence[int]) -> list[list[Event]]:
-    """Return the events of each call of a run, with launches numbered from 0 in each call.
-
-    `ends` are the positions at which the calls end; later events belong to one more call. Events about a launch that an
-    earlier call has made are dropped.
-    """
-    events_by_call: list[list[Event]] = []
-    num_launches = 0
-    for start, end in pairwise([0, *ends, len(events)]):
-        own, first = [], num_launches
-        for event in events[start:end]:
-            num_launches += event["kind"] == "launch"
-            if first and "index" in FIELDS.get(event["kind"], ()):
-                event = event | {"index": event["index"] - first}
-                if event["index"] < 0:
-                    continue
-            own.append(event)
-        events_by_call.append(own)
-    return events_by_call
 
 
 def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from brigade.events import OPPOSITES, OUTSIDE, Event, describe
+from brigade.events import FIELDS, OPPOSITES, OUTSIDE, Event, describe
 
 
 class RankRecord:
@@ -13,6 +13,8 @@ class RankRecord:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.calls: list[list[Event]] = [[]]  # the events of each call, with launches numbered from 0 in each
+        self._num_earlier = 0  # launches of earlier calls
         self.launches: list[Event] = []
         self.waiting: Event | None = None  # the launch that the rank is waiting for
         self.connecting: Event | None = None  # the "connect" event of the process group that the rank is creating
@@ -20,8 +22,12 @@ class RankRecord:
         self.num_borders = 0
 
     def add(self, event: Event) -> None:
-        """Add the rank's next event."""
+        """Add the rank's next event. Leave it out of its call if it belongs to a launch of an earlier call."""
         self.events.append(event)
+        if not self._num_earlier or "index" not in FIELDS.get(event["kind"], ()):
+            self.calls[-1].append(event)
+        elif event["index"] >= self._num_earlier:
+            self.calls[-1].append(event | {"index": event["index"] - self._num_earlier})
         self.num_borders += event["kind"] == "border"
         if event["kind"] == "launch":
             self.launches.append(event)
@@ -34,6 +40,11 @@ class RankRecord:
             self.groups.add(event["group"])
         elif event["kind"] == "connected":
             self.connecting = None
+
+    def end_call(self) -> None:
+        """Let later events belong to the next call."""
+        self.calls.append([])
+        self._num_earlier = len(self.launches)
 
     def describe_last_launch(self) -> str:
         """Describe the rank's last launch, for example "after all_reduce #3 (fc2.weight, float32, 4096 B)"."""

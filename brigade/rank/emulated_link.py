@@ -235,8 +235,6 @@ class EmulatedLinkGroup(RecordingGroup):
         series = self._find_messages(op, args[1]) if op in OPPOSITES else self._collectives
         number = series.add(_link, op, nbytes)
         work = getattr(self._inner, method)(*args, **kwargs)
-        if work is None:
-            return None
         results = [] if outputs is None else list_tensors(args[outputs])
         return EmulatedLinkWork(work, self._recorder, index, results, series, number)
 

@@ -34,11 +34,6 @@ def find_loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-def make_gloo_environment() -> dict[str, str]:
-    """Return the environment variables for gloo. If the user has set GLOO_SOCKET_IFNAME, keep its value."""
-    return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": find_loopback_interface()}
-
-
 def count_gpus() -> int:
     """Return the number of GPUs that ranks can use. CUDA is not initialised in this process."""
     return 0 if find_gpu_problem() else _count_devices()

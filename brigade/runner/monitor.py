@@ -66,10 +66,9 @@ class RankProcess:
         self.is_asked = False  # whether it has been asked to print its stacks; what it prints then is not kept
         self.stack = bytearray()
         self.results: list[bytes] = []  # one for each call that has ended
-        self.ends: list[int] = []  # for each result, the number of events before it
         self.failure: RankFailure | None = None  # the exception that it raised, or what was wrong with its messages
         self.is_closed = False  # whether its channel is closed, usually because its process has ended
-        self.status: int | None = None  # exit status of its process, after the run, if its channel was closed before
+        self.status: int | None = None  # after the run: the exit status of its process, if it had ended by itself
 
     @property
     def is_complete(self) -> bool:
@@ -191,7 +190,8 @@ class Monitor:
         try:
             statuses = SERVER.kill(pids) if pids else {}
             for rank in self.ranks:
-                rank.status = statuses.get(rank.pid) if rank.is_closed else None
+                status = statuses.get(rank.pid, -signal.SIGKILL)
+                rank.status = status if rank.is_closed or status != -signal.SIGKILL else None
         finally:
             for rank in self.ranks:
                 rank.close()
@@ -291,7 +291,7 @@ class Monitor:
             if self._switch:
                 self._switch.check_end(rank.number)
             rank.results.append(body)
-            rank.ends.append(len(rank.record.events))
+            rank.record.end_call()
         else:
             self._switch.handle(rank.number, letter, body)
             while self._switch.answers:

@@ -25,8 +25,8 @@ from typing import Any
 
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources, prepare_for_ranks
-from brigade.events import Event, split_calls
-from brigade.runner.machine import count_cores, make_gloo_environment, make_nccl_environments
+from brigade.events import Event
+from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
@@ -117,7 +117,7 @@ def run_calls(
         failure = monitor.watch(how.deadline_s)
     finally:
         monitor.end()
-    events = [split_calls(rank.record.events, rank.ends) for rank in monitor.ranks]  # by rank and call
+    events = [rank.record.calls for rank in monitor.ranks]
     if failure:
         # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
         earliest = min(len(args_per_call) - 1, *(len(rank.results) for rank in monitor.ranks))
@@ -138,7 +138,6 @@ def make_requests(
     module: str, function: str, args_per_call: Sequence[Sequence[Any]], packages: dict[str, Sources], how: RunOptions
 ) -> list[dict[str, Any]]:
     """Return the request to each rank: see `rank/main.py`."""
-    common = make_gloo_environment()
     environments: list[dict[str, str]] = [{}] * how.world_size
     if how.backend == "nccl":
         environments = make_nccl_environments(how.world_size, how.share_gpu)
@@ -161,7 +160,7 @@ def make_requests(
             "rank": rank,
             "seed": seed,
             "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call],
-            "environment": common | environment,
+            "environment": environment,
         }
         for rank, (seed, environment) in enumerate(zip(draw_seeds(how.seed, how.world_size), environments))
     ]

@@ -24,6 +24,10 @@ FRAMES_LIMIT = 30  # frames of an exception that are kept
 BROKEN_LINK = re.compile(
     "[Cc]onnection (closed|refused|reset)|[Rr]emote (worker|process)|Broken pipe|connectFullMesh|ncclRemoteError"
 )
+NOT_CONNECTED = (
+    ", because the ranks did not finish creating a process group. Likely cause: the GPUs cannot communicate. "
+    "NCCL_DEBUG=INFO shows why"
+)
 OTHER_SIZE = "gloo received a message of another size: the ranks called different collectives"
 JARGON = (
     (r"(group )?<brigade\.[\w.]+Group object at 0x\w+>", "process_group"),
@@ -95,29 +99,23 @@ def describe_failure(
 ) -> RankFailure:
     """Return the exception that reports a run that has failed and ended. `kind`: see `runner/monitor.py`."""
     waiting = {rank.record.waiting["op"] for rank in ranks if rank.record.waiting}
+    connecting = [bool(rank.record.connecting) for rank in ranks if not rank.is_settled]
     lines = [describe_rank(rank, progress, packages) for rank in ranks]
     if kind == "failed":
         failure = describe_culprit(ranks, lines)
     elif kind == "mismatch":
         failure = RankFailure(kind, describe_mismatch(mismatch), lines, mismatch.rank, waiting={mismatch.launch["op"]})
-    else:
-        are_connecting = [bool(rank.record.connecting) for rank in ranks if not rank.is_settled]
-        if kind == "deadlock":
-            what = "a send or a recv" if waiting <= OPPOSITES.keys() else "a collective"
-            what = (
-                "peers that never create its new process group"
-                if any(are_connecting)
-                else f"{what} that a peer never launched"
-            )
-            summary = f"deadlock: every rank has stopped, and at least one waits for {what}"
-        else:
-            summary = f"stopped after {deadline_s:.0f} s"
-            if are_connecting and all(are_connecting):
-                summary += (
-                    ", because the ranks did not finish creating a process group. Likely cause: the GPUs cannot "
-                    "communicate. NCCL_DEBUG=INFO shows why"
-                )
+    elif kind == "deadlock":
+        what = "a collective that a peer never launched"
+        if any(connecting):
+            what = "peers that never create its new process group"
+        elif waiting <= OPPOSITES.keys():
+            what = "a send or a recv that a peer never launched"
+        summary = f"deadlock: every rank has stopped, and at least one waits for {what}"
         failure = RankFailure(kind, summary, lines, waiting=waiting)
+    else:
+        why = NOT_CONNECTED if connecting and all(connecting) else ""
+        failure = RankFailure(kind, f"stopped after {deadline_s:.0f} s{why}", lines, waiting=waiting)
     failure.output = [rank.read_output() for rank in ranks]
     return failure
 

@@ -21,6 +21,7 @@ from typing import Any
 from brigade.course.modules import ROOT, CourseError
 from brigade.ipc import protocol
 from brigade.ipc.temporary import make_locked_directory, remove, sweep
+from brigade.runner.machine import find_loopback_interface
 from brigade.sandbox import enter, users
 
 # The variables that a rank in a sandbox may see: those that select and find GPUs, but no keys such as NVIDIA_API_KEY.
@@ -85,6 +86,7 @@ class Server:
             "OPENBLAS_NUM_THREADS": "1",
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer, larger pages: a fork copies less
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the search for GPUs does not initialise CUDA
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or find_loopback_interface(),
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo creates it on import
         }

@@ -8,7 +8,8 @@ import pytest
 import torch
 from in_ranks import recording as functions
 
-from brigade.events import Event, split_calls
+from brigade.events import Event
+from brigade.progress import RankRecord
 from brigade.runner.ranks import run_ranks
 
 # What one rank of two records in each phase of `recorded_calls`. Sizes are those of the full buffer.
@@ -147,5 +148,9 @@ def test_events_of_each_call():
     first = [launch_event(0), event("wait", index=0), launch_event(1), event("note", index=1)]
     second = [launch_event(2), event("wait", index=2)]
     late = [event("wait", index=0), event("note", index=0)]  # the wait is dropped
-    events_by_call = split_calls([*first, *second, *late], [4, 8])
-    assert events_by_call == [first, [launch_event(0), event("wait", index=0), late[1]], []]
+    record = RankRecord()
+    for own in (first, [*second, *late]):
+        for each in own:
+            record.add(each)
+        record.end_call()
+    assert record.calls == [first, [launch_event(0), event("wait", index=0), late[1]], []]
