@@ -146,7 +146,7 @@ def run_on_text(check: Check, text: str | Texts, conditions: Conditions) -> Outc
     texts = {entry.path.name: text} if isinstance(text, str) else text
     place = ROOT / "lessons" / entry.package
     own = {f"{entry.package}.{Path(file).stem}": (str(place / file), texts[file]) for file in texts}
-    return run_check(check, "solutions", conditions, sources=read("solutions", entry.number).sources | own)
+    return run_check(check, "solutions", conditions, sources=read("solutions", entry.number) | own)
 
 
 def escapes(mutant: Change, conditions: Conditions) -> str:

@@ -113,7 +113,7 @@ def draw_steps(modules: Sequence[Module], path: Path) -> str:
 def draw_kept(path: Path) -> None:
     """Draw what a rank keeps between two steps of AdamW, and at the peak of a step, as a PNG file."""
     world_size = 4
-    sources = read("solutions", find_module("ZeroOptimizer").number).sources
+    sources = read("solutions", find_module("ZeroOptimizer").number)
     rows = {}
     for one in memory.measure(partial(run_ranks, packages={"submission": sources}), world_size).variants:
         rows[one.label] = {kind: nbytes / 1e6 for kind, nbytes in one.kept_bytes.items()}
@@ -146,7 +146,7 @@ def make_axes(title: str, ylabel: str) -> tuple[Figure, Axes]:
 
 def draw_wire(path: Path) -> None:
     """Draw the error of each way to reduce against the number of ranks, as a PNG file."""
-    sources = read("solutions", find_module("HalfBytesDDP").number).sources
+    sources = read("solutions", find_module("HalfBytesDDP").number)
     errors = wire.measure_all(partial(run_ranks, packages={"submission": sources}))
     title = "Relative error of the average over N ranks, and the bytes that a rank sends of n normal values"
     figure, axes = make_axes(title, "error, in thousandths")

@@ -44,7 +44,7 @@ def run_check(
     context = None
     try:
         try:
-            sources = sources or read(target, check.module, prior_source, replaced).sources
+            sources = sources or read(target, check.module, prior_source, replaced)
         except CourseError as error:
             raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
         # The seed depends on the check's name, so that running the check alone repeats its cases.

@@ -156,7 +156,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         path = find(Path(options.target), entry)
         console.print(Text.assemble((f"Module {entry.number}: {entry.title}", "bold"), f"  {shorten(path)}".rstrip()))
         try:
-            sources = read(options.target, entry.number, options.prior).sources
+            sources = read(options.target, entry.number, options.prior)
         except CourseError as error:
             console.print(f"  ✗ {error}", markup=False)
             possible[entry.track] += entry.points
@@ -217,7 +217,7 @@ def find_obstacle(entry: Module, outcomes: Sequence[Outcome], options: argparse.
     if options.prior != "own" or options.debug or not (others or None in parts):
         return ""
     target = Path(options.target)
-    sources = read(target, entry.number).sources
+    sources = read(target, entry.number)
     text = join_texts(select_files(entry, sources))
     used = {name.partition(".")[0] for name in select_used(entry, text, sources)}
     reasons = {
@@ -246,7 +246,7 @@ def run_next(options: argparse.Namespace) -> int:
     for entry in entries:
         track = "" if entry.is_core else f" ({entry.track}, in addition to the core's 100)"
         try:
-            sources = read(options.target, entry.number, options.prior).sources
+            sources = read(options.target, entry.number, options.prior)
             key = hash_submission(entry, sources)
             is_done = recall("passed").get(entry.package) == key
             own = select_files(entry, sources)

@@ -168,7 +168,7 @@ def run_trace(options: argparse.Namespace) -> int:
     entry = get_module(options.number)
     require_training(entry)
     network = choose_link(options, options.ranks, COMM_RATIO)
-    sources = read(options.target, entry.number, options.prior).sources
+    sources = read(options.target, entry.number, options.prior)
     out = Path(options.out)
     out.mkdir(exist_ok=True)
     name = "memory" if options.memory else "trace"

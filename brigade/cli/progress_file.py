@@ -46,7 +46,7 @@ def hash_submission(entry: Module, sources: Sources) -> str:
 def find_state(entry: Module, target: Path) -> str:
     """Return the state of a module without running it: "broken", "not written", "passes", "fails" or "written"."""
     try:
-        sources = read(target, entry.number).sources
+        sources = read(target, entry.number)
     except CourseError:
         return "broken"
     if find_unwritten_parts(join_texts(select_files(entry, sources))):

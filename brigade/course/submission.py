@@ -24,7 +24,6 @@ import re
 import stat
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,14 +39,6 @@ PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `read_earlier` if the path is ""
 ForRanks = dict[str, tuple[str, str, "bytes | None"]]  # module name -> (path, text, code)
-
-
-@dataclass(frozen=True)
-class Submission:
-    """The modules to check, and the directory that contains them."""
-
-    target: Path
-    sources: Sources
 
 
 def find(target: Path, entry: Module) -> Path | None:
@@ -76,7 +67,7 @@ def resolve_target(target: str | Path) -> Path:
     return path
 
 
-def read(target: str | Path, number: int, prior: str = "own", replaced: Collection[int] | None = None) -> Submission:
+def read(target: str | Path, number: int, prior: str = "own", replaced: Collection[int] | None = None) -> Sources:
     """Return module `number` in `target`, with the earlier modules that it may import.
 
     If `prior` is "own", the earlier modules are the submission's. If it is "reference", the reference's modules replace
@@ -104,7 +95,7 @@ def read(target: str | Path, number: int, prior: str = "own", replaced: Collecti
         earlier |= sources
     if prior == "reference":
         earlier = select_used(entry, join_texts(own), earlier)
-    return Submission(target, own | earlier)
+    return own | earlier
 
 
 def read_module(target: Path, entry: Module) -> Sources:

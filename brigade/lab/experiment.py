@@ -37,7 +37,7 @@ def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: in
     )
     target = parser.parse_args().target
     try:
-        main(functools.partial(run_ranks, packages={"submission": read(target, module).sources}))
+        main(functools.partial(run_ranks, packages={"submission": read(target, module)}))
     except CourseError as error:
         sys.exit(f"{error}")
     except RankFailure as failure:

@@ -237,7 +237,7 @@ def get_course_variants() -> list[Variant]:
 
 def read_reference() -> Sources:
     """Return the text of all solutions, or of all of the student's modules in the student edition."""
-    return read(REFERENCE, TRAINING_MODULES[-1].number).sources
+    return read(REFERENCE, TRAINING_MODULES[-1].number)
 
 
 def count_steps(workload: Workload, variants: Sequence[Variant]) -> int:

@@ -84,7 +84,7 @@ class Ranks:
         self.backend = "nccl" if gpus >= max(2, self.world_size) else "gloo"
         self.deadline_s = deadline_s
         how = RunOptions(world_size=self.world_size, backend=self.backend, mode=mode)
-        sources = {name: text for entry in MODULES for name, text in read("solutions", entry.number).sources.items()}
+        sources = {name: text for entry in MODULES for name, text in read("solutions", entry.number).items()}
         packages = {"solutions": sources}
         requests = make_requests(__name__, perform.__name__, [], packages, how)
         self._monitor = Monitor(how, packages, 0, [])

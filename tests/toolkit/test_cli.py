@@ -182,7 +182,7 @@ def test_submit_says_what_is_written_and_passes(lessons, submit):
         shutil.copy(ROOT / ("solutions" if entry.number in (1, 2) else "lessons") / entry.path, lessons / entry.path)
     (lessons / get_module(3).path).write_text("def f(:\n")
     entry = get_module(1)
-    progress_file.remember("passed", entry.package, progress_file.hash_submission(entry, read(lessons, 1).sources))
+    progress_file.remember("passed", entry.package, progress_file.hash_submission(entry, read(lessons, 1)))
     files, printed = submit()
     assert printed.startswith(
         f"contains {len(MODULES)} of {len(MODULES)} modules: 2 written, 1 known to pass all checks.\n"
@@ -197,7 +197,7 @@ def test_submit_says_what_is_written_and_passes(lessons, submit):
 
 
 def test_a_change_to_a_module_that_is_not_used_changes_no_result():
-    sources = read("solutions", 11).sources
+    sources = read("solutions", 11)
     assert progress_file.hash_submission(get_module(11), sources) == progress_file.hash_submission(
         get_module(11), sources | {"m10_grad_shards.grad_shards": ("", "x = 1")}
     )

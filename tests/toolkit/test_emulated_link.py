@@ -136,7 +136,7 @@ RUNS = {  # (ranks, what they do, collectives of all steps at least)
 def test_no_collective_ends_before_its_slowest_launch_allows(name):
     """Recorded runs with one late rank are possible on a real link."""
     world_size, call, least = RUNS[name]
-    how = {"world_size": world_size, "mode": "emulate", "packages": {"submission": read(REFERENCE, 3).sources}}
+    how = {"world_size": world_size, "mode": "emulate", "packages": {"submission": read(REFERENCE, 3)}}
     events = run_ranks(functions.on_link, SLOW.latency_s, SLOW.bytes_per_s, *call, **how).events
     count, in_time = replay(events, SLOW)
     assert count >= least

@@ -28,7 +28,7 @@ def find_names(code: str) -> set[str]:
 
 @every_module
 def test_the_code_of_hints_has_the_names_of_the_solution(entry):
-    solution = "".join(text for _, text in read("solutions", entry.number).sources.values())
+    solution = "".join(text for _, text in read("solutions", entry.number).values())
     blocks = re.findall(r"^```python\n(.*?)^```$", (entry.lesson / "hints.md").read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:

@@ -214,7 +214,7 @@ def test_no_rank_holds_what_the_checks_know(submission, monkeypatch):
             training.train,
             case.make_jobs(package="m02_flat_ddp", wrapper="FlatDDP"),
             mode="strict",
-            packages={"submission": read(submission, 2, "reference").sources},
+            packages={"submission": read(submission, 2, "reference")},
             seed=seed,
             deadline=2,
         )
@@ -245,7 +245,7 @@ def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
     call = "broadcast_module_state(module, process_group)"
     assert text.count(call) == 1
     hostile.files({2: text.replace(call, "broadcast_module_state(None)")})(submission)
-    sources = read(submission, 2, "reference").sources
+    sources = read(submission, 2, "reference")
     case = Case(random.Random(5), "Plain", 2)
     with pytest.raises(ranks.RankFailure, match="AttributeError") as caught:
         ranks.run_ranks(

@@ -48,7 +48,7 @@ def test_right_or_refused(number, model, world):
     job = {"package": wrapped.package, "wrapper": wrapper, "arguments": ARGUMENTS[number], "finish": number == 9}
     if number in OPTIMIZERS:
         job["optimizer_class"] = entry.package, OPTIMIZERS[number]
-    context = CheckContext(read("solutions", number).sources)
+    context = CheckContext(read("solutions", number))
     case = context.case(model, world, micro_batches=2)
     batches = case.batches
     rows = RIGHT + RIGHT_OR_REFUSED + STEP_TOO_EARLY * (number >= 8) + CLEARED_IN_FLIGHT * (number == 10)

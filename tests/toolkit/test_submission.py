@@ -35,7 +35,7 @@ def get_refusal(target: Path | str, number: int = 1) -> str:
 
 
 def import_in_ranks(target: Path, number: int, name: str) -> dict:
-    packages = {"submission": read(target, number).sources}
+    packages = {"submission": read(target, number)}
     [result] = run_ranks(functions.import_by_name, f"submission.{name}", world_size=1, packages=packages)
     return result
 
@@ -52,25 +52,25 @@ def test_a_submission_in_any_layout(tmp_path, monkeypatch):
     for entry in MODULES:
         (tmp_path / "flat" / entry.path.name).write_text("answer = 'own'\n")
     for target in (tmp_path / "clone", tmp_path / "lessons", tmp_path / "flat", "~/lessons"):
-        sources = read(target, 3).sources
+        sources = read(target, 3)
         assert list(sources) == [f"{m.package}.{m.name}" for m in (THIRD, FIRST, SECOND)], "no later module is read"
         assert {text for _, text in sources.values()} == {"answer = 'own'\n"}
-    assert list(read(tmp_path / "lessons" / FIRST.package, 1).sources) == [NAIVE]
+    assert list(read(tmp_path / "lessons" / FIRST.package, 1)) == [NAIVE]
 
 
 def test_earlier_modules_are_the_submissions_or_the_references(tmp_path):
     lay(tmp_path, text := f"from ..{FIRST.package} import {FIRST.name}\n")
     own, reference = read(tmp_path, 2), read(tmp_path, 2, "reference")
-    assert own.sources[NAIVE][1] == text
-    assert reference.sources[NAIVE][1] == (ROOT / "solutions" / FIRST.path).read_text()
-    assert reference.sources[FLAT] == own.sources[FLAT], "the module itself is the submission's in any case"
+    assert own[NAIVE][1] == text
+    assert reference[NAIVE][1] == (ROOT / "solutions" / FIRST.path).read_text()
+    assert reference[FLAT] == own[FLAT], "the module itself is the submission's in any case"
 
 
 def test_of_the_reference_only_what_is_named_is_read(tmp_path):
     """A reference module is read only if the module, its checks or another reference module that is read names it."""
 
     def list_packages(number: int) -> set[str]:
-        return {name.partition(".")[0] for name in read(tmp_path, number, "reference").sources}
+        return {name.partition(".")[0] for name in read(tmp_path, number, "reference")}
 
     lay(tmp_path)
     assert list_packages(4) == {get_module(4).package}
@@ -82,7 +82,7 @@ def test_of_the_reference_only_what_is_named_is_read(tmp_path):
 def test_earlier_modules_that_are_missing_or_broken_raise_the_reason(tmp_path):
     lay(tmp_path, f"from ..{FIRST.package}.{FIRST.name} import broken\n", THIRD)
     lay(tmp_path, "def broken(:\n", FIRST)
-    sources = read(tmp_path, 3).sources
+    sources = read(tmp_path, 3)
     assert sources[NAIVE] == ("", "module 1 cannot be imported: naive_ddp.py, line 1: invalid syntax: def broken(:")
     assert sources[FLAT] == ("", f"module 2 cannot be imported: there is no {SECOND.path}")
     with pytest.raises(RankFailure) as caught:
@@ -128,7 +128,7 @@ def test_a_file_that_is_not_python(tmp_path, content, words):
 def test_only_a_short_text_is_parsed_in_this_process(tmp_path, monkeypatch):
     lay(tmp_path, "answer = 1\n" * 3_000)
     monkeypatch.setattr(syntax.ast, "parse", lambda *_, **__: pytest.fail("parsed here"))
-    assert read(tmp_path, 1).sources[NAIVE][1] == "answer = 1\n" * 3_000
+    assert read(tmp_path, 1)[NAIVE][1] == "answer = 1\n" * 3_000
     (tmp_path / FIRST.path).write_text("answer = 1\n" * 3_000 + "one two\n")
     assert "naive_ddp.py, line 3001: invalid syntax: one two" in get_refusal(tmp_path)
 
@@ -156,7 +156,7 @@ def test_only_the_submissions_modules_up_to_this_one_are_found(tmp_path, name):
 
 def test_the_courses_own_files_travel_as_code():
     """Only the course's own files are sent as compiled code. A rank compiles a student's text itself."""
-    sources = read("solutions", 2).sources | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
+    sources = read("solutions", 2) | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
     sent = prepare_for_ranks(sources)
     assert sent.pop("mine") == ("/home/ada/mine.py", "answer = 1\n", None)
     for name, (path, text, code) in sent.items():
@@ -172,7 +172,7 @@ def lay_files(directory: Path, **texts: str) -> dict[str, tuple[str, str]]:
     """Write the named files of module 11 side by side, as in a flat upload, and return its sources by file."""
     for stem, text in texts.items():
         (directory / f"{stem}.py").write_text(text)
-    sources = select_files(SHARDED, read(directory, 11).sources)
+    sources = select_files(SHARDED, read(directory, 11))
     return {name.partition(".")[2]: source for name, source in sources.items()}
 
 

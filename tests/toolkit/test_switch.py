@@ -79,7 +79,7 @@ def test_a_rank_that_does_not_read_holds_up_the_others_for_a_limited_time(monkey
 def test_a_pass_belongs_to_the_step_of_its_batch():
     """Otherwise, a rank could compute gradients and average them before the step in which launches are counted."""
     jobs = Case(random.Random(1), "Plain", 2).make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP")
-    sources = {"submission": read("solutions", 1, "own").sources}
+    sources = {"submission": read("solutions", 1, "own")}
     events = run_ranks(training.train, jobs, mode="strict", packages=sources).events[0]
     assert find_contradiction(events, jobs, 0, 0) == ""
     later = sorted(events, key=lambda event: event["kind"] == "step")
