@@ -26,13 +26,14 @@ def explain_alignment(traces, got, expected):
 def explain_place(traces, got, expected):
     """Explain why find_divergence returned another place."""
     found = jobs.find_divergences(traces)
-    absent = {rank for rank, call in got[2] if call is None} if got and not expected else set()
+    is_real = bool(got) and found.get(got[0], (None,))[0] == got[1]
+    absent = {rank for rank, call in got[2] if call is None} if got and not is_real else set()
     if absent and absent.isdisjoint(trace["rank"] for trace in traces):
         return "the ranks that have no trace count as members without a call. Compare living members only."
     if got and expected and got[:2] == expected[:2]:
         lacking = {rank for rank, _ in expected[2]} - {rank for rank, _ in got[2]}
         return "calls has every member of the group. It is None for one without a trace." if lacking else ""
-    if got and expected and found.get(got[0], (None,))[0] == got[1]:
+    if expected and is_real:
         smallest = min(found, key=lambda group: (found[group][0], group))
         if len(found) > 1 and got[0] == smallest:
             return "this divergence waits for another group: a member without its call is in the other group's call."
