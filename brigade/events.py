@@ -121,7 +121,7 @@ LAUNCH_FIELDS = (COMMON_FIELDS | FIELDS["launch"]).keys() & Launch.__match_args_
 def launches(events: Sequence[Event], step: int | None = None, *, phase: str | None = None) -> list[Launch]:
     """Return the launches in order, without barriers: all, or only those of one step or one phase."""
     by_index: dict[int, Launch] = {}
-    for place, current_step, event in list_steps(events):
+    for place, current_step, event in follow_steps(events):
         kind, launch = event["kind"], by_index.get(event.get("index"))
         if kind == "launch":
             fields = {name: event[name] for name in LAUNCH_FIELDS}
@@ -172,10 +172,10 @@ def list_backward_passes(events: Sequence[Event], step: int) -> list[int]:
 
 def list_step_events(events: Sequence[Event], step: int) -> list[tuple[int, Event]]:
     """Return the events of one step, with their positions in the record."""
-    return [(place, event) for place, current_step, event in list_steps(events) if current_step == step]
+    return [(place, event) for place, current_step, event in follow_steps(events) if current_step == step]
 
 
-def list_steps(events: Sequence[Event]) -> Iterator[tuple[int, int | None, Event]]:
+def follow_steps(events: Sequence[Event]) -> Iterator[tuple[int, int | None, Event]]:
     """Yield each event with its position in the record and its step. Leave out the events of kind "step"."""
     current_step = None
     for place, event in enumerate(events):

@@ -109,8 +109,9 @@ def run_calls(
 
     border_seeds = []  # by rank and batch
     for request in requests:
-        border_seeds.append([batch["borders"] for batch in list_batches(request["calls"])])
-        request["calls"] = number_batches(request["calls"], how.has_switch, [])
+        batches: list[dict[str, Any]] = []
+        request["calls"] = number_batches(request["calls"], how.has_switch, batches)
+        border_seeds.append([batch["borders"] for batch in batches])
     monitor = Monitor(how, packages, len(args_per_call), border_seeds)
     try:
         monitor.start(requests)

@@ -53,7 +53,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self.size, self.mine = size, {p for p, owner in zip(params, owners) if owner == self.me}
         for p in self.mine:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        self.parts = []  # the matrices of each group as (parameter, rank, place in its row), all rows, and the own row
+        self.parts = []  # of each group: (parameter, rank, place in its row) of its matrices, all rows, this rank's row
         for rows in plan_groups(shapes, owners, size, num_groups):
             places = []
             for rank, row in enumerate(rows):

@@ -34,8 +34,8 @@ GATHERED_EARLY = (
     "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
 )
 NOT_LAUNCHED = (
-    "there is no handle, because nothing was launched. Before it waits, finish_grad_sync must launch the buckets that "
-    "never became complete."
+    "there is no handle, because nothing was launched for it. Before it waits, finish_grad_sync must launch the "
+    "buckets that never became complete."
 )
 WORLD_RANK = "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)."
 CALLED_HOOK = "a hook is called on the line that registers it. Pass the function itself, without (...)."
@@ -113,10 +113,16 @@ def explain_leftover(failure: RankFailure, sources: Sources) -> str:
 
 
 def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
-    functions = [function for _, _, function, _ in failure.frames]
-    if "launch_next_all_gather" in functions:
+    if any(function == "launch_next_all_gather" for _, _, function, _ in failure.frames[:-1]):
         return GATHERED_EARLY
-    return NOT_LAUNCHED if "finish_grad_sync" in functions else ""
+    events = get_events(failure)
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    if not steps or events[-1].get("phase") not in ("finish", "finish_grad_sync"):
+        return ""
+    launched = launches(events, steps[-1])
+    if any(launch.sync for launch in launched):
+        return "a launch without async_op=True returns no handle."
+    return NOT_LAUNCHED if all(steps[-1] in launch.wait_steps for launch in launched) else ""
 
 
 def get_events(failure: RankFailure) -> list[Event]:
