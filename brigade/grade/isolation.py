@@ -13,8 +13,8 @@ from brigade.runner import ranks
 from brigade.sandbox import enter, users
 
 UNFILTERED = (
-    "Graded without a filter for system calls, which this machine does not support: a submission may have left data in "
-    "the kernel for the next submission."
+    "Graded without a filter for system calls, because libseccomp.so.2 (package libseccomp2) is missing, or the "
+    "kernel refuses filters: a submission may have left data in the kernel for the next submission."
 )
 
 
@@ -30,8 +30,7 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
     private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
     private = [path for path in private if path != "/"]
     with users.reserve_user() as (uid, reservation):
-        limits = {"together": 16 << 30, "offline": False} if backend == "nccl" else {}
-        ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=private, **limits)
+        ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=private)
         try:
             yield []
         finally:

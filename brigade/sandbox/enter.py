@@ -11,8 +11,7 @@ terminals, futexes between processes, file locks and notifications about files. 
 other through a file in the run's directory.
 
 If namespaces are not allowed (in most containers), hidden paths are not masked. Instead, the grader has removed the
-permissions on them (`close_off`), and the network and the disk are open. If control groups (of version 2) are writable,
-all processes of a grading run share one limit on memory and an equal share of the processors.
+permissions on them (`close_off`), and the network and the disk are open.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from brigade.course.modules import ROOT
 from brigade.sandbox import users
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -45,26 +43,19 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 TERMINALS = "/dev/pts"  # their numbers are messages between ranks
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
-ORDINARY_SHARES = 4  # a grading run gets the processor time of this many ordinary processes
 
-MOUNT_SETATTR, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, 0x8000, 0x1  # the call has this number on all machines
-# The commands of fcntl for leases and notifications, and for locks.
-SHARING_COMMANDS = (1024, 1025, 1026, 5, 6, 7, 36, 37, 38)
-FUTEX_PRIVATE_FLAG = 128
+# System calls that the kernel refuses. Those with numbers, which all machines share, are unknown to some libseccomp.
+REFUSED = ["add_key", "request_key", "keyctl", "shmget", "msgget", "semget", "mq_open", "unshare", "setns", "ptrace"]
+REFUSED += ["process_vm_readv", "process_vm_writev"]
+REFUSED_OFFLINE = ["socket", "socketpair", "io_uring_setup", "flock", "inotify_init", "inotify_init1", "fanotify_init"]
+NEW_FUTEXES = (449, 454, 455, 456)  # futex_waitv, futex_wake, futex_wait, futex_requeue
+MOUNT_SETATTR, CLONE3 = 442, 435
+AT_RECURSIVE, MOUNT_ATTR_RDONLY = 0x8000, 0x1
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
-
-AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the machines of the following numbers, in audit.h
-RULED = {"seccomp": (317, 277), "clone": (56, 220), "clone3": (435, 435), "futex": (202, 98), "fcntl": (72, 25)}
-REFUSED = {
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180), "unshare": (272, 97), "setns": (308, 268), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-}  # fmt: skip
-REFUSED_OFFLINE = {
-    "socket": (41, 198), "socketpair": (53, 199), "io_uring_setup": (425, 425), "flock": (73, 32),
-    "futex_waitv": (449, 449), "futex_wake": (454, 454), "futex_wait": (455, 455), "futex_requeue": (456, 456),
-    "inotify_init": (253, -1), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
-}  # fmt: skip
+FUTEX_PRIVATE_FLAG = 128
+SHARING_COMMANDS = (1024, 1025, 1026, 5, 6, 7, 36, 37, 38)  # of fcntl: leases and notifications, then locks
+SCMP_ACT_ALLOW, SCMP_ACT_ERRNO, SCMP_CMP_MASKED_EQ = 0x7FFF0000, 0x50000, 7
+SCMP_FLTATR_ACT_BADARCH, SCMP_FLTATR_CTL_SSB = 2, 7
 
 MOST_MEMORY = 3 << 30  # bytes of a process of an offline rank, in addition to what torch has mapped
 MOST_PROCESSES = 400  # of a user, threads included
@@ -81,7 +72,6 @@ class Sandbox:
     reservation: int  # a descriptor from `reserve_user`, which the fork server inherits
     offline: bool = True  # whether the ranks share nothing and communicate through the grader's switch
     hidden: list[str] = field(default_factory=list)
-    together: int = 4 << 30  # bytes of resident memory of all processes, if there are control groups
 
 
 def enter(settings: dict, directory: str, server: int, rank: int) -> str:
@@ -113,20 +103,14 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> str:
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filter_system_calls(settings["offline"])
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # set it again, because setuid has cleared it
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # set it again, because setuid has cleared it
     if os.getppid() not in (server, 0):
         os._exit(1)
     os.umask(0o077)
     os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
     return directory
-
-
-def get_call_numbers(calls: dict[str, tuple[int, int]]) -> list[int]:
-    """Return the numbers of system calls on this machine."""
-    column = list(AUDIT).index(os.uname().machine)
-    return [numbers[column] for numbers in calls.values() if numbers[column] >= 0]
 
 
 def filter_system_calls(offline: bool = False) -> bool:
@@ -136,44 +120,36 @@ def filter_system_calls(offline: bool = False) -> bool:
     filter cannot read. The filter therefore answers clone3 as a kernel without this call would. The C library then uses
     clone.
     """
-    if os.uname().machine not in AUDIT:
+    try:
+        library = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
         return False
-    seccomp, clone, clone3, futex, fcntl_call = get_call_numbers(RULED)
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the Berkeley Packet Filter
-    allow, permission, invalid, missing = 0x7FFF0000, *(0x50000 | n for n in (errno.EPERM, errno.EINVAL, errno.ENOSYS))
-    number, architecture, first, second = 0, 4, 16, 24  # offsets in the kernel's description of a call
-    # (operation, instructions to skip if true, instructions to skip if false, operand)
-    program = [(load, 0, 0, architecture), (equal, 1, 0, AUDIT[os.uname().machine]), (answer, 0, 0, permission)]
-    program += [(load, 0, 0, number)]
-    program += [(at_least, 0, 1, 0x4000_0000), (answer, 0, 0, permission)]  # x86_64's second table of calls
-    for call in get_call_numbers(REFUSED | (REFUSED_OFFLINE if offline else {})):
-        program += [(equal, 0, 1, call), (answer, 0, 0, permission)]
-    program += [(equal, 0, 1, clone3), (answer, 0, 0, missing)]
-    rules = [(clone, [(load, 0, 0, first), (any_bit, 0, 1, CLONE_NEW_ANY), (answer, 0, 0, permission)])]
-    if offline:  # a C library that gets EINVAL for a futex asks again
-        commands = [step for n in SHARING_COMMANDS for step in ((equal, 0, 1, n), (answer, 0, 0, permission))]
-        rules.append((fcntl_call, [(load, 0, 0, second), *commands]))
-        private = (any_bit, 1, 0, FUTEX_PRIVATE_FLAG)
-        rules.append((futex, [(load, 0, 0, second), private, (answer, 0, 0, invalid)]))
-    for call, steps in rules:
-        program += [(equal, 0, len(steps) + 1, call), *steps, (answer, 0, 0, allow)]
-    program += [(answer, 0, 0, allow)]
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    instructions = ctypes.create_string_buffer(code, len(code))
-    description = struct.pack("HxxxxxxP", len(program), ctypes.addressof(instructions))
-    # Without the flag, kernels before 5.16 slow a filtered process down.
-    return LIBC.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
+    library.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(library.seccomp_init(SCMP_ACT_ALLOW))
 
+    def refuse(call: str | int, error: int = errno.EPERM, *condition: int) -> None:
+        """Refuse a call, or only calls in which (argument number `condition[0]`) & `condition[1]` is `condition[2]`."""
+        array = struct.pack("IIQQ", condition[0], SCMP_CMP_MASKED_EQ, *condition[1:]) if condition else b""
+        number = call if isinstance(call, int) else library.seccomp_syscall_resolve_name(call.encode())
+        # The number is negative if this machine does not have the call.
+        if number >= 0 and library.seccomp_rule_add_array(rules, SCMP_ACT_ERRNO | error, number, len(array) > 0, array):
+            raise OSError(f"libseccomp cannot refuse system call {call}")
 
-def join_group(settings: dict) -> None:
-    """Move this process into the control group of the sandbox's user, if there is one."""
-    limits = {"memory.max": settings["together"], "memory.swap.max": 0, "cpu.weight": 100 * ORDINARY_SHARES}
-    if group := users.find_control_group(settings["uid"]):
-        with contextlib.suppress(OSError):
-            group.mkdir(exist_ok=True)
-            for name, value in (limits | {"cgroup.procs": os.getpid()}).items():
-                if (group / name).exists():
-                    (group / name).write_text(str(value))
+    library.seccomp_attr_set(rules, SCMP_FLTATR_ACT_BADARCH, SCMP_ACT_ERRNO | errno.EPERM)  # other tables of calls
+    library.seccomp_attr_set(rules, SCMP_FLTATR_CTL_SSB, 1)  # or kernels before 5.16 slow a filtered process down
+    calls: list[str | int] = [*REFUSED, *REFUSED_OFFLINE, *NEW_FUTEXES] if offline else [*REFUSED]
+    for call in calls:
+        refuse(call)
+    refuse(CLONE3, errno.ENOSYS)
+    for bit in (1 << place for place in range(32) if CLONE_NEW_ANY >> place & 1):
+        refuse("clone", errno.EPERM, 0, bit, bit)
+    if offline:
+        for command in SHARING_COMMANDS:
+            refuse("fcntl", errno.EPERM, 1, 0xFFFFFFFF, command)
+        refuse("futex", errno.EINVAL, 1, FUTEX_PRIVATE_FLAG, 0)  # a C library that gets EINVAL asks again
+    is_loaded = library.seccomp_load(rules) == 0
+    library.seccomp_release(rules)
+    return is_loaded
 
 
 def probe() -> dict:
@@ -183,7 +159,6 @@ def probe() -> dict:
         "uid": os.getuid(),
         "secrets": [name for name in SECRETS if has_readable(name)],
         "is_filtered": "Seccomp:\t2" in Path("/proc/self/status").read_text().splitlines(),
-        "is_grouped": "/brigade-" in Path("/proc/self/cgroup").read_text(),
         "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
     }
 
@@ -280,8 +255,3 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
     if LIBC.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)
-
-
-def prctl(option: int, value: int) -> None:
-    """Call prctl(2)."""
-    LIBC.prctl(option, value, 0, 0, 0)

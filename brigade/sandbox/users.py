@@ -1,4 +1,4 @@
-"""The users of the sandbox and their control group: a grader reserves users, kills their processes, removes files."""
+"""The users of the sandbox: a grader reserves users, kills their processes, removes files."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
 USERS = 64  # the number of graders that can run at a time on one machine
 RANKS = 8  # users of one grader; with more ranks, several share one
 PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")  # anybody may write to these
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
-
-
-def find_control_group(uid: int) -> Path | None:
-    """Return the directory of the user's control group (of version 2), or None if there cannot be one.
-
-    A group with processes cannot limit its subgroups, so it is in our nearest ancestor that can, and our limits include
-    it.
-    """
-    with contextlib.suppress(OSError):
-        *_, line = Path("/proc/self/cgroup").read_text().splitlines() or [""]
-        own = CONTROL_GROUPS / line.removeprefix("0::/")
-        for group in (own, *own.parents):
-            file = group / "cgroup.subtree_control"
-            if file.is_file() and "memory" in file.read_text():
-                return group / f"brigade-{uid}"
-    return None
 
 
 @contextlib.contextmanager
@@ -52,12 +35,7 @@ def reserve_user() -> Iterator[tuple[int, int]]:
                 continue
             kill_user(uid)  # a grader that was killed may have left processes and files
             remove_files(uid)
-            try:
-                yield uid, lock.fileno()
-            finally:
-                if group := find_control_group(uid):
-                    with contextlib.suppress(OSError):
-                        group.rmdir()
+            yield uid, lock.fileno()
             return
     raise CourseError(f"{USERS} grading runs are already active on this machine")
 

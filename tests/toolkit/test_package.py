@@ -222,7 +222,7 @@ def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
     def like_a_container():
         if enter.unshare_mounts():
             open_up((sys.prefix, sys.base_prefix))
-        enter.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
+        enter.LIBC.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0)
 
     process = start_program(gradescope, preexec_fn=like_a_container)
     output, _ = process.communicate(timeout=120)
