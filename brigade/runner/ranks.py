@@ -25,6 +25,7 @@ from typing import Any
 
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources, prepare_for_ranks
+from brigade.course.syntax import parse_tree
 from brigade.events import Event
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.monitor import Monitor
@@ -221,7 +222,7 @@ def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]
 @functools.lru_cache(maxsize=128)  # every check sends the same few files
 def list_imports(text: str) -> list[str]:
     """Return the names in packages that a file imports; some of them are not modules."""
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = list(ast.walk(parse_tree(text)))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and not node.level:

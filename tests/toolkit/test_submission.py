@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,27 @@ def test_only_a_short_text_is_parsed_in_this_process(tmp_path, monkeypatch):
     assert read(tmp_path, 1)[NAIVE][1] == "answer = 1\n" * 3_000
     (tmp_path / FIRST.path).write_text("answer = 1\n" * 3_000 + "one two\n")
     assert "naive_ddp.py, line 3001: invalid syntax: one two" in get_refusal(tmp_path)
+
+
+def test_threads_may_parse_at_the_same_time():
+    """Python 3.11 cannot do this: a thread that collects garbage in the parser may give way to another."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            time.sleep(0)
+
+    def work(_: int) -> None:
+        for _ in range(200):
+            garbage.append([Garbage() for _ in range(20)])
+            garbage.pop()
+            syntax.parse_tree("x = [((1, 2), {3: 4})] * 5\n" * 50)
+
+    garbage: list[list[Garbage]] = []
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [None, None]
 
 
 # ---- how it is imported

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, READ_IN_FORWARD, find_leftover, join_names
+from brigade.course.syntax import parse_tree
 from brigade.events import Event, launches, list_backward_passes, list_ready_gradients
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def find_missing_returns(text: str) -> list[str]:
     """Return the functions that declare a result and have code, but contain no `return`, `yield` or `raise`."""
     return [
         node.name
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parse_tree(text))
         if isinstance(node, ast.FunctionDef)
         and ast.unparse(node.returns or ast.Constant(None)) != "None"
         and len(node.body) > (ast.get_docstring(node) is not None)
