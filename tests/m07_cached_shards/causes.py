@@ -23,7 +23,8 @@ def find_wrong_view(failed):
     """Blame a view where no other cause is known, because module 6 gives the right numbers."""
     verdict = failed.verdict
     is_unequal = any(word in verdict.message for word in ("hape", "size"))  # in the words of torch
-    is_general = not verdict.likely_cause or verdict.hypothesis in ("ranks_disagree", "unequal shards")
+    general = ("ranks_disagree", "misplaced_entries", "unequal shards")
+    is_general = not verdict.likely_cause or verdict.hypothesis in general
     if is_general and not verdict.part and (is_unequal or not verdict.error):
         return explain_unequal_shards(verdict.message, len(failed.events)) or WRONG_VIEW
     return ""
