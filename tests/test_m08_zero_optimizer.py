@@ -421,9 +421,8 @@ def test_zero_checkpoints(submission):
         case = draw_case(submission, model, max(before, after), before, steps=2 * half, dtype=torch.float64)
         parameters = case.parameters()
         params = submission.rng.sample(list(parameters), len(parameters))
-        first = min(
-            params, key=lambda name: parameters[name].requires_grad
-        )  # a frozen one, so shards have other numbers
+        # The first one is frozen, if there are any. Otherwise, shards and parameters could have the same numbers.
+        first = min(params, key=lambda name: parameters[name].requires_grad)
         params.sort(key=lambda name: name != first)
         groups = [{"names": params[:2], "options": {"lr": 0.02}}, {"names": params[2:], "options": {}}]
         recipe = make_recipe(name, groups=groups)
