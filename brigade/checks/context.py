@@ -18,6 +18,7 @@ from brigade.course.submission import Sources
 from brigade.events import OPPOSITES
 from brigade.runner import machine, ranks
 from brigade.runner.report import OTHER_SIZE
+from brigade.switch.borders import list_batches
 
 EXPECTED = {
     "exception": "every rank finishes without an exception",
@@ -166,7 +167,7 @@ def find_contradictory_record(
             if contradiction := find_contradiction(results.events[rank], jobs, rank, first):
                 expected = "the record of every rank is true"
                 return CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
-            first += len(ranks.list_batches(own))
+            first += len(list_batches(own))
     return None
 
 

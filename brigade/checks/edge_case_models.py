@@ -49,7 +49,7 @@ def border(x: Tensor, number: int) -> Tensor:
 def scale(seeds: Any, number: int, x: Tensor) -> Tensor:
     """Multiply a tensor by factors. The parent has the seeds of the factors; a rank must ask for the factors."""
     is_parent = isinstance(seeds, list)
-    halved = draw_halved(seeds[number], x.numel()) if is_parent else recording.ask(seeds, number, x.detach())
+    halved = draw_halved(seeds[number], x.numel()) if is_parent else recording.ask(seeds["batch"], number, x.detach())
     if isinstance(seeds, NotedSeeds):
         seeds.note(number, x.detach())
     return x * (1 - 0.5 * halved.to(x).reshape(x.shape))

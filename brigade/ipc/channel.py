@@ -1,4 +1,4 @@
-"""The channel between a rank and the parent. The rank receives one request, and sends events and results.
+"""The two ends of the channel between a rank and the parent. The rank gets one request, and sends events and results.
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
 list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the
@@ -9,6 +9,7 @@ request to a rank of a notebook have no letter.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -21,6 +22,8 @@ from typing import Any
 from brigade.ipc import wire
 
 UNSTREAMED_S = 0.5  # the longest time between two batches of events that are not streamed
+LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")
+HEADER = struct.Struct("<cQ")  # of a message to the parent: its letter and its length
 
 encode_events = json.JSONEncoder().encode
 
@@ -99,7 +102,7 @@ class Channel:
             self._sent_at = time.monotonic()
             parts = [(b"E", encode_events(events).encode())] if events else []
             parts += [(letter, body)] if letter else []
-            self._socket.sendall(b"".join(mark + struct.pack("<Q", len(data)) + data for mark, data in parts))
+            self._socket.sendall(b"".join(HEADER.pack(mark, len(data)) + data for mark, data in parts))
 
     def _read_answer(self) -> bytes:
         return self._read(struct.unpack("<Q", self._read(8))[0])
@@ -112,3 +115,48 @@ class Channel:
                 os._exit(1)  # the parent has ended
             data += piece
         return bytes(data)
+
+
+class ParentChannel:
+    """The parent's end of the channel, which does not trust the rank, and the rank's end until it has been passed on.
+
+    `send` raises TimeoutError if the rank does not read for `timeout_s` seconds.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.socket, self.rank_end = socket.socketpair()
+        self.socket.settimeout(timeout_s)
+        self.num_received = 0  # bytes of complete messages, except those of launches
+        self._buffer = bytearray()  # messages that are not complete yet
+
+    def send(self, data: bytes) -> None:
+        """Send the request, a call or an answer. Do nothing if the rank has ended."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.socket.sendall(struct.pack("<Q", len(data)) + data)
+
+    def read(self) -> bool:
+        """Read what has arrived. Return False if the rank has closed its end."""
+        try:
+            data = self.socket.recv(1 << 20)
+        except ConnectionResetError:
+            return False
+        self._buffer += data
+        return bool(data)
+
+    def pop_message(self, max_bytes: int, max_launch_bytes: int) -> tuple[bytes, bytes] | None:
+        """Remove the next message and return its letter and body, or None if it is not complete yet.
+
+        Raise ValueError if it is not a message, or is too long.
+        """
+        if len(self._buffer) < HEADER.size:
+            return None
+        letter, size = HEADER.unpack_from(self._buffer)
+        if letter not in LETTERS or size > (max_launch_bytes if letter == b"C" else max_bytes):
+            raise ValueError("not a message of a rank")
+        end = HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[HEADER.size : end])
+        del self._buffer[:end]
+        self.num_received += HEADER.size + (0 if letter == b"C" else size)  # the switch counts launches
+        return letter, body

@@ -8,11 +8,12 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 FDS_PER_RANK = 2
 
 
-def send(channel: socket.socket, message: dict, descriptors: Sequence[int] = ()) -> None:
+def send(channel: socket.socket, message: Any, descriptors: Sequence[int] = ()) -> None:
     """Send a message with these file descriptors."""
     data = json.dumps(message).encode() + b"\n"
     if descriptors:
@@ -21,7 +22,7 @@ def send(channel: socket.socket, message: dict, descriptors: Sequence[int] = ())
     channel.sendall(data)
 
 
-def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
+def receive(channel: socket.socket) -> tuple[Any, list[int]]:
     """Return the next message and its descriptors, or (None, []) when the other end has closed."""
     line, descriptors = b"", []
     while not line.endswith(b"\n"):

@@ -87,9 +87,9 @@ class Ranks:
         sources = {name: text for entry in MODULES for name, text in read("solutions", entry.number).items()}
         packages = {"solutions": sources}
         requests = make_requests(__name__, perform.__name__, [], packages, how)
-        self._monitor = Monitor(how, packages, 0, [])
+        self._monitor = Monitor(how, packages, [request | {"seed": 0, "calls": None} for request in requests])
         self._is_running = True
-        self._monitor.start([request | {"seed": 0, "calls": None} for request in requests])
+        self._monitor.start()
         self._execute("None", "eval", range(self.world_size), START_S)
 
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
@@ -133,7 +133,7 @@ class Ranks:
         ranks = [self._monitor.ranks[number] for number in numbers]
         for rank in ranks:
             rank.num_calls += 1
-            rank.send(wire.encode([code, mode]))
+            rank.channel.send(wire.encode([code, mode]))
         try:
             failure = self._monitor.watch(deadline_s)
             if not failure:
@@ -147,7 +147,7 @@ class Ranks:
             if text := rank.read_output():
                 print(f"[stdout:{rank.number}] \n{text}", end="")
                 rank.printed.clear()
-        endings = {rank.number: pickle.loads(wire.decode(rank.results[-1])) for rank in ranks if rank.is_complete}
+        endings = {rank.number: pickle.loads(rank.results[-1]) for rank in ranks if rank.is_complete}
         raised = [f"rank {number} {kind}" for number, (kind, _) in endings.items() if kind != ENDED]
         raised += [content for kind, content in endings.values() if kind != ENDED][:1]
         if failure:

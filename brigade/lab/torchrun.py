@@ -65,6 +65,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     from brigade.rank import main as inside
 
     module, sources = find_sources(function)
+    packages = {**sources, **(how.packages or {})}
     record = RankRecord()
 
     def take(event: Event) -> None:
@@ -79,7 +80,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "mode": how.mode,
         "module": module,
         "function": function.__qualname__,
-        "packages": {**sources, **(how.packages or {})},
+        "packages": dict(packages),
         "threads": max(1, count_cores() // local_size),
         "seed": draw_seeds(how.seed or 0, size)[rank],  # ranks cannot agree on a random one before they communicate
         "calls": [args],
@@ -95,15 +96,15 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     except CourseError:
         raise
     except Exception as error:
-        raise make_failure(inside.describe_exception(error, request["packages"]), rank, record) from None
+        failure = make_exception_failure(rank, inside.describe_exception(error, packages), packages)
+        raise add_place(failure, rank, record) from None
     if rank:
         exit_process(0)
     return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
 
 
-def make_failure(description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
-    """Return a RankFailure that describes why this rank failed."""
-    failure = make_exception_failure(rank, description, {})
+def add_place(failure: RankFailure, rank: int, record: RankRecord) -> RankFailure:
+    """Return a RankFailure that describes why and where this rank failed."""
     where = f"rank {rank} on {socket.gethostname()}"
     message = failure.message.partition("\n")[0] or "(no message)"
     if BROKEN_LINK.search(failure.message):

@@ -6,9 +6,9 @@ then waits on a Unix socket for orders, each of which is one line of JSON:
     {"fork": true, "sandbox": {...}, "directory": path}
                             with 2n file descriptors: fork n ranks, and run `brigade.rank.main.main` in each of
                             them with its own two descriptors, in the sandbox if there is one (`brigade.sandbox`).
-                            Answer: {"forked": [pid, ...]}
+                            Answer: [pid, ...]
     {"kill": [pid, ...]}    kill and reap these process groups, and all processes of the sandbox's user.
-                            Answer: {"killed": [[pid, exit status], ...]}
+                            Answer: [[pid, exit status], ...]
 
 When the other end of the socket closes because the parent has ended, the server kills every rank and removes the
 temporary directory. If the server itself is killed, Linux kills the ranks (PR_SET_PDEATHSIG); on other systems, the
@@ -35,7 +35,7 @@ from brigade.rank import dynamo_stub
 from brigade.sandbox import enter, users
 
 PR_SET_CHILD_SUBREAPER = 36
-IGNORED = (signal.SIGINT, signal.SIGHUP)  # by the server; they end a rank
+IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)  # by the server once it serves; they end a rank
 PATIENCE_S = 10.0  # limit on the wait for killed ranks
 
 
@@ -74,11 +74,11 @@ class ForkServer:
         self._sandbox_settings: dict | None = None  # the settings of the last rank with a sandbox
         self._own_descriptors = own_descriptors
 
-    def execute(self, order: dict, descriptors: list[int]) -> dict:
+    def execute(self, order: dict, descriptors: list[int]) -> list:
         """Execute one order and return the answer."""
         if "fork" in order:
-            return {"forked": self.fork(descriptors, order["sandbox"], order["directory"])}
-        return {"killed": list(self.kill(order["kill"]).items())}
+            return self.fork(descriptors, order["sandbox"], order["directory"])
+        return list(self.kill(order["kill"]).items())
 
     def fork(self, descriptors: list[int], sandbox_settings: dict | None, directory: str) -> list[int]:
         """Fork one rank for every FDS_PER_RANK descriptors. Return their process ids."""

@@ -115,7 +115,7 @@ def perform(
     if backend == "nccl":
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
     recorder = recording.Recorder(sink)
-    recording.install(recorder, switch)
+    recording.install(recorder, request.get("borders", ()), switch)
     if request["mode"] == "emulate":
         emulated_link.share_launches(os.getcwd(), world_size)
     make_inner: Any = functools.partial(recording.make_torch_group, backend)
@@ -157,17 +157,19 @@ def describe_exception(error: BaseException, packages: dict[str, Any]) -> dict[s
     If the submission has no frames, include the frames in the other packages that the rank received. If these packages
     have no frames either, include all frames outside the toolkit.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
     toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     files = {path for path, *_ in packages.get(submission.PACKAGE, {}).values()}
-    own = [frame for frame in frames if frame.filename in files]
+    own = [frame for frame in frames if frame[0] in files]
     ours = {path for sources in packages.values() for path, *_ in sources.values()}
-    others = [frame for frame in frames if frame.filename in ours]
-    others = others or [frame for frame in frames if not frame.filename.startswith(toolkit)]
+    others = [frame for frame in frames if frame[0] in ours]
+    others = others or [frame for frame in frames if not frame[0].startswith(toolkit)]
     return {
         "type": type(error).__name__,
         "message": str(error)[:MAX_MESSAGE],
-        "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in (own or others)],
+        "frames": own or others,
         "own": bool(own),
     }
 

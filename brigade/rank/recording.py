@@ -100,24 +100,25 @@ class Recorder:
 
 
 _recorder = Recorder(lambda event: None)  # outside a rank, nobody listens
+_seeds: Sequence[Sequence[int]] = ()  # of borders, by batch; empty if a switch has them
 _switch: Any = None
 
 
-def install(recorder: Recorder, switch: Any = None) -> None:
+def install(recorder: Recorder, seeds: Sequence[Sequence[int]] = (), switch: Any = None) -> None:
     """Make `recorder` the recorder of the functions below in this process. `switch` is the channel to a switch."""
-    global _recorder, _switch
-    _recorder, _switch = recorder, switch
+    global _recorder, _seeds, _switch
+    _recorder, _seeds, _switch = recorder, seeds, switch
 
 
-def ask(seeds: dict[str, Any], number: int, x: torch.Tensor) -> torch.Tensor:
+def ask(batch: int, number: int, x: torch.Tensor) -> torch.Tensor:
     """Return which entries of `x` at a border are halved, and record that the rank knows it from now on.
 
-    The event has some of the entries, as float32 in hexadecimal. The switch has the seeds, if there is one.
+    The event has some of the entries, as float32 in hexadecimal.
     """
-    note("border", batch=seeds["batch"], number=number, values=sample(x).numpy().tobytes().hex())
-    if seeds["seeds"]:
-        return draw_halved(seeds["seeds"][number], x.numel())
-    return torch.frombuffer(bytearray(_switch.ask(seeds["batch"], number, x.numel())), dtype=torch.uint8)
+    note("border", batch=batch, number=number, values=sample(x).numpy().tobytes().hex())
+    if _seeds:
+        return draw_halved(_seeds[batch][number], x.numel())
+    return torch.frombuffer(bytearray(_switch.ask(batch, number, x.numel())), dtype=torch.uint8)
 
 
 def sample(x: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,25 @@ def find_loopback_interface() -> str:
 
 def count_gpus() -> int:
     """Return the number of GPUs that ranks can use. CUDA is not initialised in this process."""
-    return 0 if find_gpu_problem() else _count_devices()
+    return find_gpus()[0]
+
+
+def find_gpus() -> tuple[int, str]:
+    """Return the number of GPUs that ranks can use here and, if there are none, the reason as a part of a sentence."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a driver that does not answer
+        gpus = torch.cuda.device_count()
+    supported, needed = read_driver_version(), torch.version.cuda
+    if needed is None:
+        return gpus, "this torch was built without CUDA"
+    if gpus and supported and supported // 1000 < int(needed.partition(".")[0]):
+        has = f"{supported // 1000}.{supported % 1000 // 10}"
+        return 0, f"the NVIDIA driver is too old: it supports CUDA {has}, but this torch was built for CUDA {needed}"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0, "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs"
+    return gpus, "torch finds none" if supported else "there is no NVIDIA driver, or it does not answer"
 
 
 def hide_gpus() -> None:
@@ -52,31 +70,6 @@ def hide_gpus() -> None:
     del os.environ["CUDA_VISIBLE_DEVICES"]
     if before is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-def find_gpu_problem() -> str:
-    """Return why ranks cannot use a GPU here, as a part of a sentence. Return "" if they can."""
-    import torch
-
-    supported, needed = read_driver_version(), torch.version.cuda
-    if _count_devices():
-        if needed and supported and supported // 1000 < int(needed.partition(".")[0]):
-            has = f"{supported // 1000}.{supported % 1000 // 10}"
-            return f"the NVIDIA driver is too old: it supports CUDA {has}, but this torch was built for CUDA {needed}"
-        return ""
-    if needed is None:
-        return "this torch was built without CUDA"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs"
-    return "torch finds none" if supported else "there is no NVIDIA driver, or it does not answer"
-
-
-def _count_devices() -> int:
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a driver that does not answer
-        return torch.cuda.device_count()
 
 
 @functools.cache
@@ -96,9 +89,9 @@ def read_driver_version() -> int | None:
 
 def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, str]]:
     """Return the environment variables of each rank for NCCL. Raise CourseError if there are too few GPUs."""
-    if problem := find_gpu_problem():
+    gpus, problem = find_gpus()
+    if not gpus:
         raise CourseError(f"--backend nccl needs a GPU, but {problem}; --backend gloo works on any machine")
-    gpus = _count_devices()
     if gpus >= world_size:
         return [{} for _ in range(world_size)]
     if not share_gpu:

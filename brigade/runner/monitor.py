@@ -17,7 +17,6 @@ import functools
 import os
 import selectors
 import signal
-import socket
 import struct
 import tempfile
 import time
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brigade.course.submission import Sources, is_sealed
+from brigade.course.submission import Sources
 from brigade.events import validate
 from brigade.ipc.temporary import remove
 from brigade.progress import Mismatch, Progress, RankRecord
@@ -47,25 +46,23 @@ READ_S = 10.0  # the time that a rank has to read an answer for which it waits; 
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
-LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")  # see `ipc/channel.py`
-HEADER_BYTES = 9  # of a message: its letter and its size
 
 
 class RankProcess:
-    """One rank: its process, our ends of its two channels, and what it has sent."""
+    """One rank: its process, our ends of its channel and of the pipe that it prints to, and what it has sent."""
 
-    def __init__(self, number: int, record: RankRecord, num_calls: int):
-        self.number, self.record, self.num_calls = number, record, num_calls
+    def __init__(self, number: int, record: RankRecord, request: dict[str, Any]):
+        from brigade.ipc.channel import ParentChannel  # imports torch
+
+        self.number, self.record, self.request = number, record, request
+        self.num_calls = len(request["calls"] or ())  # a notebook's calls come later
         self.pid = 0
-        self.control, self._rank_control = socket.socketpair()
-        self.control.settimeout(READ_S)
-        self.output, self._rank_output = os.pipe()
-        self.buffer = bytearray()  # messages that are not complete yet
-        self.num_received = 0  # bytes
+        self.channel = ParentChannel(READ_S)
+        self.pipe, self._rank_pipe = os.pipe()
+        os.set_blocking(self.pipe, False)
         self.printed = bytearray()
-        self.is_asked = False  # whether it has been asked to print its stacks; what it prints then is not kept
-        self.stack = bytearray()
-        self.results: list[bytes] = []  # one for each call that has ended
+        self.stack: bytearray | None = None  # what it has printed since it was asked for its stacks
+        self.results: list[Any] = []  # one for each call that has ended
         self.failure: RankFailure | None = None  # the exception that it raised, or what was wrong with its messages
         self.is_closed = False  # whether its channel is closed, usually because its process has ended
         self.status: int | None = None  # after the run: the exit status of its process, if it had ended by itself
@@ -82,21 +79,22 @@ class RankProcess:
 
     @property
     def descriptors(self) -> list[int]:
-        """The rank's ends of the channels."""
-        return [self._rank_control.fileno(), self._rank_output]
+        """The rank's ends of the channel and of the pipe."""
+        return [self.channel.rank_end.fileno(), self._rank_pipe]
 
     def close_rank_ends(self) -> None:
-        """Close our copies of the rank's ends of the channels. The rank's process has its own copies."""
-        self._rank_control.close()
-        os.close(self._rank_output)
+        """Close our copies of the rank's ends. The rank's process has its own copies."""
+        self.channel.rank_end.close()
+        os.close(self._rank_pipe)
 
-    def send(self, data: bytes) -> None:
-        """Send the request, a call or an answer. Do nothing if the rank has ended.
-
-        Raise TimeoutError if it does not read.
-        """
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.control.sendall(struct.pack("<Q", len(data)) + data)
+    def read_pipe(self) -> bool:
+        """Read what the rank has printed. Return False if it has printed nothing, or has closed its end."""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.pipe, 1 << 16)
+            kept, limit = (self.printed, OUTPUT_LIMIT + 1) if self.stack is None else (self.stack, STACK_LIMIT)
+            kept += data[: max(0, limit - len(kept))]
+            return bool(data)
+        return False
 
     def read_output(self) -> str:
         """Return the rank's printed output, up to OUTPUT_LIMIT characters."""
@@ -104,54 +102,52 @@ class RankProcess:
         return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
 
     def close(self) -> None:
-        """Read the rest of the rank's output, then close all channels."""
-        if self.pid and not self.is_asked:
-            os.set_blocking(self.output, False)
-            with contextlib.suppress(OSError):
-                while len(self.printed) <= OUTPUT_LIMIT and (data := os.read(self.output, 1 << 16)):
-                    self.printed += data
-        if not self.pid:
-            self.close_rank_ends()
-        self.control.close()
-        os.close(self.output)
+        """Read what the rank, which has ended, has printed. Then close our ends."""
+        while self.stack is None and len(self.printed) <= OUTPUT_LIMIT and self.read_pipe():
+            pass
+        self.channel.socket.close()
+        os.close(self.pipe)
 
 
 class Monitor:
     """The ranks of one run, and the loop that listens to them."""
 
-    def __init__(
-        self, how: RunOptions, packages: dict[str, Sources], num_calls: int, border_seeds: list[list[list[int]]]
-    ):
-        from brigade.ipc import wire  # imports torch, as the switch does
+    def __init__(self, how: RunOptions, packages: dict[str, Sources], requests: Sequence[dict[str, Any]]):
+        from brigade.ipc import wire  # imports torch, too
         from brigade.switch.switch import Switch
 
         self.progress = Progress(how.world_size)
-        self.ranks = [RankProcess(number, record, num_calls) for number, record in enumerate(self.progress.ranks)]
+        self.ranks = [RankProcess(*its) for its in zip(range(how.world_size), self.progress.ranks, requests)]
         self._how, self._packages = how, packages
         self._directory: Path | None = None  # of the run
         self._has_ended = False
-        self._switch = Switch(self.progress.ranks, border_seeds) if how.has_switch else None
-        self._encode, self._read_json = wire.encode, wire.decode_json
+        # If there is a switch, only it knows the factors of borders.
+        seeds = [request.pop("borders") for request in requests] if how.has_switch else []
+        self._switch = Switch(self.progress.ranks, seeds) if how.has_switch else None
+        self._encode, self._decode, self._read_json = wire.encode, wire.decode, wire.decode_json
         self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
-        self._sealed_lines = read_sealed_lines(packages) if SERVER.sandbox else {}
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
         self._mismatch: Mismatch | None = None
 
-    def start(self, requests: Sequence[dict[str, Any]]) -> None:
+    def start(self) -> None:
         """Let the server, which has been started, fork the ranks in a new directory. Send each rank its request."""
-        self._directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
-        if SERVER.sandbox:
-            for path in (SERVER.scratch, self._directory):
-                path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
-        pids = SERVER.fork([fd for rank in self.ranks for fd in rank.descriptors], self._directory)
-        for rank, pid, request in zip(self.ranks, pids, requests):
+        try:
+            self._directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
+            if SERVER.sandbox:
+                for path in (SERVER.scratch, self._directory):
+                    path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
+            pids = SERVER.fork([fd for rank in self.ranks for fd in rank.descriptors], self._directory)
+        finally:
+            for rank in self.ranks:
+                rank.close_rank_ends()
+        for rank, pid in zip(self.ranks, pids):
             rank.pid = pid
-            rank.close_rank_ends()
-            self._selector.register(rank.control, selectors.EVENT_READ, functools.partial(self._read_control, rank))
-            self._selector.register(rank.output, selectors.EVENT_READ, functools.partial(self._read_output, rank))
-            rank.send(self._encode(request))
+            read_channel, read_output = (functools.partial(f, rank) for f in (self._read_channel, self._read_output))
+            self._selector.register(rank.channel.socket, selectors.EVENT_READ, read_channel)
+            self._selector.register(rank.pipe, selectors.EVENT_READ, read_output)
+            rank.channel.send(self._encode(rank.request))
 
     def watch(self, deadline_s: float | None) -> RankFailure | None:
         """Listen until all ranks have delivered their results or the run has failed.
@@ -159,12 +155,12 @@ class Monitor:
         If it has failed, end it and return the failure.
         """
         ends_at = time.monotonic() + (deadline_s or float("inf"))
-        while (kind := self._find_failure_kind(ends_at)) is None:
-            if all(rank.is_complete for rank in self.ranks):
-                return None
+        while (kind := self._find_ending(ends_at)) is None:
             self._listen(0.05)
             if not self._switch:  # ranks wait for the switch's answers
                 time.sleep(LISTEN_S)
+        if kind == "complete":
+            return None
         if kind == "failed" and (unequal := self.progress.find_unequal_message()):
             # Gloo has ended the receiver's process, or the switch has refused the message.
             kind, self._mismatch = "mismatch", unequal
@@ -199,13 +195,15 @@ class Monitor:
             if self._directory:
                 remove(self._directory)
 
-    def _find_failure_kind(self, ends_at: float) -> str | None:
-        """Return the kind of failure, such as "deadlock", or None if the run has not failed yet."""
+    def _find_ending(self, ends_at: float) -> str | None:
+        """Return "complete", or the kind of failure, such as "deadlock". Return None if the run goes on."""
         now = time.monotonic()
         if self._mismatch:  # even if all ranks have delivered their results: some mismatched collectives complete
             return "mismatch"
         if all(rank.is_complete for rank in self.ranks):
-            return None
+            return "complete"
+        if any(rank.failure or rank.is_closed for rank in self.ranks):
+            self._failed_at = self._failed_at or now
         settled = [rank.number for rank in self.ranks if rank.is_settled]
         is_stuck = self._switch.is_stuck(settled) if self._switch else len(settled) == len(self.ranks)
         if self._failed_at and (now > self._failed_at + GRACE_S or is_stuck):
@@ -226,34 +224,23 @@ class Monitor:
             key.data()
         return bool(ready)
 
-    def _note_failure(self) -> None:
-        self._failed_at = self._failed_at or time.monotonic()
-
     def _read_output(self, rank: RankProcess) -> None:
-        """Read what a rank has printed."""
-        data = os.read(rank.output, 1 << 16)
-        if not data:
-            self._selector.unregister(rank.output)
-        kept, limit = (rank.stack, STACK_LIMIT) if rank.is_asked else (rank.printed, OUTPUT_LIMIT + 1)
-        kept += data[: max(0, limit - len(kept))]
+        if not rank.read_pipe():
+            self._selector.unregister(rank.pipe)
 
-    def _read_control(self, rank: RankProcess) -> None:
+    def _read_channel(self, rank: RankProcess) -> None:
         """Read from a rank's channel and handle the messages that are complete."""
-        try:
-            data = rank.control.recv(1 << 20)
-        except ConnectionResetError:
-            data = b""
-        if not data:
+        if not rank.channel.read():
             rank.is_closed = True
             self._stop_reading(rank)
             return
-        rank.buffer += data
         num_events = len(rank.record.events)
+        max_launch_bytes = LAUNCH_LIMIT if self._switch else self._max_bytes
         try:
-            if rank.num_received > self._max_bytes:
+            if rank.channel.num_received > self._max_bytes:
                 too_much = f"sent more than {self._max_bytes} bytes"
                 raise Refused(f"{too_much}. Likely cause: it launches collectives in an endless loop.")
-            while message := self._pop_message(rank.buffer):
+            while message := rank.channel.pop_message(self._max_bytes, max_launch_bytes):
                 self._handle_message(rank, *message)
         except UNREADABLE as error:
             reason = str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel"
@@ -261,23 +248,8 @@ class Monitor:
         for event in rank.record.events[num_events:] if self._how.on_event else []:
             self._how.on_event(rank.number, event)
 
-    def _pop_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
-        """Remove the next message and return its letter and body, or None if it is not complete yet."""
-        if len(buffer) < HEADER_BYTES:
-            return None
-        letter, (size,) = bytes(buffer[:1]), struct.unpack_from("<Q", buffer, 1)
-        is_launch = letter == b"C" and self._switch
-        if letter not in LETTERS or size > (LAUNCH_LIMIT if is_launch else self._max_bytes):
-            raise ValueError("not a message of a rank")
-        if len(buffer) < HEADER_BYTES + size:
-            return None
-        body = bytes(buffer[HEADER_BYTES : HEADER_BYTES + size])
-        del buffer[: HEADER_BYTES + size]
-        return letter, body
-
     def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> None:
         """Handle one message of a rank. See `ipc/channel.py` for the letters."""
-        rank.num_received += HEADER_BYTES + (0 if letter == b"C" else len(body))  # the switch counts launches
         if rank.failure or rank.is_complete:
             return  # a rank sends nothing after its last result or its exception
         self._last_news = time.monotonic()
@@ -285,17 +257,20 @@ class Monitor:
             for event in list(self._read_json(body.decode())):
                 self._add_event(rank, event)
         elif letter == b"X":
-            rank.failure = make_exception_failure(rank.number, self._read_json(body.decode()), self._sealed_lines)
-            self._note_failure()
+            rank.failure = make_exception_failure(rank.number, self._read_json(body.decode()), self._packages)
         elif letter == b"R":
             if self._switch:
                 self._switch.check_end(rank.number)
-            rank.results.append(body)
+            rank.results.append(self._decode(body))
             rank.record.end_call()
         else:
             self._switch.handle(rank.number, letter, body)
             while self._switch.answers:
-                self._answer(*self._switch.answers.pop(0))
+                number, answer = self._switch.answers.pop(0)
+                try:
+                    self.ranks[number].channel.send(answer)
+                except TimeoutError:
+                    self._refuse(self.ranks[number], "did not read the answer to its question")
 
     def _add_event(self, rank: RankProcess, event: Any) -> None:
         validate(event, len(rank.record.launches))
@@ -305,13 +280,6 @@ class Monitor:
         if event["kind"] == "launch" and not self._mismatch:
             self._mismatch = self.progress.find_mismatch(rank.number)
 
-    def _answer(self, number: int, answer: bytes) -> None:
-        """Send a rank the switch's answer, for which it waits."""
-        try:
-            self.ranks[number].send(answer)
-        except TimeoutError:
-            self._refuse(self.ranks[number], "did not read the answer to its question")
-
     def _refuse(self, rank: RankProcess, reason: str) -> None:
         """Let the run fail because of what a rank did, and hear no more from this rank."""
         rank.failure = RankFailure("garbled", f"rank {rank.number} {reason}", [], rank.number)
@@ -319,35 +287,18 @@ class Monitor:
 
     def _stop_reading(self, rank: RankProcess) -> None:
         with contextlib.suppress(KeyError):  # it has been refused before
-            self._selector.unregister(rank.control)
-        self._note_failure()
+            self._selector.unregister(rank.channel.socket)
 
     def _request_stacks(self) -> None:
         """Ask the ranks to print their stacks, and read the stacks."""
         self._listen(0)  # read what they have printed until now
         alive = [rank for rank in self.ranks if not rank.is_closed]
         for rank in alive:
-            rank.is_asked = True
+            rank.stack = bytearray()
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(rank.pid, signal.SIGUSR1)
         ends_at = time.monotonic() + ANSWER_S
         while time.monotonic() < ends_at:
-            sizes = [len(rank.stack) for rank in alive]
-            self._listen(0.1)
-            has_all = all(b"most recent call first" in rank.stack for rank in alive)
-            if has_all and sizes == [len(rank.stack) for rank in alive]:
-                break  # no more text arrives
-
-
-def read_sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
-    """Return the lines of the files that ranks receive only as compiled code.
-
-    If files of the reference are mixed with a student's modules, return no lines of them: feedback must not show them.
-    """
-    lines = {}
-    for sources in packages.values():
-        is_mixed = not all(is_sealed(path) for path, _ in sources.values())
-        for path, text in sources.values():
-            if is_sealed(path):
-                lines[path] = [] if is_mixed else [line.strip() for line in text.splitlines()]
-    return lines
+            has_news = self._listen(0.1)
+            if not has_news and all(b"most recent call first" in rank.stack for rank in alive):
+                break

@@ -31,6 +31,7 @@ from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
+from brigade.switch.borders import number_batches
 
 __all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "find_sources", "run_calls", "run_ranks"]
 
@@ -78,7 +79,7 @@ class RunOptions:
     def has_switch(self) -> bool:
         """Whether the ranks communicate through the switch, which is possible on the CPU only."""
         is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
-        return (is_offline or SERVER.has_switch) and self.backend == "gloo" and self.mode != "emulate"
+        return is_offline and self.backend == "gloo" and self.mode != "emulate"
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
@@ -106,16 +107,9 @@ def run_calls(
     packages = {**sources, **(how.packages or {})}
     requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
     SERVER.start()
-    from brigade.ipc import wire  # torch is imported while the server is starting
-
-    border_seeds = []  # by rank and batch
-    for request in requests:
-        batches: list[dict[str, Any]] = []
-        request["calls"] = number_batches(request["calls"], how.has_switch, batches)
-        border_seeds.append([batch["borders"] for batch in batches])
-    monitor = Monitor(how, packages, len(args_per_call), border_seeds)
+    monitor = Monitor(how, packages, requests)
     try:
-        monitor.start(requests)
+        monitor.start()
         failure = monitor.watch(how.deadline_s)
     finally:
         monitor.end()
@@ -125,15 +119,9 @@ def run_calls(
         earliest = min(len(args_per_call) - 1, *(len(rank.results) for rank in monitor.ranks))
         failure.events = [own[earliest] for own in events]
         raise failure
-    values: list[list[Any]] = []
-    for rank in monitor.ranks:
-        try:
-            values.append([wire.decode(result) for result in rank.results])
-        except wire.WireError as error:
-            line = f"rank {rank.number}: {error}"
-            raise RankFailure("garbled", "a rank delivered an unreadable result", [line], rank.number) from None
+    values = zip(*(rank.results for rank in monitor.ranks))
     output = [rank.read_output() for rank in monitor.ranks]
-    return [RankResults(*results, output) for results in zip(zip(*values), map(list, zip(*events)))]
+    return [RankResults(*results, output) for results in zip(values, map(list, zip(*events)))]
 
 
 def make_requests(
@@ -143,58 +131,27 @@ def make_requests(
     environments: list[dict[str, str]] = [{}] * how.world_size
     if how.backend == "nccl":
         environments = make_nccl_environments(how.world_size, how.share_gpu)
-    request = {
-        "world_size": how.world_size,
-        "backend": how.backend,
-        "mode": how.mode,
+    same = ("world_size", "backend", "mode", "graded", "terminal", "stream")
+    common = {name: getattr(how, name) for name in same} | {
         "switch": how.has_switch,
-        "graded": how.graded,
         "module": module,
         "function": function,
         "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},
         "threads": 1 if how.mode == "strict" else max(1, count_cores() // how.world_size),  # checks are small
-        "terminal": how.terminal,
-        "stream": how.stream,
     }
-    return [
-        request
-        | {
-            "rank": rank,
-            "seed": seed,
-            "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call],
-            "environment": environment,
-        }
-        for rank, (seed, environment) in enumerate(zip(draw_seeds(how.seed, how.world_size), environments))
-    ]
+    requests = []
+    for rank, seed in enumerate(draw_seeds(how.seed, how.world_size)):
+        batches: list[dict[str, Any]] = []
+        calls = [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call]
+        own = {"rank": rank, "seed": seed, "calls": number_batches(calls, batches), "environment": environments[rank]}
+        requests.append(common | own | {"borders": [batch["borders"] for batch in batches]})
+    return requests
 
 
 def draw_seeds(seed: int | None, world_size: int) -> list[int]:
     """Return a seed for each rank, so that replicas differ unless the submission makes them equal."""
     rng = random.Random(seed)
     return [rng.randrange(2**63) for _ in range(world_size)]
-
-
-def list_batches(value: Any) -> list[dict[str, Any]]:
-    """Return all batches with borders in nested lists, tuples and dicts, in order."""
-    batches: list[dict[str, Any]] = []
-    number_batches(value, False, batches)
-    return batches
-
-
-def number_batches(value: Any, keep: bool, batches: list[dict[str, Any]]) -> Any:
-    """Return a copy of nested lists, tuples and dicts in which batches with borders have numbers. Append the batches.
-
-    With `keep`, the copy has numbers instead of the borders' seeds, because the switch answers when the rank asks.
-    """
-    if isinstance(value, dict) and "borders" in value:
-        batches.append(value)
-        seeds = value["borders"]
-        return value | {"borders": {"batch": len(batches) - 1, "count": len(seeds), "seeds": None if keep else seeds}}
-    if isinstance(value, dict):
-        return {key: number_batches(item, keep, batches) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(number_batches(item, keep, batches) for item in value)
-    return value
 
 
 def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.course.listing import Part, find_part
-from brigade.course.submission import PACKAGE, Sources
+from brigade.course.submission import PACKAGE, Sources, is_sealed
 from brigade.events import OPPOSITES, Event, describe
 from brigade.progress import Mismatch, Progress
 
@@ -71,22 +71,28 @@ class RankFailure(Exception):
         return find_part(self.message) if self.error == "NotImplementedError" else None
 
 
-def make_exception_failure(rank: int, error: Any, sealed_lines: dict[str, list[str]]) -> RankFailure:
-    """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours.
-
-    Add the text of each line in a file of `sealed_lines`, of which the rank has only the compiled code.
-    """
-    frames: list[Frame] = []
-    for file, line, function, text in error["frames"][-FRAMES_LIMIT:]:
-        if (lines := sealed_lines.get(str(file))) is not None:
-            text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
-        file, function, text = (str(part)[:MESSAGE_LIMIT] for part in (file, function, text))
-        frames.append((Path(file).name, int(line), function, text))
+def make_exception_failure(rank: int, error: Any, packages: dict[str, Sources]) -> RankFailure:
+    """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours."""
+    frames: list[Frame] = [
+        (Path(file).name, int(line), str(function)[:MESSAGE_LIMIT], find_line(packages, file, int(line)))
+        for file, line, function in error["frames"][-FRAMES_LIMIT:]
+    ]
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
     lines = [f"  {file}, line {line}, in {where}" + (f": {text}" if text else "") for file, line, where, text in frames]
     summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
     own = bool(error["own"])
     return RankFailure("exception", summary, lines, rank, kind, message=message, frames=frames, own=own)
+
+
+def find_line(packages: dict[str, Sources], path: str, number: int) -> str:
+    """Return a line of a file that the ranks received, or "".
+
+    If files of the reference are mixed with a student's modules, return no line of them: feedback must not show them.
+    """
+    for texts in (dict(sources.values()) for sources in packages.values()):
+        if path in texts and (not is_sealed(path) or all(map(is_sealed, texts))):
+            return "".join(texts[path].split("\n")[max(0, number - 1) : number]).strip()[:MESSAGE_LIMIT]
+    return ""
 
 
 def describe_failure(
@@ -159,7 +165,7 @@ def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sou
         return f"rank {rank.number} raised {rank.failure.error} {last}"
     if rank.status is not None:
         return f"rank {rank.number} died ({describe_exit(rank.status)}) {last}"
-    line = locate(rank.stack, packages)
+    line = locate(rank.stack or b"", packages)
     return f"rank {rank.number} {progress.describe_activity(rank.number)}" + (f", at {line}" if line else "")
 
 

@@ -40,12 +40,10 @@ class Server:
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
-        self._ready = False  # whether the server has answered, which it does after importing torch
         self._lock = threading.RLock()  # held from an order to its answer
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
         self.sandbox: enter.Sandbox | None = None  # the sandbox of all ranks from now on
-        self.has_switch = False  # whether ranks on the CPU use the grader's switch even without a sandbox: for tests
 
     def start(self) -> None:
         """Start the server if it is not running. Do not wait until it is ready."""
@@ -71,7 +69,6 @@ class Server:
             env=self._make_environment(),
             start_new_session=True,  # Ctrl-C goes to this process only, which then ends the ranks
         )
-        self._ready = False
         server_end.close()
         os.close(lock)
         self._channel = channel
@@ -95,19 +92,14 @@ class Server:
         """Fork one rank for every two descriptors. Return their process ids."""
         self.start()
         sandbox = asdict(self.sandbox) if self.sandbox else None
-        return self._order({"fork": True, "directory": str(directory), "sandbox": sandbox}, "forked", descriptors)
+        return self._order({"fork": True, "directory": str(directory), "sandbox": sandbox}, descriptors)
 
     def kill(self, pids: list[int]) -> dict[int, int]:
         """Kill and reap these ranks and all processes that they started. Return their exit statuses."""
-        try:
-            return dict(self._order({"kill": pids}, "killed"))
-        except ServerLost:
-            for pid in pids:  # on Linux they ended with the server
-                protocol.kill_group(pid)
-            raise
+        return dict(self._order({"kill": pids}))
 
-    def _order(self, order: dict[str, Any], key: str, descriptors: Sequence[int] = ()) -> Any:
-        """Send an order and return what its answer has for `key`.
+    def _order(self, order: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
+        """Send an order and return the answer.
 
         If Ctrl-C interrupts this, close the channel, which may contain half a message. If the server has ended, kill
         the processes that its ranks had started, and raise ServerLost.
@@ -117,7 +109,10 @@ class Server:
                 if self._channel is None:
                     raise EOFError  # another thread has closed the channel
                 protocol.send(self._channel, order, descriptors)
-                return self._receive_answer(key)
+                answer, _ = protocol.receive(self._channel)
+                if answer is None:
+                    raise EOFError
+                return answer
             except KeyboardInterrupt:
                 self.close()
                 raise
@@ -125,15 +120,10 @@ class Server:
                 self.close()
                 if self.sandbox:
                     users.kill_user(self.sandbox.uid)
+                for pid in order.get("kill", ()):  # on Linux they ended with the server
+                    protocol.kill_group(pid)
                 lost = "the process that starts the ranks has ended. Likely cause: `import torch` fails here."
                 raise ServerLost(lost) from None
-
-    def _receive_answer(self, key: str) -> Any:
-        message, _ = protocol.receive(self._channel)
-        if message is None:
-            raise EOFError
-        self._ready = True
-        return message[key]
 
     def close(self) -> None:
         """End the server and all its ranks. The next `start` starts a new server."""
@@ -141,8 +131,7 @@ class Server:
             self._channel.close()
             self._channel = None
         if self._process:
-            if not self._ready:
-                self._process.kill()  # it is still importing torch, and has no ranks yet
+            self._process.terminate()  # has an effect only while it imports torch
             try:
                 self._process.wait(timeout=15)
             except subprocess.TimeoutExpired:

@@ -3,7 +3,6 @@
 from hostile import Hostile, parse, reference, skeleton
 
 UNREADABLE = "wrote something unreadable to its channel"
-NO_VALUE = "a rank delivered an unreadable result"
 ODD_VALUE = "could not examine what the ranks returned"
 
 # The channel is the one Unix socket that a rank has. `message` makes what `wire.py` reads, from JSON texts.
@@ -76,7 +75,7 @@ frames = ','.join(['["f", 1e999, "w", "t"]'] * 100_000)
 send(b'X', ('{"type": "E", "message": "m", "own": true, "frames": [' + frames + "]}").encode())
 === an exception with a message of megabytes | 0 | raised E: mmm
 send(b'X', json.dumps({'type': 'E', 'message': 'm' * 4_000_000, 'own': True, 'frames': []}).encode())
-=== result: one blob a hundred thousand times | 0 | NO_VALUE
+=== result: one blob a hundred thousand times | 0 | UNREADABLE
 send(b'R', message('[%s]' % ','.join(['{"bytes": 0}'] * 100_000), '[1000000]', bytes(1_000_000)))
 === result: gradients that are NaN | 0 | ODD_VALUE
 send(b'R', message('[{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}]'))

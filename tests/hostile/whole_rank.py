@@ -42,7 +42,7 @@ def forge(ddp):
     models = sys.modules["brigade.checks.edge_case_models"]
     ddp.__dict__["asked"] = []
     def scale(seeds, number, grad):
-        ddp.asked.append((seeds, number, grad))
+        ddp.asked.append((seeds["batch"], number, grad))
         return grad
     models.border.__globals__["scale"] = scale
     recorder = find("Recorder")
@@ -212,7 +212,7 @@ for job in [thing for thing in gc.get_objects() if type(thing) is dict and "func
     for tensor in job["tensors"]:
         totals.append(tensor.clone())
         dist.all_reduce(totals[-1])
-=== sends a result before the end of a call | 0 | a rank delivered an unreadable result | modules=5 checks=CALLS
+=== sends a result before the end of a call | 0 | wrote something unreadable to its channel | modules=5 checks=CALLS
 class BufferedDDP(BufferedDDP):
     def finish_grad_sync(self):
         if not hasattr(type(self), "is_ended"): find("Channel").send_result(b"")

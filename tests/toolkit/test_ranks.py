@@ -20,6 +20,7 @@ import pytest
 from in_ranks import basics as functions
 
 from brigade.course.modules import ROOT, CourseError
+from brigade.ipc import protocol
 from brigade.ipc.temporary import PREFIX, make_locked_directory, sweep
 from brigade.runner import machine, monitor
 from brigade.runner.monitor import OUTPUT_LIMIT
@@ -258,20 +259,20 @@ def test_a_rank_that_kills_the_server():
     assert SERVER._process.pid != server
 
 
-@pytest.mark.parametrize("moment", ["forked", "killed"])
+@pytest.mark.parametrize("moment", ["fork", "kill"])
 def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch):
     """If an interrupt arrives before the server's answer, the next run must not receive this answer."""
     run_ranks(functions.reduce_once)  # the server runs
-    answer = Server._receive_answer
+    send = protocol.send
     interrupted = []
 
-    def interrupt_once(self, key):
-        if key == moment and not interrupted:
-            interrupted.append(key)
+    def interrupt_once(channel, order, *descriptors):
+        send(channel, order, *descriptors)
+        if moment in order and not interrupted:
+            interrupted.append(moment)
             raise KeyboardInterrupt
-        return answer(self, key)
 
-    monkeypatch.setattr(Server, "_receive_answer", interrupt_once)
+    monkeypatch.setattr(protocol, "send", interrupt_once)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(functions.reduce_once)

@@ -15,7 +15,7 @@ from brigade.events import launches
 from brigade.ipc.wire import encode
 from brigade.rank.recording import Recorder, RecordingGroup
 from brigade.rank.strict import StrictGroup, get_filler
-from brigade.runner.ranks import SERVER, RankFailure, run_ranks
+from brigade.runner.ranks import RankFailure, RunOptions, run_ranks
 
 WORLD = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 @pytest.fixture(params=["gloo", "switch"], autouse=True)
 def inner(request, monkeypatch) -> str:
     """Run each test with gloo and with the grader's switch as the inner group."""
-    monkeypatch.setattr(SERVER, "has_switch", request.param == "switch")
+    monkeypatch.setattr(RunOptions, "has_switch", request.param == "switch")
     return request.param
 
 

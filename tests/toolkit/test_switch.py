@@ -14,7 +14,7 @@ from brigade.checks.borders import find_contradiction
 from brigade.checks.reference import Case
 from brigade.course.submission import read
 from brigade.runner import monitor
-from brigade.runner.ranks import SERVER, RankFailure, run_ranks
+from brigade.runner.ranks import SERVER, RankFailure, RunOptions, run_ranks
 from brigade.sandbox import enter, users
 from brigade.switch import switch
 from helpers import training
@@ -22,7 +22,7 @@ from helpers import training
 
 @pytest.fixture(autouse=True)
 def use_switch(monkeypatch):
-    monkeypatch.setattr(SERVER, "has_switch", True)
+    monkeypatch.setattr(RunOptions, "has_switch", True)
 
 
 def test_sizes_may_differ_between_ranks_where_torch_allows_it():

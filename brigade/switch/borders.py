@@ -1,0 +1,31 @@
+"""Batches with borders in the arguments of a run: dicts whose `borders` are the seeds of the borders' factors.
+
+A rank gets the number of each of its batches instead of the seeds. Who has the seeds answers its questions: the switch
+or, without a switch, the rank's own recorder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def list_batches(value: Any) -> list[dict[str, Any]]:
+    """Return all batches with borders in nested lists, tuples and dicts, in order."""
+    batches: list[dict[str, Any]] = []
+    number_batches(value, batches)
+    return batches
+
+
+def number_batches(value: Any, batches: list[dict[str, Any]]) -> Any:
+    """Return a copy of nested lists, tuples and dicts in which batches have numbers instead of seeds.
+
+    Append the batches. The number of a batch is its index in `batches`.
+    """
+    if isinstance(value, dict) and "borders" in value:
+        batches.append(value)
+        return value | {"borders": {"batch": len(batches) - 1, "count": len(value["borders"])}}
+    if isinstance(value, dict):
+        return {key: number_batches(item, batches) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(number_batches(item, batches) for item in value)
+    return value
