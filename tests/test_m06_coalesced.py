@@ -1,5 +1,6 @@
 """Graded checks of module 6: coalesced collectives, and an all-reduce as a reduce-scatter and an all-gather."""
 
+import math
 from functools import partial
 
 import pytest
@@ -267,11 +268,14 @@ def test_steps_and_subgroups(submission):
             if case.model == "Reordered":
                 groups = list_groups(case.parameters(), len(case.group), 2)
                 expect_launches(launched, groups, "reduce_scatter", at, ordered=False, events=events)
-                expect_complete(events, groups, at)
+
+    def judge_order(records, case):
+        for at, events, _ in list_steps(records, 1, case.group):
+            expect_complete(events, list_groups(case.parameters(), len(case.group), 2), at)
 
     with replace_cause(diagnosis.find_mixed_order):
         why = diagnosis.suspect_lost_micro_batches
-        expect_all_kinds_of_steps(submission, "Plain", make_job(2), require_halves, inspect, why)
+        expect_all_kinds_of_steps(submission, "Plain", make_job(2), require_halves, inspect, why, judge_order)
     expect_second_backward(submission, submission.worlds(2)[0], make_job(2))
     forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
     [world] = submission.worlds(2)
@@ -472,11 +476,13 @@ def expect_waited(launched, at, events):
 
 
 def expect_complete(events, groups, at):
-    """Expect each group's reduce-scatter when all its gradients are ready."""
-    ready_at = {name: position for position, name in list_ready_gradients(events, at["step"])}
+    """Expect each group's reduce-scatter when all its gradients are ready. The rank uses all parameters."""
+    # The record may end before a gradient is ready.
+    ready_at = dict.fromkeys((name for _, _, names in groups for name in names), math.inf)
+    ready_at |= {name: position for position, name in list_ready_gradients(events, at["step"])}
     scatters = [launch for launch in launches(events, at["step"]) if launch.op == "reduce_scatter"]
     for number, (launch, (_, _, names)) in enumerate(zip(scatters, groups)):
-        missing = [name for name in names if ready_at.get(name, -1) > launch.place]
+        missing = [name for name in names if ready_at[name] > launch.place]
         right = "a group is launched when all gradients of all its buckets are ready"
         wrong = f"launch {number}, which should be group {number}, came before these were ready: {join_names(missing)}"
         expect(not missing, right, wrong, partial(diagnosis.explain_early_launch, ready_at, launch, groups), **at)

@@ -11,6 +11,8 @@ from brigade.checks.expectations import (
     expect_start,
     expect_steps,
     expect_weights,
+    find_cause,
+    replace_cause,
 )
 from helpers import training
 from helpers.easier import blame_visits
@@ -49,13 +51,19 @@ def expect_four_steps(submission, job, require, micro_batches=(1, 1)):
             judge(submission.run(training.train, jobs, world_size=world))
 
 
-def expect_all_kinds_of_steps(submission, first, job, require, inspect=None, hypotheses=None):
+def expect_all_kinds_of_steps(submission, first, job, require, inspect=None, hypotheses=None, judge_order=None):
     """Expect right steps in three runs, whose last one has evaluations, and is in a group of two of four ranks.
 
     In the first run, of the model `first`, there are micro-batches inside no_sync, and exceptions end a block. In the
     second run, gradients become ready in a different order on each rank. `require(results, case, steps=3)` judges the
     launches, `inspect(results, case)` does so before the numbers, and `hypotheses(case)` are about the gradients.
+    `judge_order(records, case)` judges the order of launches in the second run, also if it has ended in a mismatch.
     """
+
+    def explain_mismatch(failed):
+        is_mismatch = failed.verdict.ending == "mismatch" and case.model == "Reordered" and judge_order
+        return find_cause(partial(judge_order, failed.events, case)) if is_mismatch else ""
+
     for world, model in zip(submission.worlds(2, 3, 4), (first, "Reordered", "Tied")):
         case = submission.case(
             model,
@@ -69,7 +77,7 @@ def expect_all_kinds_of_steps(submission, first, job, require, inspect=None, hyp
         visits = training.VISITS if model == "Tied" else ()
         jobs = case.make_jobs(groups=split_ranks(world), interrupted=2, unsynced=3, visits=visits, **job)
         judge = partial(expect_steps, case, partial(require, steps=3))
-        with blame_visits(submission, jobs, judge):
+        with blame_visits(submission, jobs, judge), replace_cause(explain_mismatch):
             results = submission.run(training.train, jobs, world_size=world)
             if visits:
                 judge(results)
@@ -77,6 +85,8 @@ def expect_all_kinds_of_steps(submission, first, job, require, inspect=None, hyp
             expect_silence(results.events, case.group, 3)
             expect_restored(results.events, case.group, 2)
             expect_unsynced(results, case, step=3)
+        if judge_order and model == "Reordered":
+            judge_order(results.events, case)
         if inspect:
             inspect(results, case)
         expect_gradients(results, case, hypotheses=hypotheses and partial(hypotheses, case))

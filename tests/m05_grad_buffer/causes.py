@@ -179,7 +179,7 @@ def explain_launches(buffers, names, layout, events, step):
 def explain_early_launch(ready_at, launch, buckets, lengths):
     """Return why a launch came before its bucket was complete, from the positions of ready gradients."""
     for names, numel in zip(buckets, lengths):
-        is_complete = all(ready_at.get(name, -1) <= launch.place for name in names)
+        is_complete = all(ready_at[name] <= launch.place for name in names)
         if is_complete and numel == launch.numel:
             return IN_READY_ORDER
     return "a bucket is launched before all its gradients are ready. Count the ready gradients of all its parameters."

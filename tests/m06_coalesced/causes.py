@@ -193,9 +193,9 @@ def explain_early_launch(ready_at, launch, groups):
     """Return why a group was launched before all its gradients were ready, from the positions of ready gradients."""
     latest = max((at for at in ready_at.values() if at <= launch.place), default=-1)
     complete = {
-        number: max(ready_at.get(name, -1) for name in names)  # when its last gradient was ready
+        number: max(ready_at[name] for name in names)  # when its last gradient was ready
         for number, (_, numel, names) in enumerate(groups)
-        if numel == launch.numel and all(ready_at.get(name, -1) <= launch.place for name in names)
+        if numel == launch.numel and all(ready_at[name] <= launch.place for name in names)
     }
     if complete:
         carried = next((f"group {number}" for number, at in complete.items() if at == latest), "a group")
