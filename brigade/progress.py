@@ -16,9 +16,7 @@ class RankRecord:
         self.calls: list[list[Event]] = [[]]  # the events of each call, with launches numbered from 0 in each
         self._num_earlier = 0  # launches of earlier calls
         self.launches: list[Event] = []
-        self.waiting: Event | None = None  # the launch that the rank is waiting for
-        self.connecting: Event | None = None  # the "connect" event of the process group that the rank is creating
-        self.groups: set[str] = set()  # the names of the process groups that the rank has begun to create
+        self.waiting: Event | None = None  # the launch that the rank waits for, or the "connect" event of a new group
         self.num_borders = 0
 
     def add(self, event: Event) -> None:
@@ -33,13 +31,10 @@ class RankRecord:
             self.launches.append(event)
         elif event["kind"] == "wait":
             self.waiting = self.launches[event["index"]]
-        elif event["kind"] == "done":
-            self.waiting = None
         elif event["kind"] == "connect":
-            self.connecting = event
-            self.groups.add(event["group"])
-        elif event["kind"] == "connected":
-            self.connecting = None
+            self.waiting = event
+        elif event["kind"] in ("done", "connected"):
+            self.waiting = None
 
     def end_call(self) -> None:
         """Let later events belong to the next call."""
@@ -56,15 +51,15 @@ class RankRecord:
         `missing_peers` are the ranks that have not launched what this rank waits for.
         """
         names = " and ".join(f"rank {peer}" for peer in missing_peers)
-        if self.connecting:
-            text = f"is creating the process group of the ranks {', '.join(map(str, self.connecting['ranks']))}"
-            missing = f"which {names} never did"
-        elif self.waiting:
-            text, opposite = f"waits in {describe(self.waiting)}", OPPOSITES.get(self.waiting["op"])
-            missing = f"for which {names} called no {opposite}" if opposite else f"which {names} never launched"
-        else:
+        if self.waiting is None:
             phase = self.events[-1]["phase"] if self.events else OUTSIDE
             return f"is {'busy' if phase == OUTSIDE else f'in {phase}'} {self.describe_last_launch()}"
+        if self.waiting["kind"] == "connect":
+            text = f"is creating the process group of the ranks {', '.join(map(str, self.waiting['ranks']))}"
+            missing = f"which {names} never did"
+        else:
+            text, opposite = f"waits in {describe(self.waiting)}", OPPOSITES.get(self.waiting["op"])
+            missing = f"for which {names} called no {opposite}" if opposite else f"which {names} never launched"
         return f"{text}, {missing}" if names else text
 
 
@@ -82,21 +77,23 @@ class Progress:
 
     def __init__(self, world_size: int):
         self.ranks = [RankRecord() for _ in range(world_size)]
-        # The launches of each series: of a group's collectives on a rank, or of the sends to (receives from) a peer.
+        # By group and rank: the collectives, the "connect" events, the sends to each peer and the receives from it.
         self._series: dict[tuple, list[Event]] = {}
+        self.mismatch: Mismatch | None = None  # the first one
 
     def add(self, rank: int, event: Event) -> None:
         """Add the next event of a rank."""
         self.ranks[rank].add(event)
-        if event["kind"] == "launch":
+        if event["kind"] in ("launch", "connect"):
             self._series.setdefault(make_key(rank, event), []).append(event)
+            self.mismatch = self.mismatch or self._find_mismatch(rank, event)
 
     def describe_activity(self, rank: int) -> str:
         """Describe what a rank is doing and, if it waits for a message, what its peer waits for instead."""
         missing = self.find_missing_peers(rank)
         text = self.ranks[rank].describe_activity(missing)
-        own = self.ranks[rank].waiting
-        if missing and own and own["op"] in OPPOSITES and (other := self.ranks[missing[0]].waiting):
+        other = self.ranks[missing[0]].waiting if missing else None
+        if other and other["kind"] == "launch" and self.ranks[rank].waiting.get("op") in OPPOSITES:
             text += f" because it waits in {describe(other, with_data=False)}"
         return text
 
@@ -106,21 +103,17 @@ class Progress:
         With gloo, a send ends when the peer receives. Tags are not compared. A receive from any rank may match any
         send, so nobody is missing then. A run that hangs in this way ends only at the deadline.
         """
-        connecting, launch = self.ranks[rank].connecting, self.ranks[rank].waiting
-        if connecting:
-            peers = [peer for peer in connecting["ranks"] if 0 <= peer < len(self.ranks)]
-            return [peer for peer in peers if connecting["group"] not in self.ranks[peer].groups]
+        launch = self.ranks[rank].waiting
         if launch is None:
             return []
-        group, peer = launch["group"], launch["peer"]
-        if launch["op"] not in OPPOSITES:
+        group, op, peer = launch["group"], launch.get("op"), launch.get("peer")
+        if op not in OPPOSITES:
             keys = {peer: make_key(peer, launch) for peer in launch["ranks"] if 0 <= peer < len(self.ranks)}
         elif peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._series:
             return []
         else:
-            keys = {peer: (group, peer, OPPOSITES[launch["op"]], rank)}
-        own = self._series[make_key(rank, launch)]
-        number = next(i for i, other in enumerate(own) if other is launch)
+            keys = {peer: (group, peer, OPPOSITES[op], rank)}
+        number = self._series[make_key(rank, launch)].index(launch)
         return [peer for peer, key in keys.items() if len(self._series.get(key, ())) <= number]
 
     def is_deadlocked(self, settled: Collection[int]) -> bool:
@@ -141,10 +134,9 @@ class Progress:
                     return Mismatch(peer, recv, rank, send)
         return None
 
-    def find_mismatch(self, rank: int) -> Mismatch | None:
+    def _find_mismatch(self, rank: int, launch: Event) -> Mismatch | None:
         """Return the first mismatch between a rank's last launch and a peer's launch with the same number, or None."""
-        launch = self.ranks[rank].launches[-1]
-        if launch["op"] in OPPOSITES:
+        if launch.get("op") in (None, *OPPOSITES):
             return None
         number = len(self._series[make_key(rank, launch)]) - 1
         for peer in range(len(self.ranks)):
@@ -155,9 +147,9 @@ class Progress:
 
 
 def make_key(rank: int, launch: Event) -> tuple:
-    """Return what identifies the series of a launch on a rank."""
-    is_message = launch["op"] in OPPOSITES
-    return (launch["group"], rank, *((launch["op"], launch["peer"]) if is_message else (None, None)))
+    """Return what identifies the series of a launch, or of a "connect" event, on a rank."""
+    op = launch.get("op")
+    return (launch["group"], rank, *((op, launch["peer"]) if op in OPPOSITES else (launch["kind"], None)))
 
 
 def make_signature(launch: Event) -> tuple:

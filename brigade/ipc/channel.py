@@ -124,7 +124,8 @@ class ParentChannel:
     """
 
     def __init__(self, timeout_s: float):
-        self.socket, self.rank_end = socket.socketpair()
+        self.socket, rank_end = socket.socketpair()
+        self.rank_end = rank_end.detach()  # a descriptor
         self.socket.settimeout(timeout_s)
         self.num_received = 0  # bytes of complete messages, except those of launches
         self._buffer = bytearray()  # messages that are not complete yet

@@ -73,18 +73,17 @@ def hide_gpus() -> None:
 
 
 @functools.cache
-def read_driver_version() -> int | None:
-    """Return the newest version of CUDA that the NVIDIA driver supports, such as 13010 for 13.1, or None if unknown.
+def read_driver_version() -> int:
+    """Return the newest version of CUDA that the NVIDIA driver supports, such as 13010 for 13.1, or 0 if unknown.
 
     NVIDIA's management library (NVML) knows the version without initialising CUDA.
     """
     version = ctypes.c_int()
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        known = nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version)) == 0
-    except (OSError, AttributeError):
-        return None
-    return version.value if known else None
+        if nvml.nvmlInit_v2() == 0:
+            nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version))
+    return version.value
 
 
 def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, str]]:

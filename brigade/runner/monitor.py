@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from brigade.course.submission import Sources
 from brigade.events import validate
 from brigade.ipc.temporary import remove
-from brigade.progress import Mismatch, Progress, RankRecord
+from brigade.progress import Progress, RankRecord
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
 from brigade.sandbox.enter import MOST_SENT
@@ -58,8 +58,9 @@ class RankProcess:
         self.num_calls = len(request["calls"] or ())  # a notebook's calls come later
         self.pid = 0
         self.channel = ParentChannel(READ_S)
-        self.pipe, self._rank_pipe = os.pipe()
+        self.pipe, rank_pipe = os.pipe()
         os.set_blocking(self.pipe, False)
+        self.rank_ends = [self.channel.rank_end, rank_pipe]  # until the rank has been forked
         self.printed = bytearray()
         self.stack: bytearray | None = None  # what it has printed since it was asked for its stacks
         self.results: list[Any] = []  # one for each call that has ended
@@ -76,16 +77,6 @@ class RankProcess:
     def is_settled(self) -> bool:
         """Whether the rank has delivered all results, raised an exception, been refused or ended."""
         return self.is_complete or self.failure is not None or self.is_closed
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The rank's ends of the channel and of the pipe."""
-        return [self.channel.rank_end.fileno(), self._rank_pipe]
-
-    def close_rank_ends(self) -> None:
-        """Close our copies of the rank's ends. The rank's process has its own copies."""
-        self.channel.rank_end.close()
-        os.close(self._rank_pipe)
 
     def read_pipe(self) -> bool:
         """Read what the rank has printed. Return False if it has printed nothing, or has closed its end."""
@@ -129,19 +120,19 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
-        self._mismatch: Mismatch | None = None
 
     def start(self) -> None:
         """Let the server, which has been started, fork the ranks in a new directory. Send each rank its request."""
+        rank_ends = [descriptor for rank in self.ranks for descriptor in rank.rank_ends]
         try:
             self._directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
             if SERVER.sandbox:
                 for path in (SERVER.scratch, self._directory):
                     path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
-            pids = SERVER.fork([fd for rank in self.ranks for fd in rank.descriptors], self._directory)
+            pids = SERVER.fork(rank_ends, self._directory)
         finally:
-            for rank in self.ranks:
-                rank.close_rank_ends()
+            for descriptor in rank_ends:
+                os.close(descriptor)
         for rank, pid in zip(self.ranks, pids):
             rank.pid = pid
             read_channel, read_output = (functools.partial(f, rank) for f in (self._read_channel, self._read_output))
@@ -163,11 +154,11 @@ class Monitor:
             return None
         if kind == "failed" and (unequal := self.progress.find_unequal_message()):
             # Gloo has ended the receiver's process, or the switch has refused the message.
-            kind, self._mismatch = "mismatch", unequal
+            kind, self.progress.mismatch = "mismatch", unequal
         if kind != "failed":
             self._request_stacks()
         self.end()  # then the exit statuses are known
-        return describe_failure(kind, self.ranks, self.progress, self._mismatch, deadline_s, self._packages)
+        return describe_failure(kind, self.ranks, self.progress, deadline_s, self._packages)
 
     def read_rest(self) -> None:
         """Read what the ranks have sent and printed so far."""
@@ -198,7 +189,7 @@ class Monitor:
     def _find_ending(self, ends_at: float) -> str | None:
         """Return "complete", or the kind of failure, such as "deadlock". Return None if the run goes on."""
         now = time.monotonic()
-        if self._mismatch:  # even if all ranks have delivered their results: some mismatched collectives complete
+        if self.progress.mismatch:  # some mismatched collectives complete, so all ranks may have delivered results
             return "mismatch"
         if all(rank.is_complete for rank in self.ranks):
             return "complete"
@@ -277,8 +268,6 @@ class Monitor:
         if self._switch:
             self._switch.check_event(rank.number, event)
         self.progress.add(rank.number, event)
-        if event["kind"] == "launch" and not self._mismatch:
-            self._mismatch = self.progress.find_mismatch(rank.number)
 
     def _refuse(self, rank: RankProcess, reason: str) -> None:
         """Let the run fail because of what a rank did, and hear no more from this rank."""

@@ -45,9 +45,6 @@ class PerRank(list):
 class RankResults(list):
     """The values that the ranks returned, with their events and their output."""
 
-    events: list[list[Event]]
-    output: list[str]
-
     def __init__(self, values: Sequence[Any], events: list[list[Event]], output: list[str]):
         super().__init__(values)
         self.events, self.output = events, output
@@ -161,8 +158,6 @@ def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]
     if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name
         spec = sys.modules["__main__"].__spec__
         name = spec.name if spec else file.stem
-    if name.partition(".")[0] == "brigade":
-        return name, {}
     if "." not in name:
         return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
     packages: dict[str, Sources] = {}
@@ -170,18 +165,16 @@ def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]
     while names:
         package, _, inner = names.pop().partition(".")
         path = Path(file.parents[name.count(".")], package, *inner.split(".")).with_suffix(".py")
-        if package != "brigade" and inner not in packages.setdefault(package, {}) and path.is_file():
-            packages[package][inner] = (str(path), path.read_text())
-            names += list_imports(packages[package][inner][1])
-    return name, {package: texts for package, texts in packages.items() if texts}
+        if package != "brigade" and inner not in packages.get(package, {}) and path.is_file():
+            text = path.read_text()
+            packages.setdefault(package, {})[inner] = (str(path), text)
+            names += list_imports(text)
+    return name, packages
 
 
 @functools.lru_cache(maxsize=128)  # every check sends the same few files
 def list_imports(text: str) -> list[str]:
-    """Return the names in packages that a file imports; some of them are not modules."""
-    nodes = list(ast.walk(parse_tree(text)))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    """Return the names in packages from which a file imports, or that it imports from them; some are not modules."""
+    nodes = [node for node in ast.walk(parse_tree(text)) if isinstance(node, ast.ImportFrom) and not node.level]
+    names = [node.module for node in nodes] + [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
     return [name for name in names if "." in name]

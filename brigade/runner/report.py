@@ -99,18 +99,19 @@ def describe_failure(
     kind: str,
     ranks: Sequence[RankProcess],
     progress: Progress,
-    mismatch: Mismatch | None,
     deadline_s: float | None,
     packages: dict[str, Sources],
 ) -> RankFailure:
     """Return the exception that reports a run that has failed and ended. `kind`: see `runner/monitor.py`."""
-    waiting = {rank.record.waiting["op"] for rank in ranks if rank.record.waiting}
-    connecting = [bool(rank.record.connecting) for rank in ranks if not rank.is_settled]
     lines = [describe_rank(rank, progress, packages) for rank in ranks]
+    waits = [rank.record.waiting for rank in ranks if not rank.is_settled]
+    connecting = [bool(event) and event["kind"] == "connect" for event in waits]
+    waiting = {event["op"] for event in waits if event and event["kind"] == "launch"}
     if kind == "failed":
         failure = describe_culprit(ranks, lines)
     elif kind == "mismatch":
-        failure = RankFailure(kind, describe_mismatch(mismatch), lines, mismatch.rank, waiting={mismatch.launch["op"]})
+        own = progress.mismatch
+        failure = RankFailure(kind, describe_mismatch(own), lines, own.rank, waiting={own.launch["op"]})
     elif kind == "deadlock":
         what = "a collective that a peer never launched"
         if any(connecting):

@@ -48,30 +48,25 @@ class Server:
     def start(self) -> None:
         """Start the server if it is not running. Do not wait until it is ready."""
         with self._lock:
-            if not self._process or self._process.poll() is not None:
-                self._start()
-
-    def _start(self) -> None:
-        self.close()
-        sweep()
-        self.scratch, lock = make_locked_directory()
-        # The server holds the locks as long as it runs. It kills all processes of the user when it ends, so nobody else
-        # may use the user before that.
-        locks = [lock, self.sandbox.reservation] if self.sandbox else [lock]
-        channel, server_end = socket.socketpair()
-        program = (
-            f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.rank.fork_server import serve; "
-            f"serve({server_end.fileno()}, {locks}, {str(self.scratch)!r}, {str(ROOT)!r}, {sorted(self.preload)!r})"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-s", "-c", program],
-            pass_fds=[server_end.fileno(), *locks],
-            env=self._make_environment(),
-            start_new_session=True,  # Ctrl-C goes to this process only, which then ends the ranks
-        )
-        server_end.close()
-        os.close(lock)
-        self._channel = channel
+            if self._process and self._process.poll() is None:
+                return
+            self.close()
+            sweep()
+            self.scratch, lock = make_locked_directory()
+            # The server holds the locks as long as it runs. It kills all processes of the user when it ends, so nobody
+            # else may use the user before that.
+            locks = [lock, self.sandbox.reservation] if self.sandbox else [lock]
+            self._channel, server_end = socket.socketpair()
+            settings = server_end.fileno(), locks, str(self.scratch), str(ROOT), sorted(self.preload)
+            program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.rank.fork_server import serve"
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-c", f"{program}; serve(*{settings!r})"],
+                pass_fds=[server_end.fileno(), *locks],
+                env=self._make_environment(),
+                start_new_session=True,  # Ctrl-C goes to this process only, which then ends the ranks
+            )
+            server_end.close()
+            os.close(lock)
 
     def _make_environment(self) -> dict[str, str]:
         """Return the environment of the server, which its ranks inherit."""

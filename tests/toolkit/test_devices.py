@@ -72,11 +72,11 @@ def test_ranks_with_gloo_see_no_gpu(monkeypatch):
 
 # (GPUs that torch counts, CUDA of torch, CUDA of the driver, CUDA_VISIBLE_DEVICES, what the message says)
 UNUSABLE = {
-    "no driver": (0, "13.0", None, None, "there is no NVIDIA driver"),
+    "no driver": (0, "13.0", 0, None, "there is no NVIDIA driver"),
     "an old driver": (2, "13.0", 12040, None, "supports CUDA 12.4, but this torch was built for CUDA 13.0"),
     "no GPU": (0, "13.0", 13000, None, "torch finds none"),
     "hidden GPUs": (0, "13.0", 13000, "", "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs"),
-    "a build for CPUs": (0, None, None, None, "this torch was built without CUDA"),
+    "a build for CPUs": (0, None, 0, None, "this torch was built without CUDA"),
 }
 
 
@@ -126,7 +126,7 @@ def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
     shared = machine.make_nccl_environments(2, share_gpu=True)
     assert len({variables["NCCL_HOSTID"] for variables in shared}) == 2
     assert {variables["NCCL_MAX_CTAS"] for variables in shared} == {"1"}
-    pretend(2, driver=None)  # an unknown driver is no problem
+    pretend(2, driver=0)  # an unknown driver is no problem
     assert machine.count_gpus() == 2
     assert machine.make_nccl_environments(2, share_gpu=True) == [{}, {}]
 

@@ -77,14 +77,14 @@ def test_for_whom_each_rank_waits(script, settled, missing):
 
 def test_launches_of_the_same_number_must_be_the_same_collective(run):
     run.launch(0, "world", (0, 1), numel=3)
-    assert run.progress.find_mismatch(0) is None, "rank 1 has launched nothing"
+    assert run.progress.mismatch is None, "rank 1 has launched nothing"
     run.launch(1, "world", (0, 1), op="recv", peer=0)
-    assert run.progress.find_mismatch(1) is None, "a message is no collective"
+    assert run.progress.mismatch is None, "a message is no collective"
+    run.launch(0, "pair", (0, 2), numel=5)
+    assert run.progress.mismatch is None, "in this group rank 0 is alone so far"
     run.launch(1, "world", (0, 1), numel=4)
-    [launch], [_, peer_launch], _ = [record.launches for record in run.progress.ranks]
-    assert run.progress.find_mismatch(1) == Mismatch(1, peer_launch, 0, launch)
-    run.launch(0, "pair", (0, 2))
-    assert run.progress.find_mismatch(0) is None, "in this group rank 0 is alone so far"
+    [launch, _], [_, peer_launch], _ = [record.launches for record in run.progress.ranks]
+    assert run.progress.mismatch == Mismatch(1, peer_launch, 0, launch)
 
 
 # ---- what a rank is doing, in words
