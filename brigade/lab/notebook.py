@@ -29,7 +29,6 @@ from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import read
 from brigade.events import Event
 from brigade.runner.machine import count_gpus
-from brigade.runner.monitor import Monitor
 from brigade.runner.ranks import SERVER, RunOptions, make_requests
 
 if TYPE_CHECKING:
@@ -79,6 +78,8 @@ class Ranks:
 
     def __init__(self, n: int | None, mode: str, deadline_s: float):
         SERVER.start()  # imports torch at the same time as this process
+        from brigade.runner.monitor import Monitor
+
         gpus = count_gpus()
         self.world_size = n or (gpus if gpus >= 2 else 2)
         self.backend = "nccl" if gpus >= max(2, self.world_size) else "gloo"

@@ -96,22 +96,22 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     except CourseError:
         raise
     except Exception as error:
-        failure = make_exception_failure(rank, inside.describe_exception(error, packages), packages)
-        raise add_place(failure, rank, record) from None
+        failure = make_exception_failure(rank, inside.describe_exception(error, request["packages"]), packages)
+        raise add_place(failure, record) from None
     if rank:
         exit_process(0)
     return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
 
 
-def add_place(failure: RankFailure, rank: int, record: RankRecord) -> RankFailure:
-    """Return a RankFailure that describes why and where this rank failed."""
-    where = f"rank {rank} on {socket.gethostname()}"
+def add_place(failure: RankFailure, record: RankRecord) -> RankFailure:
+    """Return the failure with the name of this machine and, if the rank waited in vain, what it was doing."""
+    where = f"rank {failure.rank} on {socket.gethostname()}"
     message = failure.message.partition("\n")[0] or "(no message)"
     if BROKEN_LINK.search(failure.message):
         time.sleep(OTHERS_FIRST_S)  # the rank that failed first says why
         if "connectFullMesh" in failure.message:  # gloo never had a connection
-            return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
-        return RankFailure("died", f"{where} lost a peer; it {record.describe_activity()}: {message}", [], rank)
+            return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], failure.rank)
+        return RankFailure("died", f"{where} lost a peer; it {record.describe_activity()}: {message}", [], failure.rank)
     failure.summary = f"{where} raised {failure.error}: {message}"
     if "imed out" in message:
         failure.summary += f"; it {record.describe_activity()}"

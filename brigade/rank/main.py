@@ -82,10 +82,8 @@ def run(
             # as long. On the emulated link, however, a collective must interrupt the computation.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.update(request["environment"])
-    if switch:
-        return perform(request, sink, dist.HashStore(), switch=switch)
-    store = dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
-    return perform(request, sink, store)
+    store = dist.HashStore() if switch else dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
+    return perform(request, sink, store, switch=switch)
 
 
 def perform(
@@ -104,9 +102,7 @@ def perform(
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     for package, sources in request["packages"].items():
         submission.install(package, sources)
-        request["packages"][package] = {
-            name: (path, "") for name, (path, *_) in sources.items()
-        }  # drop source texts and compiled code
+        request["packages"][package] = [path for path, *_ in sources.values()]  # drop texts and compiled code
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the first step of Adam would initialise CUDA
     torch.set_num_threads(request["threads"])
@@ -151,8 +147,8 @@ def scatter(seed: int) -> list[torch.nn.Parameter]:
     return parameters[::2]  # the others are freed, and their memory is reused in another order
 
 
-def describe_exception(error: BaseException, packages: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of an exception, with its frames in the submission.
+def describe_exception(error: BaseException, packages: dict[str, list[str]]) -> dict[str, Any]:
+    """Return the description of an exception, with its frames in the submission. `packages` contains paths of files.
 
     If the submission has no frames, include the frames in the other packages that the rank received. If these packages
     have no frames either, include all frames outside the toolkit.
@@ -161,9 +157,8 @@ def describe_exception(error: BaseException, packages: dict[str, Any]) -> dict[s
         (frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    files = {path for path, *_ in packages.get(submission.PACKAGE, {}).values()}
-    own = [frame for frame in frames if frame[0] in files]
-    ours = {path for sources in packages.values() for path, *_ in sources.values()}
+    ours = {path for paths in packages.values() for path in paths}
+    own = [frame for frame in frames if frame[0] in packages.get(submission.PACKAGE, ())]
     others = [frame for frame in frames if frame[0] in ours]
     others = others or [frame for frame in frames if not frame[0].startswith(toolkit)]
     return {

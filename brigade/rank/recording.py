@@ -246,33 +246,29 @@ class Finished(dist.Work):
         raise NotImplementedError("a call with async_op=False has no future")
 
 
-# For each method of a process group: the operation, and the positions of outputs and inputs in its arguments. A
-# collective whose outputs are its inputs works in place. Torch 2.13 renamed some operations.
-METHODS: dict[str, tuple[str, int | None, int | None]] = {
-    "allreduce": ("all_reduce", 0, 0),
-    "allreduce_coalesced": ("all_reduce", 0, 0),
-    "broadcast": ("broadcast", 0, 0),
-    "reduce": ("reduce", 0, 0),
-    "allgather": ("all_gather", 0, 1),
-    "allgather_coalesced": ("all_gather", 0, 1),
-    "all_gather_single": ("all_gather", 0, 1),
-    "_allgather_base": ("all_gather", 0, 1),
-    "all_gather_single_coalesced": ("all_gather", 0, 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 0, 1),
-    "reduce_scatter": ("reduce_scatter", 0, 1),
-    "reduce_scatter_single": ("reduce_scatter", 0, 1),
-    "_reduce_scatter_base": ("reduce_scatter", 0, 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 0, 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, 1),
-    "gather": ("gather", 0, 1),
-    "scatter": ("scatter", 0, 1),
-    "alltoall": ("all_to_all", 0, 1),
-    "alltoall_base": ("all_to_all", 0, 1),
-    "all_to_all_single": ("all_to_all", 0, 1),
-    "barrier": ("barrier", None, None),
-    "send": ("send", None, 0),
-    "recv": ("recv", 0, None),
-    "recv_anysource": ("recv", 0, None),
+# For each operation: the positions of outputs and inputs in the arguments, and the methods of a process group that
+# perform it. A collective whose outputs are its inputs works in place. Torch 2.13 renamed some methods.
+OPERATIONS: dict[str, tuple[int | None, int | None, str]] = {
+    "all_reduce": (0, 0, "allreduce allreduce_coalesced"),
+    "broadcast": (0, 0, "broadcast"),
+    "reduce": (0, 0, "reduce"),
+    "all_gather": (
+        0, 1, "allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced all_gather_single "
+        "all_gather_single_coalesced",
+    ),
+    "reduce_scatter": (
+        0, 1, "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced reduce_scatter_single "
+        "reduce_scatter_single_coalesced",
+    ),
+    "gather": (0, 1, "gather"),
+    "scatter": (0, 1, "scatter"),
+    "all_to_all": (0, 1, "alltoall alltoall_base all_to_all_single"),
+    "barrier": (None, None, "barrier"),
+    "send": (None, 0, "send"),
+    "recv": (0, None, "recv recv_anysource"),
+}  # fmt: skip
+METHODS = {
+    method: (op, outputs, inputs) for op, (outputs, inputs, methods) in OPERATIONS.items() for method in methods.split()
 }
 
 LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # these also accept a single tensor

@@ -7,7 +7,8 @@ A run ends when every rank has delivered a result for each call, or when
 - no rank can continue by itself ("deadlock"),
 - the deadline has passed ("deadline").
 
-A rank is not trusted: everything that it sends is limited in size and validated here.
+A rank is not trusted: everything that it sends is limited in size and validated here. This module imports torch, so
+`run_calls` imports it only when the fork server, which also imports torch, is starting.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 from brigade.course.submission import Sources
 from brigade.events import validate
+from brigade.ipc import wire
+from brigade.ipc.channel import ParentChannel
 from brigade.ipc.temporary import remove
 from brigade.progress import Progress, RankRecord
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
 from brigade.sandbox.enter import MOST_SENT
 from brigade.switch import Refused
+from brigade.switch.switch import Switch
 
 if TYPE_CHECKING:
     from brigade.runner.ranks import RunOptions
@@ -52,8 +56,6 @@ class RankProcess:
     """One rank: its process, our ends of its channel and of the pipe that it prints to, and what it has sent."""
 
     def __init__(self, number: int, record: RankRecord, request: dict[str, Any]):
-        from brigade.ipc.channel import ParentChannel  # imports torch
-
         self.number, self.record, self.request = number, record, request
         self.num_calls = len(request["calls"] or ())  # a notebook's calls come later
         self.pid = 0
@@ -77,6 +79,10 @@ class RankProcess:
     def is_settled(self) -> bool:
         """Whether the rank has delivered all results, raised an exception, been refused or ended."""
         return self.is_complete or self.failure is not None or self.is_closed
+
+    def refuse(self, reason: str) -> None:
+        """Let the run fail because of what the rank did."""
+        self.failure = RankFailure("garbled", f"rank {self.number} {reason}", [], self.number)
 
     def read_pipe(self) -> bool:
         """Read what the rank has printed. Return False if it has printed nothing, or has closed its end."""
@@ -104,9 +110,6 @@ class Monitor:
     """The ranks of one run, and the loop that listens to them."""
 
     def __init__(self, how: RunOptions, packages: dict[str, Sources], requests: Sequence[dict[str, Any]]):
-        from brigade.ipc import wire  # imports torch, too
-        from brigade.switch.switch import Switch
-
         self.progress = Progress(how.world_size)
         self.ranks = [RankProcess(*its) for its in zip(range(how.world_size), self.progress.ranks, requests)]
         self._how, self._packages = how, packages
@@ -115,7 +118,6 @@ class Monitor:
         # If there is a switch, only it knows the factors of borders.
         seeds = [request.pop("borders") for request in requests] if how.has_switch else []
         self._switch = Switch(self.progress.ranks, seeds) if how.has_switch else None
-        self._encode, self._decode, self._read_json = wire.encode, wire.decode, wire.decode_json
         self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
@@ -135,10 +137,10 @@ class Monitor:
                 os.close(descriptor)
         for rank, pid in zip(self.ranks, pids):
             rank.pid = pid
-            read_channel, read_output = (functools.partial(f, rank) for f in (self._read_channel, self._read_output))
+            read_channel = functools.partial(self._read_channel, rank)
             self._selector.register(rank.channel.socket, selectors.EVENT_READ, read_channel)
-            self._selector.register(rank.pipe, selectors.EVENT_READ, read_output)
-            rank.channel.send(self._encode(rank.request))
+            self._selector.register(rank.pipe, selectors.EVENT_READ, rank.read_pipe)
+            rank.channel.send(wire.encode(rank.request))
 
     def watch(self, deadline_s: float | None) -> RankFailure | None:
         """Listen until all ranks have delivered their results or the run has failed.
@@ -212,19 +214,15 @@ class Monitor:
         """Read what has arrived, or arrives before the timeout. Return whether anything has."""
         ready = self._selector.select(timeout)
         for key, _ in ready:
-            key.data()
+            if not key.data():
+                self._selector.unregister(key.fileobj)
         return bool(ready)
 
-    def _read_output(self, rank: RankProcess) -> None:
-        if not rank.read_pipe():
-            self._selector.unregister(rank.pipe)
-
-    def _read_channel(self, rank: RankProcess) -> None:
-        """Read from a rank's channel and handle the messages that are complete."""
+    def _read_channel(self, rank: RankProcess) -> bool:
+        """Read from a rank's channel and handle the messages that are complete. Return whether more may come."""
         if not rank.channel.read():
             rank.is_closed = True
-            self._stop_reading(rank)
-            return
+            return False
         num_events = len(rank.record.events)
         max_launch_bytes = LAUNCH_LIMIT if self._switch else self._max_bytes
         try:
@@ -234,10 +232,10 @@ class Monitor:
             while message := rank.channel.pop_message(self._max_bytes, max_launch_bytes):
                 self._handle_message(rank, *message)
         except UNREADABLE as error:
-            reason = str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel"
-            self._refuse(rank, reason)
+            rank.refuse(str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel")
         for event in rank.record.events[num_events:] if self._how.on_event else []:
             self._how.on_event(rank.number, event)
+        return rank.failure is None or rank.failure.kind != "garbled"
 
     def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> None:
         """Handle one message of a rank. See `ipc/channel.py` for the letters."""
@@ -245,14 +243,14 @@ class Monitor:
             return  # a rank sends nothing after its last result or its exception
         self._last_news = time.monotonic()
         if letter == b"E":
-            for event in list(self._read_json(body.decode())):
+            for event in list(wire.decode_json(body.decode())):
                 self._add_event(rank, event)
         elif letter == b"X":
-            rank.failure = make_exception_failure(rank.number, self._read_json(body.decode()), self._packages)
+            rank.failure = make_exception_failure(rank.number, wire.decode_json(body.decode()), self._packages)
         elif letter == b"R":
             if self._switch:
                 self._switch.check_end(rank.number)
-            rank.results.append(self._decode(body))
+            rank.results.append(wire.decode(body))
             rank.record.end_call()
         else:
             self._switch.handle(rank.number, letter, body)
@@ -261,22 +259,13 @@ class Monitor:
                 try:
                     self.ranks[number].channel.send(answer)
                 except TimeoutError:
-                    self._refuse(self.ranks[number], "did not read the answer to its question")
+                    self.ranks[number].refuse("did not read the answer to its question")
 
     def _add_event(self, rank: RankProcess, event: Any) -> None:
         validate(event, len(rank.record.launches))
         if self._switch:
             self._switch.check_event(rank.number, event)
         self.progress.add(rank.number, event)
-
-    def _refuse(self, rank: RankProcess, reason: str) -> None:
-        """Let the run fail because of what a rank did, and hear no more from this rank."""
-        rank.failure = RankFailure("garbled", f"rank {rank.number} {reason}", [], rank.number)
-        self._stop_reading(rank)
-
-    def _stop_reading(self, rank: RankProcess) -> None:
-        with contextlib.suppress(KeyError):  # it has been refused before
-            self._selector.unregister(rank.channel.socket)
 
     def _request_stacks(self) -> None:
         """Ask the ranks to print their stacks, and read the stacks."""

@@ -28,7 +28,6 @@ from brigade.course.submission import Sources, prepare_for_ranks
 from brigade.course.syntax import parse_tree
 from brigade.events import Event
 from brigade.runner.machine import count_cores, make_nccl_environments
-from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
 from brigade.switch.borders import number_batches
@@ -75,8 +74,7 @@ class RunOptions:
     @property
     def has_switch(self) -> bool:
         """Whether the ranks communicate through the switch, which is possible on the CPU only."""
-        is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
-        return is_offline and self.backend == "gloo" and self.mode != "emulate"
+        return bool(SERVER.sandbox and SERVER.sandbox.offline) and self.backend == "gloo" and self.mode != "emulate"
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
@@ -104,6 +102,8 @@ def run_calls(
     packages = {**sources, **(how.packages or {})}
     requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
     SERVER.start()
+    from brigade.runner.monitor import Monitor  # torch is imported while the server is starting
+
     monitor = Monitor(how, packages, requests)
     try:
         monitor.start()

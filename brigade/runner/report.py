@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 from collections.abc import Collection, Sequence
@@ -73,10 +72,10 @@ class RankFailure(Exception):
 
 def make_exception_failure(rank: int, error: Any, packages: dict[str, Sources]) -> RankFailure:
     """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours."""
-    frames: list[Frame] = [
-        (Path(file).name, int(line), str(function)[:MESSAGE_LIMIT], find_line(packages, file, int(line)))
-        for file, line, function in error["frames"][-FRAMES_LIMIT:]
-    ]
+    frames: list[Frame] = []
+    for file, line, function in error["frames"][-FRAMES_LIMIT:]:
+        text = find_line(packages, file, int(line))
+        frames.append((Path(file).name[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], text))
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
     lines = [f"  {file}, line {line}, in {where}" + (f": {text}" if text else "") for file, line, where, text in frames]
     summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
@@ -186,10 +185,8 @@ def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
 
 def describe_exit(status: int) -> str:
     """Describe how a process ended, for example "killed by SIGKILL"."""
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-status).name}"
-    return f"exit code {status}"
+    names = {-number: number.name for number in signal.Signals}
+    return f"killed by {names[status]}" if status in names else f"exit code {status}"
 
 
 def remove_jargon(text: str) -> str:

@@ -7,6 +7,7 @@ messages, and `rank/fork_server.py` contains the server itself.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import socket
@@ -127,11 +128,10 @@ class Server:
             self._channel = None
         if self._process:
             self._process.terminate()  # has an effect only while it imports torch
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._process.kill()  # has no effect if it has ended
+            self._process.wait()
             self._process = None
             remove(self.scratch)
 

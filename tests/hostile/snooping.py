@@ -72,10 +72,10 @@ while frame:
 for thing in gc.get_objects():
     if type(thing).__name__ in CLASSES: found(thing)
     if type(thing) is dict and "packages" in thing:
-        for sources in thing["packages"].values():
-            for name, source in sources.items():
-                if name.startswith("test_"): found(name)
-                look(source[1])
+        for paths in thing["packages"].values():
+            if type(paths) is not list: found("texts or code")
+            for path in paths:
+                if path.rpartition("/")[2].startswith("test_"): found(path)
 """,
 ) + [
     Hostile("is right, and needs the reference's earlier modules", files({2: FLAT}), 8, modules=(2,), checks=ALL),

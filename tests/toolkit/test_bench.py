@@ -23,6 +23,7 @@ from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
 from brigade.lab import bench, ladder, on_ranks, torchrun
 from brigade.progress import RankRecord
 from brigade.rank.emulated_link import Link
+from brigade.runner.report import RankFailure
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
 NO_GRADIENTS = {"parameters": 1, "gradients": 1, "optimizer state": 1}
@@ -279,8 +280,8 @@ def test_under_torchrun_an_error_is_one_sentence(tmp_path):
 )
 def test_a_broken_connection_differs_from_one_that_never_existed(message, said, monkeypatch):
     monkeypatch.setattr(torchrun, "OTHERS_FIRST_S", 0.0)
-    description = {"message": message, "type": "RuntimeError", "frames": [], "own": False}
-    assert said in str(torchrun.make_failure(description, 0, RankRecord()))
+    failure = RankFailure("exception", f"rank 0 raised RuntimeError: {message}", [], 0, "RuntimeError", message=message)
+    assert said in str(torchrun.add_place(failure, RankRecord()))
 
 
 @pytest.mark.extended
