@@ -17,7 +17,6 @@ class RankRecord:
         self._num_earlier = 0  # launches of earlier calls
         self.launches: list[Event] = []
         self.waiting: Event | None = None  # the launch that the rank waits for, or the "connect" event of a new group
-        self.num_borders = 0
 
     def add(self, event: Event) -> None:
         """Add the rank's next event. Leave it out of its call if it belongs to a launch of an earlier call."""
@@ -26,7 +25,6 @@ class RankRecord:
             self.calls[-1].append(event)
         elif event["index"] >= self._num_earlier:
             self.calls[-1].append(event | {"index": event["index"] - self._num_earlier})
-        self.num_borders += event["kind"] == "border"
         if event["kind"] == "launch":
             self.launches.append(event)
         elif event["kind"] == "wait":

@@ -68,12 +68,10 @@ class LiveMemory(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key = id(storage)  # torch keeps the Python object of a storage as long as the storage itself
             if key not in self._storages:
-                self._storages[key] = weakref.ref(storage, partial(self._forget, key))
+                forget = partial(self._storages.pop, key)  # called with the reference, as the default of `pop`
+                self._storages[key] = weakref.ref(storage, forget)
         if len(self._storages) > before:
             self.peak = max(self.peak, self.total())
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._storages.pop(key, None)
 
     def _list_live(self) -> dict[int, torch.UntypedStorage]:
         live = {key: reference() for key, reference in self._storages.copy().items()}

@@ -197,10 +197,7 @@ class RecordedWork(dist.Work):
     @uncounted()
     def _await(self, timeout: timedelta | None) -> None:
         """Wait until the result is available. On CUDA, make the current stream wait."""
-        if timeout is None or timeout == timedelta(0):
-            self._inner.wait()
-        else:
-            self._inner.wait(timeout)
+        self._inner.wait(timeout) if timeout else self._inner.wait()
 
     def synchronize(self) -> None:
         self.wait()
@@ -304,13 +301,8 @@ class RecordingGroup(dist.ProcessGroup):
         if method in LIST_FIRST and isinstance(args[0], torch.Tensor):
             args[0] = [args[0]]
         options = find_options(args, kwargs)
-        full = [t for place in {outputs, inputs} - {None} for t in list_tensors(args[place])]
-        if op in ("all_gather", "gather"):  # the full buffer is the larger side
-            full = list_tensors(args[outputs]) or list_tensors(args[inputs])
-        elif op in ("reduce_scatter", "scatter"):
-            full = list_tensors(args[inputs]) or list_tensors(args[outputs])
-        elif op == "all_to_all":
-            full = list_tensors(args[inputs])
+        received, sent = ([] if place is None else list_tensors(args[place]) for place in (outputs, inputs))
+        full = received or sent if op in ("all_gather", "gather") else sent or received  # the larger side
         reduce_op = getattr(options, "reduceOp", None)
         name, memory = self._recorder.find_owner(full)
         line, caller = find_callers()

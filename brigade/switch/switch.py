@@ -17,9 +17,9 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,14 +85,6 @@ class Call:
         }  # fmt: skip
 
 
-@dataclass
-class _Group:
-    """The launches of a group that are not complete: by number, the call of each rank that has made it."""
-
-    counts: dict[int, int] = field(default_factory=dict)
-    calls: dict[int, dict[int, Call]] = field(default_factory=dict)
-
-
 # For each question: the kind of event that a rank records before it, the fields of the event that the question repeats,
 # and what a rank has done that has recorded something else.
 RECORDED_BEFORE = {
@@ -109,12 +101,14 @@ class Switch:
         world_size = len(records)
         self._records = records
         self._seeds = seeds  # of borders, by rank and batch
-        self._asked = [0] * world_size
+        self._asked = [0] * world_size  # questions about borders that each rank has asked, and has recorded
+        self._recorded = [0] * world_size
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
         self._waiting: dict[int, Call] = {}  # by rank
         self._connecting: dict[int, tuple[str, tuple[int, ...]]] = {}  # the group that a rank is creating
-        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self._counts: Counter[tuple] = Counter()  # of collectives, by (group, ranks, rank)
+        self._joined: dict[tuple, dict[int, Call]] = {}  # by (group, ranks, number): each rank's call, if not complete
         self._messages: dict[tuple, deque[Call]] = {}  # unmatched, by (group, op, receiver, tag)
         self._held = 0
         self._sent = [0] * world_size
@@ -206,7 +200,7 @@ class Switch:
     def check_event(self, rank: int, event: Event) -> None:
         """Raise Refused if an event that is not in the rank's record yet contradicts what the rank has sent."""
         calls = self.calls[rank]
-        if self._records[rank].num_borders != self._asked[rank]:
+        if self._recorded[rank] != self._asked[rank]:
             raise Refused("recorded a border, but did not ask for its factors")
         if event["kind"] == "launch" and event["index"] > len(calls):
             raise Refused("recorded a launch that it did not make")
@@ -214,11 +208,12 @@ class Switch:
             raise Refused("recorded that a launch is complete, but did not ask")
         if event["kind"] == "done" and not (event["index"] < len(calls) and calls[event["index"]].is_delivered):
             raise Refused("recorded the end of a wait, but did not wait")
+        self._recorded[rank] += event["kind"] == "border"
 
     def check_end(self, rank: int) -> None:
         """Raise Refused if the record of a rank at the end of a call has launches or borders that the switch lacks."""
-        record = self._records[rank]
-        if len(record.launches) != len(self.calls[rank]) or record.num_borders != self._asked[rank]:
+        launches = self._records[rank].launches
+        if len(launches) != len(self.calls[rank]) or self._recorded[rank] != self._asked[rank]:
             raise Refused("recorded a launch or a border of which the switch knows nothing")
 
     def is_stuck(self, settled: Collection[int]) -> bool:
@@ -264,13 +259,13 @@ class Switch:
 
     def _join(self, call: Call) -> None:
         """Add a rank's next collective in a group. Perform the collective if all ranks have called it."""
-        group = self._groups.setdefault((call.group, call.ranks), _Group())
-        number = group.counts[call.rank] = group.counts.get(call.rank, -1) + 1
-        calls = group.calls.setdefault(number, {})
+        number = self._counts[call.group, call.ranks, call.rank]
+        self._counts[call.group, call.ranks, call.rank] += 1
+        calls = self._joined.setdefault((call.group, call.ranks, number), {})
         calls[call.rank] = call
         if len(calls) < len(call.ranks):
             return
-        del group.calls[number]
+        del self._joined[call.group, call.ranks, number]
         in_order = [calls[rank] for rank in call.ranks]
         if len({make_signature(call) for call in in_order}) > 1:
             raise Refused(f"called {call.op} with other sizes, dtypes or arguments than its peers")
