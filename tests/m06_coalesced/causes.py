@@ -183,9 +183,9 @@ def find_mixed_order(failed):
     for rank, events in enumerate(failed.events if failed.verdict.ending == "mismatch" else []):
         for event in events:
             progress.add(rank, event)
-            if event["kind"] == "launch" and (mismatch := progress.find_mismatch(rank)):
-                ops = {mismatch.launch["op"], mismatch.peer_launch["op"]}
-                return MIXED_ORDER if ops == {"reduce_scatter", "all_gather"} else ""
+    if progress.mismatch:
+        ops = {progress.mismatch.launch["op"], progress.mismatch.peer_launch["op"]}
+        return MIXED_ORDER if ops == {"reduce_scatter", "all_gather"} else ""
     return ""
 
 
