@@ -46,7 +46,7 @@ def main(run):
         ("module 8", None, 1),
         ("module 10, max_live_buckets=1", 1, 1),
         ("module 10, max_live_buckets=4", 4, 1),
-        ("module 10, 4 micro-batches in no_sync", 1, 4),
+        ("module 10, 4 micro-batches, the first 3 in no_sync", 1, 4),
     ):
         # Strict mode does not count the copies that gloo keeps.
         most, after = run(measure, live, micro_batches, mode="strict")[0]
