@@ -21,16 +21,11 @@ DOCUMENTS = ("README.md", "assignments.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
-def make_documents(root: Path) -> dict[Path, str]:
-    """Return the up-to-date text of each document of the course in `root`. Raise CourseError if `fill_in` does."""
-    return {root / name: fill_in((root / name).read_text(), root) for name in DOCUMENTS}
-
-
 def fill_in(text: str, root: Path) -> str:
-    """Return the document with its generated parts up to date. Raise CourseError if a reading has no questions."""
+    """Return the document with its generated parts up to date."""
     makers = {
         "modules": make_module_table,
-        "assignments": make_assignments,
+        "assignments": lambda root: "\n".join(make_assignment(entry, root) for entry in MODULES),
         "students": read_student_section,
     }
     return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]](root)}\n{match[3]}", text)
@@ -57,11 +52,6 @@ def read_student_section(root: Path) -> str:
 def format_points(entry: Module) -> str:
     """Return the points of a module, and its track if it is not in the core."""
     return str(entry.points) if entry.is_core else f"{entry.points} ({entry.track})"
-
-
-def make_assignments(root: Path) -> str:
-    """Return the handout's sections on all modules."""
-    return "\n".join(make_assignment(entry, root) for entry in MODULES)
 
 
 def make_assignment(entry: Module, root: Path) -> str:

@@ -30,23 +30,18 @@ GIVEN = "given.py"
 REPAIR = "  # delete this line, then repair the code below"
 
 
-def make_skeleton(entry: Module, path: Path) -> str:
-    """Return the skeleton of a module's file.
-
-    Raise CourseError if the markers in the solution do not form pairs.
-    """
-    if not HAS_SOLUTIONS:
-        return (ROOT / STORED_SKELETONS / path).read_text()
-    solution = (ROOT / "solutions" / path).read_text()
-    text = BLOCK.sub(lambda block: make_todo(entry, block), solution)
-    if "SOLUTION" in text or (text == solution and path == entry.path):
-        raise CourseError(f"{path}: {BEGIN} and {END} do not form pairs")
-    return text
-
-
 def make_skeletons(entry: Module) -> dict[Path, str]:
-    """Return the skeletons of all files of a module by their paths, relative to `lessons`."""
-    return {path: make_skeleton(entry, path) for path in entry.paths}
+    """Return the skeletons of all files of a module by their paths, relative to `lessons`.
+
+    Raise CourseError if the markers in a solution do not form pairs.
+    """
+    source = ROOT / ("solutions" if HAS_SOLUTIONS else STORED_SKELETONS)
+    texts = {path: (source / path).read_text() for path in entry.paths}
+    for path, solution in texts.items() if HAS_SOLUTIONS else ():
+        texts[path] = text = BLOCK.sub(lambda block: make_todo(entry, block), solution)
+        if "SOLUTION" in text or (text == solution and path == entry.path):
+            raise CourseError(f"{path}: {BEGIN} and {END} do not form pairs")
+    return texts
 
 
 def make_todo(entry: Module, block: re.Match[str]) -> str:
@@ -71,7 +66,7 @@ def get_answers_path(entry: Module) -> Path:
 def find_outdated() -> dict[Path, str]:
     """Return the new texts of the skeletons, templates and documents that are not up to date."""
     texts = {ROOT / "lessons" / path: text for entry in MODULES for path, text in make_skeletons(entry).items()}
-    texts |= handout.make_documents(ROOT)
+    texts |= {ROOT / name: handout.fill_in((ROOT / name).read_text(), ROOT) for name in handout.DOCUMENTS}
     texts |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry, ROOT) for entry in MODULES}
     return {path: text for path, text in texts.items() if not path.is_file() or path.read_bytes() != text.encode()}
 

@@ -56,9 +56,8 @@ def format_points(points: int) -> str:
 def make_template(entry: Module, root: Path = ROOT) -> str:
     """Return a module's questions without answers. Raise CourseError if there are none."""
     questions = list_questions(entry, root)
-    place = f"lessons/{entry.package}/{ANSWERS}"
     if not questions:
-        raise CourseError(f"{place} contains no questions")
+        raise CourseError(f"lessons/{entry.package}/{ANSWERS} contains no questions")
     return format_template(entry, questions)
 
 
