@@ -183,6 +183,7 @@ def test_iterable_raises(submission):
             ([[5], [5], [4]], 2, world // 2, 3, "ValueError"),  # in the middle of a step
             ([[3], [2], [3]], 1, 0, -1, "OSError"),
             ([[2], [4], [3]], 1, world - 1, 3, "RuntimeError"),
+            ([[1], [1], [1]], 1, world - 1, 1, "ValueError"),  # when no rank has data left
         )
     ]
     for results, case, job in run_cases(submission, world, settings, scenarios.run, **SGD):
