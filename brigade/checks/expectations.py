@@ -443,14 +443,10 @@ def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], ste
         begin, launched = list_backward_passes(events[rank], step)[-1], launches(events[rank], step)
         is_restored = any(launch.phase == "backward" and launch.place > begin for launch in launched)
         got = f"the last backward pass launched nothing. The whole step made {summarize(launched)}"
-        expect(is_restored, what, got, partial(explain_silence, events[rank], step), rank=rank, step=step)
-
-
-def explain_silence(events: Sequence[Event], step: int) -> str:
-    """Return why the last backward of a step launches nothing after exceptions have ended the no_sync blocks."""
-    begin = next(i for i, event in enumerate(events) if event["kind"] == "step" and event["step"] == step)
-    restored = "no_sync restores its state only if the block ends normally. Use try ... finally."
-    return find_leftover(events[:begin]) or restored
+        start = next(i for i, event in enumerate(events[rank]) if event["kind"] == "step" and event["step"] == step)
+        cause = "no_sync restores its state only if the block ends normally. Use try ... finally."
+        cause = "" if is_restored else find_leftover(events[rank][:start]) or cause
+        expect(is_restored, what, got, cause, rank=rank, step=step)
 
 
 def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
