@@ -22,7 +22,7 @@ from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, 
 from m11_fully_sharded.scenario import UNIT_TYPES
 from m14_hybrid_sharded import causes as diagnosis
 from m14_hybrid_sharded import scenario as scenarios
-from m14_hybrid_sharded.scenario import IN_BLOCKS, NESTED, QUIET, UNSYNCED
+from m14_hybrid_sharded.scenario import CROSSED, IN_BLOCKS, NESTED, QUIET, UNSYNCED
 
 ALL = [0, 1, 2, 3]
 DOUBLE = {"dtype": torch.float64, "hidden_layers": 4}
@@ -171,7 +171,7 @@ def test_overlap(submission):
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_no_replica_sync(submission):
     """In no_replica_sync, gradients are reduced inside the node and added up. The next finish averages the sum."""
-    orders = [IN_BLOCKS, NESTED, QUIET, UNSYNCED, IN_BLOCKS]
+    orders = [IN_BLOCKS, NESTED, QUIET, UNSYNCED, IN_BLOCKS, CROSSED]
     options = DOUBLE | {"steps": len(orders), "micro_batches": 3, "orders": orders}
     few = {"steps": 2, "orders": orders[:2]}
     settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
@@ -354,16 +354,19 @@ def expect_overlap(events, launched, grid, at):
 def expect_accumulation(events, launched, order, grid, at):
     """Expect all-reduces only after the last backward of a step has begun, and a reduction for each finish."""
     crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
-    last, count = list_backward_passes(events, at["step"])[-1], len(grid.list_numels())
+    passes, count = list_backward_passes(events, at["step"]), len(grid.list_numels())
+    last = passes[-1]
     early = [x for x in crossing if x.place < last]
     reduced = [x for x in inner if x.op == "reduce_scatter"]
-    finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1}[order]
+    finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1, CROSSED: 3}[order]
     late = sum(x.phase != "backward" for x in reduced)
     is_late = late > finishes and order != UNSYNCED
     right = f"with {order}, only the last of three backward passes makes all-reduces across nodes: {count}"
     got = f"{len(crossing)} all-reduces, {len(early)} of them before the last backward"
     blame = diagnosis.NO_SYNC if is_late else diagnosis.BLOCK_IGNORED
     why = blame if early else diagnosis.NOT_RESTORED if order == NESTED else ""
+    if order == CROSSED:
+        why = partial(diagnosis.explain_crossed, [sum(x.place > place for x in crossing) for place in passes])
     expect(grid.case.world_size == 1 or len(crossing) == count and not early, right, got, why, **at)
     if grid.shards > 1:
         right = f"with {order}, each of the {finishes} finishes completes {count} reduce-scatters inside the node"

@@ -22,6 +22,8 @@ IN_FINISH = "all all-reduces are launched in the finish. Launch each in shard_re
 SYNC = "the launch blocks. Use async_op=True."
 AWAITED_AT_ONCE = "the all-reduce is awaited where it is launched, so nothing overlaps. Wait for it in the finish."
 BLOCK_IGNORED = "a backward in no_replica_sync crosses: its flag is not tested, or an inner block sets it again."
+READ_IN_FORWARD = "the flag of no_replica_sync is read in forward. Read it when a reduction has ended."
+ENDED_BY_FINISH = "a finish ends the block in which it is. Only the end of the block may restore the previous state."
 NOT_RESTORED = "no_replica_sync restores its state only if the block ends normally. Use try ... finally."
 NO_SYNC = "gradients stay whole until the finish, as no_sync does. Inside the node, reduce them during backward."
 PARTLY = "the nodes have different weights, so a part of what was added up in shard.grad has not crossed."
@@ -114,6 +116,17 @@ def explain_crossing(events, grid, rank, crossing):
     if len(grid.get_groups(rank)[1]) == 1:
         return NO_REPLICAS
     return find_mistake(events, grid).mistake or ("" if crossing else NOT_CROSSED)
+
+
+def explain_crossed(since):
+    """Return why one block from the first of three backward passes to the last forward has no effect on all passes.
+
+    `since` has the number of all-reduces since each pass has begun. Earlier orders of calls were right.
+    """
+    first, second, last = since[0] - since[1], since[1] - since[2], since[2]
+    if first and not last:
+        return READ_IN_FORWARD
+    return ENDED_BY_FINISH if second and not first else ""
 
 
 def explain_nodes(results, grid):

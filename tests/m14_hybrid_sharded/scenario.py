@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import OPTIMIZERS
+from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import Interruption, build, create_group, describe_interface, forward_backward
+from helpers.training import Interruption, build, create_group, describe_interface, forward_backward, move_to_device
 from m11_fully_sharded import scenario as fully_sharded
 from m11_fully_sharded.scenario import UNIT_TYPES
 
@@ -19,6 +19,7 @@ IN_BLOCKS = "a block for each micro-batch"
 NESTED = "nested blocks and an exception"
 QUIET = "no_sync inside a block"
 UNSYNCED = "only no_sync"
+CROSSED = "one block from the first backward to the last forward"
 
 
 def plan(grids: list[tuple], traffic: list[tuple]) -> tuple[list, list[list[float]]]:
@@ -88,6 +89,9 @@ def accumulate(job: dict) -> dict:
 
 def take_step(order: str, ddp: nn.Module, batches: list[dict], other: nn.Module) -> None:
     """Accumulate the gradients of the micro-batches in this order of calls."""
+    if order == CROSSED:
+        take_crossed_step(ddp, batches)
+        return
     if order == UNSYNCED:
         for batch in batches:
             with ddp.no_sync():
@@ -111,6 +115,26 @@ def take_step(order: str, ddp: nn.Module, batches: list[dict], other: nn.Module)
             take_micro_batch(ddp, batches[1])
     with other.no_replica_sync():
         take_micro_batch(ddp, batches[-1])
+
+
+def take_crossed_step(ddp: nn.Module, batches: list[dict]) -> None:
+    loss = forward(ddp, batches[0])
+    with ddp.no_replica_sync():
+        for batch in batches[1:]:
+            backward(ddp, loss)
+            loss = forward(ddp, batch)
+    backward(ddp, loss)
+
+
+def forward(ddp: nn.Module, batch: dict) -> torch.Tensor:
+    with phase("forward"):
+        return compute_loss(ddp, move_to_device(batch))
+
+
+def backward(ddp: nn.Module, loss: torch.Tensor) -> None:
+    with phase("backward"):
+        loss.backward()
+    finish(ddp)
 
 
 def take_micro_batch(ddp: nn.Module, batch: dict) -> None:
