@@ -21,7 +21,7 @@ from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
-from helpers.odd_steps import TWO_BACKWARDS, expect_right_or_refused
+from helpers.odd_steps import LATE_FORWARDS, TWO_BACKWARDS, expect_right_or_refused
 from helpers.zero import expect_norms, expect_trained, get_rounding, make_recipe
 from m08_zero_optimizer import causes as zero_diagnosis
 from m08_zero_optimizer import scenario as m08_zero
@@ -158,7 +158,7 @@ def test_accumulation(submission):
     for rank, points in enumerate(results):
         one = points["one"]
         for name, factor in POINTS.items():
-            if points[name] is None and "second" in name:  # refused
+            if points[name] is None and ("second" in name or training.KINDS[1] in name):  # refused
                 continue
             when = "after two calls of finish_grad_sync" if name == "two" else name
             with replace_cause(partial(diagnosis.explain_point, name, points)):
@@ -172,7 +172,7 @@ def test_accumulation(submission):
                 )
 
 
-ORDERS = TWO_BACKWARDS | {"a backward inside no_sync": ("forward", "backward in no_sync", "finish")}
+ORDERS = TWO_BACKWARDS | LATE_FORWARDS | {"a backward inside no_sync": ("forward", "backward in no_sync", "finish")}
 POINTS = {  # at which shards are copied -> how often they contain the gradients of one backward
     "two": 2,
     "after step": 2,
@@ -183,7 +183,7 @@ POINTS = {  # at which shards are copied -> how often they contain the gradients
     "after a backward inside no_sync": 1,
     "after a second backward": 2,
     "after a second backward inside no_sync": 2,
-}
+} | {f"after {name}": 2 for name in LATE_FORWARDS}
 
 
 @pytest.mark.points(2)

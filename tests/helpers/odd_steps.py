@@ -30,16 +30,26 @@ TWO_BACKWARDS = {
     "a second backward": ("forward", "backward", "forward", "backward", "finish"),
     "a second backward inside no_sync": ("forward", "backward", "forward", "backward in no_sync", "finish"),
 }
+LATE_FORWARDS = {
+    f"a step in no_sync with {kind} before the finish": ("forward", "backward in no_sync") * 2 + (kind, "finish")
+    for kind in training.KINDS
+}
+LOST_BETWEEN = "a forward between backward passes in no_sync and the finish changes the step, which it must not do."
 
 
 def expect_second_backward(submission, world, job):
-    """Expect a second backward before finish_grad_sync, synchronising or not, to be refused or averaged."""
+    """Expect a second backward before finish_grad_sync, synchronising or not, to be refused or averaged.
+
+    The finish averages gradients of no_sync even if a forward came in between. If it is discarded, it may be refused.
+    """
     case = submission.case("Plain", world, micro_batches=2)
-    jobs = [case.make_jobs(order=order, **job) for order in TWO_BACKWARDS.values()]
-    for what, results in zip(TWO_BACKWARDS, submission.run_each(training.take_odd_step, jobs)):
-        expect_right_or_refused(
-            f"{what} is averaged", results, case.gradients(), evidence=Evidence(causes.SECOND_BACKWARD)
-        )
+    orders = TWO_BACKWARDS | LATE_FORWARDS
+    jobs = [case.make_jobs(order=order, **job) for order in orders.values()]
+    for what, results in zip(orders, submission.run_each(training.take_odd_step, jobs)):
+        cause = LOST_BETWEEN if what in LATE_FORWARDS else causes.SECOND_BACKWARD
+        if training.KINDS[0] in what:
+            expect(None not in results, f"{what} is accepted", "RuntimeError", cause)
+        expect_right_or_refused(f"{what} is averaged", results, case.gradients(), evidence=Evidence(cause))
 
 
 def expect_idle_rank(submission, job):

@@ -195,6 +195,10 @@ def follow(order: Sequence[str], ddp: torch.nn.Module, batches: list[dict], opti
     Return False if the submission refuses one with RuntimeError.
     """
     unused, losses, saved = iter(batches), [], []
+
+    def run_forward() -> None:
+        compute_loss(ddp, move_to_device(batches[0]))
+
     actions = {
         "zero_grad": (optimizer or ddp).zero_grad,
         "finish": getattr(ddp, "finish_grad_sync", None),
@@ -203,6 +207,8 @@ def follow(order: Sequence[str], ddp: torch.nn.Module, batches: list[dict], opti
         "save": lambda: saved.append(optimizer.state_dict()),
         "load": lambda: optimizer.load_state_dict(saved[0]),
         "forward": lambda: losses.append(compute_loss(ddp, move_to_device(next(unused)))),
+        KINDS[0]: torch.no_grad()(run_forward),
+        KINDS[1]: run_forward,
     }
     try:
         for action in order:

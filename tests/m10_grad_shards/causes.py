@@ -9,6 +9,7 @@ from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
+from helpers.odd_steps import LATE_FORWARDS, LOST_BETWEEN
 from m08_zero_optimizer.expected import compute_weights
 from m10_grad_shards import scenario as m10_grad_shards
 
@@ -44,7 +45,7 @@ POINTS = {
     "after ddp.zero_grad() and finish_grad_sync": (
         "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync."
     ),
-}
+} | {f"after {name}": LOST_BETWEEN for name in LATE_FORWARDS}
 
 
 def explain_point(name, points, _):

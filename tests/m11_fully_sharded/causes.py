@@ -13,7 +13,7 @@ from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.causes import scale_to
 from m11_fully_sharded.expected import build, cut_shards, find_units, join_shards, lay_out, train_mixed, train_plain
-from m11_fully_sharded.scenario import DISCARDED, EVALUATION, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
+from m11_fully_sharded.scenario import DISCARDED, EVALUATION, LATE, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
 
 # Units
 OUTERMOST = "a submodule that is inside another one of these types is no unit: only the outermost one is."
@@ -93,6 +93,7 @@ ROOT_FREED = "the root is freed before forward has ended. `leave` must not free 
 NOT_REFUSED = "a step with {} uses freed weights. Gather them again or raise RuntimeError: see `pre_backward`."
 LOST_HANDLE = "a forward between backward and finish makes the wrapper lose the handle of a reduction in flight."
 LOST_AT_FINISH = "a finish after backwards in no_sync must reduce the gradients that were accumulated in p.grad."
+LOST_BETWEEN = LOST_AT_FINISH[:-1] + ", even if a forward comes in between."
 STALE = "the step changes the weights that a discarded forward gathers. The next forward must gather every unit again."
 KEPT_IN_NO_SYNC = "a backward in no_sync does not free the units. `leave` must free them in every backward."
 ROOT_BETWEEN = "as long as a backward is due, an evaluation must not free the root, which this backward needs."
@@ -326,6 +327,8 @@ def explain_order_of_calls(order, records, num_units):
         return LOST_HANDLE if order in [(EVALUATION, PLACES[2]), (DISCARDED, PLACES[2])] else cause
     if order == UNSYNCED[0]:
         return LOST_AT_FINISH
+    if order in LATE:
+        return LOST_BETWEEN
     gathers = [x for x in launches(records[0], 1) if x.op == "all_gather"]
     return STALE if order == (DISCARDED, PLACES[3]) and len(gathers) < 3 * num_units - 1 else ""
 

@@ -394,7 +394,8 @@ EXTRA = [(kind, place) for kind in (EVALUATION, DISCARDED) for place in PLACES]
 TWO_BACKWARDS = ("a second backward before the finish", "one backward for two forwards", "the first backward last")
 TWICE = "two backward passes for one forward"
 UNSYNCED = ("only no_sync", "no_sync last")
-ORDERS = [*EXTRA, *TWO_BACKWARDS, TWICE, *UNSYNCED]
+LATE = tuple(f"only no_sync and then {kind}" for kind in (EVALUATION, DISCARDED))
+ORDERS = [*EXTRA, *TWO_BACKWARDS, TWICE, *UNSYNCED, *LATE]
 
 
 def train_unusually(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
@@ -449,9 +450,12 @@ def take_unusual_step(order: Any, ddp: nn.Module, model: nn.Module, batches: lis
         loss.backward()
     else:
         for number, batch in enumerate(batches):
-            is_unsynced = order == UNSYNCED[0] or (order == UNSYNCED[1] and number)
+            is_unsynced = order in (UNSYNCED[0], *LATE) or (order == UNSYNCED[1] and number)
             with ddp.no_sync() if is_unsynced else contextlib.nullcontext():
                 compute_loss(ddp, batch).backward()
+        if order in LATE:
+            with torch.set_grad_enabled(order == LATE[1]):
+                compute_loss(ddp, batches[0])
     with phase("finish"):
         ddp.finish_grad_sync()
     results["alive"] += list_alive(model)
