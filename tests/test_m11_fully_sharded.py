@@ -132,23 +132,11 @@ def test_each_rank_has_its_part(submission):
 @pytest.mark.points(1)
 def test_shards_have_average_gradients(submission):
     """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
-    [world] = submission.worlds(3)
-    cases = [submission.case("Blocks", world, **DOUBLE, hidden_layers=4, micro_batches=count) for count in (1, 2)]
-    all_results = run_each(submission, scenarios.train, [case.make_jobs(**JOB, finish_each=True) for case in cases])
-    for finishes, case, results in zip((1, 2), cases, all_results):
-        expect_nothing_whole(results, case)
-        expect_shapes(results, case)
-        expect_all_shards(results, results.events, case, finishes=finishes)
-        more = ", and those of a second backward and finish are added" * (finishes > 1)
-        with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
-            expect_equal(
-                f"after finish_grad_sync the shards have the average of the gradients{more}",
-                [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
-                case.gradients(),
-                hypotheses=partial(diagnosis.suspect_gradients, case),
-                scale=case.largest_entries(),
-                tolerance=ONE_STEP,
-            )
+    for world, counts in zip(submission.worlds(3, 1), ((1, 2), (2,))):
+        cases = [submission.case("Blocks", world, **DOUBLE, hidden_layers=4, micro_batches=n) for n in counts]
+        jobs = [case.make_jobs(**JOB, finish_each=True) for case in cases]
+        for finishes, case, results in zip(counts, cases, run_each(submission, scenarios.train, jobs)):
+            expect_averages(results, case, finishes)
 
 
 @pytest.mark.points(2)
@@ -591,6 +579,23 @@ def expect_all_shards(results, events, case, unit_type="Block", finishes=1):
             wrong += join_names(names[missing[0]]) if missing else ""
             why = partial(diagnosis.explain_missing, launches(events[rank], step), len(names) * finishes)
             expect(not missing, right, wrong, why, rank=rank, step=step)
+
+
+def expect_averages(results, case, finishes):
+    """Expect averaged gradients in all shards after one step, which calls finish_grad_sync `finishes` times."""
+    expect_nothing_whole(results, case)
+    expect_shapes(results, case)
+    expect_all_shards(results, results.events, case, finishes=finishes)
+    more = ", and those of a second backward and finish are added" * (finishes > 1)
+    with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
+        expect_equal(
+            f"after finish_grad_sync the shards have the average of the gradients{more}",
+            [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
+            case.gradients(),
+            hypotheses=partial(diagnosis.suspect_gradients, case),
+            scale=case.largest_entries(),
+            tolerance=ONE_STEP,
+        )
 
 
 def expect_scaled(results, case, limit):
