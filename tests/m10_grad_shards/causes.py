@@ -32,6 +32,11 @@ KEPT_BY_OPTIMIZER = (
 )
 SECOND_BACKWARD = "a second backward loses gradients, because its bucket is already on the way. Raise RuntimeError."
 UNSYNCED = "finish_grad_sync loses the gradients of a step whose backward passes are all inside no_sync."
+KEPT_FROM_NO_SYNC = "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync"
+ZEROED = {  # set_to_none -> the point at which gradients of no_sync must be cleared
+    "True": "after ddp.zero_grad() and finish_grad_sync",
+    "False": "after ddp.zero_grad(set_to_none=False) and finish_grad_sync",
+}
 POINTS = {
     "two": "the second finish_grad_sync overwrites the shards. It must add to them.",
     "after step": "step clears the shards. Only zero_grad does.",
@@ -39,12 +44,6 @@ POINTS = {
     "after ddp.zero_grad(set_to_none=False)": "ddp.zero_grad() clears the shards only with set_to_none=True.",
     "after a second backward": SECOND_BACKWARD,
     "after a second backward inside no_sync": SECOND_BACKWARD,
-    "after ddp.zero_grad(set_to_none=False) and finish_grad_sync": (
-        "ddp.zero_grad() clears the gradients that accumulated inside no_sync only with set_to_none=True."
-    ),
-    "after ddp.zero_grad() and finish_grad_sync": (
-        "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync."
-    ),
 } | {f"after {name}": LOST_BETWEEN for name in LATE_FORWARDS}
 
 
@@ -52,6 +51,9 @@ def explain_point(name, points, _):
     """Return why shards are wrong at one of the points at which they were copied."""
     if "zero_grad" in name and points["after ddp.zero_grad()"].any():
         return KEPT_BY_WRAPPER
+    if "zero_grad" in name and "finish" in name:
+        kept = [form for form in ("True", "False") if points[ZEROED[form]].any()]
+        return KEPT_FROM_NO_SYNC + (f" with set_to_none={kept[0]}." if len(kept) == 1 else ".")
     is_lost = points[name] is not None and not points[name].any()
     return POINTS.get(name) or UNSYNCED * is_lost
 

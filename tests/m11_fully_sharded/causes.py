@@ -1,5 +1,6 @@
 """Likely causes of failures of module 11's checks."""
 
+import copy
 import math
 import re
 from collections import Counter
@@ -64,6 +65,7 @@ WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the 
 
 # Wrapper
 ROOT_STAYS = "at the end of backward they are not freed. In backward, `leave` must free every unit, also the root."
+ONE_RANK_STAYS = "a wrapper with one rank must free full weights, too."
 NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
 OTHER_PREFETCH = "if plan_schedule passes its checks, `{}` does not give it the wrapper's `prefetch`."
@@ -117,13 +119,13 @@ def explain_units(model, unit_types, answer, expected):
     if sorted(names) != sorted(known):
         wrong = sorted({name for name in {*names, *known} if names.count(name) != known.count(name)})
         return f"each name of named_parameters() must be in one unit, but {join_names(wrong, 4)} is not."
+    everywhere = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tied = {n for n in known if sum(model.get_parameter(other) is model.get_parameter(n) for other in everywhere) > 1}
     got, wanted = [sorted(unit) for unit in answer], [sorted(unit) for unit in expected]
     if sorted(filter(None, got)) == sorted(filter(None, wanted)):
         if got[:1] != wanted[:1]:
-            return ROOT_FIRST
+            return ROOT_FIRST if got[:1] != [[]] else TIED * tied.issuperset(wanted[0])
         return EMPTY if [] in got[1:] else "units are in registration order."
-    everywhere = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    tied = {n for n in known if sum(model.get_parameter(other) is model.get_parameter(n) for other in everywhere) > 1}
     if any(name in tied for unit in got[1:] for name in unit):
         return TIED
     lost = [name.split(".") for name in got[0] if name not in wanted[0]]
@@ -213,6 +215,22 @@ def suspect_casts(case, compute_dtype, reduce_dtype, which):
         * len(case.group)
         for cause, how in mistakes.items()
     }
+
+
+def explain_stays(alive, case, unit_type):
+    """Return why these parameters of a model still have memory after a finish."""
+    is_root = set(alive) <= set(find_units(build(case), UNIT_TYPES[unit_type])[0])
+    return ROOT_STAYS if is_root or len(case.group) > 1 else ONE_RANK_STAYS
+
+
+def explain_narrow(results, case, *dtypes):
+    """Return why all gradients are values of a narrow dtype: there was no addition, or it was in this dtype."""
+    last = copy.copy(case)
+    last.batches = [[step[-1:] for step in steps] for steps in case.batches]
+    only = train_mixed(last, *dtypes)[1]
+    got = join_shards([result["gradients"][0] for result in results], lay_out(case), case)
+    is_last = all((got[name] - value).abs().max() <= 2**-5 * value.abs().max() for name, value in only.items())
+    return OVERWRITTEN if is_last else NARROW_SUMS
 
 
 def explain_whole(whole, case, unit_type):

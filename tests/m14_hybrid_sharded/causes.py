@@ -13,6 +13,7 @@ LAST = "the broadcast starts from the last rank of a group."
 NOT_CROSSED = "gradients are averaged inside each node only, not across nodes."
 SUMMED = "gradients are summed over the replicas, not averaged."
 DIVIDED_TWICE = "gradients are divided once too often. Module 11 has averaged over the shard group already."
+BY_WORLD = "gradients are divided by a number of ranks of the world. Divide by the size of the replica group."
 UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
 OTHER_GROUP = "all collectives except the all-reduce belong to the shard group, and this is another one."
 NO_REPLICAS = "with one replica there is nothing to average across nodes, so launch nothing."
@@ -89,7 +90,8 @@ def suspect_gradients(case, shards):
     nodes = [case.group[start : start + shards] for start in range(0, len(case.group), shards)]
     replicas, average = len(nodes), case.gradients()
     hypotheses = {NOT_CROSSED: [case.gradients(node) for node in nodes]} if replicas > 1 else {}
-    for cause, factor in ((SUMMED, replicas), (DIVIDED_TWICE, 1 / shards)):
+    by_world = len(case.group) / case.world_size
+    for cause, factor in ((SUMMED, replicas), (DIVIDED_TWICE, 1 / shards), (BY_WORLD, by_world)):
         if replicas > 1 and factor != 1:
             hypotheses[cause] = [{name: None if g is None else g * factor for name, g in average.items()}] * replicas
     return hypotheses

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, READ_IN_FORWARD, find_leftover, join_names
 from brigade.course.syntax import parse_tree
-from brigade.events import Event, launches, list_backward_passes, list_ready_gradients
+from brigade.events import Event, launches, list_backward_passes, list_ready_gradients, list_step_events
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
@@ -96,6 +96,9 @@ def explain_refusal(failure: RankFailure, sources: Sources) -> str:
         return f"{method} did not reset the state of step {steps[-2]}, so step {steps[-1]} refuses its first gradient."
     if not launched:
         return "the hook refuses the first gradient of all."
+    finishes = [place for place, event in list_step_events(events, steps[-1]) if event.get("phase") == "finish"]
+    if any(launched[0].place < place < passes[-1] for place in finishes):
+        return "after finish_grad_sync, state is left that makes the wrapper refuse the next backward of the same step."
     if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
         last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # scenarios may lack steps
         if last.get("unsynced") and any(len(list_backward_passes(events, step)) > 1 for step in steps[1:-1]):
