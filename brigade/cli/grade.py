@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from brigade.checks.run import prepare
-from brigade.cli.options import ABOVE_ZERO, add
-from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
+from brigade.cli.options import ABOVE_ZERO, add, resolve_results_file
+from brigade.course.modules import CORE, MODULES, CourseError, Module, select_modules
 from brigade.course.submission import find
 from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look
 from brigade.grade.gradebook import Row, refuse_several_parts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from brigade.cli.options import add
-from brigade.course.modules import CourseError, resolve_results_file
+from brigade.cli.options import add, resolve_results_file
+from brigade.course.modules import CourseError
 from brigade.grade import formats, gradebook
 
 

@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.cli.console import console, shorten
-from brigade.cli.options import ABOVE_ZERO, AT_LEAST_ONE, NOT_NEGATIVE, Range, add, add_prior, add_target
+from brigade.cli.options import (
+    ABOVE_ZERO,
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    Range,
+    add,
+    add_prior,
+    add_target,
+    resolve_results_file,
+)
 from brigade.course.modules import (
     ROOT,
     TRAINING_MODULES,
     CourseError,
     Module,
     get_module,
-    resolve_results_file,
     select_modules,
 )
 from brigade.course.submission import read, resolve_target

@@ -1,11 +1,13 @@
-"""Options that several commands have in common, and the ranges of numbers that options accept."""
+"""Options that several commands have in common, and the numbers and the files that options accept."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import TARGETS, CourseError
@@ -57,3 +59,24 @@ def add_target(parser: argparse.ArgumentParser, details: str = "") -> None:
 def add_prior(parser: argparse.ArgumentParser) -> None:
     prior = "use your own earlier modules, or those of the reference solution (default: own)"
     add(parser, "--prior", prior, default="own", choices=("own", "reference"))
+
+
+def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
+    """Return the absolute path of a results file, or None if `path` is None.
+
+    Raise CourseError if the file cannot be written, or if it or a directory inside `submission` is a link: then the
+    author of the submission could choose which file is overwritten.
+    """
+    if path is None:
+        return None
+    given = Path(os.path.abspath(path))
+    roots = {Path(os.path.abspath(submission)), Path(submission).resolve()} if submission else set()
+    for path in (given, *(parent for parent in given.parents if roots & set(parent.parents))):
+        if path.is_symlink():
+            raise CourseError(f"{path} is a link; results cannot be written to or through a link")
+    out = given.parent.resolve() / given.name
+    if not out.parent.is_dir():
+        raise CourseError(f"there is no directory {out.parent} for the results; create it first")
+    if out.exists() and not out.is_file():
+        raise CourseError(f"{out} is not an ordinary file, so the results cannot replace it")
+    return out

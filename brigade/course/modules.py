@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,24 +146,3 @@ def select_modules(text: str) -> list[Module]:
             raise CourseError(f"--modules {text}: {first} comes after {last}")
         numbers |= {*range(get_module(first).number, get_module(last).number + 1)}
     return [entry for entry in MODULES if entry.number in numbers]
-
-
-def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
-    """Return the absolute path of a results file, or None if `path` is None.
-
-    Raise CourseError if the file cannot be written, or if it or a directory inside `submission` is a link: then the
-    author of the submission could choose which file is overwritten.
-    """
-    if path is None:
-        return None
-    given = Path(os.path.abspath(path))
-    roots = {Path(os.path.abspath(submission)), Path(submission).resolve()} if submission else set()
-    for path in (given, *(parent for parent in given.parents if roots & set(parent.parents))):
-        if path.is_symlink():
-            raise CourseError(f"{path} is a link; results cannot be written to or through a link")
-    out = given.parent.resolve() / given.name
-    if not out.parent.is_dir():
-        raise CourseError(f"there is no directory {out.parent} for the results; create it first")
-    if out.exists() and not out.is_file():
-        raise CourseError(f"{out} is not an ordinary file, so the results cannot replace it")
-    return out

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from brigade.cli import main as cli
-from brigade.course.modules import ROOT, CourseError, resolve_results_file
+from brigade.cli.options import resolve_results_file
+from brigade.course.modules import ROOT, CourseError
 from brigade.grade import isolation
 from brigade.runner import ranks
 from brigade.sandbox import enter, users
