@@ -630,16 +630,17 @@ def expect_little_memory(results, case, prefetch, itemsize, directions=("forward
         right = f"besides shards() and the parameters, construction leaves at most {total * 3 // 4} bytes in memory"
         wrong = f"{result['held']} bytes, and all weights have {total}"
         expect(result["held"] <= total * 3 // 4, right, wrong, diagnosis.COPIES, rank=rank)
+        causes = diagnosis.suspect_copies(result)
         for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
             if entry["direction"] in directions:
-                expect_bounded(entry, alone, unit_of, whole, prefetch, result["whole"], rank)
+                expect_bounded(entry, alone, unit_of, whole, prefetch, causes, rank)
     return unit_of
 
 
-def expect_bounded(entry, alone, unit_of, whole, prefetch, uncleared, rank):
+def expect_bounded(entry, alone, unit_of, whole, prefetch, causes, rank):
     """Expect a boundary to have no more full weights and gradients than allowed. `alone` is the bare model's.
 
-    After finish_grad_sync, the parameters in `uncleared` have full gradients.
+    `causes` says, for forward and backward, why there are copies.
     """
     name, direction = entry["name"], entry["direction"]
     is_backward = direction == "backward"
@@ -663,10 +664,7 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, uncleared, rank):
     bound = whole[0] + sum(largest) + sum(largest[1:]) // 2 if is_backward else min(whole[1:]) // 2
     what = "full gradients and copies" if is_backward else "copies of weights"
     right = f"{where} {what} take at most {bound} bytes more than in the bare model"
-    why = diagnosis.COPIES
-    if is_backward:
-        why = diagnosis.WHOLE_GRADIENTS if uncleared else diagnosis.LATE_RELEASE
-    expect(copies <= bound, right, f"they take {copies} bytes more", why, rank=rank)
+    expect(copies <= bound, right, f"they take {copies} bytes more", causes[direction], rank=rank)
 
 
 def expect_overlap(events, launched, units, prefetch, at):

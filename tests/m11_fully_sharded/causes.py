@@ -70,6 +70,7 @@ NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
 OTHER_PREFETCH = "if plan_schedule passes its checks, `{}` does not give it the wrapper's `prefetch`."
 COPIES = "there are copies of full weights besides the parameters."
+KEPT_SHARDS = "after the finish, as much memory as all shards take is used for more than shards() and their gradients."
 LATE_RELEASE = "full gradients are kept too long. Release them when their reduction ends, before the next one starts."
 SYNC = "the launch blocks. Use async_op=True."
 LATE_GATHER = "the gather is launched too late: the schedule has it `prefetch` units ahead."
@@ -231,6 +232,15 @@ def explain_narrow(results, case, *dtypes):
     got = join_shards([result["gradients"][0] for result in results], lay_out(case), case)
     is_last = all((got[name] - value).abs().max() <= 2**-5 * value.abs().max() for name, value in only.items())
     return OVERWRITTEN if is_last else NARROW_SUMS
+
+
+def suspect_copies(result):
+    """Return why a rank of `measure` has too much memory besides full weights, in forward and in backward."""
+    first = next(entry for entry in result["boundaries"] if entry["kind"])  # after the finish
+    kept, sharded = first["bytes"]["other"] - result["bare"][0]["bytes"]["other"], result["sharded"]
+    if sharded <= kept < 1.25 * sharded:
+        return {"forward": KEPT_SHARDS, "backward": KEPT_SHARDS}
+    return {"forward": COPIES, "backward": WHOLE_GRADIENTS if result["whole"] else LATE_RELEASE}
 
 
 def explain_whole(whole, case, unit_type):

@@ -266,7 +266,8 @@ def measure(job: dict) -> dict:
             parameter.register_post_accumulate_grad_hook(drop)
         alone.run(bare, cut(last))
     both = {"boundaries": boundaries.entries, "bare": alone.entries}
-    return both | {"after": after, "whole": whole, "unsynced": unsynced, "held": held}
+    sharded = sum(shard.nbytes for shard in ddp.shards())
+    return both | {"after": after, "whole": whole, "unsynced": unsynced, "held": held, "sharded": sharded}
 
 
 def cut(batch: dict) -> dict:
