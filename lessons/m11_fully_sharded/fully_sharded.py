@@ -47,11 +47,12 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
     backwards inside it.
 
     All ranks must call the wrapper the same number of times, and run units, as modules, in registration order. A rank
-    may skip units. A backward belongs to one forward and runs once; other backwards raise RuntimeError. Forwards
-    without gradients may come at any time, and free units in the same way. Between steps, the model's own parameters
-    have no memory: read them with `full_state_dict()`. From a forward to the end of its backward, the root stays
-    gathered. Without `reshard_after_forward`, each unit stays gathered until it has computed in backward. While a unit
-    computes, the next `prefetch` units are gathered. Use one activation checkpoint per unit, or for a part of a unit.
+    may skip units, or a backward outside `no_sync`, but it must call the finish. A backward belongs to one forward and
+    runs once; other backwards raise RuntimeError. Forwards without gradients may come at any time, and free units in
+    the same way. Between steps, the model's own parameters have no memory: read them with `full_state_dict()`. From a
+    forward to the end of its backward, the root stays gathered. Without `reshard_after_forward`, each unit stays
+    gathered until it has computed in backward. While a unit computes, the next `prefetch` units are gathered. Use one
+    activation checkpoint per unit, or for a part of a unit.
 
     With a `compute_dtype`, weights are gathered and used in this dtype, and floating-point arguments of the wrapper and
     of each unit are cast to it, keyword arguments too. Shards, their gradients and the optimizer's state keep the
