@@ -147,13 +147,14 @@ def test_accumulation(submission):
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, dtype=torch.float64)
     recipe = make_recipe("SGD")
-    jobs = make_jobs(case, recipe=recipe, order=["forward", "backward", "step"])
-    expect_right_or_refused(
-        "a step without finish_grad_sync gives the plain optimizer's weights",
-        submission.run(m08_zero.take_odd_step, jobs, world_size=world),
-        compute_weights(case, recipe),
-        evidence=Evidence(zero_diagnosis.NO_FINISH),
-    )
+    for backward in ("backward", "backward in no_sync"):
+        jobs = make_jobs(case, recipe=recipe, order=["forward", backward, "step"])
+        expect_right_or_refused(
+            f"a step after a {backward}, without finish_grad_sync, gives the plain optimizer's weights",
+            submission.run(m08_zero.take_odd_step, jobs, world_size=world),
+            compute_weights(case, recipe),
+            evidence=Evidence(diagnosis.NO_FINISH),
+        )
     results = submission.run(m10_grad_shards.collect_points, make_jobs(case, orders=ORDERS), world_size=world)
     for rank, points in enumerate(results):
         one = points["one"]
@@ -180,6 +181,7 @@ POINTS = {  # at which shards are copied -> how often they contain the gradients
     "after ddp.zero_grad(set_to_none=False)": 0,
     "after ddp.zero_grad(set_to_none=False) and finish_grad_sync": 0,
     "after ddp.zero_grad() and finish_grad_sync": 0,
+    "after optimizer.zero_grad() and finish_grad_sync": 0,
     "after a backward inside no_sync": 1,
     "after a second backward": 2,
     "after a second backward inside no_sync": 2,

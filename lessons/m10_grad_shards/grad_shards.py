@@ -168,5 +168,5 @@ class Zero2Optimizer(ZeroOptimizer):
         raise NotImplementedError("module 10, part (h)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradient shards."""
+        """Clear the gradient shards, and what `no_sync` has accumulated, as the wrapper does."""
         self.ddp.zero_grad()

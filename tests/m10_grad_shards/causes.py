@@ -30,6 +30,7 @@ KEPT_BY_WRAPPER = "ddp.zero_grad() does not clear the shards. It must set grad_d
 KEPT_BY_OPTIMIZER = (
     "ddp.zero_grad() clears the shards, but optimizer.zero_grad() does not. It must call ddp.zero_grad()."
 )
+NO_FINISH = "step ignores gradients that are not in the shards yet. Raise RuntimeError until finish_grad_sync has run."
 SECOND_BACKWARD = "a second backward loses gradients, because its bucket is already on the way. Raise RuntimeError."
 UNSYNCED = "finish_grad_sync loses the gradients of a step whose backward passes are all inside no_sync."
 KEPT_FROM_NO_SYNC = "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync"
@@ -42,6 +43,9 @@ POINTS = {
     "after step": "step clears the shards. Only zero_grad does.",
     "after optimizer.zero_grad()": KEPT_BY_OPTIMIZER,
     "after ddp.zero_grad(set_to_none=False)": "ddp.zero_grad() clears the shards only with set_to_none=True.",
+    "after optimizer.zero_grad() and finish_grad_sync": (
+        "ddp.zero_grad() clears the gradients that accumulated inside no_sync, but optimizer.zero_grad() does not."
+    ),
     "after a second backward": SECOND_BACKWARD,
     "after a second backward inside no_sync": SECOND_BACKWARD,
 } | {f"after {name}": LOST_BETWEEN for name in LATE_FORWARDS}
@@ -51,7 +55,7 @@ def explain_point(name, points, _):
     """Return why shards are wrong at one of the points at which they were copied."""
     if "zero_grad" in name and points["after ddp.zero_grad()"].any():
         return KEPT_BY_WRAPPER
-    if "zero_grad" in name and "finish" in name:
+    if "ddp.zero_grad" in name and "finish" in name:
         kept = [form for form in ("True", "False") if points[ZEROED[form]].any()]
         return KEPT_FROM_NO_SYNC + (f" with set_to_none={kept[0]}." if len(kept) == 1 else ".")
     is_lost = points[name] is not None and not points[name].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,12 +141,16 @@ def collect_points(job: dict) -> dict[str, torch.Tensor | None]:
     ddp.finish_grad_sync()
     ddp.zero_grad(set_to_none=False)
     points["after ddp.zero_grad(set_to_none=False)"] = copy_shards(ddp)
-    for form in ("set_to_none=False", ""):
+    for form, zero_grad in {
+        "ddp.zero_grad(set_to_none=False)": partial(ddp.zero_grad, set_to_none=False),
+        "ddp.zero_grad()": ddp.zero_grad,
+        "optimizer.zero_grad()": optimizer.zero_grad,
+    }.items():
         accumulate(ddp, [batch], interrupted=False)
-        ddp.zero_grad(set_to_none=not form)
-        points.setdefault(f"after ddp.zero_grad({form})", copy_shards(ddp))
+        zero_grad()
+        points.setdefault(f"after {form}", copy_shards(ddp))
         ddp.finish_grad_sync()
-        points[f"after ddp.zero_grad({form}) and finish_grad_sync"] = copy_shards(ddp)
+        points[f"after {form} and finish_grad_sync"] = copy_shards(ddp)
     for name, order in job.get("orders", {}).items():
         ddp = wrap(job, build(job))
         points[f"after {name}"] = copy_shards(ddp) if follow(order, ddp, [batch, batch]) else None
