@@ -160,10 +160,14 @@ def test_collectives(submission):
 def test_overlap(submission):
     """An all-reduce starts after its reduction, before the next unit but one computes, and runs until that has."""
     options = DOUBLE | {"steps": 2, "hidden_layers": 6, "forward_borders": True, "proven": 1}
-    settings = [("Blocks", ALL, 2, {}), ("Blocks", ALL, 1, {"arguments": {"prefetch": 0}})]
-    for case, grid, results in run_cases(submission, scenarios.train, settings, **options):
+    settings = [
+        ("Blocks", ALL, 2, {}),
+        ("Blocks", ALL, 1, {"arguments": {"prefetch": 0}}),
+        ("Blocks", ALL, 2, {"forward": "narrow norms"}),
+    ]
+    for (*_, own), (case, grid, results) in zip(settings, run_cases(submission, scenarios.train, settings, **options)):
         for at, events, launched in list_steps(results.events, 2, case.group if len(grid.nodes) > 1 else []):
-            expect_overlap(events, launched, grid, at)
+            expect_overlap(events, launched, grid, 1 + ("forward" in own), at)
 
 
 @pytest.mark.parts("Part (f): accumulation, and what module 11 promises")
@@ -319,22 +323,27 @@ def expect_collectives(events, launched, grid, at):
     expect(grid.shards == 1 or got == wanted, right, wrong, **at)
 
 
-def expect_overlap(events, launched, grid, at):
-    """Expect each unit's all-reduce between its reduce-scatter and the gradients of the next unit but one."""
+def expect_overlap(events, launched, grid, dtypes, at):
+    """Expect each unit's all-reduces between its reduce-scatters and the gradients of the next unit but one.
+
+    `dtypes` is the number of dtypes in each unit except the root.
+    """
     crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
     reduced = [x for x in inner if x.op == "reduce_scatter"]
     units = find_units(build(grid.case), UNIT_TYPES[grid.unit_type])
     count, ready = len(units), {unit: [] for unit in range(len(units))}
     for place, name in list_ready_gradients(events, at["step"]):
         ready[next(unit for unit, names in enumerate(units) if name in names)].append(place)
-    right = f"a step of {count} units makes {count} reduce-scatters and {count} all-reduces"
-    expect(len(reduced) in (count, 0) and len(crossing) == count, right, summarize(crossing + reduced), **at)
+    order = [unit for unit in reversed(range(count)) for _ in range(dtypes if unit else 1)]  # one launch per dtype
+    right = f"a step of {count} units makes {len(order)} reduce-scatters and {len(order)} all-reduces"
+    is_right = len(reduced) in (len(order), 0) and len(crossing) == len(order)
+    expect(is_right, right, summarize(crossing + reduced), **at)
     end = next(place for place, event in enumerate(events) if place > max(ready[0]) and event.get("phase") == "step")
-    for unit, launch in zip(reversed(range(count)), crossing):
+    for number, (unit, launch) in enumerate(zip(order, crossing)):
         name = f"the all-reduce of unit {unit}" if unit else "the all-reduce of the root"
         expect(not launch.sync, f"{name} is launched without waiting", "the launch blocks", diagnosis.SYNC, **at)
         if reduced:
-            waits = reduced[count - 1 - unit].waits
+            waits = reduced[number].waits
             is_late = bool(waits) and launch.place > waits[0]
             expect(is_late, f"{name} comes after the wait for its reduce-scatter", "it comes earlier", **at)
         is_awaited = bool(launch.waits) and launch.waits[0] < end
@@ -346,9 +355,11 @@ def expect_overlap(events, launched, grid, at):
             expect(launch.place < min(ready[unit - 2]), right, "it is launched later", why, **at)
             right = f"no rank waits for {name} before the last gradient of unit {unit - 2} is ready"
             is_right = launch.waits[0] > max(ready[unit - 2])
-            expect(is_right, right, "the rank waited earlier", diagnosis.AWAITED_AT_ONCE, **at)
+            is_at_next = order[number + 1] == unit and launch.waits[0] > crossing[number + 1].place
+            why = diagnosis.AWAITED_IN_UNIT if is_at_next else diagnosis.AWAITED_AT_ONCE
+            expect(is_right, right, "the rank waited earlier", why, **at)
     raced = [x for x in crossing if x.raced]
-    expect(not raced, "no shard's gradient changes before wait()", f"{len(raced)} of {count} changed", **at)
+    expect(not raced, "no shard's gradient changes before wait()", f"{len(raced)} of {len(order)} changed", **at)
 
 
 def expect_accumulation(events, launched, order, grid, at):

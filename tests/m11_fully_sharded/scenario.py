@@ -135,7 +135,12 @@ def change_forward(model: nn.Module, kind: str = "") -> None:
 
     If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32. Blocks have two more
     arguments (see `run_block`). All blocks except the first get keyword arguments, unless it is "scaled, by position".
+    With "narrow norms", their norms compute in float32, so that each block has two dtypes.
     """
+    if kind == "narrow norms":
+        for block in model.blocks:
+            block.norm.float().forward = partial(run_narrow, block.norm.forward)
+        return
     if kind.startswith("scaled"):
         for block in model.blocks:
             block.forward = partial(run_block, block.forward)
@@ -158,6 +163,10 @@ def run_changed(model: nn.Module, kind: str, x: Tensor, branch: int) -> Tensor:
                 x = block(**dict(zip(("x", "other", "rows"), arguments))) if is_keyword else block(*arguments)
         x = border(x, number)
     return model.last(x.to(model.last.weight.dtype))
+
+
+def run_narrow(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(x.float()).to(x.dtype)
 
 
 def run_block(forward: Callable[[Tensor], Tensor], x: Tensor, other: Tensor, rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ ON_DEFAULT_GROUP = "the gradient is all-reduced in the default group, with other
 IN_FINISH = "all all-reduces are launched in the finish. Launch each in shard_reduced, when its average is there."
 SYNC = "the launch blocks. Use async_op=True."
 AWAITED_AT_ONCE = "the all-reduce is awaited where it is launched, so nothing overlaps. Wait for it in the finish."
+AWAITED_IN_UNIT = "the all-reduce of one dtype of a unit is awaited for that of another dtype. Wait in the finish."
 BLOCK_IGNORED = "a backward in no_replica_sync crosses: its flag is not tested, or an inner block sets it again."
 READ_IN_FORWARD = "the flag of no_replica_sync is read in forward. Read it when a reduction has ended."
 ENDED_BY_FINISH = "a finish ends the block in which it is. Only the end of the block may restore the previous state."
