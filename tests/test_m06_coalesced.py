@@ -89,20 +89,22 @@ def test_coalesce_refuses_mixtures(submission):
     rng = submission.rng
     [world] = submission.worlds(2)
     blocks = [  # (what the block contains, what must be compared to reject it, its calls)
+        # The first two show whether exceptions are swallowed. Otherwise, a block without one compares too little.
+        ("an exception from the caller", None, [("all_reduce", "SUM", F32)] * 2),
+        ("a KeyboardInterrupt", None, [("all_reduce", "SUM", F32)] * 2),
         ("an all_reduce and a reduce_scatter", "kinds", [("all_reduce", "SUM", F32), ("reduce_scatter", "SUM", F32)]),
         ("an all_gather and an all_reduce", "kinds", [("all_gather", None, F32), ("all_reduce", "SUM", F32)]),
-        ("SUM and AVG", "reduce operations", [("all_reduce", op, F32) for op in ("SUM", "AVG")]),
+        ("SUM and AVG", "reduce operations", [("all_reduce", op, F32) for op in ("SUM", "AVG", "SUM")]),
         ("AVG and SUM", "reduce operations", [("reduce_scatter", op, F64) for op in ("AVG", "AVG", "SUM")]),
         ("float32 and float64", "dtypes", [("all_reduce", "SUM", dtype) for dtype in (F32, F32, F64)]),
-        ("float32 and bfloat16", "dtypes", [("all_gather", None, dtype) for dtype in (F32, BF16)]),
-        ("an exception from the caller", None, [("all_reduce", "SUM", F32)] * 2),
+        ("float32 and bfloat16", "dtypes", [("all_gather", None, dtype) for dtype in (F32, BF16, F32)]),
         ("a nested block of the same group", "nested", [("all_reduce", "SUM", F32)] * 2),
+        ("a nested block of group.WORLD, the default group", "nested", [("all_reduce", "SUM", F32)] * 2),
     ]
     calls = [draw_calls(rng, world, world, kinds) for _, _, kinds in blocks]
     after = [entry for [entry] in draw_calls(rng, world, world, [("all_reduce", "SUM", F32)])]
     jobs = PerRank(
-        {"blocks": [block[rank] for block in calls], "interrupted": len(blocks) - 2, "nested": len(blocks) - 1}
-        | {"after": after[rank], "labels": None}
+        {"blocks": [block[rank] for block in calls], "nested": len(blocks) - 2, "after": after[rank], "labels": None}
         for rank in range(world)
     )
     results = submission.run(m06_coalesced.run_refused_blocks, jobs, world_size=world)
@@ -149,7 +151,7 @@ def test_bucket_group(submission):
             }
             for generator in draw_generators(rng, world)
         ]
-        common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups, "labels": [0, 1]}
+        common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups, "labels": [0, 1, 2, 3]}
         results = submission.run(
             m06_coalesced.sync_bucket_groups, PerRank(common | tensors for tensors in own), world_size=world
         )
@@ -160,6 +162,10 @@ def test_bucket_group(submission):
             with replace_cause(partial(diagnosis.find_wrong_buckets, results.events[group[0]], lengths)):
                 expect_averaged_shards(group_results, [own[rank]["grads"] for rank in group], layout, [0, 2, 1], group)
             expect_gathered_shards(group_results, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
+            with replace_cause(lambda failed: diagnosis.STALE_SHARDS):
+                moved = [result["moved"] for result in group_results]
+                expect_averaged_shards(moved, [own[rank]["grads"] for rank in group], layout, [0, 2, 1], group)
+                expect_gathered_shards(moved, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
             for rank, result in zip(group, group_results):
                 expected = [(dtype, numel) for numel in lengths]
                 for step, op, what in ((0, "reduce_scatter", "grad_sync"), (1, "all_gather", "param_sync")):

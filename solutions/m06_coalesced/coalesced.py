@@ -84,7 +84,10 @@ class BucketGroup:
         self.is_reduced = False  # without gather_grads: whether the shards contain averages that no step has used yet
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (this rank's shard, whole bucket) for each bucket of the group, as views of `data`."""
+        """Return (this rank's shard, whole bucket) for each bucket of the group, as views of `data`.
+
+        `data` may be a different tensor in each call, because `GradBuffer.reallocate` replaces the flat tensors.
+        """
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         ### BEGIN SOLUTION part (b)
         ranges = [self.buffer.layout.bucket_ranges[index] for index in self.bucket_indices]

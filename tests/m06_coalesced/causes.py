@@ -28,6 +28,10 @@ WRONG_NUMEL = (
     "plan_layout does not follow the rule of module 5, or the layout is not planned for the size of the group."
 )
 VIEWS = "The result of rank r belongs in shard r of each bucket, and `shards` must return views, not copies."
+STALE_SHARDS = (
+    "the values were correct before buffer.reallocate(), which replaces the flat tensors. `shards` must return views "
+    "of its argument `data`, not of an earlier tensor."
+)
 NOT_AWAITED = "the code does not call wait() on every handle, or it keeps only the handle of the last group."
 RACED = "the buffer is divided or written to while a collective is in progress."
 MIXED_ORDER = (
@@ -62,7 +66,10 @@ def explain_no_error(compared):
     """Return why a block raises nothing, where `compared` is the property in which its calls differ."""
     if compared == "nested":
         return NESTED
-    return f"the manager treats all calls like the first call. Compare the {compared} before the manager launches them."
+    return (
+        f"the manager treats all calls like the first call. Compare the {compared} of all calls before the manager "
+        "launches them."
+    )
 
 
 def explain_launch_after_error(compared):

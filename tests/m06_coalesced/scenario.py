@@ -46,6 +46,8 @@ def run_blocks(job: dict) -> list[list[torch.Tensor]]:
 def run_refused_blocks(job: dict) -> list[dict]:
     """Run blocks that must end with an exception. Return its type, whether it is the block's own, and later results.
 
+    The first two blocks raise exceptions of their own. From number job["nested"] on, they contain a block.
+
     The last two elements of the list are the result of a block whose caller catches the refusal of a nested block, and
     the sum of those of a block and of one of another group in it, or None.
     """
@@ -56,18 +58,18 @@ def run_refused_blocks(job: dict) -> list[dict]:
     answers = []
     for number, block in enumerate(job["blocks"]):
         recording.note("step", step=number)
-        raised, own = None, Interruption("raised in the block")
+        raised, own = None, {0: Interruption("raised in the block"), 1: KeyboardInterrupt()}.get(number)
         with phase("block"):
             try:
                 with coalesce():
-                    if number == job["nested"]:
-                        with coalesce():
+                    if number >= job["nested"]:
+                        with coalesce(None if number == job["nested"] else dist.group.WORLD):
                             call(block[0], None)
                     for entry in block:
                         call(entry, None)
-                    if number == job["interrupted"]:
+                    if own:
                         raise own
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 raised = error
         with phase("after"):
             alone = call(job["after"], None)
@@ -110,30 +112,41 @@ def run_refused_blocks(job: dict) -> list[dict]:
 def sync_bucket_groups(job: dict) -> dict:
     """Average gradients (step 0) and gather parameters (step 1) in BucketGroups of a buffer without a wrapper.
 
-    Return the flat tensors before and afterwards, and the parameters.
+    Then move the buffer, and do the same again in the other order (steps 2 and 3), so that a group uses the same kind
+    of data before and after the move. Return the flat tensors before and afterwards, and the parameters, and the same
+    after the move as "moved".
     """
     group = create_group(job)
     params = [nn.Parameter(value.to(device())) for value in job["params"]]
     buffer = student("m05_grad_buffer", "GradBuffer")(
         params, job["bucket_numel"], dist.get_world_size(group), with_params=True
     )
-    for parameter, (start, end), grad in zip(params, buffer.layout.param_ranges, job["grads"]):
-        buffer.grad_data[start:end] = grad.flatten().to(device())
-        parameter.grad = buffer.grad_data[start:end].view(grad.shape)
-    before = {"grad_data": buffer.grad_data.clone(), "param_data": buffer.param_data.clone()}
     groups = [
         student("m06_coalesced", "BucketGroup")(buffer, indices, process_group=group) for indices in job["indices"]
     ]
-    for step, kind in enumerate(("grad_sync", "param_sync")):
-        recording.note("step", step=step)
-        with phase("start"):
-            for bucket_group in groups:
-                getattr(bucket_group, f"start_{kind}")()
-        with phase("wait"):
-            for bucket_group in reversed(groups):
-                getattr(bucket_group, f"finish_{kind}")()
-    after = {"grad_data": buffer.grad_data, "param_data": buffer.param_data}
-    return after | {"before": before, "params": [parameter.detach() for parameter in params]}
+    outcomes = []
+    for first, kinds in ((0, ("grad_sync", "param_sync")), (2, ("param_sync", "grad_sync"))):
+        if first:
+            buffer.reallocate()
+        buffer.grad_data.zero_()
+        for parameter, (start, end), grad, value in zip(
+            params, buffer.layout.param_ranges, job["grads"], job["params"]
+        ):
+            buffer.param_data[start:end] = value.flatten().to(device())
+            buffer.grad_data[start:end] = grad.flatten().to(device())
+            parameter.grad = buffer.grad_data[start:end].view(grad.shape)
+        before = {"grad_data": buffer.grad_data.clone(), "param_data": buffer.param_data.clone()}
+        for step, kind in enumerate(kinds, first):
+            recording.note("step", step=step)
+            with phase("start"):
+                for bucket_group in groups:
+                    getattr(bucket_group, f"start_{kind}")()
+            with phase("wait"):
+                for bucket_group in reversed(groups):
+                    getattr(bucket_group, f"finish_{kind}")()
+        after = {"grad_data": buffer.grad_data.clone(), "param_data": buffer.param_data.clone()}
+        outcomes.append(after | {"before": before, "params": [parameter.detach().clone() for parameter in params]})
+    return outcomes[0] | {"moved": outcomes[1]}
 
 
 def train_on_shards(job: dict) -> dict:
