@@ -407,6 +407,13 @@ def test_zero_clipping(submission):
             right = "if the norm is NaN, clip_grad_norm_ makes all gradients NaN, and the step all weights"
             wrong = f"{join_names(finite)} have finite entries after the step"
             expect(not math.isnan(value) or not finite, right, wrong, diagnosis.NAN_NOT_SCALED, rank=rank)
+    [world] = submission.worlds(2)
+    start = {"weights.0": torch.zeros(400, dtype=torch.float16)}
+    inputs = [[[torch.full_like(start["weights.0"], 1024)]]] * world  # their squares overflow in fp16
+    jobs = make_dots_jobs(make_recipe("SGD", max_norm=1.0), start, inputs)
+    results = submission.run(m08_zero.train_dots, jobs, world_size=world)
+    norms, rounding = [result["norms"] for result in results], max(get_rounding(results), NORMS[torch.float32])
+    expect_norms(norms, [1024 * math.sqrt(400)], rounding, why=diagnosis.explain_overflow)
 
 
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
@@ -453,7 +460,8 @@ def test_zero_checkpoints(submission):
             if model == "Frozen":  # models without frozen parameters have passed
                 causes = (diagnosis.MISNUMBERED_MOMENTS,) * 2
             with replace_cause(partial(diagnosis.find_misfitting_moments, cause=causes[0])):
-                results = submission.run(m08_zero.train, jobs, world_size=after)
+                at_once = PerRank(job | {"batches": [], "save": True} for job in jobs)
+                results, again = submission.run_each(m08_zero.train, [jobs, at_once])
             expect_trained(
                 f"after loading {source}, {half} steps of {name} on {after} ranks give the plain optimizer's weights",
                 results,
@@ -462,6 +470,9 @@ def test_zero_checkpoints(submission):
                 partial(diagnosis.suspect_loading, resumed, weights, state, recipe),
                 otherwise=causes[1],
             )
+            for rank, result in enumerate(again):
+                with replace_cause(lambda failed: diagnosis.NOT_SAVED_AGAIN):
+                    expect_state_dict(result["state_dict"], state, params, rank, after, "after load_state_dict, ")
     expect_reloaded(submission)
 
 
@@ -506,9 +517,10 @@ def test_zero_masters(submission):
     jobs_per_call = [
         make(rounded, load=state_dict),
         make(start, load=plain, late_weights=list(rounded.values())),
+        make(rounded, inputs=[[]] * after, load=state_dict, save=True),  # no steps
     ]
     with replace_cause(diagnosis.find_misfitting_moments):
-        results, without = submission.run_each(m08_zero.train_dots, jobs_per_call)
+        results, without, again = submission.run_each(m08_zero.train_dots, jobs_per_call)
     expect_trained(
         f"after loading the state_dict of {before} ranks, 5 steps on {after} ranks start from its main parameters",
         results,
@@ -526,6 +538,10 @@ def test_zero_masters(submission):
         tolerance=exact,
         otherwise=diagnosis.MASTERS_NOT_FROM_WEIGHTS,
     )
+    for rank, result in enumerate(again):
+        with replace_cause(partial(diagnosis.find_rounded_moments, result["state_dict"], state_dict, start)):
+            when = "after load_state_dict, with fp32 moments, "
+            expect_state_dict(result["state_dict"], state_dict, list(start), rank, after, when)
 
 
 # ---- what the checks use
@@ -637,6 +653,7 @@ def draw_sharing_problems(rng, world):
     unit = rng.randint(5, 20)
     layers = [numel for _ in range(8) for numel in [rng.randint(18, 20) * unit] + [unit] * (world - 1)]
     falling = [factor * unit for factor in range(12, 0, -1)]
+    equal_bytes = [2 * unit] + [unit] * 2 * (world - 1)
     problems = {
         "8 layers of a large parameter and small ones": {"first": [layers]},
         "12 parameters, each smaller than the one before": {"first": [falling]},
@@ -645,6 +662,9 @@ def draw_sharing_problems(rng, world):
         "8 parameters, every second of them frozen": {"first": [[unit * 9] * 8], "frozen": list(range(0, 8, 2))},
         f"{6 * world} parameters of one shape, 6 of them in fp64": {
             "first": [[unit * 9] * 6 * world], "wide": list(range(0, 6 * world, world)),
+        },
+        "6 fp32 parameters, each before fp64 ones of as many bytes": {
+            "first": [equal_bytes * 6], "wide": [i for i in range(6 * len(equal_bytes)) if i % len(equal_bytes)],
         },
     }  # fmt: skip
     return {name: {"frozen": [], "late": [], "wide": []} | problem for name, problem in problems.items()}
@@ -664,13 +684,13 @@ def expect_plain_loads(resume):
         expect(False, "a plain optimizer can load the state_dict", f"{type(error).__name__}: {error}")
 
 
-def expect_state_dict(actual, expected, params, rank, size):
+def expect_state_dict(actual, expected, params, rank, size, when=""):
     """Expect the plain optimizer's state_dict, plus "masters", on one of `size` ranks.
 
     `params` are the names of its parameters in their order.
     """
     ranks = f"each of {size} ranks" if size > 1 else "the only rank"
-    what = f"on {ranks}, state_dict() returns the plain optimizer's state_dict plus masters: "
+    what = f"{when}on {ranks}, state_dict() returns the plain optimizer's state_dict plus masters: "
     kinds = {key: type(value).__name__ for key, value in actual.items()} if isinstance(actual, dict) else {}
     expect(
         {"state": "dict", "param_groups": "list"}.items() <= kinds.items() and "masters" in kinds,

@@ -320,7 +320,8 @@ class ZeroOptimizer(OuterOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict saved on any number of ranks or by a plain optimizer. Later steps do not change it.
 
-        Main parameters that it does not contain start from the current weights. Other old state is forgotten.
+        Main parameters that it does not contain start from the current weights. Their moments are loaded in fp32. Other
+        old state is forgotten.
         """
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The inner optimizer numbers the shards from 0, in the same order.

@@ -104,6 +104,10 @@ WRONG_NUMBERS = (
     "the state is stored under the numbers of other parameters. A parameter's number is its place in the param_groups, "
     "where frozen parameters count too."
 )
+NOT_SAVED_AGAIN = (
+    "after steps, state_dict is right, and training resumes from the loaded state. But until the next step, state_dict "
+    "leaves this state out or changes it."
+)
 LOST_STATE = "a rank that has no part of a parameter does not receive the parameter's state from the other ranks."
 
 
@@ -576,6 +580,13 @@ def explain_norms(num_parameters, norms, expected):
     return "the norm is not the root of the sum of the squares in all ranks' own shards."
 
 
+def explain_overflow(norms, _):
+    """Return why these norms are wrong if the squares of the gradients fit in fp64, but not in their own dtype."""
+    if any(map(math.isinf, norms)):
+        return "the norm is infinite, because the squares overflow in the dtype of the gradients. Add them up in fp64."
+    return ""
+
+
 def suspect_loading(resume, weights, state, recipe):
     """Return mistakes of load_state_dict; `resume` computes weights from weights and a state_dict."""
     fresh = [recipe["options"] | group["options"] for group in recipe["groups"]]
@@ -614,6 +625,16 @@ def explain_entry(shape, expected):
 def find_misfitting_moments(failed, cause=MISFITTING_MOMENTS):
     """Return `cause` if moments do not fit the shards on which the inner optimizer steps."""
     return cause if re.search("size of tensor .* must match", failed.verdict.message) else ""
+
+
+def find_rounded_moments(actual, saved, weights, _):
+    """Return the cause if the moments in `actual` are those in `saved`, rounded to the dtypes of the weights."""
+    for number, weight in enumerate(weights.values()):
+        for key, moment in saved["state"][number].items():
+            rounded = moment.to(weight.dtype) if moment.dim() else moment
+            if not torch.equal(actual["state"].get(number, {}).get(key, rounded), rounded.to(moment.dtype)):
+                return ""
+    return "load_state_dict rounds the moments of main parameters to the dtype of the weights. They must stay in fp32."
 
 
 def suspect_no_masters(recipe, start, inputs, masters):
