@@ -4,7 +4,8 @@ Module 4 copies every gradient into its bucket and back. In this module, each gr
 the start, so a bucket is a slice of the buffer and is reduced in place. The code separates the *plan* (`plan_layout`, a
 pure function), the *memory* (`GradBuffer`) and the *communication* (`Bucket` and `BufferedDDP`).
 
-Cost per step: the launches and bytes of module 4, no copies, and padding of less than lcm(N, 128) elements per bucket.
+Cost per step: the launches and bytes of module 4, and no copies. The padding adds at most 63 elements before each
+parameter, and less than lcm(N, 128) elements at the end of each bucket.
 """
 
 from __future__ import annotations
