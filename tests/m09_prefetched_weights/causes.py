@@ -12,7 +12,15 @@ AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launc
 SOME_AWAITED = "step waits for some of the all-gathers that it launches. It may only launch them; forward waits."
 INCOMPLETE = "weights that had not arrived were used. The outputs of an all-gather are NaN until its handle is awaited."
 NOTHING_AWAITED = "no all-gather is ever awaited. wait_for must call finish_param_sync of each group in flight."
+FORGOTTEN = (
+    "some all-gathers are never awaited. wait_for may forget a group only after it has called the group's "
+    "finish_param_sync."
+)
 LAUNCH_ORDER = "the groups are launched in the order of the buffers, in reverse. Forward needs the first layer first."
+NOT_BY_FIRST = (
+    "the groups are not in the order of their first parameters. A group is needed as soon as forward needs one of its "
+    "parameters, so its last parameter does not matter."
+)
 UNUSED = "a group that forward did not use is still in flight. step must wait for it before it writes weights."
 WRITTEN_FIRST = "step waits for old weights only after the inner optimizer has written new ones, which they overwrite."
 NOT_IN_EVALUATION = "no hook waits for the weights in an evaluation, that is, in eval mode and without gradients."
@@ -107,9 +115,21 @@ def find_unfinished(events_by_rank):
         if left:
             return (
                 f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers: number "
-                f"{join_names(left)}. It must pass every group to wait_for."
+                f"{join_names(left)}. It must pass every group to wait_for, which may forget a group only after it has "
+                "waited for it."
             )
     return ""
+
+
+def explain_forgotten(events):
+    """Return why nothing ever waits for some of the all-gathers in a rank's record."""
+    gathers = [launch for launch in launches(events, phase="step") if launch.op == "all_gather"]
+    return FORGOTTEN if any(launch.waits for launch in gathers) else NOTHING_AWAITED
+
+
+def explain_order(hooks):
+    """Return why a step launches all-gathers in another order than the hooks, numbered as they run, wait for them."""
+    return LAUNCH_ORDER if hooks == sorted(hooks, reverse=True) else NOT_BY_FIRST
 
 
 def find_early_forward(submission, jobs, trainable):
