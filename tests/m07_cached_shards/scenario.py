@@ -160,7 +160,7 @@ def run_steps(job: dict) -> dict:
     With job["gather_grads"], return the gradients of each step as its "tensors". Otherwise, copy this rank's
     gradient shards into its parameter shards, gather the parameters, return them, and restore the weights. Also return
     the views that each step makes and, as "num_alive", how many old flat tensors something keeps alive after each step.
-    param_data counts only if it is gathered.
+    param_data counts only if it is gathered. In step job["moves_late"], the buffers also move before that gather.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -191,6 +191,9 @@ def run_steps(job: dict) -> dict:
         for buffer in ddp.grad_buffers:
             for start, end in list_own_shards(buffer):
                 buffer.param_data[start:end] = buffer.grad_data[start:end]
+            if step == job.get("moves_late"):
+                old.append(StorageWeakRef(buffer.param_data.untyped_storage()))
+                buffer.reallocate()
         with counter.during("start_param_sync"):
             ddp.start_param_sync()
         with counter.during("finish_param_sync"):
