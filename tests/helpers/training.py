@@ -30,14 +30,14 @@ VISITS = [*((place, kind) for place in PLACES for kind in KINDS), EVAL_MODE]
 
 
 class Dots(torch.nn.Module):
-    """A model with these weights, of any dtypes, whose gradients are exactly its inputs."""
+    """A model with these weights, of any dtypes, whose gradients are exactly its inputs. None: the weight is unused."""
 
     def __init__(self, weights: list[torch.Tensor]):
         super().__init__()
         self.weights = torch.nn.ParameterList(weight.clone() for weight in weights)
 
     def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        return sum((weight * x).sum().float() for weight, x in zip(self.weights, inputs))
+        return sum((weight * x).sum().float() for weight, x in zip(self.weights, inputs) if x is not None)
 
 
 class Interruption(Exception):

@@ -219,7 +219,12 @@ def suspect_main_grads(batches, step, results):
     hypotheses = {
         "the micro-batches are accumulated in bf16, in which 1 + 0.002 is rounded to 1. Add each micro-batch to "
         "main_grad in fp32, also inside no_sync.": average(lambda micro, i: add_up(micro, i)[-1]),
-        "main_grad still contains the gradients of the previous step. zero_grad does not clear it.": average(
+        "main_grad of a parameter that the step does not use still contains the gradients of the previous step. None "
+        "counts as zeros.": average(
+            lambda micro, i: sum(x[i].float() for x in micro) if micro[0][i].any() else before[str(i)]
+        ),
+        "main_grad still contains the gradients of the previous step. An optimizer's zero_grad does not clear it, "
+        "so finish_accumulation must make it start from zero.": average(
             lambda micro, i: sum(x[i].float() for x in micro) + (before[str(i)] if step else 0)
         ),
         "p.grad keeps growing, and the whole sum is added to main_grad each time. Set p.grad to None after you add "

@@ -190,6 +190,7 @@ def clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def accumulate(job: dict) -> dict:
     """Take two steps of many micro-batches on bf16 parameters. Return main_grad, grad and the buffers.
 
+    The optimizer zeroes the gradients, not the wrapper. A parameter whose inputs are zeros is not used.
     With job["gather_grads"] False, module 6's wrapper leaves the averages in this rank's shards.
     """
     model = Dots([torch.ones(size, dtype=torch.bfloat16) for size in job["sizes"]]).to(device())
@@ -197,18 +198,23 @@ def accumulate(job: dict) -> dict:
         ddp = student(job["package"], job["wrapper"])(model, process_group=create_group(job), **job["arguments"])
     if "gather_grads" in job:
         ddp.gather_grads = job["gather_grads"]
+
+    def move(inputs: list) -> list:
+        return [x.to(device()) if x.any() else None for x in inputs]
+
+    optimizer = torch.optim.SGD(model.parameters())
     steps = []
     for step, micro_batches in enumerate(job["batches"]):
         recording.note("step", step=step)
-        ddp.zero_grad(set_to_none=job["set_to_none"])
+        optimizer.zero_grad(set_to_none=job["set_to_none"])
         for inputs in micro_batches[:-1]:
             with ddp.no_sync():
-                ddp([x.to(device()) for x in inputs]).backward()
+                ddp(move(inputs)).backward()
             if inputs is micro_batches[0]:
                 with torch.no_grad():  # an evaluation
-                    ddp([x.to(device()) for x in inputs])
+                    ddp(move(inputs))
         with phase("backward"):
-            ddp([x.to(device()) for x in micro_batches[-1]]).backward()
+            ddp(move(micro_batches[-1])).backward()
         with phase("finish"):
             ddp.finish_grad_sync()
         steps.append(
