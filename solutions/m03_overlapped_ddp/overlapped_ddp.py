@@ -46,8 +46,8 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
     """Wrap a model and all-reduce each of its gradients as soon as backward has computed it.
 
     What `NaiveDDP` says of every wrapper holds, except that every rank must use every parameter, in the same order, in
-    every backward that synchronises. From here on, each step has at most one such backward, outside `no_sync` and after
-    all others, and then one call of `finish_grad_sync`, also outside.
+    the last backward of each step. From here on, a step has at most one backward outside `no_sync`, after all others,
+    and then one call of `finish_grad_sync`, also outside.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
