@@ -25,7 +25,7 @@ from brigade.checks.expectations import (
 from brigade.events import list_ready_gradients, summarize
 from helpers import training
 from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_idle_rank, expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_second_backward, expect_unsynced
 from m04_bucketed_ddp import causes as diagnosis
 from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
@@ -181,6 +181,7 @@ def test_no_sync_accumulates(submission):
         expect(not late, right, f"{late} of the launches came after backward", why, **at)
     expect_unsynced(results, case, step=2)
     expect_second_backward(submission, world, JOB)
+    expect_accumulated(submission, world, JOB)
 
 
 @pytest.mark.points(1)
@@ -266,7 +267,8 @@ def expect_buckets(case, buckets):
     for dtype in set(case["dtypes"]):
         order = [i for bucket in buckets for i in bucket if case["dtypes"][i] == dtype]
         right = "the parameters are in reverse registration order"
-        expect(order == sorted(order, reverse=True), right, got, diagnosis.NOT_REVERSED)
+        why = partial(diagnosis.explain_position, case, sizes, buckets)
+        expect(order == sorted(order, reverse=True), right, got, why)
     has_one_dtype = all(len({case["dtypes"][i] for i in bucket}) == 1 for bucket in buckets)
     expect(has_one_dtype, "all parameters of a bucket have the same dtype", got, diagnosis.MIXED_DTYPES)
     totals = [sum(sizes[i] for i in bucket) for bucket in buckets]

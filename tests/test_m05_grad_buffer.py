@@ -26,7 +26,7 @@ from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, format_zero_grad
 from helpers.easier import explain_late_launches
-from helpers.odd_steps import expect_idle_rank, expect_no_old_gradients, expect_second_backward
+from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages
 from m05_grad_buffer import causes as diagnosis
 from m05_grad_buffer import scenario as m05_grad_buffer
@@ -83,6 +83,8 @@ def test_buffer_memory(submission):
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         job = {"values": values, "bucket_numel": BUCKET_NUMEL, "grad_dtype": grad_dtype}
         [states] = submission.run(m05_grad_buffer.move_buffer, job, world_size=1)
+        right = "a parameter whose gradient is None has none after it is in a GradBuffer"
+        expect(states["after construction"]["is_unset"], right, "p.grad is a tensor")
         starts = [start for start, _ in compute_layout([v.numel() for v in values], BUCKET_NUMEL, 1)["param_ranges"]]
         for when, state in states.items():
             for i, start in enumerate(starts):
@@ -162,6 +164,8 @@ def test_zero_grad_in_any_form(submission):
     cases = [
         submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world]) for _ in variants
     ]
+    for case in cases:
+        case.batches[0][0][0]["x"].zero_()  # on rank 0, the gradient of the first weight is zero, as its view is
     jobs = [case.make_jobs(zero=form, late=late, **JOB) for case, (form, late) in zip(cases, variants)]
     for (form, late), case, results in zip(variants, cases, submission.run_each(m05_grad_buffer.train, jobs)):
         when = "between forward and backward" if late else "before forward"
@@ -210,6 +214,7 @@ def test_steps_and_subgroups(submission):
     expect_second_backward(submission, submission.worlds(2)[0], JOB)
     expect_no_old_gradients(submission, submission.worlds(2)[0], JOB)
     expect_idle_rank(submission, JOB)
+    expect_accumulated(submission, submission.worlds(2)[0], JOB)
 
 
 @pytest.mark.parts("Parts (h) and (i): accumulate in fp32")
@@ -265,9 +270,13 @@ def test_main_grad_accumulates_in_fp32(submission):
             )
             expect({launch.dtype for launch in launched} == {"float32"}, right, wrong, **at)
             result = results[at["rank"]]
-            kept, offsets = result["set"], list(result["steps"][1]["buffers"][0]["offsets"].values())
+            offsets = list(result["steps"][1]["buffers"][0]["offsets"].values())
+            kept = [is_set for is_set, _ in result["last"] if is_set]
             right = "after finish_accumulation(set_grads=False), p.grad stays None"
             expect(not kept, right, f"{len(kept)} of {len(sizes)} parameters have a p.grad", rank=at["rank"])
+            sums = {value for _, main_grad in result["last"] for value in main_grad.unique().tolist()}
+            right = "after finish_accumulation(set_grads=False), main_grad starts from zero: gradients of 1 give 1"
+            expect(sums <= {1.0}, right, f"main_grad contains {join_names(sorted(sums))}", rank=at["rank"])
             wrong = f"main_grad is not a view for {offsets.count(None)} of {len(offsets)} parameters"
             expect(None not in offsets, "each main_grad is a view of the buffer", wrong, rank=at["rank"], step=1)
 

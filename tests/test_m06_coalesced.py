@@ -27,7 +27,7 @@ from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, format_zero_grad, list_groups, require_halves
 from helpers.easier import explain_late_launches
-from helpers.odd_steps import expect_idle_rank, expect_no_old_gradients, expect_second_backward
+from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages, split_ranks
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.causes import explain_lost_view
@@ -296,6 +296,7 @@ def test_steps_and_subgroups(submission):
             expect_trained(what, [result["weights"] for result in results], case)
     expect_no_old_gradients(submission, submission.worlds(2)[0], make_job(2))
     expect_idle_rank(submission, make_job(2))
+    expect_accumulated(submission, submission.worlds(2)[0], make_job(2))
     for gather_grads, world in zip((True, False), submission.worlds(2, 1)):  # one rank has all averages, ungathered
         expect_fp32_gradients(submission, world, gather_grads)
 

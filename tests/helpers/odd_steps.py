@@ -26,6 +26,18 @@ IDLE = (
     "a rank whose gradients are all None launches nothing in finish_grad_sync. It must launch the same collectives as "
     "the others, with zeros."
 )
+REPLACED_BY_ZEROS = (
+    "a gradient that was accumulated inside no_sync is lost if the last backward does not use its parameter. Only a "
+    "gradient that is None counts as zeros."
+)
+FORGETS = (
+    "a forward between the two backward passes removes the record of what is launched, so the second one is not "
+    "refused. Forward must not change the state of the step."
+)
+SHARED_STATE = (
+    "wrapping a second model changes the first wrapper, which alone is right. State that all wrappers share, in the "
+    "class or in a global variable, belongs in self."
+)
 TWO_BACKWARDS = {
     "a second backward": ("forward", "backward", "forward", "backward", "finish"),
     "a second backward inside no_sync": ("forward", "backward", "forward", "backward in no_sync", "finish"),
@@ -45,11 +57,37 @@ def expect_second_backward(submission, world, job):
     case = submission.case("Plain", world, micro_batches=2)
     orders = TWO_BACKWARDS | LATE_FORWARDS
     jobs = [case.make_jobs(order=order, **job) for order in orders.values()]
+
+    def find_forgetful_forward(what, failed):
+        order = sorted(orders[what], key=lambda action: action != "forward")
+        results = submission.try_run(training.take_odd_step, case.make_jobs(order=order, **job), world_size=world)
+        is_refused = results is not None and not any(results)  # without a forward between them
+        return FORGETS if is_refused and what in TWO_BACKWARDS else ""
+
     for what, results in zip(orders, submission.run_each(training.take_odd_step, jobs)):
         cause = LOST_BETWEEN if what in LATE_FORWARDS else causes.SECOND_BACKWARD
         if training.KINDS[0] in what:
             expect(None not in results, f"{what} is accepted", "RuntimeError", cause)
-        expect_right_or_refused(f"{what} is averaged", results, case.gradients(), evidence=Evidence(cause))
+        with replace_cause(partial(find_forgetful_forward, what)):
+            expect_right_or_refused(f"{what} is averaged", results, case.gradients(), evidence=Evidence(cause))
+
+
+def expect_accumulated(submission, world, job):
+    """Expect the finish to keep gradients that the last backward did not complete, also if there is another wrapper."""
+    case = submission.case("Branches", world, micro_batches=2, branches=[0] * world)
+    for own in case.batches:
+        own[0][1]["branch"] = 1
+    order = ("forward", "backward in no_sync", "forward", "backward", "finish")
+    jobs = case.make_jobs(order=order, **job | {"arguments": {}})  # one bucket
+    what, expected = "the average contains layers that only a backward inside no_sync has used", case.gradients()
+    last = case.gradients(micro=slice(1, 2))
+    lost = {name: expected[name] if last[name] is not None else None for name in expected}
+    results = submission.run(training.take_odd_step, jobs, world_size=world)
+    expect_equal(what, list(results), expected, hypotheses={REPLACED_BY_ZEROS: [lost] * world})
+    jobs = PerRank(own | {"has_other": True} for own in jobs)
+    with replace_cause(lambda failed: SHARED_STATE):
+        results = submission.run(training.take_odd_step, jobs, world_size=world)
+        expect_equal(f"with a second wrapper in the same process, {what}", list(results), expected)
 
 
 def expect_idle_rank(submission, job):

@@ -177,15 +177,20 @@ def train(job: dict) -> dict:
         with phase("step"):
             optimizer.step()
         visit(ddp, batches[0], PLACES[4], visits)
+        visits = visits[::-1]  # each kind of forward is the last one in some step
     weights = {name: p.detach() for name, p in model.named_parameters()}
     results = {"start": start, "gradients": gradients, "strides": strides, "weights": weights}
     return results | {"interface": describe_interface(ddp, model)}
 
 
 def take_odd_step(job: dict) -> dict | None:
-    """Follow job["order"]. Return the gradients, or None if the wrapper refuses a part of it with RuntimeError."""
+    """Follow job["order"]. Return the gradients, or None if the wrapper refuses a part of it with RuntimeError.
+
+    With job["has_other"], wrap another model before the first action.
+    """
     model = build(job)
     ddp = wrap(job, model)
+    _other = wrap(job, build(job)) if job.get("has_other") else None
     return copy_gradients(model) if follow(job["order"], ddp, job["batches"][0]) else None
 
 

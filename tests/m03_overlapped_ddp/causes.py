@@ -70,6 +70,11 @@ def explain_silence(events):
     """Explain why the backward after an exception inside no_sync does not launch."""
     if mistake := find_repeated_reduction(events, None):
         return mistake
-    if launches(events, phase="finish"):
+    second = next(place for place, event in enumerate(events) if event.get("part") == "other")  # a second wrapper
+    is_hooked = any(launch.place > second for launch in launches(events, phase="backward"))
+    if launches(events, phase="finish") and not is_hooked:
         return IN_THE_FINISH
-    return "no_sync restores its state only if the block ends normally. Use try ... finally."
+    return (
+        "no_sync does not restore its state: an exception skips this, or an inner block has overwritten the saved "
+        "state. Save it in a local variable, and use try ... finally."
+    )

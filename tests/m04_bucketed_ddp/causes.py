@@ -37,6 +37,16 @@ def explain_missing(buckets, count):
     return "the last bucket is never closed, so it is lost." if sum(map(len, buckets)) < count else ""
 
 
+def explain_position(case, sizes, buckets):
+    """Explain why the parameters of one dtype are not in reverse order. `sizes` are in bytes."""
+    small = [[i for i in bucket if sizes[i] <= case["cap_bytes"]] for bucket in buckets]
+    for dtype in set(case["dtypes"]):
+        order = [i for bucket in small for i in bucket if case["dtypes"][i] == dtype]
+        if order != sorted(order, reverse=True):
+            return NOT_REVERSED
+    return "a parameter larger than the cap is not at its place. It must close the open bucket and follow it."
+
+
 def explain_large_bucket(rule, case, sizes, buckets):
     """Explain why a bucket exceeds the cap. `rule` returns buckets for sizes, and `sizes` are in bytes."""
     by_bytes, by_elements = (rule(lengths, case["dtypes"], case["cap_bytes"]) for lengths in (sizes, case["numels"]))

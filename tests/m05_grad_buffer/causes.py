@@ -232,7 +232,8 @@ def suspect_main_grads(batches, step, results):
         "an evaluation starts main_grad from zero again. Only the first backward after a finish may do so.": average(
             lambda micro, i: sum(x[i].float() for x in micro[1:])
         ),
-        "main_grad contains only the last micro-batch. Gradients are copied into main_grad instead of added.": average(
+        "main_grad contains only the last micro-batch. Gradients are copied into main_grad instead of added, or a "
+        "forward starts it from zero again. Only the first backward after a finish may do so.": average(
             lambda micro, i: micro[-1][i].float()
         ),
     }

@@ -44,6 +44,7 @@ def move_buffer(job: dict) -> dict:
 
     Return, by moment, the offset in elements and the values of each p.data in param_data and p.main_grad in grad_data.
     The offset of a tensor outside its flat tensor is None. With job["grad_dtype"] None, the gradients are in p.grad.
+    "is_unset" says whether a gradient of None stays None.
     """
     params = [nn.Parameter(value.to(device())) for value in job["values"]]
     name = "main_grad" if job["grad_dtype"] else "grad"
@@ -64,6 +65,9 @@ def move_buffer(job: dict) -> dict:
         }
 
     states = {"after construction": describe()}
+    unset = nn.Parameter(torch.ones(2, device=device()))
+    student("m05_grad_buffer", "GradBuffer")([unset], None, 1)
+    states["after construction"]["is_unset"] = unset.grad is None
     if any(grad is None for grad in list_gradients()):
         return states
     for i, grad in enumerate(list_gradients()):
@@ -190,8 +194,9 @@ def clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def accumulate(job: dict) -> dict:
     """Take two steps of many micro-batches on bf16 parameters. Return main_grad, grad and the buffers.
 
-    The optimizer zeroes the gradients, not the wrapper. A parameter whose inputs are zeros is not used.
-    With job["gather_grads"] False, module 6's wrapper leaves the averages in this rank's shards.
+    An optimizer zeroes the gradients, not the wrapper. A parameter whose inputs are zeros is not used.
+    With job["gather_grads"] False, module 6's wrapper leaves the averages in this rank's shards. "last" has, for each
+    parameter, whether p.grad is set, and main_grad, after two more steps with gradients of 1 and without set_grads.
     """
     model = Dots([torch.ones(size, dtype=torch.bfloat16) for size in job["sizes"]]).to(device())
     with phase("construct"):
@@ -202,11 +207,12 @@ def accumulate(job: dict) -> dict:
     def move(inputs: list) -> list:
         return [x.to(device()) if x.any() else None for x in inputs]
 
-    optimizer = torch.optim.SGD(model.parameters())
+    is_sharded = job.get("gather_grads") is False  # then only the wrapper's zero_grad ends a step
+    owner = ddp if is_sharded else torch.optim.SGD(model.parameters())
     steps = []
     for step, micro_batches in enumerate(job["batches"]):
         recording.note("step", step=step)
-        optimizer.zero_grad(set_to_none=job["set_to_none"])
+        owner.zero_grad(set_to_none=job["set_to_none"])
         for inputs in micro_batches[:-1]:
             with ddp.no_sync():
                 ddp(move(inputs)).backward()
@@ -224,8 +230,13 @@ def accumulate(job: dict) -> dict:
                 "buffers": describe_buffers(ddp, model),
             }
         )
-    for weight in model.weights:
-        weight.grad = None
-    if finish := getattr(ddp.grad_buffers[0], "finish_accumulation", None):  # an answer may do without it
-        finish(False)
-    return {"steps": steps, "set": [i for i, weight in enumerate(model.weights) if weight.grad is not None]}
+    buffer = ddp.grad_buffers[0]
+    if not hasattr(buffer, "finish_accumulation"):  # an answer may do without it
+        return {"steps": steps, "last": []}
+    for _ in range(2):
+        for i, weight in enumerate(buffer.params):
+            weight.grad = torch.ones_like(weight)
+            buffer.accumulate_into_buffer(i)
+        buffer.finish_accumulation(False)
+    last = [(weight.grad is not None, clone(getattr(weight, "main_grad", None))) for weight in buffer.params]
+    return {"steps": steps, "last": last}
