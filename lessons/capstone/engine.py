@@ -31,7 +31,7 @@ STRATEGIES = {  # by the modules that build it
 
 
 def convert(x, source, target, group):
-    """Return `x` in another place: the four conversions. In a group of one rank, all places are the same."""
+    """Return `x` with another placement: the four conversions. In a group of one rank, all placements are the same."""
     size = dist.get_world_size(group)
     if source == target or size == 1:
         return x
@@ -54,13 +54,13 @@ def train(strategy, weights, batches, compute_loss):
     own = torch.nn.Parameter(convert(weights, WHOLE, state, inner).clone())  # what this rank updates
     optimizer = torch.optim.AdamW([own], lr=0.1)
     for micro_batches in batches:
-        total, place = 0.0, strategy.gradients
+        total, placement = 0.0, strategy.gradients
         for batch in micro_batches:
             whole = convert(kept, strategy.weights, WHOLE, inner).detach().requires_grad_()
             compute_loss(whole, *batch).backward()
-            total = total + convert(whole.grad, PARTIAL, place, inner)
+            total = total + convert(whole.grad, PARTIAL, placement, inner)
         for target in strategy.route:
-            total, place = convert(total, place, target, inner), target
+            total, placement = convert(total, placement, target, inner), target
         own.grad = convert(total, PARTIAL, WHOLE, outer)
         optimizer.step()
         kept = convert(own.detach(), state, strategy.weights, inner)
