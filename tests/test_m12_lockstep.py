@@ -360,7 +360,7 @@ def expect_epochs(results, case, job):
             got, reads = [total for _, total, _ in answer["results"]], answer["reads"]
             right = f"run returns the results of {count} steps with {join_names(totals)} tokens{setting}"
             wrong = f"it returned {len(got)} results with {join_names(got) or 'no'} tokens"
-            why = partial(diagnosis.explain_num_steps, len(got), totals, own, micro_batches)
+            why = partial(diagnosis.explain_num_steps, got, totals, own, micro_batches)
             expect(got == totals and not answer["raised"], right, wrong, why, **at)
             is_right = all(taken <= most for taken, most in zip(reads, taken_at))
             right = f"before step k, run has taken at most k · {micro_batches} + 1 batches{setting}"

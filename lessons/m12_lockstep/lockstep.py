@@ -136,9 +136,9 @@ class LockstepLoop:
     def run(self, batches: Iterable[MicroBatch], micro_batches: int = 1) -> list[StepResult]:
         """Train on every batch of this rank's iterable, up to `micro_batches` of them per step.
 
-        All ranks take equally many steps, until no rank has data left. If an iterable raises an exception, the step for
-        which it was asked happens on no rank. The exception leaves `run` on its own rank, and RuntimeError on the
-        others.
+        All ranks take equally many steps, until no rank has data left. If an iterable raises an exception instead of a
+        batch, the step that would use this batch happens on no rank, but all earlier steps do, even if `run` reads
+        ahead. The exception leaves `run` on its own rank, and RuntimeError on the others.
         """
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")

@@ -13,6 +13,9 @@ NOT_DETERMINISTIC = "the assignment depends on random numbers or addresses, and 
 STEPPED = "the optimizer steps although is_skipped is True. With zero gradients, momentum and weight decay still act."
 GRADIENTS_LEFT = "a skipped step does not clear the gradients."
 READ_AHEAD = "run turns the iterable into a list, or reads several steps ahead."
+RAISED_EARLY = (
+    "run raises an exception of a batch that it has read ahead before the steps of the batches before this one."
+)
 TOO_MANY = "a collective of its own asks whether the data have ended. Let the number of tokens carry it."
 NO_FINISH = "a rank without micro-batches does not call finish_grad_sync, and misses the wrapper's collectives."
 LOSS_FIRST = "the losses are summed before finish_grad_sync, in which ranks without micro-batches reduce."
@@ -128,7 +131,7 @@ def find_missing_clip(events, job):
 def find_wrong_steps(results, steps):
     """Return the evidence that the optimizer has made another number of steps than `steps`."""
     counts = [len(answer["reads"]) for [answer] in results]
-    return Evidence(mistake=STEP_TAKEN if max(counts) > steps else READ_AHEAD if max(counts) < steps else "")
+    return Evidence(mistake=STEP_TAKEN if max(counts) > steps else RAISED_EARLY if max(counts) < steps else "")
 
 
 def explain_result(name, returned, right, index, reason):
@@ -155,12 +158,16 @@ def explain_added(added, plain):
 
 
 def explain_num_steps(got, totals, lengths, micro_batches):
-    """Return why run takes `got` steps, instead of steps with `totals` tokens."""
-    if 0 in totals and got == totals.index(0):
+    """Return why run returns results with `got` tokens, instead of those of steps with `totals` tokens."""
+    if 0 in totals and got == [total for total in totals if total]:
+        return "run leaves out the results of skipped steps. It returns one for every step."
+    if 0 in totals and len(got) == totals.index(0):
         return "run ends at a step without tokens. A batch may contain ignored targets only, and data follow it."
-    if got == -(-min(lengths) // micro_batches):
+    if len(got) == -(-min(lengths) // micro_batches):
         return "run ends when the first rank has no data left."
-    return "the last batches, fewer than micro_batches, are dropped." if got == max(lengths) // micro_batches else ""
+    return (
+        "the last batches, fewer than micro_batches, are dropped." if len(got) == max(lengths) // micro_batches else ""
+    )
 
 
 def explain_raised(got, is_own):
