@@ -6,8 +6,8 @@ from pathlib import Path
 
 from brigade.cli.console import console
 from brigade.cli.progress_file import find_state, hash_submission, recall, remember
-from brigade.course.modules import CORE_MODULES, Module
-from brigade.course.submission import Sources
+from brigade.course.modules import CORE_MODULES, ROOT, Module
+from brigade.course.submission import Sources, find, read
 from brigade.runner.ranks import RankFailure
 
 
@@ -26,10 +26,16 @@ def handle_success(entry: Module, sources: Sources, target: Path, show: bool) ->
 
 
 def compare(entry: Module, sources: Sources) -> bool:
-    """Print the comparison with the previous module, or the reason why it failed. Return whether it succeeded."""
+    """Print the comparison with the previous module, or the reason why it failed. Return whether it succeeded.
+
+    With --prior reference, `sources` lack a previous module that this one does not import: take the reference's.
+    """
     from brigade.lab import comparison
     from brigade.lab.experiment import show_progress
 
+    for previous in [other for other in CORE_MODULES if other.number == entry.number - 1]:
+        if f"{previous.package}.{previous.name}" not in sources and find(ROOT / "solutions", previous):
+            sources = read("solutions", previous.number) | sources
     try:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
             results = comparison.compare_with_previous(entry, sources, advance)
