@@ -294,6 +294,13 @@ def test_on_a_busy_machine_a_comparison_counts_and_does_not_time(brigade, lesson
     assert "The machine is too slow or too busy to measure times. `brigade bench" in printed
 
 
+def test_a_comparison_with_the_reference(brigade, tmp_path):
+    """The target has no module 2, and module 3 imports nothing from it."""
+    package = get_module(3).package
+    shutil.copytree(ROOT / "solutions" / package, tmp_path / package)
+    assert "2 FlatDDP" in brigade("check", 3, "--target", tmp_path, "--prior", "reference").stdout
+
+
 def test_the_checks_up_to_a_part(brigade):
     shown = brigade("check", 13, "--target", "solutions", "--until", "d").stdout
     assert "Part (a): " in shown and "Parts (b) to (d): " in shown and "(e) to (g)" not in shown
