@@ -203,7 +203,7 @@ class Switch:
         if self._recorded[rank] != self._asked[rank]:
             raise Refused("recorded a border, but did not ask for its factors")
         if event["kind"] == "launch" and event["index"] > len(calls):
-            raise Refused("recorded a launch that it did not make")
+            raise Refused("recorded a launch that it did not make, perhaps because an exception prevented it")
         if event["kind"] == "complete" and not (event["index"] < len(calls) and calls[event["index"]].is_polled):
             raise Refused("recorded that a launch is complete, but did not ask")
         if event["kind"] == "done" and not (event["index"] < len(calls) and calls[event["index"]].is_delivered):
