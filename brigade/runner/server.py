@@ -123,17 +123,19 @@ class Server:
 
     def close(self) -> None:
         """End the server and all its ranks. The next `start` starts a new server."""
-        if self._channel:
-            self._channel.close()
+        if channel := self._channel:
+            channel.close()
             self._channel = None
-        if self._process:
-            self._process.terminate()  # has an effect only while it imports torch
+        process, scratch = self._process, self.scratch
+        if process:  # another thread may be closing the server, too
+            process.terminate()  # has an effect only while it imports torch
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=15)
-            self._process.kill()  # has no effect if it has ended
-            self._process.wait()
-            self._process = None
-            remove(self.scratch)
+                process.wait(timeout=15)
+            process.kill()  # has no effect if it has ended
+            process.wait()
+            if self._process is process:
+                self._process = None
+            remove(scratch)
 
 
 SERVER = Server()
