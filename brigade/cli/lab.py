@@ -19,14 +19,7 @@ from brigade.cli.options import (
     add_target,
     resolve_results_file,
 )
-from brigade.course.modules import (
-    ROOT,
-    TRAINING_MODULES,
-    CourseError,
-    Module,
-    get_module,
-    select_modules,
-)
+from brigade.course.modules import ROOT, TRAINING_MODULES, CourseError, Module, get_module, select_modules
 from brigade.course.submission import read, resolve_target
 from brigade.course.written import MEASUREMENTS, locate_measurements
 from brigade.lab import torchrun

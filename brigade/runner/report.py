@@ -38,7 +38,7 @@ JARGON = (
     (r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?", "gloo: "),
 )
 
-Frame = tuple[str, int, str, str]  # file, line, function, text of the line
+Frame = tuple[str, int, str, str]  # file, line, function, text of the line, which feedback may have to hide
 
 
 @dataclass(eq=False)
@@ -73,25 +73,28 @@ class RankFailure(Exception):
 def make_exception_failure(rank: int, error: Any, packages: dict[str, Sources]) -> RankFailure:
     """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours."""
     frames: list[Frame] = []
+    lines = []
     for file, line, function in error["frames"][-FRAMES_LIMIT:]:
-        text = find_line(packages, file, int(line))
+        source, is_shown = find_text(packages, file)
+        text = "".join(source.split("\n")[max(0, int(line) - 1) : int(line)]).strip()[:MESSAGE_LIMIT]
         frames.append((Path(file).name[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], text))
+        name, number, where, _ = frames[-1]
+        lines.append(f"  {name}, line {number}, in {where}" + (f": {text}" if text and is_shown else ""))
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
-    lines = [f"  {file}, line {line}, in {where}" + (f": {text}" if text else "") for file, line, where, text in frames]
     summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
     own = bool(error["own"])
     return RankFailure("exception", summary, lines, rank, kind, message=message, frames=frames, own=own)
 
 
-def find_line(packages: dict[str, Sources], path: str, number: int) -> str:
-    """Return a line of a file that the ranks received, or "".
+def find_text(packages: dict[str, Sources], path: str) -> tuple[str, bool]:
+    """Return the text of a file that the ranks received, or "", and whether feedback may show lines of it.
 
-    If files of the reference are mixed with a student's modules, return no line of them: feedback must not show them.
+    If files of the reference are mixed with a student's modules, it must not show them.
     """
     for texts in (dict(sources.values()) for sources in packages.values()):
-        if path in texts and (not is_sealed(path) or all(map(is_sealed, texts))):
-            return "".join(texts[path].split("\n")[max(0, number - 1) : number]).strip()[:MESSAGE_LIMIT]
-    return ""
+        if path in texts:
+            return texts[path], not is_sealed(path) or all(map(is_sealed, texts))
+    return "", False
 
 
 def describe_failure(

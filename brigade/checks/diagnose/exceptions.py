@@ -195,9 +195,8 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
     registering = [text for _, _, function, text in failure.frames[:-1] if function != "<lambda>"]
     if any(re.search(r"register_\w*hook\(", text) for text in registering) and failure.own:
         return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
-    file, number, _, line = failure.frames[-1] if failure.frames else ("", 0, "", "")
+    file, _, _, line = failure.frames[-1] if failure.frames else ("", 0, "", "")
     text = next((text for path, text in sources.values() if Path(path).name == file), "")
-    line = line or dict(enumerate(text.splitlines(), 1)).get(number, "").strip()  # frames hide the reference's lines
     for symptom in SYMPTOMS:
         match, in_file = re.search(symptom.message, failure.message), re.search(symptom.file, text, re.MULTILINE)
         is_there = match and in_file and re.search(symptom.line, line) and symptom.error in ("", failure.error)
