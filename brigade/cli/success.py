@@ -6,7 +6,7 @@ from pathlib import Path
 
 from brigade.cli.console import console
 from brigade.cli.progress_file import find_state, hash_submission, recall, remember
-from brigade.course.modules import CORE_MODULES, ROOT, Module
+from brigade.course.modules import CORE_MODULES, ROOT, Module, get_module
 from brigade.course.submission import Sources, find, read
 from brigade.runner.ranks import RankFailure
 
@@ -33,9 +33,10 @@ def compare(entry: Module, sources: Sources) -> bool:
     from brigade.lab import comparison
     from brigade.lab.experiment import show_progress
 
-    for previous in [other for other in CORE_MODULES if other.number == entry.number - 1]:
-        if f"{previous.package}.{previous.name}" not in sources and find(ROOT / "solutions", previous):
-            sources = read("solutions", previous.number) | sources
+    previous = get_module(entry.number - 1)
+    is_missing = previous.is_core and f"{previous.package}.{previous.name}" not in sources
+    if is_missing and find(ROOT / "solutions", previous):
+        sources = read("solutions", previous.number) | sources
     try:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
             results = comparison.compare_with_previous(entry, sources, advance)

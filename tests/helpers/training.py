@@ -106,17 +106,22 @@ def visit(ddp: torch.nn.Module, batch: dict, place: str, visits: Sequence[tuple[
             was_training = ddp.training
             for is_training in (True, False):
                 ddp.train(is_training)
-                with phase("forward"), torch.set_grad_enabled(kind == KINDS[1]):
-                    compute_loss(ddp, move_to_device(batch))
+                with torch.set_grad_enabled(kind == KINDS[1]):
+                    forward(ddp, batch)
             ddp.train(was_training)
+
+
+def forward(ddp: torch.nn.Module, batch: dict) -> torch.Tensor:
+    """Run forward on one batch and return the loss."""
+    with phase("forward"):
+        return compute_loss(ddp, move_to_device(batch))
 
 
 def forward_backward(
     ddp: torch.nn.Module, batch: dict, visits: Sequence[tuple[str, str]] = (), block: Callable = contextlib.nullcontext
 ) -> None:
     """Run forward and, in a `block`, backward on one batch, and the forwards of `visits` between and after them."""
-    with phase("forward"):
-        loss = compute_loss(ddp, move_to_device(batch))
+    loss = forward(ddp, batch)
     visit(ddp, batch, PLACES[1], visits)
     with block():
         with phase("backward"):

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
+from brigade.checks.edge_case_models import OPTIMIZERS
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import Interruption, build, create_group, describe_interface, forward_backward, move_to_device
+from helpers.training import Interruption, build, create_group, describe_interface, forward, forward_backward
 from m11_fully_sharded import scenario as fully_sharded
 from m11_fully_sharded.scenario import UNIT_TYPES
 
@@ -124,11 +124,6 @@ def take_crossed_step(ddp: nn.Module, batches: list[dict]) -> None:
             backward(ddp, loss)
             loss = forward(ddp, batch)
     backward(ddp, loss)
-
-
-def forward(ddp: nn.Module, batch: dict) -> torch.Tensor:
-    with phase("forward"):
-        return compute_loss(ddp, move_to_device(batch))
 
 
 def backward(ddp: nn.Module, loss: torch.Tensor) -> None:
