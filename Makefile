@@ -84,10 +84,10 @@ site: setup $(if $(STUDENT),student)
 	@echo "out/$(SITE)/index.html is the start page"
 
 gradescope: setup
-	$(BIN)/python -m brigade.cli.gradescope $(GRADE_OPTIONS)
+	$(BIN)/python -m tools.gradescope $(GRADE_OPTIONS)
 
 student: setup
-	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS))
+	$(BIN)/python -m tools.student_edition $(if $(HINTS),--hints $(HINTS))
 
 package: student
 	cp out/student.zip brigade/course/student.zip

@@ -7,7 +7,6 @@ timeline shows a step of the module below a step of the previous core module, on
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -19,18 +18,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from brigade.course.modules import (
-    ADVANCED,
-    CORE_MODULES,
-    MODULES,
-    ROOT,
-    TRAINING_MODULES,
-    Module,
-    find_module,
-    get_module,
-)
+from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, Module, find_module, get_module
 from brigade.course.submission import read
-from brigade.lab.experiment import run_to_status
 from brigade.lab.ladder import get_variant, is_hybrid
 from brigade.lab.memory import draw_step, measure_step
 from brigade.lab.notebook_plots import draw_bars, draw_timelines
@@ -39,6 +28,7 @@ from brigade.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m08_zero_optimizer import memory
 from lessons.m16_half_bytes import wire
+from tools.for_modules import run_for_modules
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
 VIEW_NUMEL = 1_000_000  # the time does not depend on it
@@ -53,18 +43,6 @@ TOKENS = (1, 256)  # (sequences, tokens) of the picture with activation checkpoi
 
 class Doubtful(Exception):
     """A timeline that was not written because it cannot be trusted."""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.figures",
-        description="Redraw the readings' measured pictures: timeline.png, "
-        " memory.png, module 7's views.png and module 16's wire.png from real runs.",
-        epilog="Example: python -m tools.figures 3",
-    )
-    parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
-    options = parser.parse_args()
-    return run_to_status("figures", lambda: draw_figures(options.number))
 
 
 def draw_figures(number: str | None = None) -> int:
@@ -91,7 +69,7 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
     special = {"CachedDDP": ("views", draw_views), "FullyShardedDDP": ("checkpointing", draw_checkpointing)}
     special |= {"HalfBytesDDP": ("wire", draw_wire), "ZeroOptimizer": ("memory", draw_kept)}
     drawings = dict(special[name] for name in entry.public if name in special)
-    if entry in TRAINING_MODULES and not is_hybrid(get_variant(entry)):
+    if entry.trains and not is_hybrid(get_variant(entry)):
         before = [module for module in CORE_MODULES if module.number < entry.number]
         compared = [*before[-1:], entry]
         drawings["timeline"] = partial(draw_steps, compared)
@@ -180,4 +158,4 @@ def draw_views(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_for_modules("figures", __doc__, draw_figures))

@@ -6,7 +6,6 @@ fails at the end. Do not run anything else at the same time, because the noteboo
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -19,22 +18,11 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.lab.experiment import run_to_status
+from tools.for_modules import run_for_modules
 
 OVERVIEW = ROOT / "notebooks" / "00_overview.ipynb"
 EXECUTED = "executed"  # the key in a notebook's metadata for the result of `hash_code`
 CELL_S = 240
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.notebook_files",
-        description="Execute the notebooks and store their outputs. Each takes about half a minute.",
-        epilog="Example: python -m tools.notebook_files 4",
-    )
-    parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all notebooks)")
-    options = parser.parse_args()
-    return run_to_status("notebooks", lambda: execute_notebooks(options.number))
 
 
 def list_notebooks(number: str | None = None) -> list[Path]:
@@ -98,4 +86,4 @@ def hash_code(notebook: NotebookNode) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_for_modules("notebook_files", __doc__, execute_notebooks))

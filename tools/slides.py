@@ -7,7 +7,6 @@ together with a few lines of printed text. Every figure and every excerpt from a
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import re
@@ -25,7 +24,7 @@ from nbconvert import SlidesExporter
 from nbformat import NotebookNode
 
 from brigade.course.modules import ROOT
-from brigade.lab.experiment import run_to_status
+from tools.for_modules import run_for_modules
 from tools.notebook_files import list_notebooks
 
 TEMPLATE = ROOT / "tools" / "slides.html.j2"
@@ -37,17 +36,6 @@ LONGEST = 20  # lines that fit on a slide
 WIDEST = 84  # characters that fit on a line of code or output
 NOTES = {"slideshow": {"slide_type": "notes"}}
 FORMULA_PT = 22
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.slides",
-        description="Write a deck of slides for each notebook to out/slides, from the stored outputs.",
-        epilog="Example: python -m tools.slides 4",
-    )
-    parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all notebooks)")
-    options = parser.parse_args()
-    return run_to_status("slides", lambda: write_decks(options.number))
 
 
 def write_decks(number: str | None = None) -> int:
@@ -154,4 +142,4 @@ def join_files(names: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_for_modules("slides", __doc__, write_decks))

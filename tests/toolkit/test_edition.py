@@ -17,11 +17,12 @@ from documents import find_dead_links
 from brigade.cli import edition as edition_command
 from brigade.cli import study
 from brigade.cli.main import main
-from brigade.course import skeletons, student_edition
+from brigade.course import skeletons
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.course.student_edition import BROWSER_NOTEBOOKS
 from brigade.grade.grading import grade
 from brigade.grade.outcome import make_empty_grading
+from tools import student_edition
+from tools.student_edition import BROWSER_NOTEBOOKS
 
 FIRST = get_module(1)
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
@@ -54,11 +55,12 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
     answers = clone / lesson / "answers.md"
     answers.write_text(answers.read_text() + "a secret, half-written\n")
-    assert run_command(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip contain ")
+    assert run_command(clone, "tools.student_edition").startswith("out/student and out/student.zip contain ")
     made = clone / "out" / "student"
     with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:
         zipped = {Path(name).relative_to("student") for name in bundle.namelist() if not name.endswith("/")}
     assert zipped == {path.relative_to(made) for path in made.rglob("*") if path.is_file()}
+    assert not [path for path in zipped if path.suffix == ".pyc"]
     return made
 
 

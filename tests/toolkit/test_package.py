@@ -16,11 +16,10 @@ import pytest
 from mutants import find_mutant
 from packaging.requirements import Requirement
 
-from brigade.cli import gradescope as package_command
 from brigade.cli import main as cli
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.grade import gradescope_package as package
 from brigade.sandbox import enter
+from tools import gradescope as package
 
 OPTIONS = ["--modules", "1-2", "--seed", "@seed"]
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
@@ -159,7 +158,7 @@ def test_only_its_owner_may_read_it_and_equal_courses_make_equal_zips(archive, t
 def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, capsys):
     monkeypatch.setattr(package, "SCRIPTS", Path("/nowhere"))  # so that nothing is written
     try:
-        status = package_command.main(options)
+        status = package.main(options)
     except SystemExit as leaving:
         status = leaving.code
     assert status == 2 and line in capsys.readouterr().err
@@ -170,7 +169,7 @@ def test_all_uploads_get_one_seed(monkeypatch, capsys):
     built = []
     monkeypatch.setattr(package, "build", lambda archive, options, seed: built.append((options, seed)) or 1)
     for options in ([], [], ["--modules", "1", "--seed", "7"]):
-        assert package_command.main(options) == 0
+        assert package.main(options) == 0
     (_, first), (_, second), given = built
     assert given == (["--modules", "1", "--seed", "@seed"], 7)
     assert first != second and min(first, second) > 2**40, "or students could find it by trying"

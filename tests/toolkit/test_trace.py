@@ -17,6 +17,7 @@ from brigade.course.modules import ROOT, get_module
 from brigade.lab import ladder, timeline, timeline_plot
 from brigade.rank.emulated_link import Link
 from tools import figures
+from tools.for_modules import run_for_modules
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 PARAMETERS = dict(TinyLM(SIZE).named_parameters())
@@ -179,8 +180,9 @@ def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, 
     monkeypatch.setattr(sys, "argv", ["figures", "3"])
     for doubt in ("slow", ""):
         monkeypatch.setattr(figures, "trace", lambda variants, doubt=doubt: [replace(traced[3], doubt=doubt)])
-        assert figures.main() == bool(doubt)
+        assert run_for_modules("figures", None, figures.draw_figures) == bool(doubt)
         assert ("timeline.png not written, because the machine was busy" in capsys.readouterr().out) == bool(doubt)
     assert drawn == [get_module(3).lesson / "timeline.png"]
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
-    assert figures.main() == 2 and capsys.readouterr().err.startswith("figures: there is no module 77")
+    assert run_for_modules("figures", None, figures.draw_figures) == 2
+    assert capsys.readouterr().err.startswith("figures: there is no module 77")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from brigade.cli import gradescope
 from brigade.cli import main as cli
-from brigade.course import skeletons, student_edition, validation
+from brigade.course import skeletons, validation
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.grade import gradescope_package as package
+from tools import gradescope, student_edition
 
 FIRST = get_module(1)
 CHECKS = f"tests/{FIRST.checks.name}"
@@ -79,7 +78,7 @@ def test_checks_that_cannot_be_imported(course, text, fault):
 def test_nothing_is_made_from_a_contradiction(tmp_path, monkeypatch, capsys):
     """The table gives module 1 one point more than its checks have."""
     monkeypatch.setattr(validation, "MODULES", (replace(FIRST, points=9), *MODULES[1:]))
-    monkeypatch.setattr(gradescope, "ROOT", tmp_path)
+    monkeypatch.setattr(gradescope, "ARCHIVE", tmp_path / "gradescope.zip")
     monkeypatch.setattr(student_edition, "OUT", tmp_path / "student")
     monkeypatch.setattr(skeletons, "write", lambda: pytest.fail("skeletons were written"))
     monkeypatch.setattr("sys.argv", ["edition"])
@@ -90,7 +89,7 @@ def test_nothing_is_made_from_a_contradiction(tmp_path, monkeypatch, capsys):
 
 
 def test_what_checks_need_and_the_package_lacks_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(package, "NEEDED", tuple(name for name in package.NEEDED if "scenario" not in name))
+    monkeypatch.setattr(gradescope, "NEEDED", tuple(name for name in gradescope.NEEDED if "scenario" not in name))
     with pytest.raises(CourseError, match="cannot be imported: ImportError: cannot import name 'scenario'"):
-        package.build(tmp_path / "gradescope.zip")
+        gradescope.build(tmp_path / "gradescope.zip", [], 0)
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
 """Make the student edition, which is the course without its answers, in out/student and out/student.zip:
 
-    python -m brigade.course.student_edition [--hints 3]
+    python -m tools.student_edition [--hints 3]
 
 The edition contains the toolkit without the grader, and the other files in `INCLUDED`, if git tracks them. Skeletons
 and the templates for written answers are generated. Files in `student/` replace the course's own. No other file is
@@ -14,20 +14,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from brigade.course import handout, skeletons, validation, written
 from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.ipc.temporary import temporary_directory
+from brigade.lab.experiment import run_to_status
 
 # The files that the Gradescope package contains, too: the core, its commands and the checks.
-CORE = (
-    "brigade/*.py",
-    *(
-        f"brigade/{folder}/**/*.py"
-        for folder in ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
-    ),
-)
+FOLDERS = ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
+CORE = ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
 CHECKS = ("tests/test_m*.py", "tests/helpers/*.py")
 CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.txt"))
 
@@ -40,26 +37,32 @@ INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))
 INCLUDED += (*(f"lessons/*/{name}" for name in ("README.md", "hints.md", "*.png", "*.svg", "*.py")), "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
 SITE_PACKAGES = ("sphinx", "furo", "myst-nb", "sphinx-design", "sphinx-copybutton")
-HINT_LEVELS = 2  # of the three in each hints.md
 OUT = ROOT / "out" / "student"
 
 
-def list_tracked_files() -> set[Path]:
-    """Return the files that git tracks. Raise CourseError outside a clone."""
-    try:
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        raise CourseError("make the student edition in a clone: it contains only files that git tracks") from None
-    return {ROOT / name for name in listed.split("\0") if name}
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hints", type=int, choices=(2, 3), default=2, help="how many of the three hints")
+    options = parser.parse_args()
+    return run_to_status("edition", lambda: make_edition(options.hints))
 
 
-def collect_files(hint_levels: int = HINT_LEVELS) -> dict[Path, bytes]:
+def make_edition(hint_levels: int) -> int:
+    """Make the edition. Return 0. Raise CourseError outside a clone, or if the course is inconsistent."""
+    validation.validate_course()
+    files = collect_files(hint_levels)
+    try_imports(files)
+    shutil.rmtree(OUT, ignore_errors=True)
+    write(files, OUT)
+    archive = Path(shutil.make_archive(str(OUT), "zip", OUT.parent, OUT.name))
+    print(f"{OUT.relative_to(ROOT)} and {archive.relative_to(ROOT)} contain {len(files)} files")
+    return 0
+
+
+def collect_files(hint_levels: int) -> dict[Path, bytes]:
     """Return the contents of the edition's files by relative path. Raise CourseError outside a clone."""
-    tracked = list_tracked_files() - {Path(__file__).resolve()}
-    paths = [path for pattern in INCLUDED for path in ROOT.glob(pattern) if path in tracked]
-    contents = {path.relative_to(ROOT): path.read_bytes() for path in paths}
-    own = [path for path in (ROOT / "student").rglob("*") if path in tracked]
-    contents |= {path.relative_to(ROOT / "student"): path.read_bytes() for path in own}
+    contents = {path: (ROOT / path).read_bytes() for path in list_tracked_files(*INCLUDED)}
+    contents |= {path.relative_to("student"): (ROOT / path).read_bytes() for path in list_tracked_files("student/**")}
     for entry in MODULES:
         for folder in ("lessons", skeletons.STORED_SKELETONS):
             contents |= {folder / path: text.encode() for path, text in skeletons.make_skeletons(entry).items()}
@@ -73,11 +76,14 @@ def collect_files(hint_levels: int = HINT_LEVELS) -> dict[Path, bytes]:
     return contents | {path: select_requirements(packages).encode() for path, packages in pins.items()}
 
 
-def select_requirements(packages: Iterable[str]) -> str:
-    """Return the lines of requirements.txt that pin these packages."""
-    pins = tuple(f"{package}==" for package in packages)
-    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
-    return "".join(line for line in lines if line.startswith(pins))
+def list_tracked_files(*patterns: str) -> list[Path]:
+    """Return the files that git tracks and that match a pattern. Raise CourseError outside a clone."""
+    command = ["git", "--glob-pathspecs", "ls-files", "-z", *patterns]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise CourseError("make the student edition in a clone: it contains only files that git tracks") from None
+    return [Path(name) for name in listed.split("\0") if name]
 
 
 def cut_hints(text: str, levels: int) -> str:
@@ -85,33 +91,25 @@ def cut_hints(text: str, levels: int) -> str:
     return "\n## ".join(text.split("\n## ")[: levels + 1]).rstrip("\n") + "\n"
 
 
-def build(target: Path, hint_levels: int = HINT_LEVELS) -> int:
-    """Make the edition in `target` and return its number of files.
-
-    Raise CourseError outside a clone, if the course is inconsistent, or if a check cannot be imported.
-    """
-    validation.validate_course()
-    files = collect_files(hint_levels)
-    shutil.rmtree(target, ignore_errors=True)
-    for path, content in files.items():
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        (target / path).write_bytes(content)
-    validation.import_checks(target)
-    return len(files)
+def select_requirements(packages: Iterable[str]) -> str:
+    """Return the lines of requirements.txt that pin these packages."""
+    pins = tuple(f"{package}==" for package in packages)
+    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith(pins))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="how many of the three hints")
-    options = parser.parse_args()
-    try:
-        count = build(OUT, options.hints)
-        archive = Path(shutil.make_archive(str(OUT), "zip", OUT.parent, OUT.name))
-    except (CourseError, OSError) as error:
-        print(f"edition: {error}", file=sys.stderr)
-        return 2
-    print(f"{OUT.relative_to(ROOT)} and {archive.relative_to(ROOT)} contain {count} files")
-    return 0
+def write(contents: Mapping[Path, bytes], directory: Path) -> None:
+    """Write these files."""
+    for path, content in contents.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(content)
+
+
+def try_imports(contents: Mapping[Path, bytes]) -> None:
+    """Raise CourseError if these files are not enough to import all checks."""
+    with temporary_directory() as directory:
+        write(contents, directory)
+        validation.import_checks(directory)
 
 
 if __name__ == "__main__":
