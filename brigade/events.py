@@ -19,8 +19,8 @@ machine share), `phase` (what the training loop was doing) and the fields of its
     connected  the process group is complete
     phase    the training loop enters this phase
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
-    border   the rank learns the factors of border `number` of batch `batch` of the run, and has computed `values` there
-             (`checks/edge_case_models.py`)
+    border   the rank learns the factors of border `number` of batch `batch` of the run, and has computed `values`, some
+             of the `numel` entries there (`checks/edge_case_models.py`)
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
 Scenarios add kinds of their own with `note`. The parent validates each event once, when it arrives.
@@ -51,7 +51,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     **dict.fromkeys(("wait", "complete", "done", "end", "race"), {"index": (int,)}),
     "connect": {"group": (str,), "ranks": (list,)},
     "ready": {"name": (str,)},
-    "border": {"batch": (int,), "number": (int,), "values": (str,)},
+    "border": {"batch": (int,), "number": (int,), "numel": (int,), "values": (str,)},
     "step": {"step": NUMBER},
 }  # fmt: skip
 

@@ -1,10 +1,9 @@
 """The two ends of the channel between a rank and the parent. The rank gets one request, and sends events and results.
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
-list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the
-wait for one, which the parent answers with its result, P asks whether one is complete, B asks for the factors of a
-border, and G waits until all ranks have created a group. The request, the answers and the calls that follow the
-request to a rank of a notebook have no letter.
+list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a switch, some events are
+questions (`switch/switch.py`), C is a launch, which follows its event, and P asks whether a launch is complete. The
+request, the answers and the calls that follow the request to a rank of a notebook have no letter.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 from brigade.ipc import wire
 
 UNSTREAMED_S = 0.5  # the longest time between two batches of events that are not streamed
-LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")
+LETTERS = (b"E", b"R", b"X", b"C", b"P")
 HEADER = struct.Struct("<cQ")  # of a message to the parent: its letter and its length
 
 encode_events = json.JSONEncoder().encode
@@ -42,7 +41,7 @@ class Channel:
 
     def receive_request(self) -> dict[str, Any]:
         """Wait for the request and return it."""
-        request = wire.decode(self._read_answer())
+        request = wire.decode(self.receive_answer())
         self._stream = request["stream"]
         self._has_switch = request["switch"]
         return request
@@ -50,7 +49,7 @@ class Channel:
     def receive_calls(self) -> Iterator[list[Any]]:
         """Yield the arguments of each call, when it comes."""
         while True:
-            yield wire.decode(self._read_answer())
+            yield wire.decode(self.receive_answer())
 
     def add_event(self, event: dict[str, Any]) -> None:
         """Send an event immediately, or in a batch if events need not be streamed."""
@@ -74,25 +73,15 @@ class Channel:
         self._num_launches += 1
         return self._num_launches - 1
 
-    def receive_result(self, index: int) -> bytes:
-        """Wait until the switch sends the result of a launch."""
-        self._send(b"W", struct.pack("<Q", index))
-        return self._read_answer()
+    def receive_answer(self) -> bytes:
+        """Send all events. Wait until the switch answers the last one, or the request or a call comes."""
+        self._send()
+        return self._read(struct.unpack("<Q", self._read(8))[0])
 
     def poll(self, index: int) -> bool:
         """Ask the switch whether a launch is complete."""
         self._send(b"P", struct.pack("<Q", index))
-        return self._read_answer() == b"complete"
-
-    def connect(self) -> None:
-        """Wait until all ranks of the group in the last event have created it."""
-        self._send(b"G")
-        self._read_answer()
-
-    def ask(self, batch: int, number: int, numel: int) -> bytes:
-        """Ask the switch which entries of a border's gradient are halved."""
-        self._send(b"B", struct.pack("<QQQ", batch, number, numel))
-        return self._read_answer()
+        return self.receive_answer() == b"complete"
 
     def _send(self, letter: bytes = b"", body: bytes = b"") -> None:
         """Send the events that have not been sent, then a message if there is a letter."""
@@ -103,9 +92,6 @@ class Channel:
             parts = [(b"E", encode_events(events).encode())] if events else []
             parts += [(letter, body)] if letter else []
             self._socket.sendall(b"".join(HEADER.pack(mark, len(data)) + data for mark, data in parts))
-
-    def _read_answer(self) -> bytes:
-        return self._read(struct.unpack("<Q", self._read(8))[0])
 
     def _read(self, size: int) -> bytes:
         data = bytearray()

@@ -115,10 +115,11 @@ def ask(batch: int, number: int, x: torch.Tensor) -> torch.Tensor:
 
     The event has some of the entries, as float32 in hexadecimal.
     """
-    note("border", batch=batch, number=number, values=sample(x).numpy().tobytes().hex())
+    values = sample(x).numpy().tobytes().hex()
+    note("border", batch=batch, number=number, numel=x.numel(), values=values)
     if _seeds:
         return draw_halved(_seeds[batch][number], x.numel())
-    return torch.frombuffer(bytearray(_switch.ask(batch, number, x.numel())), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_switch.receive_answer()), dtype=torch.uint8)
 
 
 def sample(x: torch.Tensor) -> torch.Tensor:
@@ -274,7 +275,7 @@ LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # these also accept a single 
 class RecordingGroup(dist.ProcessGroup):
     """Record every collective and pass it on to `inner`, a complete process group.
 
-    Subclasses override `call` to handle the tensors in another way.
+    Subclasses override `call` to handle the tensors in another way, and `check` to refuse some.
     """
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
@@ -283,6 +284,9 @@ class RecordingGroup(dist.ProcessGroup):
         self._recorder = recorder
         self._name = name
         self._ranks = ranks
+
+    def check(self, op: str, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        """Raise an exception if these tensors cannot be used. Then the launch is neither recorded nor made."""
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         """Perform launch `index` and return its handle."""
@@ -302,6 +306,7 @@ class RecordingGroup(dist.ProcessGroup):
             args[0] = [args[0]]
         options = find_options(args, kwargs)
         received, sent = ([] if place is None else list_tensors(args[place]) for place in (outputs, inputs))
+        self.check(op, received, sent)
         full = received or sent if op in ("all_gather", "gather") else sent or received  # the larger side
         reduce_op = getattr(options, "reduceOp", None)
         name, memory = self._recorder.find_owner(full)

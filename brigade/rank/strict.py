@@ -44,14 +44,8 @@ class StrictGroup(RecordingGroup):
         self._messages: list[Any] = []
         torch.futures.wait_all, torch.futures.collect_all = wait_all, collect_all
 
-    @uncounted()
-    def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
-        op, outputs, inputs = METHODS[method]
-        if op == "barrier":
-            return super().call(method, args, kwargs, index)
-        given = {position: args[position] for position in {outputs, inputs} - {None}}
-        given_tensors = list_tensors(list(given.values()))
-        for tensor in given_tensors:
+    def check(self, op: str, received: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
+        for tensor in [*received, *sent]:
             if is_freed(tensor):
                 raise FreedTensorError(
                     f"{op} needs {tensor.nbytes} bytes for a tensor, but the tensor's storage has "
@@ -62,9 +56,16 @@ class StrictGroup(RecordingGroup):
                     f"{op} needs a contiguous tensor, as with NCCL. This tensor has shape {tuple(tensor.shape)} and "
                     f"strides {tensor.stride()}. Pass a contiguous copy, then copy the result back."
                 )
-        received, sent = (list_tensors(given.get(position)) for position in (outputs, inputs))
         if op == "all_to_all" and any(share_memory(one, other) for one in received for other in sent):
             raise ValueError("all_to_all needs an output that shares no memory with its input, as with NCCL")
+
+    @uncounted()
+    def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
+        op, outputs, inputs = METHODS[method]
+        if op == "barrier":
+            return super().call(method, args, kwargs, index)
+        given = {position: args[position] for position in {outputs, inputs} - {None}}
+        received = list_tensors(given.get(outputs))
         for position, value in given.items():
             args[position] = copy_tensors(value)
         targets, is_root = received, getattr(find_options(args, kwargs), "rootRank", None) == self.rank()
@@ -76,7 +77,7 @@ class StrictGroup(RecordingGroup):
         if op in OPPOSITES:
             self._messages.append(work)
         results = list_tensors(args[outputs]) if targets else []
-        return StrictWork(work, self._recorder, index, given_tensors, targets, results)
+        return StrictWork(work, self._recorder, index, list_tensors(list(given.values())), targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:
         raise RuntimeError("do not pass a device to the coalescing manager; the process group coalesces by itself")

@@ -29,7 +29,7 @@ class SwitchGroup:
 
     def __init__(self, channel: Channel, name: str, ranks: Sequence[int], options: Any):
         self._channel, self._name, self._ranks, self._rank = channel, name, list(ranks), options.group_rank
-        channel.connect()
+        channel.receive_answer()  # when all ranks of the group have created it
 
     def rank(self) -> int:
         return self._rank
@@ -57,24 +57,14 @@ class SwitchGroup:
             received_sizes = count_bytes(received)
             if method == "alltoall":
                 splits, sent = count_bytes(sent), [[tensor for part in sent for tensor in part]]
-        root = getattr(options, "rootRank", None)
-        if op in ("gather", "scatter", "broadcast", "reduce") and root is None:
-            root = 0
-        is_root = root == self._rank
+        is_root = getattr(options, "rootRank", None) == self._rank
         if op == "gather" and not is_root:
             received, received_sizes = [], []
         if op == "scatter" and not is_root:
             sent = []
         header = {
-            "op": op,
-            "group": self._name,
-            "ranks": self._ranks,
-            "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
             "sizes": count_bytes(sent),
             "receives": received_sizes,
-            "reduce_op": str(options.reduceOp.op).rpartition(".")[2] if hasattr(options, "reduceOp") else None,
-            "root": root,
-            "peer": args[1] if method in ("send", "recv") else None,
             "tag": args[-1] if op in ("send", "recv") else 0,
             "splits": splits,
         }
@@ -94,7 +84,7 @@ class SwitchWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._source is None:
-            answer = self._channel.receive_result(self._index)
+            answer = self._channel.receive_answer()  # to the event of the wait
             self._source, start = int.from_bytes(answer[:4], "little"), 4
             for tensor in self._outputs if len(answer) > 4 else []:
                 write_bytes(tensor, answer[start : start + tensor.nbytes])

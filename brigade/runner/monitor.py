@@ -231,6 +231,7 @@ class Monitor:
                 raise Refused(f"{too_much}. Likely cause: it launches collectives in an endless loop.")
             while message := rank.channel.pop_message(self._max_bytes, max_launch_bytes):
                 self._handle_message(rank, *message)
+                self._send_answers()
         except UNREADABLE as error:
             rank.refuse(str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel")
         for event in rank.record.events[num_events:] if self._how.on_event else []:
@@ -244,7 +245,10 @@ class Monitor:
         self._last_news = time.monotonic()
         if letter == b"E":
             for event in list(wire.decode_json(body.decode())):
-                self._add_event(rank, event)
+                validate(event, len(rank.record.launches))
+                self.progress.add(rank.number, event)
+                if self._switch:
+                    self._switch.follow(rank.number, event)
         elif letter == b"X":
             rank.failure = make_exception_failure(rank.number, wire.decode_json(body.decode()), self._packages)
         elif letter == b"R":
@@ -252,20 +256,18 @@ class Monitor:
                 self._switch.check_end(rank.number)
             rank.results.append(wire.decode(body))
             rank.record.end_call()
+        elif letter == b"C":
+            self._switch.launch(rank.number, body)
         else:
-            self._switch.handle(rank.number, letter, body)
-            while self._switch.answers:
-                number, answer = self._switch.answers.pop(0)
-                try:
-                    self.ranks[number].channel.send(answer)
-                except TimeoutError:
-                    self.ranks[number].refuse("did not read the answer to its question")
+            self._switch.poll(rank.number, *struct.unpack("<Q", body))
 
-    def _add_event(self, rank: RankProcess, event: Any) -> None:
-        validate(event, len(rank.record.launches))
-        if self._switch:
-            self._switch.check_event(rank.number, event)
-        self.progress.add(rank.number, event)
+    def _send_answers(self) -> None:
+        while self._switch and self._switch.answers:
+            number, answer = self._switch.answers.pop(0)
+            try:
+                self.ranks[number].channel.send(answer)
+            except TimeoutError:
+                self.ranks[number].refuse("did not read the answer to its question")
 
     def _request_stacks(self) -> None:
         """Ask the ranks to print their stacks, and read the stacks."""

@@ -1,10 +1,11 @@
 """The switch performs the collectives and messages of a run in the grader's process, and keeps a log of them.
 
-A rank of such a run has no other way to reach a peer. For each launch, it sends a header (JSON) and the bytes of its
-tensors, and the switch answers when the rank asks for the result. So the switch knows what every rank launched, in
-which order, and who waits for whom. It trusts nothing that a rank sends:
+A rank of such a run has no other way to reach a peer. After the event of a launch, it sends the launch itself: a
+header (JSON) and the bytes of its tensors. The events are its questions: a "wait" asks for the result of a launch, a
+"border" for factors, and a "connect" for the other ranks of a group. So the record of a rank cannot differ from what
+the switch does. The switch trusts nothing that a rank sends:
 
-- It computes the fields of a launch, such as its size, from the bytes that it received (`Call.facts`).
+- It computes the size of a launch from the bytes that it received, and compares it with the event.
 - It performs an operation only if all ranks of the group made the same call with the same sizes and dtype.
 - It gives a rank its result only when the rank waits, and lets a send end only when the peer has posted the receive.
 - It limits the number, the size and the total memory of launches.
@@ -16,11 +17,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-import struct
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -53,7 +53,6 @@ class Call:
     """One launch of one rank. Sizes are in bytes, one entry per tensor or, in a flat operation, per part."""
 
     rank: int  # global
-    index: int  # number of this launch on its rank
     op: str
     group: str
     ranks: tuple[int, ...]  # the group's global ranks
@@ -72,27 +71,6 @@ class Call:
     is_polled: bool = False  # whether the rank has learnt that the launch is complete
     held: int = 0
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The fields of the launch's event that the switch knows by itself."""
-        itemsize = DTYPES[self.dtype].itemsize if self.dtype else 1
-        nbytes = sum(self.sizes) if self.op == "all_to_all" else max(sum(self.sizes), sum(self.receives))
-        position = None if self.root is None else self.ranks.index(self.root)
-        return {
-            "op": self.op, "group": self.group, "ranks": list(self.ranks), "dtype": self.dtype, "nbytes": nbytes,
-            "numel": nbytes // itemsize, "reduce_op": self.reduce_op, "root": position, "peer": self.peer,
-            "parts": 1 if self.op == "all_to_all" else max(1, len(self.sizes), len(self.receives)),
-        }  # fmt: skip
-
-
-# For each question: the kind of event that a rank records before it, the fields of the event that the question repeats,
-# and what a rank has done that has recorded something else.
-RECORDED_BEFORE = {
-    b"G": ("connect", (), "created a group without recording it"),
-    b"W": ("wait", ("index",), "waited for a result without recording the wait"),
-    b"B": ("border", ("batch", "number"), "asked for the factors of a border without recording the border"),
-}
-
 
 class Switch:
     """The calls of the ranks of one run."""
@@ -101,8 +79,6 @@ class Switch:
         world_size = len(records)
         self._records = records
         self._seeds = seeds  # of borders, by rank and batch
-        self._asked = [0] * world_size  # questions about borders that each rank has asked, and has recorded
-        self._recorded = [0] * world_size
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
         self._waiting: dict[int, Call] = {}  # by rank
@@ -115,35 +91,32 @@ class Switch:
 
     # ---- what ranks send
 
-    def handle(self, rank: int, letter: bytes, body: bytes) -> None:
-        """Handle a launch or a question (see `ipc/channel.py`). Raise Refused if the rank recorded something else."""
-        events = self._records[rank].events
-        last = events[-1] if events else {"kind": None}
-        if letter == b"C":
-            if last["kind"] != "launch" or last["index"] != len(self.calls[rank]):
-                raise Refused("made a launch without recording it")
-            for name, fact in self.launch(rank, body).facts.items():
-                if last[name] != fact:
-                    raise Refused(f"recorded {name} = {last[name]!r} for a launch with {name} = {fact!r}")
-            return
-        numbers = [value for (value,) in struct.iter_unpack("<Q", body)]
-        if letter in RECORDED_BEFORE:
-            kind, fields, refusal = RECORDED_BEFORE[letter]
-            if last["kind"] != kind or [last[field] for field in fields] != numbers[: len(fields)]:
-                raise Refused(refusal)
-        if letter == b"G":
-            self.connect(rank, last["group"], last["ranks"])
-        elif letter == b"W":
-            self.wait(rank, *numbers)
-        elif letter == b"P":
-            self.poll(rank, *numbers)
-        else:
-            self.answer_border(rank, *numbers)
+    def follow(self, rank: int, event: Event) -> None:
+        """Answer the question of an event that is the last in the record of its rank. Raise Refused if it is untrue."""
+        self._expect_not_waiting(rank)
+        calls, kind = self.calls[rank], event["kind"]
+        if len(self._records[rank].launches) - len(calls) > (kind == "launch"):
+            raise Refused("recorded a launch that it did not make, perhaps because an exception prevented it")
+        if kind == "connect":
+            self._connect(rank, event["group"], event["ranks"])
+        elif kind == "border":
+            self._answer_border(rank, event["batch"], event["number"], event["numel"])
+        elif kind == "wait" and calls[event["index"]].result is None:
+            self._waiting[rank] = calls[event["index"]]
+        elif kind == "wait" and not calls[event["index"]].is_delivered:
+            self._deliver(calls[event["index"]])
+        elif kind == "complete" and not calls[event["index"]].is_polled:
+            raise Refused("recorded that a launch is complete, but did not ask")
+        elif kind == "done" and not calls[event["index"]].is_delivered:
+            raise Refused("recorded the end of a wait, but did not wait")
 
-    def launch(self, rank: int, message: bytes) -> Call:
-        """Take a launch of a rank and return it. Raise Refused if the message is not one."""
+    def launch(self, rank: int, message: bytes) -> None:
+        """Take a launch of a rank, after its event. Raise Refused if the message is not one."""
+        self._expect_not_waiting(rank)
+        if len(self._records[rank].launches) == len(self.calls[rank]):
+            raise Refused("made a launch without recording it")
         try:
-            call = self._read_call(rank, message)
+            call = self._read_call(rank, self._records[rank].launches[-1], message)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise Refused(f"sent a collective that cannot be performed: {str(error)[:200]}") from None
         self._sent[rank] += len(message)
@@ -155,32 +128,34 @@ class Switch:
             self._match(call)
         else:
             self._join(call)
-        return call
-
-    def wait(self, rank: int, index: int) -> None:
-        """Answer the rank as soon as its launch `index` is complete. Raise Refused if it may not wait for it."""
-        if rank in self._waiting or not 0 <= index < len(self.calls[rank]):
-            raise Refused("waited for a launch that it has not made, or for two launches at once")
-        call = self.calls[rank][index]
-        if call.is_delivered:
-            raise Refused("waited twice for the same result")
-        if call.result is None:
-            self._waiting[rank] = call
-        else:
-            self._deliver(call)
 
     def poll(self, rank: int, index: int) -> None:
-        """Answer whether launch `index` of the rank is complete. Raise Refused if it may not ask."""
-        if rank in self._waiting or not 0 <= index < len(self.calls[rank]):
-            raise Refused("asked for a launch that it has not made, or while it waits")
+        """Answer whether launch `index` of the rank is complete. Raise Refused if the rank has not made it."""
+        self._expect_not_waiting(rank)
+        if index >= len(self.calls[rank]):
+            raise Refused("asked for a launch that it has not made")
         call = self.calls[rank][index]
         call.is_polled = call.result is not None
         self.answers.append((rank, b"complete" if call.is_polled else b"pending"))
 
-    def connect(self, rank: int, group: str, ranks: list[int]) -> None:
+    def check_end(self, rank: int) -> None:
+        """Raise Refused if the record of a rank at the end of a call has a launch that the switch lacks."""
+        if len(self._records[rank].launches) != len(self.calls[rank]):
+            raise Refused("recorded a launch of which the switch knows nothing")
+
+    def is_stuck(self, settled: Collection[int]) -> bool:
+        """Return whether every rank waits for a launch or a group, except the ranks in `settled`."""
+        stopped = {*self._waiting, *self._connecting, *settled}
+        return len(stopped) == len(self.calls)
+
+    def _expect_not_waiting(self, rank: int) -> None:
+        if rank in {*self._waiting, *self._connecting, *(number for number, _ in self.answers)}:
+            raise Refused("went on before it had the answer for which it waits")
+
+    def _connect(self, rank: int, group: str, ranks: list[int]) -> None:
         """Answer all ranks of a group as soon as all of them have created it."""
-        if rank not in ranks or rank in self._waiting | self._connecting.keys():
-            raise Refused("created a group of which it is not a member, or while it waits")
+        if rank not in ranks:
+            raise Refused("created a group of which it is not a member")
         self._connecting[rank] = (group, tuple(ranks))
         members = [member for member, key in self._connecting.items() if key == self._connecting[rank]]
         if set(members) == set(ranks):
@@ -188,69 +163,51 @@ class Switch:
                 del self._connecting[member]
                 self.answers.append((member, b"connected"))
 
-    def answer_border(self, rank: int, batch: int, number: int, numel: int) -> None:
+    def _answer_border(self, rank: int, batch: int, number: int, numel: int) -> None:
         """Answer which entries of a border's gradient are halved. Raise Refused if the rank has no such border."""
-        seeds = self._seeds[rank]
-        if rank in self._waiting or batch >= len(seeds) or number >= len(seeds[batch]) or numel > MOST_ENTRIES:
+        seeds = self._seeds[rank][batch] if 0 <= batch < len(self._seeds[rank]) else []
+        if not 0 <= number < len(seeds) or not 0 <= numel <= MOST_ENTRIES:
             raise Refused("asked for the factors of a border that it does not have")
-        self._asked[rank] += 1
-        halved = draw_halved(seeds[batch][number], numel)
+        halved = draw_halved(seeds[number], numel)
         self.answers.append((rank, ctypes.string_at(halved.data_ptr(), numel) if numel else b""))
-
-    def check_event(self, rank: int, event: Event) -> None:
-        """Raise Refused if an event that is not in the rank's record yet contradicts what the rank has sent."""
-        calls = self.calls[rank]
-        if self._recorded[rank] != self._asked[rank]:
-            raise Refused("recorded a border, but did not ask for its factors")
-        if event["kind"] == "launch" and event["index"] > len(calls):
-            raise Refused("recorded a launch that it did not make, perhaps because an exception prevented it")
-        if event["kind"] == "complete" and not (event["index"] < len(calls) and calls[event["index"]].is_polled):
-            raise Refused("recorded that a launch is complete, but did not ask")
-        if event["kind"] == "done" and not (event["index"] < len(calls) and calls[event["index"]].is_delivered):
-            raise Refused("recorded the end of a wait, but did not wait")
-        self._recorded[rank] += event["kind"] == "border"
-
-    def check_end(self, rank: int) -> None:
-        """Raise Refused if the record of a rank at the end of a call has launches or borders that the switch lacks."""
-        launches = self._records[rank].launches
-        if len(launches) != len(self.calls[rank]) or self._recorded[rank] != self._asked[rank]:
-            raise Refused("recorded a launch or a border of which the switch knows nothing")
-
-    def is_stuck(self, settled: Collection[int]) -> bool:
-        """Return whether every rank waits for a launch or a group, except the ranks in `settled`."""
-        stopped = {*self._waiting, *self._connecting, *settled}
-        return len(stopped) == len(self.calls)
 
     # ---- operations
 
-    def _read_call(self, rank: int, message: bytes) -> Call:
+    def _read_call(self, rank: int, event: Event, message: bytes) -> Call:
         size = int.from_bytes(message[:4], "little")
         if size > min(HEADER_LIMIT, len(message) - 4):
             raise ValueError("its header is too long")
-        fields = json.loads(message[4 : 4 + size], parse_int=lambda digits: int(digits[:20]))
-        ranks = tuple(fields["ranks"])
-        lists = [fields["sizes"], fields["receives"], fields["splits"]]
-        numbers = [*ranks, *(size for sizes in lists for size in sizes), fields["tag"]]
-        if any(type(sizes) is not list or len(sizes) > MOST_PARTS for sizes in lists):
+        header = json.loads(message[4 : 4 + size], parse_int=lambda digits: int(digits[:20]))
+        sizes, receives, splits, tag = (header[name] for name in ("sizes", "receives", "splits", "tag"))
+        if any(type(each) is not list or len(each) > MOST_PARTS for each in (sizes, receives, splits)):
             raise ValueError("its sizes are not lists, or it has too many parts")
+        op, dtype, reduce_op, ranks = event["op"], event["dtype"], event["reduce_op"], tuple(event["ranks"])
+        numbers = [*ranks, *sizes, *receives, *splits, tag]
         if any(type(number) is not int or not 0 <= number <= MOST_HELD for number in numbers):
             raise ValueError("a size or a rank is not a small number")
         if len(set(ranks)) < len(ranks) or rank not in ranks or max(ranks) >= len(self.calls):
             raise ValueError("its group is not a set of ranks that contains it")
-        root, peer = (None if (at := fields[name]) is None else read_rank(at, ranks) for name in ("root", "peer"))
-        group, op, dtype, reduce_op = (fields[name] for name in ("group", "op", "dtype", "reduce_op"))
-        if type(group) is not str or len(group) > 100 or op not in OPERATIONS:
-            raise ValueError("its group has no name, or the operation is unknown")
-        if dtype is None if op != "barrier" else (dtype is not None or any(lists)):
+        if op not in OPERATIONS:
+            raise ValueError("the operation is unknown")
+        if dtype is None if op != "barrier" else (dtype is not None or sizes or receives or splits):
             raise ValueError("its dtype is missing")
-        if dtype is not None and any(size % DTYPES[dtype].itemsize for sizes in lists for size in sizes):
+        itemsize = DTYPES[dtype].itemsize if dtype else 1
+        if any(nbytes % itemsize for nbytes in [*sizes, *receives, *splits]):
             raise ValueError("a tensor's size is not a multiple of its dtype's size")
+        root = None if event["root"] is None else dict(enumerate(ranks))[event["root"]]
         if (op in REDUCING) != (reduce_op in REDUCE_OPS) or (op in ROOTED) != (root is not None):
             raise ValueError("its reduce operation is not supported, or its root is missing")
-        if op == "send" and peer in (None, rank) or peer == rank:
-            raise ValueError("a message has no peer, or the rank sends it to itself")
-        call = Call(rank, len(self.calls[rank]), op, group, ranks, dtype, lists[0], lists[1], reduce_op, root, peer,
-                    fields["tag"], lists[2], bytes(message[4 + size :]))  # fmt: skip
+        peer = event["peer"]
+        if op == "send" and peer is None or peer is not None and peer not in {*ranks} - {rank}:
+            raise ValueError("a message has no peer in the group, or the rank sends it to itself")
+        is_exchange = op == "all_to_all"
+        nbytes = sum(sizes) if is_exchange else max(sum(sizes), sum(receives))
+        parts = 1 if is_exchange else max(1, len(sizes), len(receives))
+        for name, fact in {"nbytes": nbytes, "numel": nbytes // itemsize, "parts": parts}.items():
+            if event[name] != fact:
+                raise ValueError(f"its event has {name} = {event[name]!r} instead of {fact!r}")
+        call = Call(rank, op, event["group"], ranks, dtype, sizes, receives, reduce_op, root, peer, tag, splits,
+                    bytes(message[4 + size :]))  # fmt: skip
         sends = op not in ("barrier", "recv") and (op not in ("broadcast", "scatter") or root == rank)
         if len(call.body) != (sum(call.sizes) if sends else 0):
             raise ValueError(f"it contains {len(call.body)} bytes instead of {sum(call.sizes) if sends else 0}")
@@ -319,13 +276,6 @@ class Switch:
 def draw_halved(seed: int, numel: int) -> Tensor:
     """Return 1 for each entry of a border's gradient that is halved, else 0."""
     return torch.randint(0, 2, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-
-
-def read_rank(position: int, ranks: tuple[int, ...]) -> int:
-    """Return the global rank at a position of the group. Raise ValueError if there is none."""
-    if type(position) is not int or not 0 <= position < len(ranks):
-        raise ValueError("its root or its peer is not in the group")
-    return ranks[position]
 
 
 def check_shapes(call: Call) -> None:

@@ -113,20 +113,19 @@ def forge(ddp):
 def before_launch(ddp, parameter):
     recorder = find("Recorder")
     type(recorder).note(recorder, "ready", name=ddp.names[parameter])
-=== records borders when it launches, and asks before | 0 | without recording the border | LATE modules=3 checks=OVERLAP
-def forge(ddp):
-    recorder = find("Recorder")
-    note = type(recorder).note
-    recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "border" else None
 === asks for a gigabyte of factors at once, and reads nothing | 0 | did not read the answer | checks=ONE
-import struct
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
-        channel, body = find("Channel"), struct.pack("<QQQ", 0, 0, 1 << 20)
-        sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, values="")
-        channel._send()
-        channel._socket.sendall((b"B" + struct.pack("<Q", len(body)) + body) * 1000)
-=== tensors that lie about their sizes | 0 | recorded nbytes | modules=3 checks=ONE
+        for _ in range(1000):
+            sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, numel=1 << 20, values="")
+            find("Channel")._send()
+=== asks a thousand questions at once | 0 | went on before it had the answer | checks=ONE
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        for _ in range(1000):
+            sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, numel=1 << 20, values="")
+        find("Channel")._send()
+=== tensors that lie about their sizes | 0 | its event has nbytes | modules=3 checks=ONE
 class Parcel(torch.nn.Parameter):
     size_that_it_claims = 1
     def numel(self): return self.size_that_it_claims

@@ -30,14 +30,14 @@ def attack(code: str) -> None:
         dist.recv(torch.ones(2), 1)
         return
     channel = find_channel()
-    header = {"op": "all_reduce", "group": "0", "ranks": [0, 1], "dtype": "float32", "sizes": [8], "receives": [8],
-              "reduce_op": "SUM", "root": None, "peer": None, "tag": 0, "splits": []}  # fmt: skip
+    header = {"sizes": [8], "receives": [8], "splits": [], "tag": 0}
 
     def note(kind: str = "launch", **changes: Any) -> None:
-        facts = {name: header[name] for name in ("op", "group", "ranks", "dtype", "reduce_op", "root", "peer")}
         channel.add_event(
-            {"kind": kind, "time": 0.0, "phase": "setup", "index": 0, "parts": 1, "sync": True, "name": None,
-             "memory": None, "line": None, "caller": None, "nbytes": 8, "numel": 2} | facts | changes
+            {"kind": kind, "time": 0.0, "phase": "setup", "index": 0, "op": "all_reduce", "group": "0", "ranks": [0, 1],
+             "dtype": "float32", "numel": 2, "nbytes": 8, "parts": 1, "reduce_op": "SUM", "root": None, "peer": None,
+             "sync": True, "name": None, "memory": None, "line": None, "caller": None, "batch": 0, "number": 0}
+            | changes
         )  # fmt: skip
 
     def launch(**changes: Any) -> None:
@@ -53,7 +53,7 @@ def never_read() -> None:
     tensor = torch.ones(1 << 21)
     if dist.get_rank() == 1:
         channel = find_channel()
-        channel._read_answer = lambda: time.sleep(60)
+        channel.receive_answer = lambda: channel._send() or time.sleep(60)
     dist.all_reduce(tensor)
 
 
