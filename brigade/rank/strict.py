@@ -64,11 +64,10 @@ class StrictGroup(RecordingGroup):
         op, outputs, inputs = METHODS[method]
         if op == "barrier":
             return super().call(method, args, kwargs, index)
-        given = {position: args[position] for position in {outputs, inputs} - {None}}
-        received = list_tensors(given.get(outputs))
-        for position, value in given.items():
-            args[position] = copy_tensors(value)
-        targets, is_root = received, getattr(find_options(args, kwargs), "rootRank", None) == self.rank()
+        given = list_tensors([args[position] for position in {outputs, inputs} - {None}])
+        targets = [] if outputs is None else list_tensors(args[outputs])
+        args = [copy_tensors(arg) if position in (outputs, inputs) else arg for position, arg in enumerate(args)]
+        is_root = getattr(find_options(args, kwargs), "rootRank", None) == self.rank()
         if op == "broadcast" and is_root or op == "reduce" and not is_root:
             targets = []  # the root of a broadcast only sends, and only the root of a reduce receives
         for target in targets:
@@ -77,7 +76,7 @@ class StrictGroup(RecordingGroup):
         if op in OPPOSITES:
             self._messages.append(work)
         results = list_tensors(args[outputs]) if targets else []
-        return StrictWork(work, self._recorder, index, list_tensors(list(given.values())), targets, results)
+        return StrictWork(work, self._recorder, index, given, targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:
         raise RuntimeError("do not pass a device to the coalescing manager; the process group coalesces by itself")

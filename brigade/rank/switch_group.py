@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from brigade.events import OPPOSITES
 from brigade.ipc.channel import Channel
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import METHODS, find_options
@@ -28,14 +29,14 @@ class SwitchGroup:
     """An inner group, with the methods of a process group that are in METHODS."""
 
     def __init__(self, channel: Channel, name: str, ranks: Sequence[int], options: Any):
-        self._channel, self._name, self._ranks, self._rank = channel, name, list(ranks), options.group_rank
+        self._channel, self._rank, self._size = channel, options.group_rank, len(ranks)
         channel.receive_answer()  # when all ranks of the group have created it
 
     def rank(self) -> int:
         return self._rank
 
     def size(self) -> int:
-        return len(self._ranks)
+        return self._size
 
     def __getattr__(self, method: str) -> Any:
         if method not in METHODS:
@@ -51,8 +52,8 @@ class SwitchGroup:
             raise RuntimeError(f"all tensors of a call of {op} must have the same dtype")
         splits: list[int] = []
         if method in ("alltoall_base", "all_to_all_single"):
-            splits = split_rows(args[1], args[3], len(self._ranks))
-            received_sizes = split_rows(args[0], args[2], len(self._ranks))
+            splits = split_rows(args[1], args[3], self._size)
+            received_sizes = split_rows(args[0], args[2], self._size)
         else:
             received_sizes = count_bytes(received)
             if method == "alltoall":
@@ -62,12 +63,8 @@ class SwitchGroup:
             received, received_sizes = [], []
         if op == "scatter" and not is_root:
             sent = []
-        header = {
-            "sizes": count_bytes(sent),
-            "receives": received_sizes,
-            "tag": args[-1] if op in ("send", "recv") else 0,
-            "splits": splits,
-        }
+        tag = args[-1] if op in OPPOSITES else 0
+        header = {"sizes": count_bytes(sent), "receives": received_sizes, "splits": splits, "tag": tag}
         is_sender = op not in ("broadcast", "scatter") or is_root
         body = [read_bytes(tensor) for part in sent for tensor in part] if is_sender else []
         index = self._channel.send_launch(header, body)
