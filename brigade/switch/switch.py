@@ -1,9 +1,9 @@
 """The switch performs the collectives and messages of a run in the grader's process, and keeps a log of them.
 
-A rank of such a run has no other way to reach a peer. After the event of a launch, it sends the launch itself: a
-header (JSON) and the bytes of its tensors. The events are its questions: a "wait" asks for the result of a launch, a
-"border" for factors, and a "connect" for the other ranks of a group. So the record of a rank cannot differ from what
-the switch does. The switch trusts nothing that a rank sends:
+A rank of such a run has no other way to reach a peer. Its events are its questions: a "wait" asks for the result of a
+launch, a "border" for factors, and a "connect" for the other ranks of a group. After the event of a launch, the rank
+sends a header (JSON) and the bytes of its tensors. So the record of a rank cannot differ from what the switch does. The
+switch trusts nothing that a rank sends:
 
 - It computes the size of a launch from the bytes that it received, and compares it with the event.
 - It performs an operation only if all ranks of the group made the same call with the same sizes and dtype.
@@ -194,7 +194,10 @@ class Switch:
         itemsize = DTYPES[dtype].itemsize if dtype else 1
         if any(nbytes % itemsize for nbytes in [*sizes, *receives, *splits]):
             raise ValueError("a tensor's size is not a multiple of its dtype's size")
-        root = None if event["root"] is None else dict(enumerate(ranks))[event["root"]]
+        position = event["root"]
+        if position is not None and not 0 <= position < len(ranks):
+            raise ValueError("its root is not in the group")
+        root = None if position is None else ranks[position]
         if (op in REDUCING) != (reduce_op in REDUCE_OPS) or (op in ROOTED) != (root is not None):
             raise ValueError("its reduce operation is not supported, or its root is missing")
         peer = event["peer"]
