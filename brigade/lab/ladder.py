@@ -64,8 +64,7 @@ class Workload:
 
 
 # The workload for the emulated link. Its computation takes long enough that the real collectives take only a small
-# part of the emulated time. They still take processor time, and more in modules 6 to 8 than in 4 and 5: gloo's
-# reduce-scatter does the work of an all-reduce, and an all-gather follows.
+# part of the emulated time. They still take processor time from the computation.
 EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
 
 

@@ -3,13 +3,14 @@
 Every rank has one link, which sends and receives at the same time; if there are nodes, it has one to the ranks of its
 node and one to other nodes. A collective occupies the links of all ranks of its group in both directions. It starts
 when the last of these ranks has launched it and their links are free, and ends latency + bytes / bandwidth later, on
-every rank at the same time. A message occupies the sender's link in one direction
-and the receiver's link in the other, once both ranks have launched it. The launches on a link run in the order in which
-the last rank of each launch called it.
+every rank at the same time. A message occupies the sender's link in one direction and the receiver's link in the
+other, once both ranks have launched it. The launches on a link run in the order in which the last rank of each launch
+called it.
 
-The real collective runs on gloo as soon as all ranks have launched it. A rank that waits for it sleeps until the
-modelled end, so that it takes no processor time. If gloo needs longer than the model says, the collective ends when
-gloo has finished. Barriers and receives from any rank are not delayed. Nothing is delayed before `use` names a link.
+The real collective runs on gloo as soon as all ranks have launched it, and a reduce-scatter without gloo's detour
+(`ReduceScatterWork`). A rank that waits for it sleeps until the modelled end, so that it takes no processor time. If
+gloo needs longer than the model says, the collective ends when gloo has finished. Barriers and receives from any rank
+are not delayed. Nothing is delayed before `use` names a link.
 
 The last rank to launch a collective computes when it starts and ends, and writes these times to memory that all ranks
 of the run share (`share_launches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of
@@ -23,7 +24,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,7 +36,7 @@ import torch.distributed as dist
 
 from brigade.events import OPPOSITES
 from brigade.rank.memory import list_tensors
-from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup
+from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options
 
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
 LOOK_S = 1e-4  # pause between two checks for the launch of the last rank
@@ -214,6 +215,35 @@ class LaunchSeries:
         return (self._numbers[3 * number + 1], end) if end else None
 
 
+SUMS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean}
+
+
+class ReduceScatterWork(dist.Work):
+    """The handle of a reduce-scatter in which each rank receives its own part from every rank, and adds these parts up.
+
+    Gloo's own reduce-scatter is an all-reduce of a copy. It would take processor time from the computation that it
+    overlaps with, which an all-reduce of the same gradients would not take.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], add: Callable[..., Any]
+    ):
+        super().__init__()
+        self._add = add  # parts of all ranks, one row for each
+        self._pending = []
+        for output, tensor in zip(outputs, inputs):
+            received = torch.empty_like(tensor)
+            work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
+            self._pending.append((work, received.view(group.size(), *output.shape), output))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while self._pending:
+            work, parts, output = self._pending.pop()
+            work.wait()
+            self._add(parts, 0, out=output)
+        return True
+
+
 class EmulatedLinkGroup(RecordingGroup):
     """Perform each launch as soon as all ranks have called it, and complete it at its modelled end.
 
@@ -234,8 +264,12 @@ class EmulatedLinkGroup(RecordingGroup):
         nbytes = max(sum(tensor.nbytes for tensor in list_tensors(args[i])) for i in {outputs, inputs} - {None})
         series = self._find_messages(op, args[1]) if op in OPPOSITES else self._collectives
         number = series.add(_link, op, nbytes)
-        work = getattr(self._inner, method)(*args, **kwargs)
-        results = [] if outputs is None else list_tensors(args[outputs])
+        results, sent = ([] if place is None else list_tensors(args[place]) for place in (outputs, inputs))
+        add = SUMS.get(find_options(args, kwargs).reduceOp.op) if op == "reduce_scatter" else None
+        if add and len(results) == len(sent):
+            work = ReduceScatterWork(self._inner, results, sent, add)
+        else:
+            work = getattr(self._inner, method)(*args, **kwargs)
         return EmulatedLinkWork(work, self._recorder, index, results, series, number)
 
     def _find_messages(self, op: str, peer: int) -> LaunchSeries:
@@ -284,7 +318,7 @@ class EmulatedLinkWork(RecordedWork):
             if self._is_over:
                 return
             began = time.perf_counter()
-            self._inner.wait()  # only once, because gloo's reduce-scatter writes its output in this call
+            self._inner.wait()  # only once, because a reduce-scatter writes its output in this call
             # Most collectives are complete only after all ranks have launched them. The root of a broadcast
             # finishes its part earlier, and so do the ranks that only send in a reduce.
             while (times := self._launches.get_times(self._number)) is None:
