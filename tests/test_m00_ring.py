@@ -105,7 +105,8 @@ def test_ring_memory(submission):
         tensors = [draw(submission, (numel,), torch.float64) for _ in range(world)]
         jobs = [{"function": "ring_all_reduce", "tensor": tensor} for tensor in tensors]
         limit = 2 * 8 * -(-numel // world) + SMALL
-        results = submission.run(m00_ring.measure, PerRank(jobs), world_size=world, mode="record")
+        with replace_cause(diagnosis.explain_messages):
+            results = submission.run(m00_ring.measure, PerRank(jobs), world_size=world, mode="record")
         for rank, most in enumerate(results):
             right = f"at any time, at most {limit - SMALL} bytes of new memory (two chunks) are alive. The tensor has "
             right += f"{8 * numel} bytes"
@@ -139,7 +140,7 @@ def run(submission, function, numels=(24, 23, 5, 2)):
         tensors = [[draw(submission, s, DTYPES[step % 2]) for _ in range(world)] for step, s in enumerate(shapes)]
         job = {"function": function} | ({} if groups == [list(range(world))] else {"groups": groups})
         jobs = [job | {"tensors": [own[rank] for own in tensors]} for rank in range(world)]
-        with replace_cause(diagnosis.explain_lengths):
+        with replace_cause(diagnosis.explain_messages):
             results = submission.run(m00_ring.reduce, PerRank(jobs), world_size=world)
         for group in groups:
             yield group, tensors, results

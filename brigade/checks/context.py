@@ -32,20 +32,6 @@ USUAL_CAUSES = {
     "mismatch": "some ranks skip or add a collective, or their launch order differs.",
     "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
-MESSAGES = {  # what is expected and the usual cause in a run that ends while a rank sends or receives a message
-    "deadlock": (
-        "every message that a rank sends is received, so no rank waits forever",
-        "a rank waits for its peer to send or receive a message, and the peer never does.",
-    ),
-    "mismatch": (
-        "a message has the same length on the rank that sends it and on the rank that receives it",
-        "the two ranks use different chunks in this step.",
-    ),
-}
-ALL_SEND = (
-    "every rank waits in a send before it receives. Start the send with isend, receive, and then wait for the send."
-)
-
 MAX_FRAMES = 6  # of a traceback in a message
 
 # Concurrent checks take turns in this process, because it has only one random number generator. A check holds this
@@ -176,16 +162,14 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     if failure.part:
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
-    kind, is_message = failure.kind, bool(failure.waiting) and set(OPPOSITES) >= set(failure.waiting)
+    kind = failure.kind
     if kind in ("exception", "died") and any(OTHER_SIZE in text for text in [failure.message, *failure.output]):
         kind = "mismatch"  # gloo noticed it before the monitor
     expected, cause = EXPECTED.get(kind, "every rank returns its result"), USUAL_CAUSES.get(kind, "")
-    if is_message:
-        expected, cause = MESSAGES.get(kind, (expected, cause))
     hypothesis = USUAL_CAUSE
-    if kind == "deadlock" and failure.waiting == {"send"}:
-        cause = ALL_SEND
-    if kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
+    if kind in ("deadlock", "mismatch") and failure.waiting and set(OPPOSITES) >= set(failure.waiting):
+        expected, cause = "every message is received, with the length that its receiver expects", ""
+    elif kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
         cause, hypothesis = skipped, "skipped call"
     if kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)

@@ -2,6 +2,7 @@
 
 import torch
 
+from brigade.checks.diagnose.exceptions import Symptom
 from brigade.events import OPPOSITES, launches
 
 UNEVEN = "the function does not check the remainder. Compare len(batch) % world_size with 0."
@@ -10,7 +11,15 @@ COLLECTIVE = "the code calls a collective. This module asks you to send messages
 CHANGED = "a tensor is written while isend still reads it, or read before irecv has filled it."
 NOT_AWAITED = "the code does not wait on every handle. Until wait() returns, the message may still be in transit."
 OTHER_ROOT = "dst and src name ranks of the world. Use group_dst and group_src for ranks of the group."
+ALL_SEND = (
+    "every rank waits in a send before it receives. Start the send with isend, receive, and then wait for the send."
+)
 WHOLE_TENSOR = "a message carries more than one chunk. Send one chunk per step."
+SYMPTOMS = [
+    Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
+            "a rank sends a message to itself. In a group, pass group_dst and group_src, which "
+            "are ranks of the group. A ring of one rank has no steps."),
+]  # fmt: skip
 
 
 def explain_rows(rows, batch, rank, size):
@@ -101,15 +110,23 @@ def explain_ring(num_phases, launched, chunk_bytes):
     )
 
 
-def explain_lengths(failed):
-    """Return why a rank receives a chunk of another length than it expects; "" if the messages do not show it."""
-    events = failed.events if failed.verdict.ending == "mismatch" else ()
-    launched = [launches(own) for own in events]
-    if len(launched) < 3 or any(launch.op not in OPPOSITES for own in launched for launch in own):
+def explain_messages(failed):
+    """Return why messages never arrive, or have another length than the receiver expects."""
+    launched = [launches(own) for own in failed.events]
+    if any(launch.op not in OPPOSITES for own in launched for launch in own):
         return ""
+    if failed.verdict.ending == "deadlock":
+        waits = [own[-1]["index"] if own[-1]["kind"] == "wait" else None for own in failed.events]
+        ops = {launch.op for own, index in zip(launched, waits) for launch in own if launch.index == index}
+        return ALL_SEND if ops == {"send"} else ""
+    return explain_lengths(launched) if failed.verdict.ending == "mismatch" else ""
+
+
+def explain_lengths(launched):
+    """Return why a rank receives a chunk of another length than it expects."""
     sends = [[launch for launch in own if launch.op == "send"] for own in launched]
     peers = {(rank, launch.peer) for rank, own in enumerate(sends) for launch in own}
-    if peers and all(peer == (rank - 1) % len(sends) for rank, peer in peers):
+    if len(sends) > 2 and peers and all(peer == (rank - 1) % len(sends) for rank, peer in peers):
         rank, peer = min(peers)
         return f"rank {rank} sends to rank {peer}, so the ring runs the other way. Rank r must send to rank r + 1."
     for call in {launch.step for own in sends for launch in own}:
@@ -120,7 +137,7 @@ def explain_lengths(failed):
                 "every rank sends the same chunk in each step of the loop. After the first step, a rank must send on "
                 "the chunk that it received in the previous step."
             )
-    return ""
+    return "the two ranks use different chunks in this step."
 
 
 def explain_memory(most, nbytes):
