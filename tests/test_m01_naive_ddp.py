@@ -8,7 +8,6 @@ import torch
 from brigade.checks.expectations import (
     expect,
     expect_gradients,
-    expect_interface,
     expect_start,
     expect_weights,
     list_steps,
@@ -17,6 +16,7 @@ from brigade.events import summarize
 from helpers import training
 from helpers.easier import blame_visits
 from helpers.odd_steps import expect_idle_rank
+from helpers.steps import expect_interface
 from m01_naive_ddp import causes as diagnosis
 from m01_naive_ddp import scenario as m01_naive_ddp
 

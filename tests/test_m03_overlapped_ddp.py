@@ -5,19 +5,18 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, collect_evidence, join_names
+from brigade.checks.diagnose.evidence import collect_evidence, join_names
 from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
-    expect_silence,
     list_steps,
     overlaps,
     require_launches,
 )
 from brigade.events import find_last_border, launches, list_ready_gradients, summarize
 from helpers import training
-from helpers.odd_steps import expect_second_backward, expect_unsynced
+from helpers.odd_steps import expect_second_backward, expect_silence, expect_unsynced
 from helpers.steps import expect_averages, expect_four_steps
 from m03_overlapped_ddp import causes as diagnosis
 from m03_overlapped_ddp import scenario as m03_overlapped_ddp
@@ -146,7 +145,7 @@ def test_no_sync_restores_its_state(submission):
         wrong = (
             f"{len(inside)} launch{'es' * (len(inside) != 1)} came inside no_sync, {nested} of them in the inner block"
         )
-        expect(not inside, right, wrong, FLAG_IGNORED if nested else INNER_NO_SYNC, rank=rank)
+        expect(not inside, right, wrong, diagnosis.FLAG_IGNORED if nested else diagnosis.INNER_NO_SYNC, rank=rank)
         right, wrong = "an exception inside no_sync leaves the block", "no exception left it"
         expect("exception" in parts, right, wrong, diagnosis.SWALLOWED, rank=rank)
         outside = sum(parts["after"] < launch.place < parts["other"] for launch in backward)

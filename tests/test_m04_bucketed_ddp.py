@@ -11,10 +11,7 @@ from brigade.checks.expectations import (
     expect,
     expect_gradients,
     expect_overlap,
-    expect_restored,
-    expect_silence,
     expect_start,
-    expect_steps,
     expect_weights,
     list_steps,
     overlaps,
@@ -25,7 +22,15 @@ from brigade.checks.expectations import (
 from brigade.events import list_ready_gradients, summarize
 from helpers import training
 from helpers.easier import blame_visits, explain_late_launches
-from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_second_backward, expect_unsynced
+from helpers.odd_steps import (
+    expect_accumulated,
+    expect_idle_rank,
+    expect_restored,
+    expect_second_backward,
+    expect_silence,
+    expect_unsynced,
+)
+from helpers.steps import expect_steps
 from m04_bucketed_ddp import causes as diagnosis
 from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 

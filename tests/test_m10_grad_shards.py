@@ -11,8 +11,6 @@ from brigade.checks.expectations import (
     blocks_backward,
     expect,
     expect_equal,
-    expect_restored,
-    expect_silence,
     join_names,
     list_steps,
     replace_cause,
@@ -21,7 +19,7 @@ from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
-from helpers.odd_steps import LATE_FORWARDS, TWO_BACKWARDS, expect_right_or_refused
+from helpers.odd_steps import LATE_FORWARDS, TWO_BACKWARDS, expect_restored, expect_right_or_refused, expect_silence
 from helpers.zero import expect_norms, expect_trained, get_rounding, make_recipe
 from m08_zero_optimizer import causes as zero_diagnosis
 from m08_zero_optimizer import scenario as m08_zero

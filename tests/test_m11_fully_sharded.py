@@ -12,7 +12,6 @@ from brigade.checks.expectations import (
     ONE_STEP,
     expect,
     expect_equal,
-    expect_interface,
     explain_failures,
     format_distinct,
     join_names,
@@ -21,6 +20,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import drop_flags, launches, list_ready_gradients, list_step_events, summarize
 from brigade.runner.ranks import PerRank
+from helpers.steps import expect_interface
 from helpers.units import JOB, expect_none, expect_orders, expect_trained, run_each
 from m11_fully_sharded import causes as diagnosis
 from m11_fully_sharded import scenario as scenarios

@@ -9,8 +9,6 @@ from brigade.checks.expectations import (
     blocks_backward,
     expect,
     expect_gradients,
-    expect_interface,
-    expect_silence,
     expect_start,
     format_distinct,
     join_names,
@@ -22,6 +20,8 @@ from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
+from helpers.odd_steps import expect_silence
+from helpers.steps import expect_interface
 from helpers.zero import make_recipe
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights

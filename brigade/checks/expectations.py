@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from brigade.checks.diagnose.evidence import (
-    FLAG_IGNORED,
-    INNER_NO_SYNC,
     Evidence,
     collect_evidence,
     find_leftover,
-    find_no_sync_launches,
     format_ranks,
     join_names,
 )
@@ -31,7 +28,6 @@ from brigade.events import (
     Launch,
     find_last_border,
     launches,
-    list_backward_passes,
     list_ready_gradients,
     summarize,
 )
@@ -209,25 +205,6 @@ def expect_weights(results: RankResults, case: Case) -> None:
     first = partial(find_cause, partial(expect_gradients, results, case))
     with replace_cause(lambda failed: first() if has_gradients else ""), explain_failures(results.events):
         expect_trained(what, trained, case)
-
-
-def expect_interface(results: RankResults, case: Case) -> None:
-    """Expect every wrapper to have its model as .module and its group as .process_group."""
-    for rank in case.group:
-        interface = results[rank]["interface"]
-        is_kept = {"module": interface["module"], "process_group": interface["process_group"] == case.group}
-        for name, is_right in is_kept.items():
-            cause = f"the constructor does not keep its argument in self.{name}, which other modules read."
-            expect(is_right, f"the wrapper's .{name} is the one that it was given", "it is not", cause, rank=rank)
-
-
-def expect_steps(case: Case, require: Callable[..., None], results: RankResults) -> None:
-    """Expect a right start, gradients, weights and interface. `require(results, case)` judges the launches."""
-    expect_start([result["start"] for result in results], case, events=results.events)
-    expect_gradients(results, case)
-    expect_weights(results, case)
-    require(results, case)
-    expect_interface(results, case)
 
 
 def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
@@ -434,26 +411,3 @@ def overlaps(launch: Launch) -> bool:
     """Return whether backward made the launch and did not wait for it. Waiting for a reduce-scatter is allowed."""
     is_awaited = "backward" in launch.wait_phases and launch.op != "reduce_scatter"
     return launch.phase == "backward" and not launch.sync and not is_awaited
-
-
-def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], step: int) -> None:
-    """Expect the last backward of a step to communicate after an exception ended the no_sync blocks of the step."""
-    what = "after an exception inside no_sync, the next backward communicates again"
-    for rank in ranks:
-        begin, launched = list_backward_passes(events[rank], step)[-1], launches(events[rank], step)
-        is_restored = any(launch.phase == "backward" and launch.place > begin for launch in launched)
-        got = f"the last backward pass launched nothing. The whole step made {summarize(launched)}"
-        start = next(i for i, event in enumerate(events[rank]) if event["kind"] == "step" and event["step"] == step)
-        cause = "no_sync restores its state only if the block ends normally. Use try ... finally."
-        cause = "" if is_restored else find_leftover(events[rank][:start]) or cause
-        expect(is_restored, what, got, cause, rank=rank, step=step)
-
-
-def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
-    """Expect the backward passes inside no_sync (all passes of a step except the last) to launch nothing."""
-    for at, record, launched in list_steps(events, steps, ranks):
-        early = find_no_sync_launches(record, at["step"])
-        is_first = early and early[0].place < list_backward_passes(record, at["step"])[1]
-        got = f"they made {len(early)} of the step's {len(launched)} launches"
-        cause = FLAG_IGNORED if is_first else INNER_NO_SYNC
-        expect(not early, "backward passes inside no_sync launch nothing", got, cause, **at)

@@ -2,13 +2,36 @@
 
 from functools import partial
 
-from brigade.checks.diagnose.evidence import READ_IN_FORWARD, Evidence
-from brigade.checks.expectations import expect, expect_equal, expect_weights, replace_cause
-from brigade.events import launches, summarize
+from brigade.checks.diagnose.evidence import Evidence, find_leftover, find_no_sync_launches
+from brigade.checks.expectations import expect, expect_equal, expect_weights, list_steps, replace_cause
+from brigade.events import launches, list_backward_passes, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from m03_overlapped_ddp import causes
 from m05_grad_buffer.causes import suspect_old_gradients
+
+
+def expect_restored(events, ranks, step):
+    """Expect the last backward of a step to communicate after an exception ended the no_sync blocks of the step."""
+    what = "after an exception inside no_sync, the next backward communicates again"
+    for rank in ranks:
+        begin, launched = list_backward_passes(events[rank], step)[-1], launches(events[rank], step)
+        is_restored = any(launch.phase == "backward" and launch.place > begin for launch in launched)
+        got = f"the last backward pass launched nothing. The whole step made {summarize(launched)}"
+        start = next(i for i, event in enumerate(events[rank]) if event["kind"] == "step" and event["step"] == step)
+        cause = "no_sync restores its state only if the block ends normally. Use try ... finally."
+        cause = "" if is_restored else find_leftover(events[rank][:start]) or cause
+        expect(is_restored, what, got, cause, rank=rank, step=step)
+
+
+def expect_silence(events, ranks, steps=1):
+    """Expect the backward passes inside no_sync (all passes of a step except the last) to launch nothing."""
+    for at, record, launched in list_steps(events, steps, ranks):
+        early = find_no_sync_launches(record, at["step"])
+        is_first = early and early[0].place < list_backward_passes(record, at["step"])[1]
+        got = f"they made {len(early)} of the step's {len(launched)} launches"
+        cause = causes.FLAG_IGNORED if is_first else causes.INNER_NO_SYNC
+        expect(not early, "backward passes inside no_sync launch nothing", got, cause, **at)
 
 
 def expect_unsynced(results, case, step):
@@ -16,7 +39,7 @@ def expect_unsynced(results, case, step):
     for rank, events in enumerate(results.events):
         early = [launch for launch in launches(events, step) if launch.phase == "backward"]
         what = "backward passes inside no_sync launch nothing, even if their forwards are outside"
-        expect(not early, what, f"they made {summarize(early)}", READ_IN_FORWARD, rank=rank, step=step)
+        expect(not early, what, f"they made {summarize(early)}", causes.READ_IN_FORWARD, rank=rank, step=step)
     is_launched = all(launches(events, step, phase="finish") for events in results.events)
     with replace_cause(lambda failed: "" if is_launched or len(case.group) == 1 else causes.UNSYNCED):
         expect_weights(results, case)

@@ -5,23 +5,40 @@ from functools import partial
 import torch
 
 from brigade.checks.expectations import (
+    expect,
     expect_gradients,
-    expect_restored,
-    expect_silence,
     expect_start,
-    expect_steps,
     expect_weights,
     find_cause,
     replace_cause,
 )
 from helpers import training
 from helpers.easier import blame_visits
-from helpers.odd_steps import expect_unsynced
+from helpers.odd_steps import expect_restored, expect_silence, expect_unsynced
 
 
 def split_ranks(world):
     """Return the groups in which the ranks of a run train: four ranks are two groups."""
     return [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+
+
+def expect_interface(results, case):
+    """Expect every wrapper to have its model as .module and its group as .process_group."""
+    for rank in case.group:
+        interface = results[rank]["interface"]
+        is_kept = {"module": interface["module"], "process_group": interface["process_group"] == case.group}
+        for name, is_right in is_kept.items():
+            cause = f"the constructor does not keep its argument in self.{name}, which other modules read."
+            expect(is_right, f"the wrapper's .{name} is the one that it was given", "it is not", cause, rank=rank)
+
+
+def expect_steps(case, require, results):
+    """Expect a right start, gradients, weights and interface. `require(results, case)` judges the launches."""
+    expect_start([result["start"] for result in results], case, events=results.events)
+    expect_gradients(results, case)
+    expect_weights(results, case)
+    require(results, case)
+    expect_interface(results, case)
 
 
 def expect_averages(submission, jobs, require):

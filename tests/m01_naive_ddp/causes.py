@@ -1,5 +1,13 @@
 """Likely causes when a check of module 1 fails."""
 
+from brigade.checks.diagnose.exceptions import Symptom
+
+ASSIGNED = "assign a gradient|assigned grad"
+SYMPTOMS = [
+    Symptom("assigned gradient", "RuntimeError", ASSIGNED, "p.grad must have its parameter's dtype, shape and device. "
+            "Use torch.zeros_like(parameter), convert the gradient, or copy the piece of the flat tensor into p.grad."),
+]  # fmt: skip
+
 
 def explain_launches(launched, case):
     """Explain why a step does not launch one all_reduce per trainable parameter."""

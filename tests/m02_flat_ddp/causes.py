@@ -3,7 +3,9 @@
 import torch
 
 from brigade.checks.diagnose.evidence import join_names
+from brigade.checks.diagnose.exceptions import Symptom
 from brigade.events import launches
+from m01_naive_ddp.causes import ASSIGNED
 
 COPY = (
     "the result is written into a copy of p.grad: contiguous() and reshape() copy a gradient that is not contiguous. "
@@ -19,6 +21,12 @@ TO_MEMORY_ORDER = (
 )
 LEFT_OUT = "a rank leaves gradients that are None out of its flat tensor. It must include them as zeros."
 REPLACED = "p.grad is replaced by another tensor. Copy the average into the existing p.grad instead."
+OTHER_DTYPE = f"({ASSIGNED}).*(dtype|different type)"
+SYMPTOMS = [
+    Symptom("assigned gradient", "RuntimeError", f"^(?!.*grad_dtype 'Double').*{OTHER_DTYPE}",  # nothing is wider
+            "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one flat "
+            "tensor per dtype, and copy the pieces into p.grad.", file=r"torch\.cat\("),
+]  # fmt: skip
 
 
 def find_left_out_gradients(failed):

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
+from brigade.checks.diagnose.exceptions import Symptom, get_events
 from brigade.events import launches
 from helpers import training
 from helpers.easier import explain_late_launches
@@ -16,6 +17,11 @@ FROM_MIB = "Launch the buckets of plan_buckets, and convert bucket_cap_mb from M
 MIXED_DTYPES = "a change of dtype does not close the bucket."
 CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if they close only above the cap
 
+RESET = "For example, LaunchQueue.reset() must reset both num_pending and next_to_launch."
+NOT_LAUNCHED = (
+    "there is no handle, because nothing was launched for it. Before it waits, finish_grad_sync must launch the "
+    "buckets that never became complete."
+)
 READY_ORDER = (
     "a complete bucket is launched before an earlier bucket. It must wait until all earlier buckets are launched."
 )
@@ -86,12 +92,14 @@ def explain_plan(planned, case, cap):
 
 
 def find_lost_parameter(submission, case, cap, failed):
-    """Blame plan_buckets for a failure if it loses a parameter of the case's model."""
+    """Blame plan_buckets for a failure if it loses a parameter of the case's model, or LaunchQueue if state is left."""
     if failed.verdict.part:
         return ""  # a part is not written yet
     buckets = run_plan(submission, case, cap)
     names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
-    return SEE_RULE if buckets is not None and sorted(n for bucket in buckets for n in bucket) != names else ""
+    if buckets is not None and sorted(n for bucket in buckets for n in bucket) != names:
+        return SEE_RULE
+    return f"{failed.verdict.likely_cause} {RESET}" if failed.verdict.hypothesis == "left over" else ""
 
 
 def explain_launches(submission, case, buckets, cap, events, step):
@@ -147,3 +155,18 @@ def explain_delay(submission, jobs, events, step):
     """Explain why a bucket is not launched as soon as it and all buckets before it are complete."""
     several = "the hook launches only one bucket. When a bucket becomes complete, several buckets may be due at once."
     return explain_late_launches(submission, jobs, events, step) or several
+
+
+def explain_no_handle(failure, sources):
+    """Return why finish_grad_sync waits on a handle that is None, if it has waited on those of all launches."""
+    events = get_events(failure)
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    if not steps or events[-1].get("phase") not in ("finish", "finish_grad_sync"):
+        return ""
+    launched = launches(events, steps[-1])
+    if any(launch.sync for launch in launched):
+        return "a launch without async_op=True returns no handle."
+    return NOT_LAUNCHED if all(steps[-1] in launch.wait_steps for launch in launched) else ""
+
+
+SYMPTOMS = [Symptom("no handle", "", "'wait'", explain_no_handle)]

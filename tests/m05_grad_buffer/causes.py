@@ -5,8 +5,9 @@ import math
 import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
-from brigade.checks.diagnose.exceptions import MAIN_GRAD_AS_GRAD
+from brigade.checks.diagnose.exceptions import Symptom
 from brigade.events import launches
+from m02_flat_ddp.causes import OTHER_DTYPE
 
 # plan_layout
 SEE_LAYOUT = "plan_layout does not follow its rule (see check 5.1), or it is called with the wrong arguments."
@@ -34,6 +35,11 @@ LEAKS = "the buffer is not allocated with zeros, or some code writes past the en
 IN_READY_ORDER = "a bucket is launched as soon as it is complete, although an earlier bucket has not been launched."
 SHARED_BUFFER = "the buffer and the parameter have different dtypes. Parameters of each dtype need their own buffer."
 NARROWER = "grad_dtype is used for these parameters, although it is not wider than their dtype. Ignore it in this case."
+MAIN_GRAD_AS_GRAD = (
+    "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Keep the view in p.main_grad. "
+    "Only finish_accumulation sets p.grad, to a rounded copy."
+)
+SYMPTOMS = [Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, MAIN_GRAD_AS_GRAD, file="main_grad")]
 
 
 def explain_place(name, when, is_planned):

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
+from brigade.checks.diagnose.exceptions import Symptom
 from brigade.events import launches
 from brigade.progress import Progress
 
@@ -44,6 +45,28 @@ GATHERED_AT_ONCE = (
     "the hook whose own gradient makes half of the next group ready."
 )
 WRONG_GROUP = "the process group is not passed on to each BucketGroup, or to coalesce and the calls in its block."
+GATHERED_EARLY = (
+    "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
+    "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
+)
+
+
+def explain_no_handle(failure, sources):
+    """Return why a group waits on a handle that is None, if it does so before it is gathered."""
+    is_gathering = any(function == "launch_next_all_gather" for _, _, function, _ in failure.frames[:-1])
+    return GATHERED_EARLY if is_gathering else ""
+
+
+UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
+SYMPTOMS = [
+    Symptom("unequal shards", "", UNEQUAL_SHARDS,
+            "reduce_scatter(output, input) received an input of {1} elements, but the outputs of all ranks have {0} "
+            "elements in total. The output must be the rank's own shard. The input must be the whole flat tensor, "
+            "which is as long as all shards together."),
+    Symptom("last bucket", "IndexError", "", "an index is beyond the buffer's last bucket. The last group may have "
+            "fewer buckets than the others.", line=r"bucket_ranges\["),
+    Symptom("no handle", "", "'wait'", explain_no_handle),
+]  # fmt: skip
 
 
 def explain_calls(launched, count):

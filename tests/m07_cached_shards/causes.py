@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
-from brigade.checks.diagnose.exceptions import UNEQUAL_SHARDS
+from m06_coalesced.causes import UNEQUAL_SHARDS
 
 WRONG_VIEW = (
     "a cached view does not refer to the right bucket or shard. It belongs to another buffer, bucket or rank, or its "

@@ -7,10 +7,12 @@ from functools import partial
 
 import torch
 
+from brigade.checks.diagnose.exceptions import Symptom
 from brigade.checks.diagnose.tensors import agree
 from brigade.checks.expectations import expect_equal, format_ranks, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
+from m02_flat_ddp.causes import OTHER_DTYPE
 from m08_zero_optimizer.expected import (
     compute_dots_weights,
     compute_weights,
@@ -109,6 +111,17 @@ NOT_SAVED_AGAIN = (
     "leaves this state out or changes it."
 )
 LOST_STATE = "a rank that has no part of a parameter does not receive the parameter's state from the other ranks."
+
+OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximize|foreach|capturable|fused"
+SYMPTOMS = [
+    Symptom("nothing to step", "ValueError", "got an empty parameter list", "a rank owns no parameter, and torch's "
+            "optimizers refuse an empty list. They accept empty param_groups: pass a list of param_groups."),
+    Symptom("missing option", "KeyError", f"^'({OPTIONS})'$", "the param_groups of the outer optimizer have no '{0}'. "
+            "Pass the defaults of the inner optimizer to super().__init__."),
+    Symptom("assigned gradient", "RuntimeError", f"{OTHER_DTYPE} '[^']*(BFloat16|Half)' to .* '[^']*Float'",
+            "the gradient has 16 bits, but its tensor is fp32, as main parameters are. Convert the gradient to the "
+            "dtype of its tensor."),
+]  # fmt: skip
 
 
 def suspect_nothing():

@@ -9,6 +9,7 @@ import torch
 
 from brigade.checks import edge_case_models
 from brigade.checks.diagnose.evidence import find_no_sync_launches, join_names
+from brigade.checks.diagnose.exceptions import Symptom
 from brigade.checks.verdict import USUAL_CAUSE
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
@@ -108,6 +109,11 @@ FREED_IN_FLIGHT = 'a unit is freed while its all-gather is in flight. "compute" 
 FREED_AGAIN = "a unit that is computed again in backward is freed by this forward. Free it when its backward has ended."
 EMPTIED = "parameter.data is now an empty tensor, so the parameter lost its shape. `reshard` must resize the storage."
 CRASHED = "a freed weight is used: on the CPU this crashes the process. Its unit is freed too early or not gathered."
+FREED = (
+    "a freed weight is used. Its unit is freed too early or not gathered, or the weight is not a view of the memory "
+    "that is gathered, for example because its storage was replaced."
+)
+SYMPTOMS = [Symptom("freed", "RuntimeError", "out of bounds for storage of size 0", FREED)]
 
 
 # ---- units and schedules

@@ -17,13 +17,7 @@ from brigade.progress import make_signature
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
 
-FLAG_IGNORED = (
-    "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must be "
-    "False, and the hook must test it before it counts or launches anything."
-)
-READ_IN_FORWARD = "the flag of no_sync is read in forward. The hooks must read it, during backward."
-INNER_NO_SYNC = "an inner no_sync switches synchronisation on when it ends. It must restore the previous state."
-COLLECTIVE_METHODS = ("state_dict", "full_state_dict")  # methods that look local, but gather shards from every rank
+GATHERING = ("state_dict", "full_state_dict")  # methods that look local, but gather shards from every rank
 
 
 @dataclass(frozen=True)
@@ -89,27 +83,25 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
 
 
 def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
-    """Describe a collective method that only some ranks have called, in a run that ended in a deadlock or a mismatch.
+    """Describe a state_dict that only some ranks have called, in a run that ended in a deadlock or a mismatch.
 
-    Compare the first launch of the method with the launches of the same number on the other ranks of the group. In a
-    mismatch, a rank without such a launch may only be slower. Earlier launches must not differ.
+    Compare its first launch with the launches of the same number on the other ranks of the group. In a mismatch, a rank
+    without such a launch may only be slower. Earlier launches must not differ.
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
     for group, ranks in groups.items():
         launched = [[e for e in events[rank] if e["kind"] == "launch" and e["group"] == group] for rank in ranks]
         callers = [[launch["caller"] for launch in own] for own in launched]
-        for method in COLLECTIVE_METHODS:
-            first = min((own.index(method) for own in callers if method in own), default=None)
-            before = zip(*(own[:first] for own in launched))
-            if first is None or any(len({*map(make_signature, calls)}) > 1 for calls in before):
-                continue
-            late = method if kind == "mismatch" else ""
-            absent = [r for r, own in zip(ranks, callers) if (own[first] if first < len(own) else late) != method]
-            if absent:
-                return (
-                    f"{method} is collective, because it gathers shards from every rank, but {format_ranks(absent)} "
-                    "did not launch its collectives. Every rank must call the method and launch all its collectives."
-                )
+        calls = [(n, caller) for own in callers for n, caller in enumerate(own) if caller in GATHERING]
+        first, method = min(calls, default=(0, ""))
+        late = method if kind == "mismatch" else ""
+        absent = [r for r, own in zip(ranks, callers) if (own[first] if first < len(own) else late) != method]
+        before = zip(*(own[:first] for own in launched))
+        if method and absent and all(len({*map(make_signature, same)}) == 1 for same in before):
+            return (
+                f"{method} is collective, because it gathers shards from every rank, but {format_ranks(absent)} did "
+                "not launch its collectives. Every rank must call the method and launch all its collectives."
+            )
     return ""
 
 
