@@ -11,7 +11,6 @@ from brigade.checks.expectations import (
     expect,
     expect_gradients,
     expect_overlap,
-    expect_start,
     expect_weights,
     list_steps,
     overlaps,
@@ -21,7 +20,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import list_ready_gradients, summarize
 from helpers import training
-from helpers.easier import blame_visits, explain_late_launches
+from helpers.easier import explain_late_launches
 from helpers.odd_steps import (
     expect_accumulated,
     expect_idle_rank,
@@ -30,7 +29,7 @@ from helpers.odd_steps import (
     expect_silence,
     expect_unsynced,
 )
-from helpers.steps import expect_steps
+from helpers.steps import expect_averages, expect_four_steps
 from m04_bucketed_ddp import causes as diagnosis
 from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
@@ -69,23 +68,16 @@ def test_bucket_rule(submission):
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
     """Replicas start with equal weights and buffers. One all-reduce per bucket averages every gradient."""
-    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
-        case = submission.case(model, world)
-        jobs = case.make_jobs(**JOB)
-        with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):
-            results = submission.run(training.train, jobs, world_size=world)
-            expect_start([result["start"] for result in results], case, events=results.events)
-            expect_gradients(results, case)
-        require_buckets(submission, jobs, results, case)
+    with replace_cause(partial(diagnosis.find_lost_parameter, submission, submission.case("Tied", 1), CAP_BYTES)):
+        expect_averages(submission, [JOB] * 4, partial(require_buckets, submission))
     # Parameters of one dtype are neighbours, so they share a bucket of the default size, wherever buckets close.
     [world] = submission.worlds(2)
     case = submission.case("MixedDtypes", world)
-    jobs = case.make_jobs(**JOB | {"arguments": {}})
     with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):
-        results = submission.run(training.train, jobs, world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB | {"arguments": {}}), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
     expect_dtypes(results.events, case)
-    require_buckets(submission, jobs, results, case, cap=25 * 2**20)
+    require_buckets(submission, results, case, cap=25 * 2**20)
 
 
 @pytest.mark.points(3)
@@ -193,14 +185,8 @@ def test_no_sync_accumulates(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Four overlapped steps with evaluations give the weights of one process, even in a group of ranks 1 and 3."""
-    for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        jobs = case.make_jobs(groups=groups, visits=training.VISITS, **JOB)
-        judge = partial(expect_steps, case, partial(require_buckets, submission, jobs, steps=4))
-        plan = partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)
-        with replace_cause(plan), blame_visits(submission, jobs, judge):
-            judge(submission.run(training.train, jobs, world_size=world))
+    with replace_cause(partial(diagnosis.find_lost_parameter, submission, submission.case("Tied", 1), CAP_BYTES)):
+        expect_four_steps(submission, JOB, partial(require_buckets, submission))
 
 
 # ---- what the checks use
@@ -246,7 +232,7 @@ def count_elements(case, buckets):
     return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
 
 
-def require_buckets(submission, jobs, results, case, cap=CAP_BYTES, steps=1):
+def require_buckets(submission, results, case, cap=CAP_BYTES, steps=1):
     """Give points for correct numbers only if backward launches the buckets of each step asynchronously."""
     count = sum(parameter.requires_grad for parameter in case.parameters().values())
     has_shared = len(plan_by_rule(case, cap * MB_PER_MIB)) < count  # a bucket of several parameters, in either unit
@@ -255,6 +241,7 @@ def require_buckets(submission, jobs, results, case, cap=CAP_BYTES, steps=1):
         return all(map(overlaps, launched)) and (len(launched) < count or not has_shared)
 
     kind = "one asynchronous all_reduce per bucket, launched in backward and waited for in finish_grad_sync"
+    jobs = case.make_jobs(**JOB | {"arguments": {"bucket_cap_mb": cap / 2**20}})
     why_late = partial(explain_late_launches, submission, jobs)
     require_launches(results.events, case.group, kind, accepts, steps, explain=why_late)
 

@@ -25,11 +25,10 @@ def split_ranks(world):
 def expect_interface(results, case):
     """Expect every wrapper to have its model as .module and its group as .process_group."""
     for rank in case.group:
-        interface = results[rank]["interface"]
-        is_kept = {"module": interface["module"], "process_group": interface["process_group"] == case.group}
-        for name, is_right in is_kept.items():
+        for name, expected in (("module", True), ("process_group", case.group)):
+            is_kept = results[rank]["interface"][name] == expected
             cause = f"the constructor does not keep its argument in self.{name}, which other modules read."
-            expect(is_right, f"the wrapper's .{name} is the one that it was given", "it is not", cause, rank=rank)
+            expect(is_kept, f"the wrapper's .{name} is the one that it was given", "it is not", cause, rank=rank)
 
 
 def expect_steps(case, require, results):

@@ -49,14 +49,6 @@ GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
     "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
 )
-
-
-def explain_no_handle(failure, sources):
-    """Return why a group waits on a handle that is None, if it does so before it is gathered."""
-    is_gathering = any(function == "launch_next_all_gather" for _, _, function, _ in failure.frames[:-1])
-    return GATHERED_EARLY if is_gathering else ""
-
-
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
 SYMPTOMS = [
     Symptom("unequal shards", "", UNEQUAL_SHARDS,
@@ -65,7 +57,8 @@ SYMPTOMS = [
             "which is as long as all shards together."),
     Symptom("last bucket", "IndexError", "", "an index is beyond the buffer's last bucket. The last group may have "
             "fewer buckets than the others.", line=r"bucket_ranges\["),
-    Symptom("no handle", "", "'wait'", explain_no_handle),
+    Symptom("no handle", "", "'wait'", lambda failure, _: GATHERED_EARLY
+            * any(function == "launch_next_all_gather" for _, _, function, _ in failure.frames[:-1])),
 ]  # fmt: skip
 
 

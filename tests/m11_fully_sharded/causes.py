@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from brigade.checks import edge_case_models
-from brigade.checks.diagnose.evidence import find_no_sync_launches, join_names
+from brigade.checks.diagnose.evidence import find_no_sync_launches, find_wrong_group, join_names
 from brigade.checks.diagnose.exceptions import Symptom
 from brigade.checks.verdict import USUAL_CAUSE
 from brigade.events import launches
@@ -270,8 +270,9 @@ def explain_failure(submission, scenario, jobs_per_call, failed):
         changed = [PerRank(job | change(job, jobs[0]) for job in jobs) for jobs in jobs_per_call]
         return all(submission.try_run(scenario, jobs, world_size=len(jobs)) is not None for jobs in changed)
 
-    if cause := find_wrong_group(failed.events, jobs_per_call):
-        return cause
+    for group in (group for jobs in jobs_per_call for group in jobs[0].get("groups", [])):
+        if cause := find_wrong_group(failed.events, group, ("all_gather", "reduce_scatter")):
+            return cause
     if verdict.error == "FreedShardError":
         return NOT_CLONED if "full weights" in verdict.message else ""
     if sizes := re.search(r"all_gather needs (\d+) bytes.* has (\d+) bytes", verdict.message):
@@ -297,21 +298,6 @@ def explain_failure(submission, scenario, jobs_per_call, failed):
         return CRASHED if verdict.ending == "died" else explain_freed(failed, jobs_per_call)
     if verdict.hypothesis == USUAL_CAUSE and verdict.ending in ("mismatch", "deadlock"):
         return explain_skips(succeeds, jobs_per_call)
-    return ""
-
-
-def find_wrong_group(records, jobs_per_call):
-    """Describe an all-gather or a reduce-scatter on another group than the wrapper's."""
-    for rank, events in enumerate(records):
-        for group in (group for jobs in jobs_per_call for group in jobs[rank].get("groups", []) if rank in group):
-            for event in events:
-                is_ours = event["kind"] == "launch" and event["op"] in ("all_gather", "reduce_scatter")
-                if is_ours and event["ranks"] != group:
-                    return (
-                        f"rank {rank} launched {event['op']} on the group of ranks {join_names(event['ranks'])}, but "
-                        f"the wrapper's process_group has the ranks {join_names(group)}. Pass process_group to "
-                        f"{event['op']}."
-                    )
     return ""
 
 

@@ -155,15 +155,16 @@ def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
     return [launch for launch in launches(events, step) if len(begins) > 1 and launch.place < begins[-1]]
 
 
-def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) -> str:
-    """Describe a launch during backward or finish_grad_sync that runs on a group other than `group`."""
+def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int], ops: Sequence[str] = ()) -> str:
+    """Describe a launch in another group than `group`: of `ops`, or of any during backward or finish_grad_sync."""
     for rank in group if events else []:
-        launched = [e for e in events[rank] if e["kind"] == "launch" and e["phase"] in ("backward", "finish")]
-        for other in (event["ranks"] for event in launched if event["ranks"] != group):
-            return (
-                f"rank {rank} launched a collective on the group of {format_ranks(other)}, but it trains in the group "
-                f"of {format_ranks(group)}. Pass group=self.process_group."
-            )
+        for event in events[rank]:
+            is_launch = event["kind"] == "launch" and (event["op"] in ops or event["phase"] in ("backward", "finish"))
+            if is_launch and event["ranks"] != group:
+                return (
+                    f"rank {rank} launched {event['op']} on the group of {format_ranks(event['ranks'])}, but it trains "
+                    f"in the group of {format_ranks(group)}. Pass self.process_group to {event['op']}."
+                )
     return ""
 
 
