@@ -1,6 +1,5 @@
 """Graded checks of module 5: gradients that are views of a padded, contiguous buffer."""
 
-import math
 from collections import Counter
 from functools import partial
 
@@ -13,7 +12,6 @@ from brigade.checks.expectations import (
     expect_equal,
     expect_gradients,
     expect_overlap,
-    expect_trained,
     explain_failures,
     list_steps,
     overlaps,
@@ -21,10 +19,10 @@ from brigade.checks.expectations import (
     require_launches,
 )
 from brigade.checks.reference import draw_generators
-from brigade.events import list_ready_gradients, summarize
+from brigade.events import summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
-from helpers.buffers import BUCKET_NUMEL, format_zero_grad
+from helpers.buffers import BUCKET_NUMEL, expect_zeroed, judge_order
 from helpers.easier import explain_late_launches
 from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages
@@ -159,19 +157,7 @@ def test_gradients_are_views(submission):
 def test_zero_grad_in_any_form(submission):
     """With every form of zero_grad, before or after forward, weights equal those from training in one process."""
     forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
-    [world] = submission.worlds(2)
-    variants = [(form, late) for form in forms for late in (False, True)]
-    cases = [
-        submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world]) for _ in variants
-    ]
-    for case in cases:
-        case.batches[0][0][0]["x"].zero_()  # on rank 0, the gradient of the first weight is zero, as its view is
-    jobs = [case.make_jobs(zero=form, late=late, **JOB) for case, (form, late) in zip(cases, variants)]
-    for (form, late), case, results in zip(variants, cases, submission.run_each(m05_grad_buffer.train, jobs)):
-        when = "between forward and backward" if late else "before forward"
-        with explain_failures(results.events, partial(diagnosis.explain_lost_view, results)):
-            what = f"3 steps with {format_zero_grad(form)} {when} give the same weights as training in one process"
-            expect_trained(what, [result["weights"] for result in results], case)
+    expect_zeroed(submission, JOB, [(form, late) for form in forms for late in (False, True)])
 
 
 @pytest.mark.points(2)
@@ -210,7 +196,8 @@ def test_steps_and_subgroups(submission):
             wrong, why = f"the step made {len(launched)} launches", partial(find_leftover, events)
             expect(len(launched) == expected, right, wrong, why, **at)
 
-    expect_all_kinds_of_steps(submission, "Plain", JOB, require_padded, inspect, judge_order=expect_bucket_order)
+    judge = partial(judge_order, 1, "all_reduce", "bucket")
+    expect_all_kinds_of_steps(submission, "Plain", JOB, require_padded, inspect, judge_order=judge)
     expect_second_backward(submission, submission.worlds(2)[0], JOB)
     expect_no_old_gradients(submission, submission.worlds(2)[0], JOB)
     expect_idle_rank(submission, JOB)
@@ -351,19 +338,3 @@ def list_buckets(names, layout):
     """Return the names of the parameters of each bucket."""
     count = len(layout["bucket_ranges"])
     return [[name for name, bucket in zip(names, layout["bucket_of"]) if bucket == i] for i in range(count)]
-
-
-def expect_bucket_order(records, case):
-    """Expect launch i of step 0 when all gradients of bucket i are ready. Every rank uses all parameters."""
-    names, layout = lay_out(case, len(case.group))
-    buckets = list_buckets(names, layout)
-    lengths = [end - start for start, end in layout["bucket_ranges"]]
-    for at, events, launched in list_steps(records, 1, case.group):
-        ready_at = dict.fromkeys(names, math.inf)  # the record may end before a gradient is ready
-        ready_at |= {name: position for position, name in list_ready_gradients(events, 0)}
-        for number, (launch, bucket) in enumerate(zip(launched, buckets)):
-            missing = [name for name in bucket if ready_at[name] > launch.place]
-            right = "buckets are launched in order, each when all its gradients are ready"
-            wrong = f"launch {number} (bucket {number}) came before these gradients were ready: {join_names(missing)}"
-            why = partial(diagnosis.explain_early_launch, ready_at, launch, buckets, lengths)
-            expect(not missing, right, wrong, why, **at)

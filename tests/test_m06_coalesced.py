@@ -1,21 +1,17 @@
 """Graded checks of module 6: coalesced collectives, and an all-reduce as a reduce-scatter and an all-gather."""
 
-import math
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.checks.diagnose.evidence import Evidence, find_leftover
+from brigade.checks.diagnose.evidence import Evidence
 from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
-    expect_overlap,
-    expect_trained,
     expect_weights,
-    explain_failures,
     format_ranks,
     join_names,
     list_steps,
@@ -25,12 +21,20 @@ from brigade.checks.reference import draw_generators
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
-from helpers.buffers import BUCKET_NUMEL, format_zero_grad, list_groups, require_halves
+from helpers.buffers import (
+    BUCKET_NUMEL,
+    expect_complete,
+    expect_group_overlap,
+    expect_waited,
+    expect_zeroed,
+    judge_order,
+    list_groups,
+    require_halves,
+)
 from helpers.easier import explain_late_launches
 from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages, split_ranks
 from m05_grad_buffer import scenario as m05_grad_buffer
-from m05_grad_buffer.causes import explain_lost_view
 from m05_grad_buffer.expected import compute_layout
 from m06_coalesced import causes as diagnosis
 from m06_coalesced import scenario as m06_coalesced
@@ -250,9 +254,9 @@ def test_groups_overlap_with_backward(submission):
         setting = f" (buckets_per_group={buckets_per_group})"
         for at, events, launched in list_steps(results.events, 2):
             expect_launches(launched, groups, "reduce_scatter", at, setting, events=events)
-            expect_complete(events, groups, at)
+            expect_complete(events, groups, at, "reduce_scatter", "group")
             why_late = partial(explain_late_launches, submission, jobs, events, at["step"], "group")
-            expect_group_overlap(events, [names for _, _, names in groups], at, setting, why_late)
+            expect_group_overlap(events, groups, at, setting, why_late)
     # Layer 1's gradients are ready first, so half of group 1 (layers 1 and 0) is ready before group 0 (layers 3 and 2).
     [world] = submission.worlds(2)
     case = submission.case("Reordered", world, branches=[1] * world)
@@ -275,25 +279,12 @@ def test_steps_and_subgroups(submission):
                 groups = list_groups(case.parameters(), len(case.group), 2)
                 expect_launches(launched, groups, "reduce_scatter", at, ordered=False, events=events)
 
-    def judge_order(records, case):
-        for at, events, _ in list_steps(records, 1, case.group):
-            expect_complete(events, list_groups(case.parameters(), len(case.group), 2), at)
-
     with replace_cause(diagnosis.find_mixed_order):
         why = diagnosis.suspect_lost_micro_batches
-        expect_all_kinds_of_steps(submission, "Plain", make_job(2), require_halves, inspect, why, judge_order)
+        judge = partial(judge_order, 2, "reduce_scatter", "group")
+        expect_all_kinds_of_steps(submission, "Plain", make_job(2), require_halves, inspect, why, judge)
     expect_second_backward(submission, submission.worlds(2)[0], make_job(2))
-    forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
-    [world] = submission.worlds(2)
-    cases = [submission.case("Branches", world, steps=3, dtype=F64, branches=[1, -1][:world]) for _ in forms]
-    jobs = [case.make_jobs(zero=form, late=when == "after", **make_job(2)) for case, (form, when) in zip(cases, forms)]
-    for (form, when), case, results in zip(forms, cases, submission.run_each(m05_grad_buffer.train, jobs)):
-        with explain_failures(results.events, partial(explain_lost_view, results)):
-            what = (
-                f"after 3 steps with unused parameters and {format_zero_grad(form)} {when} forward, the weights equal "
-            )
-            what += "those from training in one process"
-            expect_trained(what, [result["weights"] for result in results], case)
+    expect_zeroed(submission, make_job(2), [("optimizer, to zeros", False), ("model, to None", True)])
     expect_no_old_gradients(submission, submission.worlds(2)[0], make_job(2))
     expect_idle_rank(submission, make_job(2))
     expect_accumulated(submission, submission.worlds(2)[0], make_job(2))
@@ -470,43 +461,10 @@ def sort_by_dtype(pairs):
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def expect_waited(launched, at, events):
-    """Expect that each launch of the step at["step"] is awaited in it, and its tensors unchanged until then."""
-    forgotten = [launch for launch in launched if at["step"] not in launch.wait_steps]
-    right = "every handle is waited on in the step that launched it"
-    wrong = f"the step did not wait for {summarize(forgotten)}"
-    cause = find_leftover(events) or diagnosis.NOT_AWAITED if forgotten else ""
-    expect(not forgotten, right, wrong, cause, **at)
-    raced = [launch for launch in launched if launch.raced]
-    right = "the tensors of a launch do not change before its handle is waited on"
-    expect(not raced, right, f"the tensors changed in {summarize(raced)}", diagnosis.RACED, **at)
-
-
-def expect_complete(events, groups, at):
-    """Expect each group's reduce-scatter when all its gradients are ready. The rank uses all parameters."""
-    # The record may end before a gradient is ready.
-    ready_at = dict.fromkeys((name for _, _, names in groups for name in names), math.inf)
-    ready_at |= {name: position for position, name in list_ready_gradients(events, at["step"])}
-    scatters = [launch for launch in launches(events, at["step"]) if launch.op == "reduce_scatter"]
-    for number, (launch, (_, _, names)) in enumerate(zip(scatters, groups)):
-        missing = [name for name in names if ready_at[name] > launch.place]
-        right = "a group is launched when all gradients of all its buckets are ready"
-        wrong = f"launch {number}, which should be group {number}, came before these were ready: {join_names(missing)}"
-        expect(not missing, right, wrong, partial(diagnosis.explain_early_launch, ready_at, launch, groups), **at)
-
-
 def choose_uneven(case, size):
     """Return a number of buckets per group that leaves fewer for the last group, of four buckets or more."""
     count = len(list_groups(case.parameters(), size, 1))
     return next(number for number in range(2, count) if count % number)
-
-
-def expect_group_overlap(events, groups, at, setting, why_late):
-    """Expect the groups' reduce-scatters to overlap with backward; `groups` are the names of their parameters."""
-    scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
-    options = {"unit": "group", "gathered": True, "why_late": why_late, "setting": setting}
-    with replace_cause(lambda failed: find_leftover(events)):  # also of the all-gathers, after which nothing is awaited
-        expect_overlap(scatters, at, groups, **options)
 
 
 def expect_late_waits(events, at):
@@ -524,14 +482,9 @@ def expect_late_waits(events, at):
 
 def expect_ranks(events, group, rank):
     """Expect the launches of all steps on the group that trains."""
-    used = [
-        event["ranks"] for event in events if event["kind"] == "launch" and event["phase"] in ("backward", "finish")
-    ]
-    others = [ranks for ranks in used if ranks != group]
+    others = [x for x in launches(events) if x.phase in ("backward", "finish") and x.ranks != group]
     right = f"every collective uses the process group that CoalescedDDP received: {format_ranks(group)}"
-    wrong = (
-        f"for {len(others)} of {len(used)} collectives, the group contains {format_ranks(others[0] if others else [])}"
-    )
+    wrong = f"the group of {len(others)} launches is that of {format_ranks(others[0].ranks)}" if others else ""
     expect(not others, right, wrong, diagnosis.WRONG_GROUP, rank=rank)
 
 

@@ -1,15 +1,28 @@
 """The buckets of modules 5 to 10 in their checks."""
 
-from brigade.checks.expectations import overlaps, require_launches
+import math
+from functools import partial
+
+import torch
+
+from brigade.checks.expectations import (
+    expect,
+    expect_overlap,
+    expect_trained,
+    explain_failures,
+    find_leftover,
+    join_names,
+    list_steps,
+    overlaps,
+    replace_cause,
+    require_launches,
+)
+from brigade.events import launches, list_ready_gradients, summarize
+from m05_grad_buffer import causes, scenario
 from m05_grad_buffer.expected import compute_layout
+from m06_coalesced import causes as sync_causes
 
 BUCKET_NUMEL = 150
-
-
-def format_zero_grad(form):
-    """Return the call that zeroes the gradients in this form: see the scenario's `zero_gradients`."""
-    owner, value = form.split(", to ")
-    return f"{owner}.zero_grad(set_to_none={value == 'None'})"
 
 
 def list_groups(parameters, size, buckets_per_group, bucket_numel=BUCKET_NUMEL):
@@ -43,3 +56,60 @@ def require_halves(results, case, steps=1):
 
     kind = "asynchronous reduce_scatters, launched during backward, and all_gathers"
     require_launches(results.events, case.group, kind, accepts, steps)
+
+
+def expect_zeroed(submission, job, variants):
+    """Expect the weights of one process after three steps with unused parameters and some forms of zero_grad.
+
+    A variant is a form, as for the scenario's `zero_gradients`, and whether it comes after forward.
+    """
+    [world] = submission.worlds(2)
+    options = {"steps": 3, "dtype": torch.float64, "branches": [1, -1][:world]}
+    cases = [submission.case("Branches", world, **options) for _ in variants]
+    for case in cases:
+        case.batches[0][0][0]["x"].zero_()  # on rank 0, the gradient of the first weight is zero, as its view is
+    jobs = [case.make_jobs(zero=form, late=late, **job) for case, (form, late) in zip(cases, variants)]
+    for (form, late), case, results in zip(variants, cases, submission.run_each(scenario.train, jobs)):
+        (owner, value), when = form.split(", to "), "between forward and backward" if late else "before forward"
+        zero = f"{owner}.zero_grad(set_to_none={value == 'None'}) {when}"
+        with explain_failures(results.events, partial(causes.explain_lost_view, results)):
+            what = f"three steps with {zero} give the same weights as training in one process"
+            expect_trained(what, [result["weights"] for result in results], case)
+
+
+def expect_group_overlap(events, groups, at, setting, why_late, gathered=True):
+    """Expect the reduce-scatters of the groups, as in `list_groups`, to overlap with backward."""
+    scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
+    options = {"unit": "group", "gathered": gathered, "why_late": why_late, "setting": setting}
+    with replace_cause(lambda failed: find_leftover(events)):  # also of the all-gathers, after which nothing is awaited
+        expect_overlap(scatters, at, [names for _, _, names in groups], **options)
+
+
+def expect_waited(launched, at, events, setting=""):
+    """Expect that each launch of the step at["step"] is awaited in it, and its tensors unchanged until then."""
+    forgotten = [launch for launch in launched if at["step"] not in launch.wait_steps]
+    right = f"every handle is waited on in the step that launched it{setting}"
+    wrong = f"the step did not wait for {summarize(forgotten)}"
+    cause = find_leftover(events) or sync_causes.NOT_AWAITED if forgotten else ""
+    expect(not forgotten, right, wrong, cause, **at)
+    raced = [launch for launch in launched if launch.raced]
+    right = f"the tensors of a launch do not change before its handle is waited on{setting}"
+    expect(not raced, right, f"the tensors changed in {summarize(raced)}", sync_causes.RACED, **at)
+
+
+def judge_order(buckets_per_group, op, unit, records, case):
+    """Expect each launch of `op` in step 0 when all gradients of its `unit`, a group or a bucket, are ready."""
+    for at, events, _ in list_steps(records, 1, case.group):
+        expect_complete(events, list_groups(case.parameters(), len(case.group), buckets_per_group), at, op, unit)
+
+
+def expect_complete(events, groups, at, op, unit):
+    """Expect launch i of `op` in a step when all gradients of `groups[i]` are ready. The rank uses all parameters."""
+    ready_at = {name: math.inf for _, _, names in groups for name in names}  # the record may end before it is ready
+    ready_at |= {name: place for place, name in list_ready_gradients(events, at["step"])}
+    launched = [launch for launch in launches(events, at["step"]) if launch.op == op]
+    for number, (launch, (_, _, names)) in enumerate(zip(launched, groups)):
+        missing = [name for name in names if ready_at[name] > launch.place]
+        right = f"{unit}s are launched in order, each when all its gradients are ready"
+        wrong = f"launch {number} ({unit} {number}) came before these gradients were ready: {join_names(missing)}"
+        expect(not missing, right, wrong, partial(causes.explain_early_launch, ready_at, launch, groups, unit), **at)

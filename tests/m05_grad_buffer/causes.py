@@ -32,7 +32,6 @@ ADDED_TO_OLD = (
     "a new gradient is added to its view, which still contains the gradient of an earlier step. Overwrite the view."
 )
 LEAKS = "the buffer is not allocated with zeros, or some code writes past the end of a parameter."
-IN_READY_ORDER = "a bucket is launched as soon as it is complete, although an earlier bucket has not been launched."
 SHARED_BUFFER = "the buffer and the parameter have different dtypes. Parameters of each dtype need their own buffer."
 NARROWER = "grad_dtype is used for these parameters, although it is not wider than their dtype. Ignore it in this case."
 MAIN_GRAD_AS_GRAD = (
@@ -182,13 +181,18 @@ def explain_launches(buffers, names, layout, events, step):
     return ""
 
 
-def explain_early_launch(ready_at, launch, buckets, lengths):
-    """Return why a launch came before its bucket was complete, from the positions of ready gradients."""
-    for names, numel in zip(buckets, lengths):
-        is_complete = all(ready_at[name] <= launch.place for name in names)
-        if is_complete and numel == launch.numel:
-            return IN_READY_ORDER
-    return "a bucket is launched before all its gradients are ready. Count the ready gradients of all its parameters."
+def explain_early_launch(ready_at, launch, groups, unit):
+    """Return why a `unit`, a group or a bucket, is launched early, from the positions of ready gradients."""
+    latest = max((at for at in ready_at.values() if at <= launch.place), default=-1)
+    complete = {
+        number: max(ready_at[name] for name in names)  # when its last gradient was ready
+        for number, (_, numel, names) in enumerate(groups)
+        if numel == launch.numel and all(ready_at[name] <= launch.place for name in names)
+    }
+    if complete:
+        carried = next((f"{unit} {number}" for number, at in complete.items() if at == latest), f"a {unit}")
+        return f"{carried} is launched as soon as it is complete, not in the order of the buckets."
+    return f"a {unit} is launched before it is complete. Count the ready gradients of all its parameters."
 
 
 def suspect_old_gradients(case, results):

@@ -212,20 +212,6 @@ def find_mixed_order(failed):
     return ""
 
 
-def explain_early_launch(ready_at, launch, groups):
-    """Return why a group was launched before all its gradients were ready, from the positions of ready gradients."""
-    latest = max((at for at in ready_at.values() if at <= launch.place), default=-1)
-    complete = {
-        number: max(ready_at[name] for name in names)  # when its last gradient was ready
-        for number, (_, numel, names) in enumerate(groups)
-        if numel == launch.numel and all(ready_at[name] <= launch.place for name in names)
-    }
-    if complete:
-        carried = next((f"group {number}" for number, at in complete.items() if at == latest), "a group")
-        return f"{carried} is launched as soon as it is complete, not in the order of the buckets."
-    return "a group is launched before it is complete. A group must count the gradients of all its buckets."
-
-
 def suspect_lost_micro_batches(case):
     """Return what the gradients are if only one of 3 micro-batches counts."""
     if len(case.batches[0][0]) == 1:

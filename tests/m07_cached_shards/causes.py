@@ -15,8 +15,6 @@ OTHER_SHARD = (
     "a rank uses the shard of another rank. Shard r of a bucket belongs to rank r, in grad_data and in param_data."
 )
 COPIES = "each rank still has its own gradient: the cached tensors are copies instead of views, or nothing is reduced."
-NOT_AWAITED = "the code does not call wait() on every handle in the step that launched it."
-RACED = "the buffer is written to while a collective is in progress."
 
 
 def find_wrong_view(failed):
@@ -159,12 +157,11 @@ def explain_launches(launched, numels, gather_grads, events):
     return ""
 
 
-def explain_late_launch(launch, events):
+def explain_late_launches(scatters):
     """Return why a group is launched only when the next one is complete."""
-    after = "groups are launched only after backward."
-    if launch.phase == "backward":
-        after = "a group is launched too late, when a gradient of a later group becomes ready."
-    return find_leftover(events) or after
+    if any(launch.phase == "backward" for launch in scatters):
+        return "a group is launched too late, when a gradient of a later group becomes ready."
+    return "groups are launched only after backward."
 
 
 def explain_blocking(blocking):
