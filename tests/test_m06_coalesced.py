@@ -11,6 +11,7 @@ from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
+    expect_waited,
     expect_weights,
     format_ranks,
     join_names,
@@ -25,7 +26,6 @@ from helpers.buffers import (
     BUCKET_NUMEL,
     expect_complete,
     expect_group_overlap,
-    expect_waited,
     expect_zeroed,
     judge_order,
     list_groups,
@@ -206,7 +206,7 @@ def test_shards_without_gather(submission):
             expect_launches(gradients, groups, "reduce_scatter", at, setting, events=events)
             parameters = [launch for launch in launched if launch.phase == "start"]
             expect_started(parameters, groups, "all_gather", "param_sync", at)
-            expect_waited(launched, at, events)
+            expect_waited(events, launched, at)
         gradients = [case.gradients([rank]) for rank in case.group]
         expect_averaged_shards(
             [{"grad_data": results[rank]["grad_data"]} for rank in case.group],
@@ -238,7 +238,7 @@ def test_launches_and_volume(submission):
             expect_ops(launched, ("reduce_scatter", "all_gather"), at, setting)
             expect_launches(launched, groups, "reduce_scatter", at, setting, events=events)
             expect_launches(launched, groups, "all_gather", at, setting, ordered=False, events=events)
-            expect_waited(launched, at, events)
+            expect_waited(events, launched, at)
         expect_gradients(results, case, tolerance=2**-6)
 
 

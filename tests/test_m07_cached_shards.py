@@ -12,6 +12,7 @@ from brigade.checks.expectations import (
     expect_equal,
     expect_gradients,
     expect_start,
+    expect_waited,
     expect_weights,
     join_names,
     list_steps,
@@ -22,7 +23,6 @@ from helpers import training
 from helpers.buffers import (
     BUCKET_NUMEL,
     expect_group_overlap,
-    expect_waited,
     expect_zeroed,
     list_groups,
     require_halves,
@@ -208,4 +208,4 @@ def expect_launches(events, launched, at, groups, gathers, setting):
     right = f"backward and start_param_sync wait for no all_gather{setting}"
     wrong = f"the step waited too early for {summarize(blocking)}"
     expect(not blocking, right, wrong, partial(diagnosis.explain_blocking, blocking), **at)
-    expect_waited(launched, at, events, setting)
+    expect_waited(events, launched, at, setting)

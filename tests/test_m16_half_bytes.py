@@ -10,6 +10,7 @@ from brigade.checks.expectations import (
     expect,
     expect_gradients,
     expect_start,
+    expect_waited,
     format_distinct,
     join_names,
     list_steps,
@@ -19,7 +20,7 @@ from brigade.checks.reference import draw_generators
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
-from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, expect_waited, list_groups
+from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.odd_steps import expect_silence
 from helpers.steps import expect_interface
 from helpers.zero import make_recipe
@@ -191,7 +192,7 @@ def test_launches_overlap(submission):
         results = submission.run(training.train, jobs, world_size=world)
         buckets, groups = (list_groups(case.parameters(), world, length) for length in (1, buckets_per_group))
         for at, events, launched in list_steps(results.events if world > 1 else [], 2):
-            expect_half(launched, at, buckets)
+            expect_half(events, launched, at, buckets)
             expect_overlap(events, launched, at, groups, buckets_per_group)
 
 
@@ -319,7 +320,7 @@ def is_half(launched):
     return {launch.op for launch in launched} == {"all_to_all", "all_gather"}
 
 
-def expect_half(launched, at, buckets):
+def expect_half(events, launched, at, buckets):
     """Expect one all_to_all for each bucket, and all_gathers of as many bytes."""
     nbytes = [2 * numel for _, numel, _ in buckets]
     exchanges, gathers = ([x for x in launched if x.op == op] for op in ("all_to_all", "all_gather"))
@@ -332,7 +333,7 @@ def expect_half(launched, at, buckets):
     right = f"all_gathers of {sum(nbytes)} bytes together, in bfloat16, and nothing else, complete the gradients"
     wrong = summarize([x for x in launched if x.op != "all_to_all"])
     expect(is_right, right, wrong, partial(diagnosis.explain_gathers, gathers, nbytes), **at)
-    expect_waited(launched, at, ())
+    expect_waited(events, launched, at)
 
 
 def expect_overlap(events, launched, at, groups, buckets_per_group):

@@ -352,13 +352,20 @@ def expect_overlap(
     got = f"backward waited for {summarize(blocking)}. After backward came {summarize(late)}"
     cause = "backward waits for a launch. Use async_op=True, and wait in finish_grad_sync." if blocking else ""
     expect(not blocking and not late, what, got, cause, **at)
+    expect_waited(events, launched, at, setting, unit)
+
+
+def expect_waited(
+    events: Sequence[Event], launched: Sequence[Launch], at: Mapping[str, int], setting: str = "", unit: str = "launch"
+) -> None:
+    """Expect a step to wait for each of these launches, whose tensors have not changed until then. `at`: see above."""
     unawaited = [launch for launch in launched if at["step"] not in launch.wait_steps]
     raced = [launch for launch in launched if launch.raced]
-    what = f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}"
+    what = f"the step waits on every handle before it reads or writes the tensors{setting}"
     got = f"not awaited: {summarize(unawaited)}. Changed before the wait: {summarize(raced)}"
     cause = f"a {unit} is read or written before wait() is called on its handle."
     if unawaited:
-        cause = f"finish_grad_sync does not call wait() on the handle of every {unit}."
+        cause = f"the code does not call wait() on the handle of every {unit}, in the step that launched it."
     expect(not unawaited and not raced, what, got, lambda: find_leftover(events) or cause, **at)
 
 

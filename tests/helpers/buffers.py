@@ -17,10 +17,9 @@ from brigade.checks.expectations import (
     replace_cause,
     require_launches,
 )
-from brigade.events import launches, list_ready_gradients, summarize
+from brigade.events import launches, list_ready_gradients
 from m05_grad_buffer import causes, scenario
 from m05_grad_buffer.expected import compute_layout
-from m06_coalesced import causes as sync_causes
 
 BUCKET_NUMEL = 150
 
@@ -83,18 +82,6 @@ def expect_group_overlap(events, groups, at, setting, why_late, gathered=True):
     options = {"unit": "group", "gathered": gathered, "why_late": why_late, "setting": setting}
     with replace_cause(lambda failed: find_leftover(events)):  # also of the all-gathers, after which nothing is awaited
         expect_overlap(scatters, at, [names for _, _, names in groups], **options)
-
-
-def expect_waited(launched, at, events, setting=""):
-    """Expect that each launch of the step at["step"] is awaited in it, and its tensors unchanged until then."""
-    forgotten = [launch for launch in launched if at["step"] not in launch.wait_steps]
-    right = f"every handle is waited on in the step that launched it{setting}"
-    wrong = f"the step did not wait for {summarize(forgotten)}"
-    cause = find_leftover(events) or sync_causes.NOT_AWAITED if forgotten else ""
-    expect(not forgotten, right, wrong, cause, **at)
-    raced = [launch for launch in launched if launch.raced]
-    right = f"the tensors of a launch do not change before its handle is waited on{setting}"
-    expect(not raced, right, f"the tensors changed in {summarize(raced)}", sync_causes.RACED, **at)
 
 
 def judge_order(buckets_per_group, op, unit, records, case):

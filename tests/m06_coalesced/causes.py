@@ -33,8 +33,6 @@ STALE_SHARDS = (
     "the values were correct before buffer.reallocate(), which replaces the flat tensors. `shards` must return views "
     "of its argument `data`, not of an earlier tensor."
 )
-NOT_AWAITED = "the code does not call wait() on every handle, or it keeps only the handle of the last group."
-RACED = "the buffer is divided or written to while a collective is in progress."
 MIXED_ORDER = (
     "the order of all-gathers and reduce-scatters differs between ranks, because it depends on when gradients become "
     "ready. Launch the all-gather of a group before the reduce-scatter of the next group, or launch every all-gather "
