@@ -363,9 +363,9 @@ def expect_waited(
     raced = [launch for launch in launched if launch.raced]
     what = f"the step waits on every handle before it reads or writes the tensors{setting}"
     got = f"not awaited: {summarize(unawaited)}. Changed before the wait: {summarize(raced)}"
-    cause = f"a {unit} is read or written before wait() is called on its handle."
+    cause = f"a tensor of a {unit} is changed, for example divided, before wait() is called on its handle."
     if unawaited:
-        cause = f"the code does not call wait() on the handle of every {unit}, in the step that launched it."
+        cause = f"the code does not wait on the handle of every {unit}, for example because it keeps only the last one."
     expect(not unawaited and not raced, what, got, lambda: find_leftover(events) or cause, **at)
 
 
