@@ -14,6 +14,7 @@ from brigade.checks.expectations import (
     expect_start,
     expect_waited,
     expect_weights,
+    explain_failures,
     join_names,
     list_steps,
     replace_cause,
@@ -55,7 +56,7 @@ def test_gradients_are_averaged(submission):
             tolerance, hypotheses = 2**-6 if is_mixed else 1e-5, partial(diagnosis.suspect_copies, case)
             expect_gradients(results, case, tolerance=tolerance, hypotheses=hypotheses)
             if not is_mixed:
-                with replace_cause(diagnosis.find_stale_view):
+                with explain_failures([], partial(diagnosis.describe_stale, "grad_data")):
                     expect_weights(results, case)
         require_halves(results, case)
 

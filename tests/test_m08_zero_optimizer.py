@@ -610,7 +610,7 @@ def expect_closures(results, steps, has_closure):
         expect(is_right, right, wrong, diagnosis.CLOSURE, rank=rank)
 
 
-def expect_unsharded(results, case, job, changes=diagnosis.suspect_nothing, tolerance=MANY_STEPS):
+def expect_unsharded(results, case, job, changes=dict, tolerance=MANY_STEPS):
     """Expect the unsharded optimizer's weights in the case's group, after the first step and after the last.
 
     `changes` gives causes, and changes of the job with which one process would get the wrong weights too.

@@ -30,7 +30,7 @@ def expect_trained(
     results,
     expected,
     start,
-    hypotheses=diagnosis.suspect_nothing,
+    hypotheses=dict,
     *,
     ranks=None,
     tolerance=MANY_STEPS,

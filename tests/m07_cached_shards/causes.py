@@ -53,11 +53,6 @@ def explain_unequal_shards(message, world_size):
     return ""
 
 
-def find_stale_view(failed):
-    """Blame views of the old memory for wrong weights after a step before which the buffers moved."""
-    return describe_stale("grad_data") if failed.verdict.is_vague else ""
-
-
 def describe_stale(flat):
     """Describe the effect of cached views of these flat tensors after a move."""
     return (

@@ -124,11 +124,6 @@ SYMPTOMS = [
 ]  # fmt: skip
 
 
-def suspect_nothing():
-    """Return no hypotheses."""
-    return {}
-
-
 # ---- ShardedOptimizer
 
 

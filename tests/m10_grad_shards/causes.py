@@ -143,11 +143,6 @@ def count_live(launched):
     return most
 
 
-def explain_sum(result):
-    """Return why the largest sum of 300 micro-batches, whose gradients are all 1, is not 300."""
-    return NARROW_SUM if result["largest"] == 256 else ""
-
-
 def explain_clipping(result):
     """Return why weights are wrong after a step with clipped gradients, where all weights and gradients were 1."""
     if result["lowest"] or result["highest"]:
