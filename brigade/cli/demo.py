@@ -43,7 +43,7 @@ def demo() -> int:
     from brigade.lab.bench import select_written
     from brigade.lab.notebook_plots import draw_step_times
 
-    workload = replace(ladder.EMULATED, batch_size=12, rounds=ROUNDS)
+    workload = replace(ladder.EMULATED, batch_size=12, rounds=ROUNDS, warmup=2)
     entries, sources, left_out = select_written(REFERENCE, CORE_MODULES)
     variants = [ladder.get_variant(entry) for entry in entries]
     console.print(
