@@ -132,17 +132,20 @@ def start_server() -> None:
 def prepare() -> None:
     """Import the modules that checks need, in this process and in the process from which ranks are forked."""
     start_server()
-    # The tensors of checks are small; on a busy machine, a second thread only adds waiting time.
-    limits = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
-    os.environ |= limits
-    dynamo_stub.import_torch()
-    for name in limits:
-        del os.environ[name]
-    import torch
+    import pytest
 
+    with pytest.MonkeyPatch.context() as variables:
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            # The tensors of checks are small; on a busy machine, a second thread only adds waiting time.
+            variables.setenv(name, os.environ.get(name, "1"))
+        dynamo_stub.import_torch()
+        import torch
+
+        # Torch's C++ code counts the GPUs once. It finds none here, or the first backward on the CPU initialises CUDA.
+        variables.setenv("CUDA_VISIBLE_DEVICES", "")
+        torch.cuda.is_available()
     import brigade.checks.reference  # noqa: F401
 
-    machine.hide_gpus()  # this process computes the expected values on the CPU
     torch.set_num_threads(1)  # if torch was imported earlier; this applies to the current thread only
 
 

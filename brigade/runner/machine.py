@@ -57,21 +57,6 @@ def find_gpus() -> tuple[int, str]:
     return gpus, "torch finds none" if supported else "there is no NVIDIA driver, or it does not answer"
 
 
-def hide_gpus() -> None:
-    """Make torch's C++ code count no GPUs in this process. Otherwise, the first backward on the CPU initialises CUDA.
-
-    Torch counts them once, with the variable of that moment. `count_gpus` and other processes are not affected.
-    """
-    import torch
-
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch.cuda.is_available()
-    del os.environ["CUDA_VISIBLE_DEVICES"]
-    if before is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
 @functools.cache
 def read_driver_version() -> int:
     """Return the newest version of CUDA that the NVIDIA driver supports, such as 13010 for 13.1, or 0 if unknown.
