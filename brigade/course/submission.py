@@ -12,24 +12,26 @@ the scenarios) as compiled code (`prepare_for_ranks`), so that a submission cann
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import linecache
 import marshal
 import os
 import re
 import stat
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
-from brigade.course.syntax import find_syntax_error
+from brigade.course.syntax import find_syntax_error, parse_tree
 
 PACKAGE = "submission"
 OWN = "__own"  # ends the name of a student's module whose place the reference's module has taken
@@ -202,6 +204,35 @@ def read_text(path: Path, within: Path) -> str:
 def open_no_follow(path: str, flags: int) -> int:
     """Open a file that was examined before. Refuse a link that has replaced it since, and do not wait for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:
+    """Return the name of the module from which a rank imports the function, and the texts that it needs for this."""
+    name = function.__module__
+    file = Path(inspect.getsourcefile(function))
+    if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name
+        spec = sys.modules["__main__"].__spec__
+        name = spec.name if spec else file.stem
+    if "." not in name:
+        return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
+    packages: dict[str, Sources] = {}
+    names = [name]
+    while names:
+        package, _, inner = names.pop().partition(".")
+        path = Path(file.parents[name.count(".")], package, *inner.split(".")).with_suffix(".py")
+        if package != "brigade" and inner not in packages.get(package, {}) and path.is_file():
+            text = path.read_text()
+            packages.setdefault(package, {})[inner] = (str(path), text)
+            names += list_imports(text)
+    return name, packages
+
+
+@functools.lru_cache(maxsize=128)  # every check sends the same few files
+def list_imports(text: str) -> list[str]:
+    """Return the names in packages from which a file imports, or that it imports from them; some are not modules."""
+    nodes = [node for node in ast.walk(parse_tree(text)) if isinstance(node, ast.ImportFrom) and not node.level]
+    names = [node.module for node in nodes] + [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
+    return [name for name in names if "." in name]
 
 
 def prepare_for_ranks(sources: Sources) -> ForRanks:

@@ -21,10 +21,11 @@ from datetime import timedelta
 from typing import Any
 
 from brigade.course.modules import CourseError
+from brigade.course.submission import find_sources
 from brigade.events import Event
 from brigade.progress import RankRecord
 from brigade.runner.machine import count_cores, make_nccl_environments
-from brigade.runner.ranks import RankResults, RunOptions, draw_seeds, find_sources
+from brigade.runner.ranks import RankResults, RunOptions, draw_seeds
 from brigade.runner.report import BROKEN_LINK, RankFailure, make_exception_failure
 from brigade.runner.server import SERVER
 

@@ -13,26 +13,19 @@ ranks have been killed and reaped, and their files have been removed.
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from brigade.course.modules import CourseError
-from brigade.course.submission import Sources, prepare_for_ranks
-from brigade.course.syntax import parse_tree
+from brigade.course.submission import Sources, find_sources, prepare_for_ranks
 from brigade.events import Event
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
 from brigade.switch.borders import number_batches
 
-__all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "find_sources", "run_calls", "run_ranks"]
+__all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "run_calls", "run_ranks"]
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 
@@ -96,8 +89,6 @@ def run_calls(
     output of the whole run. All calls share one deadline.
     """
     how = RunOptions(**options)
-    if how.world_size < 1:
-        raise CourseError(f"the world size is {how.world_size}, but it must be at least 1")
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}
     requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
@@ -149,32 +140,3 @@ def draw_seeds(seed: int | None, world_size: int) -> list[int]:
     """Return a seed for each rank, so that replicas differ unless the submission makes them equal."""
     rng = random.Random(seed)
     return [rng.randrange(2**63) for _ in range(world_size)]
-
-
-def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:
-    """Return the name of the module from which a rank imports the function, and the texts that it needs for this."""
-    name = function.__module__
-    file = Path(inspect.getsourcefile(function))
-    if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name
-        spec = sys.modules["__main__"].__spec__
-        name = spec.name if spec else file.stem
-    if "." not in name:
-        return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
-    packages: dict[str, Sources] = {}
-    names = [name]
-    while names:
-        package, _, inner = names.pop().partition(".")
-        path = Path(file.parents[name.count(".")], package, *inner.split(".")).with_suffix(".py")
-        if package != "brigade" and inner not in packages.get(package, {}) and path.is_file():
-            text = path.read_text()
-            packages.setdefault(package, {})[inner] = (str(path), text)
-            names += list_imports(text)
-    return name, packages
-
-
-@functools.lru_cache(maxsize=128)  # every check sends the same few files
-def list_imports(text: str) -> list[str]:
-    """Return the names in packages from which a file imports, or that it imports from them; some are not modules."""
-    nodes = [node for node in ast.walk(parse_tree(text)) if isinstance(node, ast.ImportFrom) and not node.level]
-    names = [node.module for node in nodes] + [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
-    return [name for name in names if "." in name]
