@@ -24,7 +24,6 @@ from brigade.grade.gradebook import Row, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import make_empty_grading
 from brigade.runner import machine, ranks
-from brigade.sandbox import users
 
 PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
 
@@ -189,7 +188,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
     passed_on += ["--share-gpu"] if options.share_gpu else []
     if isolation.may_isolate():  # without private mounts, one submission could read another
-        users.close_off([Path(options.class_directory).resolve()])
+        isolation.close_off([Path(options.class_directory).resolve()])
     with classroom.lock_gradebook(gradebook) as lock:
         book = GradebookFile(gradebook, classroom.get_results_path(gradebook))
         seed_file = classroom.get_results_path(gradebook) / ".seed"  # one seed for all, in every run

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from brigade.course.modules import ROOT, CourseError
@@ -49,7 +50,7 @@ def verify_isolation() -> list[str]:
 
     Return notes on protections that this machine does not have.
     """
-    users.close_off([ROOT / name for name in enter.SECRETS])
+    close_off([ROOT / name for name in enter.SECRETS])
     try:
         [found] = ranks.run_ranks(enter.probe, world_size=1)
     except ranks.RankFailure as failure:
@@ -62,3 +63,10 @@ def verify_isolation() -> list[str]:
             "install Python and its packages where everybody may read them"
         )
     return [] if found["is_filtered"] else [UNFILTERED]
+
+
+def close_off(paths: Iterable[Path]) -> None:
+    """Remove the permissions of all other users on these paths."""
+    for path in paths:
+        if path.exists():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)

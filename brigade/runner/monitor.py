@@ -33,7 +33,6 @@ from brigade.ipc.temporary import remove
 from brigade.progress import Progress, RankRecord
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
-from brigade.sandbox.enter import MOST_SENT
 from brigade.switch import Refused
 from brigade.switch.switch import Switch
 
@@ -48,6 +47,7 @@ OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 STACK_LIMIT = 1 << 20  # bytes of a rank's stack that are kept, with what it prints meanwhile
 READ_S = 10.0  # the time that a rank has to read an answer for which it waits; nothing else happens meanwhile
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
+MOST_SENT = 4 << 20  # the same, if there is one; the Python objects in the grader take up to 20 times as much
 LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
 

@@ -1,9 +1,7 @@
 """Isolate a rank that runs a stranger's code. This needs Linux, and a grader that was started as root.
 
-A rank calls `enter` before it receives the submission. From then on, the process belongs to an unprivileged user, has
-limits on memory, processes and file sizes, cannot read hidden paths, and ends with the fork server. The kernel refuses
-system calls that leave data for a later process of the user or create namespaces. docs/isolation.md lists what this
-protects, and what it does not.
+A rank calls `enter` before it receives the submission. docs/isolation.md lists what this protects, and what it does
+not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. The kernel also refuses sockets,
@@ -11,7 +9,7 @@ terminals, futexes between processes, file locks and notifications about files. 
 other through a file in the run's directory.
 
 If namespaces are not allowed (in most containers), hidden paths are not masked. Instead, the grader has removed the
-permissions on them (`close_off`), and the network and the disk are open.
+permissions on them (`grade/isolation.py`), and the network and the disk are open.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ NICENESS = 5  # of ranks, so that the grader and other processes have priority
 # System calls that the kernel refuses. Those with numbers, which all machines share, are unknown to some libseccomp.
 REFUSED = ["add_key", "request_key", "keyctl", "shmget", "msgget", "semget", "mq_open", "unshare", "setns", "ptrace"]
 REFUSED += ["process_vm_readv", "process_vm_writev"]
-REFUSED_OFFLINE = ["socket", "socketpair", "io_uring_setup", "flock", "inotify_init", "inotify_init1", "fanotify_init"]
-NEW_FUTEXES = (449, 454, 455, 456)  # futex_waitv, futex_wake, futex_wait, futex_requeue
+REFUSED_OFFLINE: list[str | int] = ["socket", "socketpair", "io_uring_setup", "flock", "inotify_init", "inotify_init1"]
+REFUSED_OFFLINE += ["fanotify_init", 449, 454, 455, 456]  # futex_waitv, futex_wake, futex_wait, futex_requeue
 MOUNT_SETATTR, CLONE3 = 442, 435
 AT_RECURSIVE, MOUNT_ATTR_RDONLY = 0x8000, 0x1
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
@@ -61,7 +59,6 @@ MOST_MEMORY = 3 << 30  # bytes of a process of an offline rank, in addition to w
 MOST_PROCESSES = 400  # of a user, threads included
 MOST_FILE = 64 << 20  # bytes of a file
 PRIVATE_LIMITS = f"size={64 << 20},nr_inodes=10000"  # of each private directory, which is in memory
-MOST_SENT = 4 << 20  # bytes from each rank; the Python objects in the grader take up to 20 times as much
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,7 @@ def filter_system_calls(offline: bool = False) -> bool:
 
     library.seccomp_attr_set(rules, SCMP_FLTATR_ACT_BADARCH, SCMP_ACT_ERRNO | errno.EPERM)  # other tables of calls
     library.seccomp_attr_set(rules, SCMP_FLTATR_CTL_SSB, 1)  # or kernels before 5.16 slow a filtered process down
-    calls: list[str | int] = [*REFUSED, *REFUSED_OFFLINE, *NEW_FUTEXES] if offline else [*REFUSED]
-    for call in calls:
+    for call in [*REFUSED, *REFUSED_OFFLINE] if offline else REFUSED:
         refuse(call)
     refuse(CLONE3, errno.ENOSYS)
     for bit in (1 << place for place in range(32) if CLONE_NEW_ANY >> place & 1):
@@ -222,7 +218,8 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     if not settings["offline"]:  # NCCL uses fast transports only between ranks that have the same /dev/shm
         privates.discard(os.path.realpath("/dev/shm"))
     covers = {str(ROOT), TERMINALS, *map(os.path.realpath, settings["hidden"]), *privates}
-    covers |= {ancestor for path in needed for ancestor in list_closed_ancestors(path)}
+    above = {parent for path in needed for parent in Path(path).parents}
+    covers |= {str(path) for path in above if not path.stat().st_mode & stat.S_IXOTH}  # which the user cannot enter
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]
     for place in outermost:
@@ -238,11 +235,6 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
         mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode=700,uid={uid},gid={uid}")
     with contextlib.suppress(OSError):
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
-
-
-def list_closed_ancestors(path: str) -> list[str]:
-    """Return the directories above `path` that other users cannot enter, the outermost first."""
-    return [str(ancestor) for ancestor in reversed(Path(path).parents) if not ancestor.stat().st_mode & stat.S_IXOTH]
 
 
 def is_below(path: str, directory: str) -> bool:

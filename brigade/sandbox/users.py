@@ -6,9 +6,8 @@ import contextlib
 import fcntl
 import os
 import signal
-import stat
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from brigade.course.modules import CourseError
@@ -72,10 +71,3 @@ def remove_files(uid: int) -> None:
         ["find", *PRIVATE_DIRECTORIES, "-xdev", "(", *users, ")", *action],
         stderr=subprocess.DEVNULL,  # some of the directories do not exist, and other processes remove files too
     )
-
-
-def close_off(paths: Iterable[Path]) -> None:
-    """Remove the permissions of all other users on these paths."""
-    for path in paths:
-        if path.exists():
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)

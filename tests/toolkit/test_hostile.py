@@ -32,8 +32,8 @@ from in_ranks import basics as functions
 from brigade.checks.context import CheckContext
 from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, CourseError, get_module
-from brigade.course.submission import read
-from brigade.grade import formats, grading, incoming
+from brigade.course.submission import find_sources, read
+from brigade.grade import formats, grading, incoming, isolation
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import monitor, ranks, server
 from brigade.sandbox import enter, users
@@ -59,7 +59,7 @@ def user() -> Iterator[int]:
     ranks.SERVER.close()
     try:
         with users.reserve_user() as (uid, reservation):
-            users.close_off(ROOT / name for name in enter.SECRETS)
+            isolation.close_off(ROOT / name for name in enter.SECRETS)
             ranks.SERVER.sandbox = enter.Sandbox(uid, reservation)
             [found] = ranks.run_ranks(enter.probe, world_size=1)
             assert found["uid"] == uid and found["secrets"] == [] and found["is_filtered"]
@@ -78,7 +78,7 @@ def test_isolated_ranks_receive_and_can_import_only_scenarios():
         members = vars(importlib.import_module(name)).values()
         own = (value for value in members if inspect.isfunction(value) and value.__module__ == name)
         function = next(value for value in own if not hasattr(value, "__wrapped__"))
-        name, packages = ranks.find_sources(function)
+        name, packages = find_sources(function)
         files = {Path(file).name for texts in packages.values() for file, _ in texts.values()}
         assert path.name in files and files <= {"scenario.py", "scenario_sharded.py", "training.py"}
         ranks.run_ranks(functions.import_all, [name], packages=packages, world_size=1)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -107,12 +108,13 @@ def start_program(gradescope, **options):
 
 def open_up(directories):
     """Let every user enter these directories, but only in the view of this process and its children."""
-    for closed in {place for path in directories for place in enter.list_closed_ancestors(path)[:1]}:
-        handles = {path: os.open(path, os.O_PATH) for path in directories if enter.is_below(path, closed)}
-        enter.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
+    closed = {parent for path in directories for parent in path.parents if not parent.stat().st_mode & stat.S_IXOTH}
+    for place in [path for path in closed if not closed & {*path.parents}]:
+        handles = {path: os.open(path, os.O_PATH) for path in directories if place in path.parents}
+        enter.mount("tmpfs", str(place), "tmpfs", 0, "mode=755")
         for path, handle in handles.items():
             os.makedirs(path, exist_ok=True)
-            enter.mount(f"/proc/self/fd/{handle}", path, "", enter.MS_BIND, "")
+            enter.mount(f"/proc/self/fd/{handle}", str(path), "", enter.MS_BIND, "")
 
 
 def solution(number):
@@ -220,7 +222,7 @@ def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
 
     def like_a_container():
         if enter.unshare_mounts():
-            open_up((sys.prefix, sys.base_prefix))
+            open_up({Path(sys.prefix), Path(sys.base_prefix)})
         enter.LIBC.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0)
 
     process = start_program(gradescope, preexec_fn=like_a_container)

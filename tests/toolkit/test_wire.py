@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from brigade.ipc import wire
 from brigade.ipc.wire import DTYPES, WireError, decode, encode
-from brigade.sandbox import enter
+from brigade.runner.monitor import MOST_SENT
 
 limited = settings(max_examples=60, deadline=None, database=None)
 
@@ -90,13 +90,10 @@ def seconds_to_refuse(data: bytes, why: str) -> float:
     return time.process_time() - start
 
 
-SENT = enter.MOST_SENT  # bytes that a rank may send
-
-
 def test_keys_that_collide_are_refused_before_they_cost_time():
     """For 4 MB, quadratic time would be minutes, so the first colliding key is refused."""
-    data = message({"dict": [[i * (2**61 - 1), 0] for i in range(SENT // 30)]})
-    assert len(data) > SENT // 2
+    data = message({"dict": [[i * (2**61 - 1), 0] for i in range(MOST_SENT // 30)]})
+    assert len(data) > MOST_SENT // 2
     assert seconds_to_refuse(data, "for a key|too long") < 2
 
 
