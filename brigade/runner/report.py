@@ -78,8 +78,7 @@ def make_exception_failure(rank: int, error: Any, packages: dict[str, Sources]) 
         source, is_shown = find_text(packages, file)
         text = "".join(source.split("\n")[max(0, int(line) - 1) : int(line)]).strip()[:MESSAGE_LIMIT]
         frames.append((Path(file).name[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], text))
-        name, number, where, _ = frames[-1]
-        lines.append(f"  {name}, line {number}, in {where}" + (f": {text}" if text and is_shown else ""))
+        lines.append("  {}, line {}, in {}".format(*frames[-1]) + (f": {text}" if text and is_shown else ""))
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
     summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
     own = bool(error["own"])
@@ -98,11 +97,7 @@ def find_text(packages: dict[str, Sources], path: str) -> tuple[str, bool]:
 
 
 def describe_failure(
-    kind: str,
-    ranks: Sequence[RankProcess],
-    progress: Progress,
-    deadline_s: float | None,
-    packages: dict[str, Sources],
+    kind: str, ranks: Sequence[RankProcess], progress: Progress, deadline_s: float | None, packages: dict[str, Sources]
 ) -> RankFailure:
     """Return the exception that reports a run that has failed and ended. `kind`: see `runner/monitor.py`."""
     lines = [describe_rank(rank, progress, packages) for rank in ranks]
@@ -135,9 +130,9 @@ def describe_mismatch(mismatch: Mismatch) -> str:
         f"launched {describe(launch)}" + (f" at {launch['line']}" if launch["line"] else "")
         for launch in (mismatch.launch, mismatch.peer_launch)
     )
-    is_message = mismatch.launch["op"] in OPPOSITES
-    rule = "A message must have the same length on both ranks"
-    rule = rule if is_message else "All ranks of a group must launch the same collectives in the same order"
+    rule = "All ranks of a group must launch the same collectives in the same order"
+    if mismatch.launch["op"] in OPPOSITES:
+        rule = "A message must have the same length on both ranks"
     return f"rank {mismatch.rank} {own}, but rank {mismatch.peer} {other}. {rule}"
 
 
@@ -173,10 +168,7 @@ def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sou
 
 
 def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
-    """Return the innermost line of the submission or, without one, of the scenario, in a stack from faulthandler.
-
-    Return "" if there is none.
-    """
+    """Return the innermost line of the submission in a stack from faulthandler, or else of the scenario, or else ""."""
     frames = re.findall(r'File "([^"\n]+)", line (\d+) in (.+)', stack.decode(errors="replace"))
     for package in sorted(packages, key=lambda name: name != PACKAGE):
         files = {path for path, _ in packages[package].values()}
