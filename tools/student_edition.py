@@ -70,7 +70,7 @@ def collect_files(hint_levels: int) -> dict[Path, bytes]:
         hints = Path("lessons", entry.package, "hints.md")
         contents[hints] = cut_hints(contents[hints].decode(), hint_levels).encode()
     for document in map(Path, handout.DOCUMENTS):
-        text = handout.fill_in(contents[document].decode(), ROOT)
+        text = handout.fill_in(contents[document].decode())
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
     pins = {Path("requirements.txt"): PACKAGES, Path("site", "requirements.txt"): SITE_PACKAGES}
     return contents | {path: select_requirements(packages).encode() for path, packages in pins.items()}

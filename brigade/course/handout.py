@@ -11,56 +11,52 @@ rest is written by hand:
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from brigade.course import written
 from brigade.course.listing import list_checks
-from brigade.course.modules import CORE_MODULES, MODULES, Module
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, Module
 
 DOCUMENTS = ("README.md", "assignments.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
-def fill_in(text: str, root: Path) -> str:
+def fill_in(text: str) -> str:
     """Return the document with its generated parts up to date."""
     makers = {
         "modules": make_module_table,
-        "assignments": lambda root: "\n".join(make_assignment(entry, root) for entry in MODULES),
+        "assignments": lambda: "\n".join(map(make_assignment, MODULES)),
         "students": read_student_section,
     }
-    return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]](root)}\n{match[3]}", text)
+    return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]]()}\n{match[3]}", text)
 
 
-def make_module_table(root: Path) -> str:
+def make_module_table() -> str:
     """Return the table of modules of the README and the handout."""
     lines = [("", "module", "idea", "points", "written points", "minutes", "difficulty"), ["---"] * 7]
     for entry in MODULES:
         title = f"[{entry.title}](lessons/{entry.package}/README.md)"
-        points = (format_points(entry), written.count_points([entry], root) or "")
-        lines.append((entry.number, title, entry.idea, *points, entry.minutes, f"{entry.difficulty} of 5"))
+        points = f"{entry.points}" if entry.is_core else f"{entry.points} ({entry.track})"
+        points_written = written.count_points([entry]) or ""
+        difficulty = f"{entry.difficulty} of 5"
+        lines.append((entry.number, title, entry.idea, points, points_written, entry.minutes, difficulty))
     points, minutes = (sum(getattr(one, name) for one in CORE_MODULES) for name in ("points", "minutes"))
-    sums = (points, written.count_points(CORE_MODULES, root), minutes)
+    sums = (points, written.count_points(CORE_MODULES), minutes)
     lines.append(("", "**total of the core**", "", *(f"**{number}**" for number in sums), ""))
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
-def read_student_section(root: Path) -> str:
+def read_student_section() -> str:
     """Return the README's section for students. The student edition's README contains it too."""
-    return (root / "README.md").read_text().partition("\n## Students\n\n")[2].partition("\n## ")[0]
+    return (ROOT / "README.md").read_text().partition("\n## Students\n\n")[2].partition("\n## ")[0]
 
 
-def format_points(entry: Module) -> str:
-    """Return the points of a module, and its track if it is not in the core."""
-    return str(entry.points) if entry.is_core else f"{entry.points} ({entry.track})"
-
-
-def make_assignment(entry: Module, root: Path) -> str:
+def make_assignment(entry: Module) -> str:
     """Return the section on one module. What a check requires is in the terminal, in the words of its file."""
     names = [f"`{name}`" for name in entry.public]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     files = ", ".join(f"`{path.name}`" for path in entry.paths)
-    checks = ", ".join(f"`{check.name.removeprefix('test_')}` {check.points}" for check in list_checks(entry, root))
-    points = written.count_points([entry], root)
+    checks = ", ".join(f"`{check.name.removeprefix('test_')}` {check.points}" for check in list_checks(entry))
+    points = written.count_points([entry])
     remark = f" ({written.format_points(points)})" if points else ""
     return (
         f"## Module {entry.number}: {entry.title}\n\n"

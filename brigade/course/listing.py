@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from brigade.course.modules import ROOT, Module
+from brigade.course.modules import Module
 
 PART = re.compile(r"module (\d+), part \((\w)\)")
 UNWRITTEN = re.compile(rf'raise NotImplementedError\("{PART.pattern}"\)')
@@ -64,10 +63,10 @@ def find_last_part(text: str) -> str:
     return (re.findall(r"\((\w)\)", text) or [""])[-1]
 
 
-def list_checks(entry: Module, root: Path = ROOT) -> list[GradedCheck]:
-    """Return the graded checks of a module of the course in `root`, in order."""
+def list_checks(entry: Module) -> list[GradedCheck]:
+    """Return the graded checks of a module, in order."""
     checks, parts = [], ""
-    nodes = list_check_functions(ast.parse((root / "tests" / entry.checks.name).read_text()))
+    nodes = list_check_functions(ast.parse(entry.checks.read_text()))
     for place, node in enumerate(nodes, 1):
         parts = read_mark(node, "parts") or parts  # a heading applies until the next one
         title = (ast.get_docstring(node) or node.name).splitlines()[0]

@@ -66,8 +66,8 @@ def get_answers_path(entry: Module) -> Path:
 def find_outdated() -> dict[Path, str]:
     """Return the new texts of the skeletons, templates and documents that are not up to date."""
     texts = {ROOT / "lessons" / path: text for entry in MODULES for path, text in make_skeletons(entry).items()}
-    texts |= {ROOT / name: handout.fill_in((ROOT / name).read_text(), ROOT) for name in handout.DOCUMENTS}
-    texts |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry, ROOT) for entry in MODULES}
+    texts |= {ROOT / name: handout.fill_in((ROOT / name).read_text()) for name in handout.DOCUMENTS}
+    texts |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry) for entry in MODULES}
     return {path: text for path, text in texts.items() if not path.is_file() or path.read_bytes() != text.encode()}
 
 

@@ -37,15 +37,15 @@ def parse_questions(text: str) -> list[Question]:
     return [Question(int(number), kind, int(points or 0), question) for number, kind, points, question in found]
 
 
-def list_questions(entry: Module, root: Path = ROOT) -> list[Question]:
+def list_questions(entry: Module) -> list[Question]:
     """Return a module's questions, or [] if it has no file with questions."""
-    path = root / "lessons" / entry.package / ANSWERS
+    path = ROOT / "lessons" / entry.package / ANSWERS
     return parse_questions(path.read_text()) if path.is_file() else []
 
 
-def count_points(entries: Iterable[Module], root: Path = ROOT) -> int:
+def count_points(entries: Iterable[Module]) -> int:
     """Return the points of the written questions of these modules."""
-    return sum(question.points for entry in entries for question in list_questions(entry, root))
+    return sum(question.points for entry in entries for question in list_questions(entry))
 
 
 def format_points(points: int) -> str:
@@ -53,9 +53,9 @@ def format_points(points: int) -> str:
     return f"{points} point{'' if points == 1 else 's'}"
 
 
-def make_template(entry: Module, root: Path = ROOT) -> str:
+def make_template(entry: Module) -> str:
     """Return a module's questions without answers. Raise CourseError if there are none."""
-    questions = list_questions(entry, root)
+    questions = list_questions(entry)
     if not questions:
         raise CourseError(f"lessons/{entry.package}/{ANSWERS} contains no questions")
     return format_template(entry, questions)

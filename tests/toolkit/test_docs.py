@@ -39,7 +39,8 @@ def test_written_questions_of_the_core_count_50_points():
     assert written.count_points(CORE_MODULES) == 50
 
 
-def test_questions_are_read_with_their_points(tmp_path):
+def test_questions_are_read_with_their_points(tmp_path, monkeypatch):
+    monkeypatch.setattr(written, "ROOT", tmp_path)
     entry = MODULES[0]
     answers = tmp_path / "lessons" / entry.package / "answers.md"
     answers.parent.mkdir(parents=True)
@@ -49,8 +50,8 @@ def test_questions_are_read_with_their_points(tmp_path):
     filled_in = text.replace("many?\n", "many?\n> Or few?\n") + "\nAnswer 2.\n\n> A quotation.\n"
     assert written.is_filled_in(entry, filled_in)
     answers.write_text(filled_in)
-    assert written.list_questions(entry, tmp_path) == asked and written.count_points([entry], tmp_path) == 13
-    assert written.make_template(entry, tmp_path) == text
+    assert written.list_questions(entry) == asked and written.count_points([entry]) == 13
+    assert written.make_template(entry) == text
 
 
 def split_into_words(text):

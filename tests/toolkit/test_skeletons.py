@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course import handout, skeletons
+from brigade.course import handout, skeletons, written
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module, select_modules
 
 FIRST = get_module(1)
@@ -27,6 +27,7 @@ def course(tmp_path, monkeypatch) -> Path:
     for name in handout.DOCUMENTS:
         shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
+    monkeypatch.setattr(written, "ROOT", tmp_path)
     return tmp_path
 
 
