@@ -24,7 +24,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -225,21 +225,18 @@ class ReduceScatterWork(dist.Work):
     overlaps with, which an all-reduce of the same gradients would not take.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], add: Callable[..., Any]
-    ):
+    def __init__(self, group: dist.ProcessGroup, outputs: list[torch.Tensor], inputs: list[torch.Tensor], add: Any):
         super().__init__()
-        self._add = add  # parts of all ranks, one row for each
-        self._pending = []
-        for output, tensor in zip(outputs, inputs):
-            received = torch.empty_like(tensor)
-            work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
-            self._pending.append((work, received.view(group.size(), *output.shape), output))
+        self._add, self._outputs = add, outputs
+        self._parts = [output.new_empty(group.size(), *output.shape) for output in outputs]  # from each rank
+        self._exchanges = [
+            dist.all_to_all_single(parts.view_as(tensor), tensor, group=group, async_op=True)
+            for parts, tensor in zip(self._parts, inputs)
+        ]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        while self._pending:
-            work, parts, output = self._pending.pop()
-            work.wait()
+        for exchange, parts, output in zip(self._exchanges, self._parts, self._outputs):
+            exchange.wait()
             self._add(parts, 0, out=output)
         return True
 
@@ -333,10 +330,6 @@ class EmulatedLinkWork(RecordedWork):
     def is_completed(self) -> bool:
         times = self._launches.get_times(self._number)
         return self._is_over or (times is not None and time.perf_counter() >= times[1] and self._inner.is_completed())
-
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return self._outputs
 
     def get_future(self) -> torch.futures.Future:
         self._recorder.note("wait", index=self._index)

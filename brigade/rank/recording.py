@@ -213,7 +213,7 @@ class RecordedWork(dist.Work):
         return self._inner._source_rank()  # of a receive from any rank
 
     def result(self) -> list[torch.Tensor]:
-        return self._inner.result()
+        return self.get_future().wait()
 
     def get_future(self) -> torch.futures.Future:
         # A future counts as a wait, because its owner may wait on it where we cannot see it, as the reducer does.

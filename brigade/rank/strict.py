@@ -141,9 +141,6 @@ class StrictWork(RecordedWork):
             self._recorder.note("complete", index=self._index)
         return self._delivered or self.wait()
 
-    def result(self) -> list[torch.Tensor]:
-        return self.get_future().wait()
-
     def get_future(self) -> torch.futures.Future:
         future = StrictFuture(self.wait, self.is_completed)
         if self._delivered:
