@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brigade import dynamo_stub
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import OPTIMIZERS, Gradients, compute_loss, copy_gradients
-from brigade.rank import dynamo_stub
 from brigade.runner.ranks import PerRank
 
 dynamo_stub.import_torch()  # without the compiler, which the first optimizer would import

@@ -11,13 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
+from brigade import dynamo_stub
 from brigade.checks.collect import Check
 from brigade.checks.context import TURN, CheckContext, Conditions
 from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
 from brigade.course.submission import Sources, is_sealed, read, resolve_target
-from brigade.rank import dynamo_stub
 from brigade.runner import machine
 from brigade.runner.server import SERVER, ServerLost
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brigade.rank import dynamo_stub
+from brigade import dynamo_stub
 
 dynamo_stub.import_torch()  # otherwise, initialising weights on the meta device imports the compiler
 

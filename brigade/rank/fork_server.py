@@ -28,10 +28,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from brigade import dynamo_stub
 from brigade.ipc import protocol
 from brigade.ipc.protocol import FDS_PER_RANK
 from brigade.ipc.temporary import remove
-from brigade.rank import dynamo_stub
 from brigade.sandbox import enter, users
 
 PR_SET_CHILD_SUBREAPER = 36

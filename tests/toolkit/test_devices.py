@@ -16,7 +16,7 @@ from brigade.runner.server import VISIBLE
 
 # On a machine without a GPU, torch claims to have one and raises an exception if anybody uses it.
 FAKE_GPU = """
-from brigade.rank import dynamo_stub
+from brigade import dynamo_stub
 dynamo_stub.import_torch()
 import torch
 

@@ -5,7 +5,7 @@ import torch
 from in_ranks import stubs as functions
 
 from brigade.course.modules import ROOT
-from brigade.rank.dynamo_stub import KERNELS_STUB_VERSION
+from brigade.dynamo_stub import KERNELS_STUB_VERSION
 from brigade.runner.ranks import RankFailure, run_ranks
 
 
