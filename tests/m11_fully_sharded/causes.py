@@ -276,8 +276,8 @@ def explain_failure(submission, scenario, jobs_per_call, failed):
     if verdict.error == "FreedShardError":
         return NOT_CLONED if "full weights" in verdict.message else ""
     if sizes := re.search(r"all_gather needs (\d+) bytes.* has (\d+) bytes", verdict.message):
-        gather = next(x for x in reversed(launches(failed.events[verdict.rank])) if x.op == "all_gather")
-        return {str(gather.numel): BYTES, "0": NOT_RESIZED}.get(sizes[2], "")
+        itemsize = (first.get("dtype") or torch.float32).itemsize
+        return {int(sizes[1]) // itemsize: BYTES, 0: NOT_RESIZED}.get(int(sizes[2]), "")
     if verdict.error == "FreedTensorError":
         return SHARDED_FIRST if verdict.message.startswith("broadcast") else explain_in_flight(failed)
     if "shape '[0]' is invalid" in verdict.message:
