@@ -62,17 +62,12 @@ class ShardedMuon(torch.optim.Optimizer):
             whole = params[0].detach().new_zeros(size, max(place.stop for _, _, place in places))
             self.parts.append((places, whole, torch.zeros_like(whole[0])))
 
+    @torch.no_grad()
     def step(self, closure=None):
-        loss = None
+        loss, pending = None, []
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self.update_all()
-        return loss
-
-    def update_all(self):
-        pending = []
         for places, whole, own in self.parts:
             for p, rank, place in places:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -88,6 +83,7 @@ class ShardedMuon(torch.optim.Optimizer):
             handle.wait()
             for p, rank, place in places:
                 p.copy_(whole[rank, place].view(p.shape))
+        return loss
 
     def compute(self, p, grad, options):
         lr, mu = options["lr"], options["momentum"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from brigade.rank.recording import phase
 from helpers.training import create_group, name_error
 
 PACKAGE = "m15_sharded_muon"
-OPTIONS = ("lr", "momentum", "weight_decay", "steps")
+DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "steps": 5}
 
 
 def orthogonalize_each(job: dict) -> list[dict]:
@@ -49,25 +48,19 @@ def train(job: dict) -> dict:
     momentum and options), "scheduler" (the learning rates of each step), "closure" (step gets one), "counts" (count
     FLOPs), "saves" (return a checkpoint).
     """
-    params = [make_parameter(values, i in job["transposed"]) for i, values in enumerate(job["start"])]
+    params = [make_parameter(values, i in job["transposed"]) for i, values in enumerate(job["start"].values())]
     for i in job["frozen"]:
         params[i].requires_grad_(False)
-    groups, group = job["param_groups"], create_group(job)
-    given = iter(params)
-    if len(groups) > 1:
-        given = [{"params": [params[i] for i in numbers]} | options for numbers, options in groups]
+    groups = [{"params": [params[i] for i in numbers]} | options for numbers, options in job["param_groups"]]
+    given, group = groups if len(groups) > 1 else iter(params), create_group(job)
     with phase("construct"):
-        named = {} if group is None else {"process_group": group}
-        optimizer = student(PACKAGE, "ShardedMuon")(given, **job["options"], **named)
+        optimizer = student(PACKAGE, "ShardedMuon")(given, group, **job["options"])
     is_kept = "load" not in job or load(optimizer, *job["load"])
     steps = [take_step(job, params, optimizer, step) for step in range(len(job["gradients"]))]
     recording.note("step", step=None)
     answer = {"steps": steps, "is_optimizer": isinstance(optimizer, torch.optim.Optimizer), "is_kept": is_kept}
-    answer |= {"saved": describe_checkpoint(optimizer)} if job.get("saves") else {}
-    return answer | {
-        "plan": describe_plan(job, [tuple(p.shape) for p in params]),
-        "owned": list_momentum(optimizer, params),
-    }
+    answer |= {"saved": describe_checkpoint(optimizer)} if "saves" in job else {}
+    return answer | describe_plan(job, [tuple(p.shape) for p in params]) | {"owned": list_momentum(optimizer, params)}
 
 
 def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> dict:
@@ -87,27 +80,21 @@ def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Opti
     has_closure = "closure" in job
     if not has_closure:
         compute()
-    counter = FlopCounterMode(display=False) if job.get("counts") else None
-    with phase("step"), counter or contextlib.nullcontext():
+    counter = FlopCounterMode(display=False)
+    with phase("step"), counter if "counts" in job else contextlib.nullcontext():
         returned = optimizer.step(*[compute] * has_closure)
-    flops = counter.get_total_flops() if counter else 0
-    weights = name_matrices([p.shape for p in params], [p.detach().clone() for p in params])
-    is_loss = not has_closure or (returned is not None and torch.as_tensor(returned).item() == losses[-1].item())
-    return {"weights": weights, "flops": flops, "calls": len(losses), "is_loss": is_loss}
-
-
-def name_matrices(shapes: Sequence[Sequence[int]], tensors: list[Any]) -> dict[str, Any]:
-    """Return tensors by the number and the shape of their matrix, such as "matrix 2 (16 × 64)"."""
-    return {f"matrix {i} ({rows} × {columns})": t for i, ((rows, columns), t) in enumerate(zip(shapes, tensors))}
+    weights = dict(zip(job["start"], [p.detach().clone() for p in params]))
+    is_loss = returned is not None and torch.as_tensor(returned).item() == losses[-1].item()
+    return {"weights": weights, "flops": counter.get_total_flops(), "calls": len(losses), "is_loss": is_loss}
 
 
 def describe_plan(job: dict, shapes: list[tuple[int, int]]) -> dict:
-    """Return the submission's owners of matrices, and the lengths of the rows of its groups."""
+    """Return the submission's owners of matrices, and the elements of its groups' buffers."""
     size = len(job["group"])
     owners = student(PACKAGE, "assign_matrices")(shapes, size)
     groups = student(PACKAGE, "plan_groups")(shapes, owners, size, job["options"].get("num_groups", 4))
     rows = [[sum(shapes[i][0] * shapes[i][1] for i in row) for row in rows] for rows in groups]
-    return {"owners": list(map(int, owners)), "rows": rows}
+    return {"owners": list(map(int, owners)), "sizes": sorted(size * max(numels, default=0) for numels in rows)}
 
 
 def list_momentum(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[list[int]]:
@@ -121,32 +108,27 @@ def list_momentum(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) 
 
 
 def describe_checkpoint(optimizer: torch.optim.Optimizer) -> dict:
-    """Return the content of the state dict: momentum, its devices, numbers of parameters, options."""
+    """Return the content of the state dict: momentum, its devices, and each group's numbers and options."""
     with phase("save"):
         saved = optimizer.state_dict()
     state = {str(number): dict(entry).get("momentum_buffer") for number, entry in saved["state"].items()}
+    devices = sorted({value.device.type for value in state.values() if value is not None})
     groups = [list(map(int, group["params"])) for group in saved["param_groups"]]
-    options = [[float(group[name]) for name in OPTIONS] for group in saved["param_groups"]]
-    devices = {number: None if value is None else value.device.type for number, value in state.items()}
-    return {"momentum": state, "devices": devices, "groups": groups, "options": options}
+    options = [{name: float(group[name]) for name in DEFAULTS} for group in saved["param_groups"]]
+    return {"momentum": state, "devices": devices, "groups": list(zip(groups, options))}
 
 
-def load(optimizer: torch.optim.Optimizer, momentum: dict[str, Tensor], options: list[list[float]]) -> bool:
+def load(optimizer: torch.optim.Optimizer, momentum: dict[int, Tensor], options: list[dict]) -> bool:
     """Load one process's checkpoint, with these options of each group. Return whether it still has its entries."""
     saved = optimizer.state_dict()
-    groups = [group | dict(zip(OPTIONS, values)) for group, values in zip(saved["param_groups"], options)]
-    for group in groups:
-        group["steps"] = int(group["steps"])
-    state = {int(number): {"momentum_buffer": value.clone()} for number, value in momentum.items()}
+    groups = [group | own for group, own in zip(saved["param_groups"], options)]
+    state = {number: {"momentum_buffer": value.clone()} for number, value in momentum.items()}
     with phase("load"):
         optimizer.load_state_dict(given := {"state": state, "param_groups": groups})
     return len(given["state"]) == len(momentum) and all(given["state"].values())
 
 
 def refuse(job: dict) -> list[str | None]:
-    """Return the type of the exception for each list of parameters (shape, dtype); None if they are accepted."""
-    problems = [
-        [nn.Parameter(torch.ones(shape, dtype=dtype, device=device())) for shape, dtype in entries]
-        for entries in job["problems"]
-    ]
-    return [name_error(student(PACKAGE, "ShardedMuon"), params) for params in problems]
+    """Return the type of the exception for each list of parameters; None if they are accepted."""
+    create = student(PACKAGE, "ShardedMuon")
+    return [name_error(create, [make_parameter(values, False) for values in own]) for own in job["problems"]]
