@@ -106,10 +106,13 @@ SAVE, TRAIN = ("state_dict", 4), ("forward", 4)  # the caller of a launch, and i
         ([SAVE, SAVE], [SAVE, TRAIN], "mismatch", False),  # rank 1 has left the method early
         ([TRAIN, SAVE], [("forward", 5), TRAIN], "mismatch", False),  # the ranks differ before the method
         ([TRAIN, TRAIN], [TRAIN], "deadlock", False),
+        ([TRAIN, SAVE], [TRAIN, ("step", 4)], "mismatch", False),  # rank 0 has perhaps skipped a launch of its step
     ],
 )
 def test_a_skipped_call_is_named_only_if_the_records_show_it(first, second, kind, is_named):
     common = {"kind": "launch", "group": "0", "ranks": [0, 1], "op": "all_gather", "dtype": "float32"}
     common |= {"reduce_op": None, "root": None}
-    records = [[common | {"caller": caller, "numel": n} for caller, n in calls] for calls in (first, second)]
+    records = [
+        [common | {"caller": caller, "phase": caller, "numel": n} for caller, n in calls] for calls in (first, second)
+    ]
     assert bool(find_skipped_call(records, kind)) == is_named

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from brigade.events import Event, Launch, launches, list_backward_passes, list_ready_gradients
+from brigade.events import Event, Launch, follow_steps, launches, list_backward_passes, list_ready_gradients
 from brigade.progress import make_signature
 
 if TYPE_CHECKING:
@@ -86,18 +86,22 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
     """Describe a state_dict that only some ranks have called, in a run that ended in a deadlock or a mismatch.
 
     Compare its first launch with the launches of the same number on the other ranks of the group. In a mismatch, a rank
-    without such a launch may only be slower. Earlier launches must not differ.
+    without such a launch may only be slower. Earlier launches must not differ. If a rank is still in the optimizer's
+    step, the ranks that call the method may have skipped a launch there.
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
     for group, ranks in groups.items():
-        launched = [[e for e in events[rank] if e["kind"] == "launch" and e["group"] == group] for rank in ranks]
-        callers = [[launch["caller"] for launch in own] for own in launched]
-        calls = [(n, caller) for own in callers for n, caller in enumerate(own) if caller in GATHERING]
-        first, method = min(calls, default=(0, ""))
-        late = method if kind == "mismatch" else ""
-        absent = [r for r, own in zip(ranks, callers) if (own[first] if first < len(own) else late) != method]
+        records = [list(follow_steps(events[rank])) for rank in ranks]
+        launched = [[(e, step) for _, step, e in own if e.get("op") and e["group"] == group] for own in records]
+        numbers = [n for own in launched for n, (launch, _) in enumerate(own) if launch["caller"] in GATHERING]
+        first = min(numbers, default=0)
+        found = {rank: own[first] for rank, own in zip(ranks, launched) if first < len(own)}
+        method, step = next(((e["caller"], s) for e, s in found.values() if e["caller"] in GATHERING), ("", None))
+        others = {rank: (launch["phase"], s) for rank, (launch, s) in found.items() if launch["caller"] != method}
+        absent = [rank for rank in ranks if rank in others or rank not in found and kind == "deadlock"]
         before = zip(*(own[:first] for own in launched))
-        if method and absent and all(len({*map(make_signature, same)}) == 1 for same in before):
+        is_equal = all(len({make_signature(launch) for launch, _ in same}) == 1 for same in before)
+        if method and absent and is_equal and ("step", step) not in others.values():
             return (
                 f"{method} is collective, because it gathers shards from every rank, but {format_ranks(absent)} did "
                 "not launch its collectives. Every rank must call the method and launch all its collectives."
