@@ -203,18 +203,18 @@ class Switch:
         peer = event["peer"]
         if op == "send" and peer is None or peer is not None and peer not in {*ranks} - {rank}:
             raise ValueError("a message has no peer in the group, or the rank sends it to itself")
-        is_exchange = op == "all_to_all"
-        nbytes = sum(sizes) if is_exchange else max(sum(sizes), sum(receives))
-        parts = 1 if is_exchange else max(1, len(sizes), len(receives))
-        for name, fact in {"nbytes": nbytes, "numel": nbytes // itemsize, "parts": parts}.items():
-            if event[name] != fact:
-                raise ValueError(f"its event has {name} = {event[name]!r} instead of {fact!r}")
         call = Call(rank, op, event["group"], ranks, dtype, sizes, receives, reduce_op, root, peer, tag, splits,
                     bytes(message[4 + size :]))  # fmt: skip
         sends = op not in ("barrier", "recv") and (op not in ("broadcast", "scatter") or root == rank)
         if len(call.body) != (sum(call.sizes) if sends else 0):
             raise ValueError(f"it contains {len(call.body)} bytes instead of {sum(call.sizes) if sends else 0}")
         check_shapes(call)
+        is_exchange = op == "all_to_all"
+        nbytes = sum(sizes) if is_exchange else max(sum(sizes), sum(receives))
+        parts = 1 if is_exchange else max(1, len(sizes), len(receives))
+        for name, fact in {"nbytes": nbytes, "numel": nbytes // itemsize, "parts": parts}.items():
+            if event[name] != fact:
+                raise ValueError(f"its event has {name} = {event[name]!r} instead of {fact!r}")
         return call
 
     def _join(self, call: Call) -> None:
