@@ -32,6 +32,8 @@ USUAL_CAUSES = {
     "mismatch": "some ranks skip or add a collective, or their launch order differs.",
     "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
+OTHER_MESSAGE = "the two ranks are in different steps, or use different parts of the tensor."
+
 MAX_FRAMES = 6  # of a traceback in a message
 
 # Concurrent checks take turns in this process, because it has only one random number generator. A check holds this
@@ -168,7 +170,8 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     expected, cause = EXPECTED.get(kind, "every rank returns its result"), USUAL_CAUSES.get(kind, "")
     hypothesis = USUAL_CAUSE
     if kind in ("deadlock", "mismatch") and failure.waiting and set(OPPOSITES) >= set(failure.waiting):
-        expected, cause = "every message is received, with the length that its receiver expects", ""
+        expected = "every message is received, with the length that its receiver expects"
+        cause = OTHER_MESSAGE if kind == "mismatch" else ""
     elif kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
         cause, hypothesis = skipped, "skipped call"
     if kind == "exception":

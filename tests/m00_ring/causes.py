@@ -14,7 +14,6 @@ OTHER_ROOT = "dst and src name ranks of the world. Use group_dst and group_src f
 ALL_SEND = (
     "every rank waits in a send before it receives. Start the send with isend, receive, and then wait for the send."
 )
-OTHER_CHUNKS = "the two ranks use different chunks in this step."
 WHOLE_TENSOR = "a message carries more than one chunk. Send one chunk per step."
 SYMPTOMS = [
     Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
@@ -112,23 +111,23 @@ def explain_ring(num_phases, launched, chunk_bytes):
 
 
 def explain_messages(failed):
-    """Return why messages never arrive, or have another length than the receiver expects."""
+    """Return why messages never arrive, or have another length than expected; "" if the records do not show it."""
     launched = [launches(own) for own in failed.events]
     if any(launch.op not in OPPOSITES for own in launched for launch in own):
         return ""
     if failed.verdict.ending == "deadlock":
         waits = [own[-1]["index"] if own and own[-1]["kind"] == "wait" else None for own in failed.events]
-        ops = {launch.op for own, index in zip(launched, waits) for launch in own if launch.index == index}
-        return ALL_SEND if ops == {"send"} else ""
+        sending = [any(x.index == index and x.op == "send" for x in own) for own, index in zip(launched, waits)]
+        return ALL_SEND if all(sending) else ""
     return explain_lengths(launched) if failed.verdict.ending == "mismatch" else ""
 
 
 def explain_lengths(launched):
-    """Return why a rank receives a chunk of another length than it expects."""
+    """Return why a rank receives a chunk of another length than it expects; "" if the messages do not show it."""
     sends = [[launch for launch in own if launch.op == "send"] for own in launched]
     peers = {(rank, launch.peer) for rank, own in enumerate(sends) for launch in own}
     if len(sends) < 3:
-        return OTHER_CHUNKS
+        return ""
     if peers and all(peer == (rank - 1) % len(sends) for rank, peer in peers):
         rank, peer = min(peers)
         return f"rank {rank} sends to rank {peer}, so the ring runs the other way. Rank r must send to rank r + 1."
@@ -140,7 +139,7 @@ def explain_lengths(launched):
                 "every rank sends the same chunk in each step of the loop. After the first step, a rank must send on "
                 "the chunk that it received in the previous step."
             )
-    return OTHER_CHUNKS
+    return ""
 
 
 def explain_memory(most, nbytes):
