@@ -17,7 +17,7 @@ FROM_MIB = "Launch the buckets of plan_buckets, and convert bucket_cap_mb from M
 MIXED_DTYPES = "a change of dtype does not close the bucket."
 CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if they close only above the cap
 
-RESET = "For example, LaunchQueue.reset() must reset both num_pending and next_to_launch."
+RESET = " For example, LaunchQueue.reset() must reset both num_pending and next_to_launch."
 NOT_LAUNCHED = (
     "there is no handle, because nothing was launched for it. Before it waits, finish_grad_sync must launch the "
     "buckets that never became complete."
@@ -92,14 +92,12 @@ def explain_plan(planned, case, cap):
 
 
 def find_lost_parameter(submission, case, cap, failed):
-    """Blame plan_buckets for a failure if it loses a parameter of the case's model, or LaunchQueue if state is left."""
+    """Blame plan_buckets for a failure if it loses a parameter of the case's model."""
     if failed.verdict.part:
         return ""  # a part is not written yet
     buckets = run_plan(submission, case, cap)
     names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
-    if buckets is not None and sorted(n for bucket in buckets for n in bucket) != names:
-        return SEE_RULE
-    return f"{failed.verdict.likely_cause} {RESET}" if failed.verdict.hypothesis == "left over" else ""
+    return SEE_RULE if buckets is not None and sorted(n for bucket in buckets for n in bucket) != names else ""
 
 
 def explain_launches(submission, case, buckets, cap, events, step):
@@ -169,4 +167,13 @@ def explain_no_handle(failure, sources):
     return NOT_LAUNCHED if all(steps[-1] in launch.wait_steps for launch in launched) else ""
 
 
-SYMPTOMS = [Symptom("no handle", "", "'wait'", explain_no_handle)]
+def explain_leftover(failure, sources):
+    """Return which launch of a later step differs from those of step 0."""
+    cause = find_leftover(get_events(failure))
+    return cause and cause + RESET
+
+
+SYMPTOMS = [
+    Symptom("left over", "", "", explain_leftover, file="LaunchQueue"),
+    Symptom("no handle", "", "'wait'", explain_no_handle),
+]

@@ -91,21 +91,22 @@ SYMPTOMS = [
     Symptom("no gradient", "", "'NoneType' object has no attribute", "the gradient of a parameter that a rank did not "
             "use is None. Treat it as zeros.", line=r"\.grad\."),
     Symptom("world rank", "IndexError", "", explain_world_rank, file=r"get_rank\(\)"),
-    Symptom("left over", "", "", lambda failure, _: find_leftover(get_events(failure))),
 ]  # fmt: skip
+LEFT_OVER = Symptom("left over", "", "", lambda failure, _: find_leftover(get_events(failure)))
 
 
 def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]:
     """Return the likely cause of a rank's exception and the name of the symptom, or ("", "") if there is none.
 
-    The first symptom that applies counts: of the general ones, and then of those of the modules, the last module first.
+    The first symptom that applies counts: of the general ones, then of those of the modules, the last module first, and
+    then launches that differ from those of step 0.
     """
     registering = [text for _, _, function, text in failure.frames[:-1] if function != "<lambda>"]
     if any(re.search(r"register_\w*hook\(", text) for text in registering) and failure.own:
         return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
     file, _, _, line = failure.frames[-1] if failure.frames else ("", 0, "", "")
     text = next((text for path, text in sources.values() if Path(path).name == file), "")
-    for symptom in itertools.chain(SYMPTOMS, list_symptoms_of_modules()):
+    for symptom in itertools.chain(SYMPTOMS, list_symptoms_of_modules(), [LEFT_OVER]):
         match, in_file = re.search(symptom.message, failure.message), re.search(symptom.file, text, re.MULTILINE)
         is_there = match and in_file and re.search(symptom.line, line) and symptom.error in ("", failure.error)
         if is_there and not (symptom.not_own and failure.own):
