@@ -52,6 +52,7 @@ MISTAKES = {  # causes: options that replace a part of FORMULA
         "ratio": lambda rows, columns: max(1, rows / columns)
     },
     "weight decay is not multiplied by the learning rate.": {"decay": lambda lr, weight_decay: weight_decay},
+    "the weight decay is ignored.": {"decay": lambda lr, weight_decay: 0},
 }
 
 
