@@ -6,8 +6,8 @@ the submission (on the default group or on a sub-group that it created) and from
 `brigade/events.py` lists the kinds of events and their fields. The parent uses it to read the events. Scenarios add
 their own kinds with `note`.
 
-Student code has access to groups and handles. It could communicate without being recorded, or change the record. Runs
-with a switch therefore compare the record with what the switch has seen (`brigade/switch/switch.py`).
+Student code has access to groups and handles. It could communicate without being recorded, or change the record. In
+runs with a switch, the switch therefore does only what the record says (`brigade/switch/switch.py`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,10 @@ def test_collectives_take_the_time_of_the_link_one_after_the_other():
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_results_are_those_of_the_group_that_records(async_op):
-    """This holds for all collectives, also coalesced and in a sub-group. A reduce-scatter may add in another order."""
+    """Results of all collectives are bitwise equal, except that a reduce-scatter may add in another order.
+
+    Some of the collectives are coalesced or in a sub-group.
+    """
     recorded = run_ranks(functions.every_collective, torch.float32, False, world_size=3)
     arguments = (1e-4, 1e9, "every_collective", torch.float32, async_op)
     paced = run_ranks(functions.on_link, *arguments, world_size=3, mode="emulate")
