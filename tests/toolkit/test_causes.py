@@ -46,6 +46,10 @@ ASSIGNED = "attempting to assign a gradient of size '[340]' to a tensor of size 
         (cause("AttributeError", NO_WAIT), ""),
         (explain_wait("dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
         (explain_wait("x = 1\nh = all_reduce(t, async_op=False)"), "without async_op=True, all_reduce works in place"),
+        (
+            cause("ValueError", "Check failed: outputShape[0] * worldSize == inputShape[0] (768 vs. 192)."),
+            "an input of 192 elements, but the outputs of all ranks have 768",
+        ),
         (cause("AttributeError", "'NoneType' object has no attribute 'view'", ("x = p.view(-1)",)), ""),
         (cause("IndexError", "list index out of range", ("start, end = pairs[i]",)), ""),
         (cause("KeyError", "'layers.0.weight'", own=False), ""),
