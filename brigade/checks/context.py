@@ -32,7 +32,10 @@ USUAL_CAUSES = {
     "mismatch": "some ranks skip or add a collective, or their launch order differs.",
     "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
-OTHER_MESSAGE = "the two ranks are in different steps, or use different parts of the tensor."
+USUAL_CAUSES_OF_MESSAGES = {  # if the run ends while all waiting ranks send or receive messages
+    "deadlock": "a rank leaves out a message, names another peer, or waits too early.",
+    "mismatch": "the two ranks are in different steps, or use different parts of the tensor.",
+}
 
 MAX_FRAMES = 6  # of a traceback in a message
 
@@ -171,7 +174,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     hypothesis = USUAL_CAUSE
     if kind in ("deadlock", "mismatch") and failure.waiting and set(OPPOSITES) >= set(failure.waiting):
         expected = "every message is received, with the length that its receiver expects"
-        cause = OTHER_MESSAGE if kind == "mismatch" else ""
+        cause = USUAL_CAUSES_OF_MESSAGES[kind]
     elif kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
         cause, hypothesis = skipped, "skipped call"
     if kind == "exception":
