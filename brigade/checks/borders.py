@@ -12,6 +12,7 @@ A rank could also ask earlier than it computes, in order to wait earlier. In the
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,9 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
         return compute_order(job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
 
     expected = compute_values(job, [other["state"] for other in jobs], first)
-    step, has_steps = BEFORE, any(event["kind"] == "step" for event in events) and "labels" not in job
+    step, has_steps = BEFORE, any(event["kind"] == "step" for event in events)
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
+    unasked = Counter(seed for batch in batches for seed in batch["borders"])  # a batch may be in the job twice
     last: tuple[int, int] | None = None  # the batch and the number of the last border
     passed: set[tuple[int, int]] = set()
     phase: str | None = None  # of all events before the next border, if it belongs to the same pass as the last one
@@ -62,7 +64,7 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
         elif event["kind"] == "border":
             if not first <= event["batch"] < first + len(batches):
                 return "a pass asked for the factors of a batch that is not its own"
-            if has_steps and step != step_of[event["batch"] - first]:
+            if has_steps and "labels" not in job and step != step_of[event["batch"] - first]:
                 return "a pass was reported in another step than that of its batch"
             borders, _ = get_order(batches[event["batch"] - first])
             position = borders.index(event["number"]) if event["number"] in borders else -1
@@ -70,6 +72,11 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
             if position < 0 or before and before != last:
                 return f"a pass asked for border {event['number']} too early or too late"
             last = event["batch"], event["number"]
+            seed = batches[event["batch"] - first]["borders"][event["number"]]
+            unasked[seed] -= 1
+            # A rank that knows the factors can ask for them again at any time. Module 11 drops the gradients of a pass.
+            if has_steps and unasked[seed] < 0 and "drop" not in job:
+                return f"a pass asked for border {event['number']} again"
             values = expected.get(last, ())
             if values and not any(are_close(event["values"], value) for value in values):
                 return f"border {event['number']} was asked for before its values were computed"

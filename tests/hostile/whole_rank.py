@@ -55,6 +55,25 @@ def before_launch(ddp, parameter):
     recorder = find("Recorder")
     type(recorder).note(recorder, "ready", name=name)
 """
+# It asks for the factors in backward, and again while it launches.
+AGAIN = """
+def forge(ddp):
+    recording = sys.modules["brigade.rank.recording"]
+    ddp.__dict__["asked"], ask = [], vars(recording).setdefault("ask_once", recording.ask)
+    def ask_and_keep(*question):
+        ddp.asked.append(question)
+        return ask(*question)
+    recording.ask = ask_and_keep
+    recorder = find("Recorder")
+    note = type(recorder).note
+    recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "ready" else None
+def before_launch(ddp, parameter):
+    name = ddp.names[parameter]
+    if len(ddp.asked) > int(name.split(".")[1]):
+        sys.modules["brigade.rank.recording"].ask_once(*ddp.asked.pop(0))
+    recorder = find("Recorder")
+    type(recorder).note(recorder, "ready", name=name)
+"""
 # Module 9's class, which waits for all weights at the start of forward, and records that modules start in between.
 EARLY = """
 class PrefetchedDDP(PrefetchedDDP):
@@ -230,6 +249,8 @@ class ShardedMuon(ShardedMuon):
             dist.all_reduce(grad, dist.ReduceOp.AVG, self.process_group)
             matrix.copy_(self.update(i, grad))
 === has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
+=== asks again at the launches | 0 | asked for border | LATE AGAIN modules=3 checks=OVERLAP
+=== asks again at the launches, for the numbers | 0 | again | LATE AGAIN modules=3 checks=NUMBERS
 === launches buckets late | 0 | launches came after backward | modules=4 checks=ACCUMULATION
 class BucketedDDP(BucketedDDP):
     def __init__(self, *args, **kwargs):

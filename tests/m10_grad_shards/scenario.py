@@ -76,7 +76,8 @@ def measure(job: dict) -> dict:
     bare, model = (m08_zero.build(job) for _ in range(2))
     recording.watch_gradients(model)
     batches = [move_to_device(batch) for [batch] in job["batches"]]
-    activations = count_at_hooks(bare, batches, lambda model: model)["hooks"]
+    without_borders = [batch | {"borders": None} for batch in batches]  # whose factors a rank may not know twice
+    activations = count_at_hooks(bare, without_borders, lambda model: model)["hooks"]
     counted = count_at_hooks(model, batches, lambda model: wrap(job, model))
     hooks = [one | {"nbytes": one["nbytes"] - other["nbytes"]} for one, other in zip(counted["hooks"], activations)]
     return counted | {"hooks": hooks}
