@@ -268,6 +268,8 @@ class Monitor:
                 self.ranks[number].channel.send(answer)
             except TimeoutError:
                 self.ranks[number].refuse("did not read the answer to its question")
+                for rank in self.ranks:  # the run has failed, so the others do not get this time again
+                    rank.channel.socket.settimeout(GRACE_S)
 
     def _request_stacks(self) -> None:
         """Ask the ranks to print their stacks, and read the stacks."""

@@ -139,7 +139,8 @@ class Switch:
         self.answers.append((rank, b"complete" if call.is_polled else b"pending"))
 
     def check_end(self, rank: int) -> None:
-        """Raise Refused if the record of a rank at the end of a call has a launch that the switch lacks."""
+        """Raise Refused if a rank ends a call while it waits, or has recorded a launch that it did not make."""
+        self._expect_not_waiting(rank)
         if len(self._records[rank].launches) != len(self.calls[rank]):
             raise Refused("recorded a launch of which the switch knows nothing")
 
@@ -182,9 +183,11 @@ class Switch:
         if any(type(each) is not list or len(each) > MOST_PARTS for each in (sizes, receives, splits)):
             raise ValueError("its sizes are not lists, or it has too many parts")
         op, dtype, reduce_op, ranks = event["op"], event["dtype"], event["reduce_op"], tuple(event["ranks"])
-        numbers = [*ranks, *sizes, *receives, *splits, tag]
+        numbers = [*ranks, *sizes, *receives, *splits]
         if any(type(number) is not int or not 0 <= number <= MOST_HELD for number in numbers):
             raise ValueError("a size or a rank is not a small number")
+        if type(tag) is not int or not 0 <= tag < 1 << 32:
+            raise ValueError("its tag is not a number that gloo accepts")
         if len(set(ranks)) < len(ranks) or rank not in ranks or max(ranks) >= len(self.calls):
             raise ValueError("its group is not a set of ranks that contains it")
         if op not in OPERATIONS:

@@ -112,3 +112,43 @@ def exchange_everything() -> dict[str, Any]:
     elif rank == 1:
         dist.send(torch.full((3,), 7.0), 0)
     return {"received": received, "output": output, "any": any_source, "source": source}
+
+
+def call_unusually() -> dict[str, Any]:
+    """Communicate with functions, methods and handles that few programs use. Return the numbers."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.arange(4.0) + 10 * rank
+    found: dict[str, Any] = {"gathered": [[torch.zeros(4), torch.zeros(2)] for _ in range(size)]}
+    dist.all_gather_coalesced(found["gathered"], [own, own[:2].clone()])
+    found["summed"] = [own.clone(), own[1:].clone()]
+    with dist._coalescing_manager(async_ops=True) as block:
+        for tensor in found["summed"]:
+            dist.all_reduce(tensor)
+    block.wait()
+    for method in ("allreduce", "broadcast"):
+        found[method] = own.clone()
+        getattr(dist.group.WORLD, method)([found[method]]).wait()
+    found["sent"] = torch.zeros(4)
+    receive = dist.irecv(found["sent"], (rank - 1) % size, tag=1 << 30)
+    dist.isend(own, (rank + 1) % size, tag=1 << 30).wait()
+    receive.wait()
+    found["results"] = [own + number for number in range(4)]
+    handles = [dist.all_reduce(tensor, async_op=True) for tensor in found["results"]]
+    doubled = [handle.get_future().then(lambda future: 2 * future.value()[0]) for handle in handles[:2]]
+    found["futures"] = torch.futures.wait_all(doubled[::-1])
+    while not handles[3].is_completed():
+        pass
+    for handle in handles[::-1] * 2:
+        handle.wait()
+    group = dist.new_group([0, size - 1])
+    found["objects"] = [None, None] if rank in (0, size - 1) else []
+    if found["objects"]:
+        dist.all_gather_object(found["objects"], f"from {rank}", group=group)
+    return {name: to_numbers(value) for name, value in found.items()}
+
+
+def to_numbers(value: Any) -> Any:
+    """Return nested lists of tensors as nested lists of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [to_numbers(item) for item in value] if isinstance(value, list) else value

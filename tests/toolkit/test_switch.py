@@ -33,6 +33,14 @@ def test_sizes_may_differ_between_ranks_where_torch_allows_it():
     assert found[0]["any"].tolist() == [7.0] * 3 and found[0]["source"] == 1
 
 
+def test_unusual_calls_give_the_same_as_gloo(monkeypatch):
+    found = run_ranks(functions.call_unusually, mode="strict", world_size=3)
+    monkeypatch.setattr(RunOptions, "has_switch", False)
+    assert list(found) == list(run_ranks(functions.call_unusually, mode="strict", world_size=3))
+    for own in found.events:
+        assert [event["parts"] for event in own if event["kind"] == "launch"][:2] == [2, 2]
+
+
 WRONG = {  # what rank 1 does, and what is reported
     "huge": ("note(); launch(sizes=[1 << 40], receives=[1 << 40])", "cannot be performed"),
     "missing bytes": ("note(nbytes=16, numel=4); launch(sizes=[16], receives=[16])", "contains 8 bytes"),
@@ -55,6 +63,11 @@ WRONG = {  # what rank 1 does, and what is reported
     "recorded as awaited": ("note(); launch(); note('done'); channel._send()", "did not wait"),
     "recorded as complete": ("note(); launch(); channel.poll(0); note('complete'); channel._send()", "did not ask"),
     "two questions": ("note(); launch(); note('wait'); note('phase'); channel._send()", "went on before"),
+    "a result while it waits": (
+        "note(); launch(); note('wait'); channel.send_result(b''); time.sleep(60)",
+        "went on before",
+    ),
+    "a huge tag": ("note(op='send', peer=0, reduce_op=None); launch(receives=[], tag=1 << 32)", "its tag"),
     "a border of another batch": ("note('border', batch=-1, values=''); channel._send()", "border that it does not"),
     "another rank's group": ("note('connect', ranks=[0]); channel._send()", "not a member"),
     "a question of three bytes": ("channel._send(b'P', b'abc')", "unreadable"),
