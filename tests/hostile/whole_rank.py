@@ -141,6 +141,7 @@ class NaiveDDP(NaiveDDP):
 === asks a thousand questions at once | 0 | went on before it had the answer | checks=ONE
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
+        find("Channel")._sent_at = float("inf")  # send them in one message, however slow the machine is
         for _ in range(1000):
             sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, numel=1 << 20, values="")
         find("Channel")._send()
