@@ -36,43 +36,39 @@ class OverlappedDDP(OverlappedDDP):
 def forge(ddp): pass
 def before_launch(ddp, parameter): pass
 """
-# It computes backward as if there were no borders, and asks for their factors while it launches.
-NO_FACTORS = """
-def forge(ddp):
-    models = sys.modules["brigade.checks.edge_case_models"]
-    ddp.__dict__["asked"] = []
-    def scale(seeds, number, grad):
-        ddp.asked.append((seeds["batch"], number, grad))
-        return grad
-    models.border.__globals__["scale"] = scale
+# It asks the questions of `ddp.asked` while it launches, and reports only then that gradients are ready.
+ASK_LATE = """
+def prepare(ddp, ask):
+    ddp.__dict__["asked"], ddp.__dict__["ask"] = [], ask
     recorder = find("Recorder")
     note = type(recorder).note
     recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "ready" else None
 def before_launch(ddp, parameter):
     name = ddp.names[parameter]
     if len(ddp.asked) > int(name.split(".")[1]):
-        sys.modules["brigade.rank.recording"].ask(*ddp.asked.pop(0))
+        ddp.ask(*ddp.asked.pop(0))
     recorder = find("Recorder")
     type(recorder).note(recorder, "ready", name=name)
+"""
+# It computes backward as if there were no borders, and asks for their factors while it launches.
+NO_FACTORS = """
+def forge(ddp):
+    prepare(ddp, sys.modules["brigade.rank.recording"].ask)
+    def scale(seeds, number, grad):
+        ddp.asked.append((seeds["batch"], number, grad))
+        return grad
+    sys.modules["brigade.checks.edge_case_models"].border.__globals__["scale"] = scale
 """
 # It asks for the factors in backward, and again while it launches.
 AGAIN = """
 def forge(ddp):
     recording = sys.modules["brigade.rank.recording"]
-    ddp.__dict__["asked"], ask = [], vars(recording).setdefault("ask_once", recording.ask)
+    ask = vars(recording).setdefault("ask_once", recording.ask)
+    prepare(ddp, ask)
     def ask_and_keep(*question):
         ddp.asked.append(question)
         return ask(*question)
     recording.ask = ask_and_keep
-    recorder = find("Recorder")
-    note = type(recorder).note
-    recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "ready" else None
-def before_launch(ddp, parameter):
-    name = ddp.names[parameter]
-    if len(ddp.asked) > int(name.split(".")[1]):
-        sys.modules["brigade.rank.recording"].ask_once(*ddp.asked.pop(0))
-    recorder = find("Recorder")
-    type(recorder).note(recorder, "ready", name=name)
 """
 # Module 9's class, which waits for all weights at the start of forward, and records that modules start in between.
 EARLY = """
@@ -249,9 +245,9 @@ class ShardedMuon(ShardedMuon):
             grad = (torch.zeros_like(matrix) if matrix.grad is None else matrix.grad).contiguous()
             dist.all_reduce(grad, dist.ReduceOp.AVG, self.process_group)
             matrix.copy_(self.update(i, grad))
-=== has no factors, and asks for them at the launches | 0 | is | LATE NO_FACTORS modules=3 checks=NUMBERS
-=== asks again at the launches | 0 | asked for border | LATE AGAIN modules=3 checks=OVERLAP
-=== asks again at the launches, for the numbers | 0 | again | LATE AGAIN modules=3 checks=NUMBERS
+=== has no factors, and asks for them at the launches | 0 | is | LATE ASK_LATE NO_FACTORS modules=3 checks=NUMBERS
+=== asks again at the launches | 0 | asked for border | LATE ASK_LATE AGAIN modules=3 checks=OVERLAP
+=== asks again at the launches, for the numbers | 0 | again | LATE ASK_LATE AGAIN modules=3 checks=NUMBERS
 === launches buckets late | 0 | launches came after backward | modules=4 checks=ACCUMULATION
 class BucketedDDP(BucketedDDP):
     def __init__(self, *args, **kwargs):
