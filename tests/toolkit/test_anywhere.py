@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 
+import hang_guard
 import nbformat
 import pytest
+from hang_guard import HANG_S
 from nbclient import NotebookClient
 
 from brigade.cli.main import parse
@@ -50,7 +51,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # the kernel of this environment, not of the user's
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=HANG_S, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     lines = "".join(output.get("text", "") for output in outputs).splitlines()
     assert {"pip install --quiet --no-deps --editable .", "pip install --quiet pytest rich"} < set(lines)
@@ -69,7 +70,7 @@ def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
     python.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", "slurm/grade.sbatch", "class", "grades.csv", "--modules", "6"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = hang_guard.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     graded = parse(done.stdout.split())
     assert (graded.backend, graded.share_gpu, graded.class_directory) == ("nccl", True, "class")
-    assert subprocess.run(command[:3], cwd=ROOT, env=environment, capture_output=True).returncode == 2
+    assert hang_guard.run(command[:3], cwd=ROOT, env=environment, capture_output=True).returncode == 2

@@ -7,10 +7,10 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 
+import hang_guard
 import psutil
 import pytest
 import torch
@@ -215,13 +215,12 @@ def under_torchrun(tmp_path, *arguments):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*run, "-m", "brigade.cli", "bench", "--target", "solutions", *map(str, arguments)],
+    done = hang_guard.run(
+        [*run, "-m", "brigade.cli", "bench", "--target", "solutions", *arguments],
         cwd=ROOT,
         env=environment | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     left = [one for one in psutil.process_iter(["environ"]) if str(tmp_path) in str(one.info["environ"])]
     assert not left, "a process has outlived the run"
@@ -288,11 +287,11 @@ def test_a_broken_connection_differs_from_one_that_never_existed(message, said, 
 def test_two_hosts_train_as_one_process_does(tmp_path):
     """Two network namespaces are joined by a link of a known rate. An all-reduce takes the time of the wire."""
     mbit_per_s, file = 500, tmp_path / "bench.json"
-    command = [str(ROOT / "tests" / "two_hosts.sh"), f"{mbit_per_s}mbit", "--modules", "1", *SMALL, "--json", file]
+    command = [ROOT / "tests" / "two_hosts.sh", f"{mbit_per_s}mbit", "--modules", "1", *SMALL, "--json", file]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TMPDIR": str(tmp_path), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 240}
-    done = subprocess.run([*map(str, command)], **how)
+    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    done = hang_guard.run(command, **how)
     if done.returncode == 77:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0 and done.stdout.count("Step time: 2 ranks (gloo)") == 1, done.stderr

@@ -1,9 +1,9 @@
 """No process touches a GPU unless its rank uses NCCL, and machines without a usable GPU get one line."""
 
-import subprocess
 import sys
 import warnings
 
+import hang_guard
 import pytest
 import torch
 from in_ranks import basics as functions
@@ -60,7 +60,7 @@ for optimizer in reference.OPTIMIZERS:
 
 @pytest.mark.parametrize("program", [FORK_SERVER, PARENT], ids=["fork server", "parent"])
 def test_nothing_touches_a_gpu_before_the_fork(program):
-    subprocess.run([sys.executable, "-c", FAKE_GPU + program], cwd=ROOT, check=True, timeout=120)
+    hang_guard.run([sys.executable, "-c", FAKE_GPU + program], cwd=ROOT, check=True)
 
 
 def test_ranks_with_gloo_see_no_gpu(monkeypatch):

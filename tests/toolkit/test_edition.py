@@ -6,11 +6,11 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import hang_guard
 import pytest
 from documents import find_dead_links
 
@@ -32,7 +32,7 @@ KEPT_OUT |= {"hostile", "toolkit", "grade", "slurm", "student"}
 
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:
-    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout
+    return hang_guard.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def run_command(edition: Path, command: str, status: int = 0) -> str:
     first, *others = shlex.split(command)
     program = [first] if first.endswith(".py") else ["-m", {"brigade": "brigade.cli"}.get(first, first)]
     words = [sys.executable, *program, *others]
-    done = subprocess.run(words, cwd=edition, env=at_home(edition), capture_output=True, text=True, timeout=120)
+    done = hang_guard.run(words, cwd=edition, env=at_home(edition), capture_output=True, text=True)
     assert done.returncode == status and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -3,10 +3,10 @@
 import os
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 
+import hang_guard
 import pytest
 
 from brigade.course.modules import MODULES, ROOT
@@ -185,22 +185,22 @@ def test_a_skeleton_is_one_sentence(tmp_path, monkeypatch, capsys):
 
 def test_a_script_runs_from_the_command_line():
     command = [sys.executable, "lessons/m04_bucketed_ddp/buckets.py", "solutions"]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = hang_guard.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0 and "10 MiB: 339 buckets" in done.stdout and not done.stderr
 
 
 def test_torchrun_starts_the_ranks():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(LAUNCH)]
     assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in LAUNCH.with_name("README.md").read_text()
-    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
+    how = {"cwd": ROOT, "capture_output": True, "text": True}
+    done = hang_guard.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **how)
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert [re.sub(r" on .*:", "", line) for line in lines] == [f"rank {rank} of 2 the sum is 3" for rank in (0, 1)]
 
 
 def test_without_torchrun_one_line_says_how_to_start():
-    done = subprocess.run([sys.executable, str(LAUNCH)], capture_output=True, text=True)
+    done = hang_guard.run([sys.executable, LAUNCH], capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
     assert (
         done.stderr == f"start this script with torchrun --standalone --nproc-per-node 2 {LAUNCH.relative_to(ROOT)}\n"
@@ -212,16 +212,16 @@ def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
     """The dumps stored in tests/m13_post_mortem are what hang.py writes: the same calls, and the same finding."""
     folders = ROOT / "solutions/m13_post_mortem", POST_MORTEM
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    how = {"cwd": tmp_path, "env": environment, "capture_output": True, "timeout": 120}
+    how = {"cwd": tmp_path, "env": environment, "capture_output": True}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    subprocess.run([*command, str(POST_MORTEM / "hang.py"), fault], **how)
+    hang_guard.run([*command, POST_MORTEM / "hang.py", fault], **how)
     lines = (ROOT / "tests/m13_post_mortem/dumps/2.13.txt").read_text().splitlines()
     for rank, line in enumerate(line for line in lines if line.startswith(f"{fault} ")):
         (tmp_path / f"stored_{rank}.json").write_text(line.removeprefix(f"{fault} "))
     program = "import sys, post_mortem, draw, pathlib; post_mortem.main(sys.argv[1:]); "
     program += "draw.draw(sys.argv[1:], pathlib.Path('calls.png'))"
     stored, new = (
-        subprocess.run([sys.executable, "-c", program, *(f"{name}_{rank}.json" for rank in range(3))], **how).stdout
+        hang_guard.run([sys.executable, "-c", program, *(f"{name}_{rank}.json" for rank in range(3))], **how).stdout
         for name in ("stored", "dump")
     )
     assert stored and stored == new

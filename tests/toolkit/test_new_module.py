@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import hang_guard
 import pytest
 
 from brigade.course.modules import MODULES, ROOT
@@ -22,7 +22,7 @@ CHECK = "test_scratch_averages_gradients"
 @pytest.fixture
 def course(tmp_path: Path) -> Path:
     """Return a copy of all files that git tracks."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = hang_guard.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file() and (not name.endswith((".png", ".ipynb")) or "template" in name):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def run(course: Path, *arguments: str, status: int = 0) -> str:
     """Run a Python module or file in the copy of the course. Return its output."""
     environment = os.environ | {"PYTHONPATH": str(course), "COLUMNS": "120"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=course, env=environment, capture_output=True, text=True, timeout=120)
+    done = hang_guard.run(command, cwd=course, env=environment, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -1,0 +1,49 @@
+"""The only limit on time in the tests: a test that hangs ends after HANG_S seconds.
+
+No test depends on how fast the machine is, so the limit is far beyond what the slowest machine needs, and no test
+expects anything to happen sooner.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import psutil
+
+HANG_S = 600
+POLL_S = 0.01
+
+T = TypeVar("T")
+
+
+def run(command: Sequence[Any], **options: Any) -> subprocess.CompletedProcess:
+    """Run a command as subprocess.run does, with its options."""
+    return subprocess.run(list(map(str, command)), timeout=HANG_S, **options)
+
+
+def wait(process: subprocess.Popen) -> int:
+    """Wait until a process has ended, and return its exit status."""
+    return process.wait(timeout=HANG_S)
+
+
+def communicate(process: subprocess.Popen, sent: Any = None) -> tuple[Any, Any]:
+    """Send something to a process, wait until it has ended, and return what it has printed to stdout and stderr."""
+    return process.communicate(sent, timeout=HANG_S)
+
+
+def wait_until(condition: Callable[[], T]) -> T:
+    """Ask again and again until the answer is true, and return it."""
+    ends_at = time.monotonic() + HANG_S
+    while not (answer := condition()):
+        assert time.monotonic() < ends_at, f"it did not happen within {HANG_S} s"
+        time.sleep(POLL_S)
+    return answer
+
+
+def wait_for_end(processes: Sequence[psutil.Process]) -> None:
+    """Wait until all processes have ended."""
+    _, alive = psutil.wait_procs(processes, timeout=HANG_S)
+    assert not alive, f"still running after {HANG_S} s: {alive}"
