@@ -119,6 +119,5 @@ if __name__ == "__main__":
     for name in STRATEGIES:
         difference, counts, sent = measure(name)
         calls = ", ".join(f"{count} {op}" for op, count in counts.items())
-        print(
-            f"modules {name}: {calls}; {sent:.2f} times the weights sent; differs from one process by {difference:.0e}"
-        )
+        modules = f"modules {name}" if "," in name else f"module {name}"
+        print(f"{modules}: {calls}; {sent:.2f} times the weights sent; differs from one process by {difference:.0e}")
