@@ -76,6 +76,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--module", metavar="N", help="run only the tests about module N, from the files in LOOP")
     parser.addoption("--update-snapshots", action="store_true", help="write the texts in tests/toolkit/snapshots again")
     parser.addoption("--everything", action="store_true", help="also run the tests marked extended")
+    parser.addoption("--situation", metavar="NAME", help="run only this one of tests/situations, on every wrapper")
     parser.addoption("--isolated", action="store_true", help="run mutants and right answers as a grader does, as root")
 
 
