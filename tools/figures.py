@@ -60,7 +60,7 @@ def draw_figures(number: str | None = None) -> int:
             print(f"{path.relative_to(ROOT)} written{f': {said}' if said else ''}")
         except Doubtful as doubt:
             status = 1
-            print(f"{path.relative_to(ROOT)} not written, because the machine was busy ({doubt})")
+            print(f"{path.relative_to(ROOT)} not written: {doubt}")
     return status
 
 
@@ -81,8 +81,8 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
 def draw_steps(modules: Sequence[Module], path: Path) -> str:
     """Draw timelines of the modules. Return their lengths. Raise Doubtful."""
     timelines = trace([get_variant(module) for module in modules])
-    if doubts := [f"{line.label}: {line.doubt}" for line in timelines if line.doubt]:
-        raise Doubtful("; ".join(doubts))
+    if not (verdict := timelines[0].verdict).is_quiet:
+        raise Doubtful(verdict.sentence)
     titles = [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules)]
     draw_timelines(timelines, titles).savefig(path)
     return " and ".join(line.lengths for line in timelines)

@@ -29,7 +29,7 @@ def main() -> int:
     argparse.ArgumentParser(
         prog="python -m brigade.cli.demo",
         description="Train a small language model on two ranks with every core module and with torch DDP, compare the "
-        "results, and show how an answer is checked. This takes about a minute on two cores and needs no GPU.",
+        "results, and show how an answer is checked. This takes about a minute on two idle cores and needs no GPU.",
         epilog="Example: python -m brigade.cli.demo",
     ).parse_args()
     return run_to_status("demo", demo)

@@ -218,11 +218,10 @@ def write_timelines(
     trace.write_text(json.dumps(timeline.make_chrome_trace(timelines)))
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
-        if shown.doubt:
-            console.print(f"  Do not trust this timeline: {shown.doubt}. Repeat it while no other program runs.")
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
             missed = f"{num_unwaited} of {len(shown.launched)} collectives"
             console.print(f"  Across all ranks, the code does not wait for {missed}")
+    console.print(timelines[0].verdict.sentence)
     backward = f"backward alone takes {shown.backward_ms:.0f} ms"
     console.print(f"The link is emulated, {shown.link.description}; {backward}.")
 

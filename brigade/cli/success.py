@@ -51,7 +51,7 @@ def compare(entry: Module, sources: Sources) -> bool:
         return False
     console.print(comparison.make_table(results, previous=entry.number - 1))
     console.print()
-    if doubts := comparison.describe_doubts(comparison.compute_exposed(results)):
+    if doubts := comparison.describe_doubts(results):
         console.print(doubts + "\n", markup=False)
     return True
 

@@ -17,27 +17,27 @@ from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import HAS_SOLUTIONS, TRAINING_MODULES, CourseError, Module, find_module
 from brigade.course.submission import Sources, read_earlier, resolve_target, select_named
 from brigade.lab.ladder import TORCH_ZERO, Ladder, Measurement, compute_spread, get_variant
-
-TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
+from brigade.lab.quiet import MAX_REAL_SHARE
 
 
 def summarize(ladder: Ladder, variant: Measurement) -> dict[str, Any]:
     """Return the results of one variant for JSON. Times are in ms on the slowest rank, and one MB is 10^6 bytes.
 
-    `exposed_ms` and `ratio`, which is relative to torch DDP with the same buckets, are computed within each round.
+    `exposed_ms` and `ratio`, which is relative to torch DDP with the same buckets, are computed within each round, from
+    the `rounds_ms` of this variant and of the other one.
     `outer_mb` is the part of `sent_mb` that goes to other nodes. Memory is measured on the fullest rank, between steps
     and at the peak of a step; at the peak, gradients include buckets and other buffers for communication.
     """
     spreads = {
-        "step_ms": variant.step_ms,
-        "ratio": ladder.compute_ratios(variant),
-        "exposed_ms": variant.compute_exposed_ms(ladder.computation),
+        "step_ms": compute_spread(variant.step_ms),
+        "ratio": compute_spread(ladder.compute_ratios(variant)),
+        "exposed_ms": ladder.compute_exposed(variant),
     }
     sizes = {"sent_mb": variant.sent_bytes, "outer_mb": variant.outer_bytes, "copied_mb": variant.copied_bytes}
     return {
         "variant": variant.label,
         "bucket_mb": variant.bucket_mb or ladder.workload.bucket_mb,
-        **{name: asdict(compute_spread(values)) for name, values in spreads.items()},
+        **{name: asdict(spread) for name, spread in spreads.items()},
         "collectives": variant.collectives,
         **{name: nbytes / 1e6 for name, nbytes in sizes.items()},
         "kept_mb": {kind: nbytes / 1e6 for kind, nbytes in variant.kept_bytes.items()},
@@ -48,7 +48,7 @@ def summarize(ladder: Ladder, variant: Measurement) -> dict[str, Any]:
 
 
 def save(ladder: Ladder, path: Path) -> None:
-    """Write the results, the workload, the link, the versions, the machine and the date as JSON.
+    """Write the results, the workload, the link, the versions, the machine, the verdict on it and the date as JSON.
 
     Students hand in this file, which has a few kB. See `brigade/course/written.py`.
     """
@@ -66,29 +66,33 @@ def save(ladder: Ladder, path: Path) -> None:
         "link": ladder.link and asdict(ladder.link) | {"all_reduce_ms": 1e3 * ladder.link_s},
         "backward_ms": 1e3 * ladder.backward_s,
         "real_all_reduce_ms": 1e3 * ladder.real_s,
+        "quiet": ladder.verdict.describe(),
         "expected_loss": ladder.expected_loss,
+        "computation": {
+            "step_ms": asdict(compute_spread(ladder.computation.step_ms)),
+            "rounds_ms": ladder.computation.step_ms,
+        },
         "rows": [summarize(ladder, variant) for variant in ladder.variants],
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def list_remarks(ladder: Ladder) -> list[str]:
-    """Return remarks about the link, the reliability of its emulation, and comparisons between variants."""
+    """Return remarks about the link, its emulation, and comparisons between variants."""
     if ladder.world_size == 1:
         return []
     gradients = f"an all-reduce of all gradients ({ladder.model_bytes / 1e6:.2f} MB)"
     backward = f"backward alone takes {1e3 * ladder.backward_s:.1f} ms"
     if ladder.link:
-        share = ladder.real_s / ladder.link_s
-        real = f"the real all-reduce takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of the emulated time"
+        share = f"{100 * ladder.real_s / ladder.link_s:.0f} % of the emulated time"
         remarks = [
             f"The link is emulated, {ladder.link.description}: {gradients} takes {1e3 * ladder.link_s:.1f} ms; "
             f"{backward}.",
-            f"In comparison, {real}."
-            if share <= TRUSTED_SHARE
-            else f"Do not trust these times: {real}. This is more than a fifth, so the emulation cannot hide it. "
-            "Choose a slower link or a larger workload (--size, --batch, --time).",
+            f"In comparison, the real all-reduce takes {1e3 * ladder.real_s:.1f} ms, {share}.",
         ]
+        if ladder.real_s > MAX_REAL_SHARE * ladder.link_s:
+            advice = "choose a slower link or a larger workload (--size, --batch, --time)"
+            remarks.append(f"The emulation cannot hide a real all-reduce that takes so long: {advice}.")
     else:
         remarks = [f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}."]
     by_label = {variant.label: variant for variant in ladder.variants}

@@ -12,12 +12,11 @@ from rich.table import Table
 
 from brigade.course.modules import CORE_MODULES, Module
 from brigade.course.submission import Sources
-from brigade.lab.ladder import EMULATED, Ladder, Spread, Variant, compute_spread, get_variant, run_benchmark
+from brigade.lab.ladder import EMULATED, Ladder, Variant, get_variant, run_benchmark
 from brigade.lab.plots import make_empty_table
 
-# Its reader is waiting. A slow or busy machine measures fewer rounds, and shows no times if there are too few.
+# Its reader is waiting, so a slow or busy machine measures fewer rounds.
 WORKLOAD = replace(EMULATED, batch_size=16, rounds=10, warmup=2, limit_s=15.0)
-FEWEST = 4  # timed rounds; a workload may also have fewer
 DEADLINE_S = 60.0  # for the whole comparison
 
 
@@ -40,33 +39,31 @@ def compare_with_previous(entry: Module, sources: Sources, on_step: Callable[[],
     return run_benchmark(WORKLOAD, get_variants(entry), sources, checks_losses=False, **how)
 
 
-def compute_exposed(results: Ladder) -> dict[str, Spread]:
-    """Return by label how much longer the steps of each variant take than computation alone, in ms.
-
-    If the machine was too busy to measure this, return nothing.
-    """
-    if len(results.computation.step_ms) < min(FEWEST, WORKLOAD.rounds - WORKLOAD.warmup):
-        return {}
-    return {one.label: compute_spread(one.compute_exposed_ms(results.computation)) for one in results.variants}
-
-
 def make_table(results: Ladder, previous: int) -> Table:
     """Return a table with a row for each variant, at most 80 columns wide.
 
     `previous` is the number of the module that the last row is compared with, or 0 if there is none.
     """
-    exposed = compute_exposed(results)
-    times = ("exposed\nms", "\nquartiles") if exposed else ()
-    headings = ("launches", "MB\nsent", *times, "MB\ncopied", "MB\nnew", "new\nviews", "MB of\nstate")
+    headings = (
+        "launches",
+        "MB\nsent",
+        "exposed\nms",
+        "\nquartiles",
+        "MB\ncopied",
+        "MB\nnew",
+        "new\nviews",
+        "MB of\nstate",
+    )
     title = f"Compared with module {previous}: one step" if previous else "One step"
     table = make_empty_table(f"{title} on an emulated link", "", headings)
     for row in results.variants:
-        spread = exposed.get(row.label)
+        exposed = results.compute_exposed(row)
         table.add_row(
             row.label,
             f"{row.collectives:g}",
             f"{row.sent_bytes / 1e6:.2f}",
-            *([f"{spread.median:.0f}", f"{spread.lower:.0f} to {spread.upper:.0f}"] if spread else []),
+            f"{exposed.median:.0f}",
+            f"{exposed.lower:.0f} to {exposed.upper:.0f}",
             f"{row.copied_bytes / 1e6:.2f}",
             f"{row.allocated_bytes / 1e6:.2f}",
             f"{row.new_views}",
@@ -75,21 +72,21 @@ def make_table(results: Ladder, previous: int) -> Table:
     return table
 
 
-def describe_doubts(exposed: dict[str, Spread]) -> str:
-    """Return sentences about exposed times that are missing or not significant, or "" if there are none.
+def describe_doubts(results: Ladder) -> str:
+    """Return sentences about a machine that was not quiet, or about times that are not significant, or "".
 
     An exposed time is not significant if its lower quartile is below 0, and a difference is not significant if the
-    quartiles overlap. On a busy machine, noise changes the time of a step more than communication does.
+    quartiles overlap.
     """
+    spreads = {one.label: results.compute_exposed(one) for one in results.variants}
     doubts = [
         f"The exposed time of {label} is not significant: its lower quartile is below 0."
-        for label, spread in exposed.items()
+        for label, spread in spreads.items()
         if spread.lower < 0
     ]
-    if not exposed:
-        doubts.append("The machine is too slow or too busy to measure times.")
-    spreads = exposed.values()
-    if len(spreads) > 1 and max(s.lower for s in spreads) <= min(s.upper for s in spreads):
+    if len(spreads) > 1 and max(s.lower for s in spreads.values()) <= min(s.upper for s in spreads.values()):
         doubts.append("The difference between the exposed times is not significant: their quartiles overlap.")
+    if not results.verdict.is_quiet:
+        doubts = [results.verdict.sentence]
     longer = "`brigade bench --comm-ratio 0.8` measures for longer: about two minutes."
     return " ".join([*doubts, longer] if doubts else [])

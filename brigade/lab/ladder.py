@@ -26,6 +26,7 @@ from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab.memory_accounting import Bytes
 from brigade.lab.on_ranks import STEP_BEFORE, train
+from brigade.lab.quiet import Verdict, judge_machine
 from brigade.rank.emulated_link import Link, Pace, count_sent_bytes, read_link, spans_nodes
 from brigade.runner.ranks import RankResults, run_ranks
 
@@ -103,6 +104,11 @@ class Spread:
     lower: float
     upper: float
 
+    @property
+    def relative(self) -> float:
+        """The distance between the quartiles, relative to the median."""
+        return (self.upper - self.lower) / self.median
+
 
 def compute_spread(values: Sequence[float]) -> Spread:
     """Return the median and the quartiles of `values`, which contain one value per round."""
@@ -142,7 +148,10 @@ class Measurement:
         return median(self.step_ms)
 
     def compute_exposed_ms(self, alone: Measurement) -> list[float]:
-        """Return, for each round, how much longer the step took than `alone`, the step without communication."""
+        """Return, for each round, how much longer the step took than `alone`, the step without communication.
+
+        `Ladder.compute_exposed` says why the difference is taken within a round.
+        """
         return [whole - computation for whole, computation in zip(self.step_ms, alone.step_ms)]
 
 
@@ -152,7 +161,8 @@ class Ladder:
 
     `expected_loss` is the loss of one process, in nats per token. `computation` is the measurement of the same steps
     without communication. `link` is the emulated link, made for `backward_s`, the time of backward alone. `real_s` is
-    the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
+    the time of a real all-reduce of all gradients, which have `model_bytes` bytes together. `cpu_shares[rank]`
+    contains, for each timed round on CPUs, the part of a backward in which the rank had a processor core.
     """
 
     workload: Workload
@@ -165,6 +175,23 @@ class Ladder:
     backward_s: float
     real_s: float
     model_bytes: int
+    cpu_shares: Sequence[Sequence[float]] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the machine was quiet during the timed rounds."""
+        measured = [one.step_ms for one in (*self.variants, self.computation)]
+        real_share = self.real_s / self.link_s if self.link else None
+        return judge_run(measured, self.cpu_shares, real_share)
+
+    def compute_exposed(self, variant: Measurement) -> Spread:
+        """Return the exposed communication time of a variant in ms: the extra time of its step over computation alone.
+
+        This is the median, with the quartiles, of the differences within each round. The two steps of a round follow
+        each other closely, so a slow moment of the machine changes both, and hardly their difference. The difference of
+        two medians would compare steps of different rounds. An exposed time can be negative after a noisy run.
+        """
+        return compute_spread(variant.compute_exposed_ms(self.computation))
 
     @property
     def link_s(self) -> float | None:
@@ -275,7 +302,16 @@ def run_benchmark(
         backward_s=results[0]["backward_s"],
         real_s=results[0]["real_s"],
         model_bytes=results[0]["model_bytes"],
+        cpu_shares=[result["cpu_shares"] for result in results],
     )
+
+
+def judge_run(
+    step_ms: Sequence[Sequence[float]], cpu_shares: Sequence[Sequence[float]], real_share: float | None
+) -> Verdict:
+    """Return the verdict on a run from the step times of each variant, in ms, and from fields of `Ladder`."""
+    spreads = [compute_spread(times).relative for times in step_ms]
+    return judge_machine(spreads, len(step_ms[0]), cpu_shares, real_share)
 
 
 def dry_run(workload: Workload, variants: Sequence[Variant], sources: Sources, **how: Any) -> None:

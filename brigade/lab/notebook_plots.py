@@ -22,6 +22,7 @@ from PIL import Image
 from brigade.events import Event
 from brigade.lab.ladder import Ladder, Spread, compute_spread
 from brigade.lab.plots import COLOURS
+from brigade.lab.quiet import Verdict
 from brigade.lab.timeline import Timeline
 from brigade.lab.timeline_plot import compute_height, draw_panel, make_legend
 
@@ -67,7 +68,22 @@ STYLE = {
 
 
 class LargeFigure(Figure):
-    """A figure that a notebook shows as a small PNG file, with its title as alternative text."""
+    """A figure that a notebook shows as a small PNG file, with its title as alternative text.
+
+    The metadata of the PNG file in the notebook also contains `values`, the number that the figure compares for each
+    name, and the verdict on the machine. `make notebooks` reads them before it stores an output.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.values: dict[str, float] = {}
+        self.verdict: Verdict | None = None
+
+    def show_verdict(self, verdict: Verdict | None) -> None:
+        """Remember the verdict on the machine, and show it above the figure if the machine was not quiet."""
+        self.verdict = verdict
+        if verdict and verdict.warning:
+            self.suptitle(verdict.warning, color=RED, fontsize=18, x=0.01, ha="left")
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
         drawn, reduced = io.BytesIO(), io.BytesIO()
@@ -75,7 +91,8 @@ class LargeFigure(Figure):
         Image.open(drawn).convert("RGB").quantize(64).save(reduced, format="PNG", optimize=True)
         titles = [axes.get_title(side) for axes in self.axes for side in ("left", "right")]
         metadata = {"width": round(SHOWN_DPI * self.get_figwidth()), "alt": "; ".join(filter(None, titles))}
-        return reduced.getvalue(), metadata
+        verdict = {"quiet": self.verdict.describe()} if self.verdict else {}
+        return reduced.getvalue(), metadata | {"values": self.values} | verdict
 
 
 @contextmanager
@@ -105,7 +122,7 @@ def draw_lines(
     `points` have markers instead of a line, and the colours of the curves in the same order. `verticals` contains the x
     positions of dotted lines, by label. `log` names the axes with a logarithmic scale: "x", "y" or "xy". If
     `are_steps`, a curve keeps each value until its next point. If `with_values`, each point is labelled with its y
-    value. A linear y axis begins at 0 if `from_zero`.
+    value. A linear y axis begins at 0 if `from_zero`. The figure's `values` are the last y values.
     """
     with make_figure(5.5) as (figure, [axes]):
         for style, (name, (x, y)) in zip(LINES, curves.items()):
@@ -126,6 +143,7 @@ def draw_lines(
             axes.set_xticks([*xticks], [*xticks.values()])
         axes.margins(y=0.15 if with_values else 0.05)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+        figure.values = {name: float(y[-1]) for name, (_, y) in {**curves, **(points or {})}.items()}
         longest = max(len(label) for label in axes.get_legend_handles_labels()[1])
         figure.legend(loc="outside lower center", ncols=3 if longest < 25 else 2 if longest < 35 else 1)
     return figure
@@ -157,9 +175,11 @@ def draw_bars(
 ) -> LargeFigure:
     """Draw one stacked bar for each row, and write the values of its parts at the end of the bar.
 
-    `spread` contains the median and the quartiles of what the whole bar shows, by row.
+    `spread` contains the median and the quartiles of what the whole bar shows, by row. The figure's `values` are the
+    sums of the rows.
     """
     with make_figure(1.9 + 0.62 * len(rows)) as (figure, [axes]):
+        figure.values = {row: float(sum(parts.values())) for row, parts in rows.items()}
         names = [*dict.fromkeys(name for parts in rows.values() for name in parts)]
         places, ends = range(len(rows)), [0.0] * len(rows)
         for name, style in zip(names, itertools.cycle(PARTS)):
@@ -187,18 +207,21 @@ def draw_bars(
 
 
 def draw_step_times(results: Ladder, title: str, labels: Sequence[str] | None = None) -> LargeFigure:
-    """Draw the median step of each variant in two parts: the step without communication, and the exposed time.
+    """Draw the median step of each variant. A part of it is the exposed communication time, as in the table.
 
-    On a busy machine, a variant can be faster than the step without communication. It then has no exposed time.
+    A bar is as long as the variant's own step. After a noisy run, an exposed time can be negative; it is drawn as 0.
     """
-    alone = results.computation.median_ms
     labels = labels or [variant.label for variant in results.variants]
     rows, spread = {}, {}
     for label, variant in zip(labels, results.variants):
         spread[label] = compute_spread(variant.step_ms)
-        exposed = max(0.0, spread[label].median - alone)
-        rows[label] = {"step without communication": alone, "exposed communication": exposed}
-    return draw_bars(rows, xlabel="time of one training step (ms); lines: quartiles", title=title, spread=spread)
+        exposed = max(0.0, results.compute_exposed(variant).median)
+        hidden = spread[label].median - exposed
+        rows[label] = {"computation and hidden communication": hidden, "exposed communication": exposed}
+    xlabel = "time of one training step (ms); lines: quartiles"
+    figure = draw_bars(rows, xlabel=xlabel, title=title, spread=spread)
+    figure.show_verdict(results.verdict)
+    return figure
 
 
 def draw_grid(
@@ -269,7 +292,10 @@ def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) ->
 
 
 def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> LargeFigure:
-    """Draw the timelines one below the other, on one time axis. The length of each step is below its title."""
+    """Draw the timelines one below the other, on one time axis. The length of each step is below its title.
+
+    The figure's `values` are these lengths, in ms.
+    """
     heights = [*map(compute_height, timelines)]
     with matplotlib.rc_context(STYLE | {"font.size": 12, "axes.titlesize": 13}):
         height = 1.4 + sum(0.64 + 0.4 * height for height in heights)
@@ -279,6 +305,8 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> Larg
             draw_panel(axes, timeline)
             axes.set_title(f"{title}\n{timeline.lengths}")
         panels[-1].set(xlim=(0, 1.01 * max(timeline.end_ms for timeline in timelines)), xlabel="time (ms)")
+        figure.values = {title: timeline.end_ms for title, timeline in zip(titles, timelines)}
+        figure.show_verdict(timelines[0].verdict)  # which all timelines of a run share
         handles = make_legend(timelines)
         figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2))
     return figure

@@ -125,7 +125,8 @@ def shard_fully(model: nn.Module) -> nn.Module:
 def train(workload: dict, variants: list[dict]) -> dict:
     """Take all steps of all variants. Return, by label, what `measure_variant` returns afterwards, as "variants".
 
-    Also return the fields "link", "backward_s", "real_s" and "model_bytes" of `ladder.Ladder`.
+    Also return "cpu_shares", this rank's part of `Ladder.cpu_shares`, and the fields "link", "backward_s", "real_s" and
+    "model_bytes" of `ladder.Ladder`.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -166,7 +167,7 @@ def train(workload: dict, variants: list[dict]) -> dict:
     emulated_link.use(None)
     held_out = [t.to(device()) for t in corpus.draw_batch(texts[0], HELD_OUT, workload["time"], generator)]
     measured = {setup.label: measure_variant(setup, *held_out) for setup in setups}
-    return {"variants": measured, **calibration.get_results()}
+    return {"variants": measured, **calibration.get_results(workload["warmup"])}
 
 
 def measure_variant(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -227,6 +228,7 @@ class Calibration:
         self.wanted = read_link(wanted)
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.times: list[list[float]] = []  # of each round: backward alone, and a real all-reduce of all gradients
+        self.cpu_shares: list[float] = []  # of each round, on a CPU: the part of backward in which this rank had a core
         self.began, self.elapsed_s = time.perf_counter(), 0.0  # until the last measurement, the same on all ranks
 
     def measure(self, tokens: Tensor, targets: Tensor) -> None:
@@ -236,10 +238,12 @@ class Calibration:
         emulated_link.use(None)
         recording.note("step", step=None)  # the following events belong to no step
         loss = language_loss(self.model(tokens), targets)
-        backward_s = time_together(loss.backward)
+        backward_s, cpu_s = time_together(loss.backward)
+        if device().type == "cpu":  # with a GPU, this thread only waits
+            self.cpu_shares.append(cpu_s / backward_s)
         flat = torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
         self.model.zero_grad()
-        real_s = time_together(lambda: dist.all_reduce(flat))
+        real_s, _ = time_together(lambda: dist.all_reduce(flat))
         times = torch.tensor([backward_s, real_s, time.perf_counter() - self.began], dtype=torch.float64).to(device())
         dist.all_reduce(times)
         *means, self.elapsed_s = (times / dist.get_world_size()).tolist()
@@ -253,22 +257,26 @@ class Calibration:
             return self.wanted.link(backward_s, self.model_bytes, dist.get_world_size())
         return None if isinstance(self.wanted, Pace) else self.wanted
 
-    def get_results(self) -> dict[str, Any]:
-        """Return fields of `Ladder`: the medians "backward_s" and "real_s", the resulting "link", and "model_bytes"."""
+    def get_results(self, warmup: int) -> dict[str, Any]:
+        """Return fields of `Ladder`: the medians "backward_s" and "real_s", the resulting "link", and "model_bytes".
+
+        Also return "cpu_shares" of the rounds after the first `warmup`.
+        """
         link = self.make_link(self.times)
         backward_s, real_s = map(median, zip(*self.times or [(0.0, 0.0)]))
         link = asdict(link) if link else None
-        return {"link": link, "backward_s": backward_s, "real_s": real_s, "model_bytes": self.model_bytes}
+        times = {"backward_s": backward_s, "real_s": real_s, "cpu_shares": self.cpu_shares[CALIBRATION - 1 + warmup :]}
+        return {"link": link, "model_bytes": self.model_bytes, **times}
 
 
-def time_together(call: Callable[[], Any]) -> float:
-    """Return how many seconds a call takes that all ranks begin at the same time."""
+def time_together(call: Callable[[], Any]) -> tuple[float, float]:
+    """Return how many seconds a call takes that all ranks begin together, and for how many this thread had a core."""
     synchronize()
     dist.barrier()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.thread_time()
     call()
     synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.thread_time() - start_cpu
 
 
 def synchronize() -> None:

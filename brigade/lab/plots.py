@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from statistics import median
 
 from rich import box
 from rich.table import Table
@@ -25,6 +25,7 @@ NAMES = {  # legend labels that differ from the key
     "step": "optimizer step",
     "wait": "waits",
 }
+CAPTION_WIDTH = 76  # characters; a table has at most 80 columns
 
 
 def make_empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
@@ -42,7 +43,7 @@ def format_quartiles(spread: Spread, digits: int) -> str:
 
 
 def make_time_table(ladder: Ladder) -> Table:
-    """Return a table of step times, with a row for each variant."""
+    """Return a table of step times, with a row for each variant, and the verdict on the machine below it."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms")
     buckets = (
         ""
@@ -58,8 +59,10 @@ def make_time_table(ladder: Ladder) -> Table:
             format_quartiles(compute_spread(one.step_ms), 1),
             f"{ratio.median:.2f}",
             format_quartiles(ratio, 2),
-            f"{median(one.compute_exposed_ms(ladder.computation)):.1f}",
+            f"{ladder.compute_exposed(one).median:.1f}",
         )
+    table.caption, table.caption_justify = textwrap.fill(ladder.verdict.sentence, CAPTION_WIDTH), "left"
+    table.caption_style = "" if ladder.verdict.is_quiet else "bold"
     alone = ladder.computation
     table.add_section()
     table.add_row(alone.label, f"{alone.median_ms:.1f}", format_quartiles(compute_spread(alone.step_ms), 1))

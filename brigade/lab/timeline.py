@@ -24,13 +24,14 @@ from brigade.lab.ladder import (
     PHASES,
     Variant,
     Workload,
-    compute_spread,
     find_step_number,
+    judge_run,
     make_measurement,
     read_reference,
     run_variants,
 )
 from brigade.lab.plots import NAMES
+from brigade.lab.quiet import Verdict
 from brigade.rank.emulated_link import Link, read_link
 
 # A model with few but large parameters, so that the collectives are visible.
@@ -44,7 +45,6 @@ WORKLOAD = replace(
 )
 EXPOSED = ("wait", "finish")  # kinds of spans that one process would not need
 GAP_S = 1e-4  # shorter waits are ignored
-MAX_SPREAD = 0.25  # of the step time, between its quartiles, relative to the median
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Collective(Span):
 class Timeline:
     """One step of one variant: the step that has the median length of all timed steps.
 
-    `link` is the emulated link, and `backward_ms` is the time of backward alone. `doubt` says why the picture may be
-    wrong, or is empty.
+    `link` is the emulated link, and `backward_ms` is the time of backward alone. `verdict` says whether the machine was
+    quiet during the run; None means that nothing was measured.
     """
 
     label: str
@@ -108,7 +108,7 @@ class Timeline:
     launched: list[Collective]
     link: Link
     backward_ms: float
-    doubt: str = ""
+    verdict: Verdict | None = None
 
     @property
     def end_ms(self) -> float:
@@ -124,15 +124,17 @@ class Timeline:
     def lengths(self) -> str:
         """The length of the step, and the exposed time of its ranks, as text, such as: 131 ms, 41 to 44 ms exposed"""
         exposed = sorted({round(self.compute_exposed_ms(rank)) for rank in range(self.world_size)})
-        warning = " (unreliable: the machine was busy)" if self.doubt else ""
-        return f"{self.end_ms:.0f} ms, {' to '.join(map(str, exposed[:1] + exposed[1:][-1:]))} ms exposed{warning}"
+        return f"{self.end_ms:.0f} ms, {' to '.join(map(str, exposed[:1] + exposed[1:][-1:]))} ms exposed"
 
     def get_span(self, rank: int, kind: str) -> Span:
         """Return the span of a rank in one of `ladder.PHASES`."""
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)
 
     def compute_exposed_ms(self, rank: int) -> float:
-        """Return how long a rank was in spans of the kinds `EXPOSED` in this step, in ms."""
+        """Return how long a rank was in spans of the kinds `EXPOSED` in this step, in ms.
+
+        Unlike `Ladder.compute_exposed`, this needs no step without communication, because it sees each wait.
+        """
         spans = [span for span in self.spans if span.rank == rank and span.kind in EXPOSED]
         merged = merge_intervals([(1e-3 * span.start_ms, 1e-3 * span.end_ms) for span in spans])
         return 1e3 * sum(end - start for start, end in merged)
@@ -159,9 +161,12 @@ def trace(
     sources = read_reference() if sources is None else sources
     results = run_variants(workload, variants, sources, world_size=world_size, **options)
     link = read_link(results[0]["link"])
+    measurements = [make_measurement(workload, variants, variant, results) for variant in variants]
+    cpu_shares = [result["cpu_shares"] for result in results]
+    link_s = link.between(range(world_size)).seconds("all_reduce", results[0]["model_bytes"], world_size)
+    verdict = judge_run([one.step_ms for one in measurements], cpu_shares, results[0]["real_s"] / link_s)
     timelines = []
-    for variant in variants:
-        measurement = make_measurement(workload, variants, variant, results)
+    for variant, measurement in zip(variants, measurements):
         lengths = measurement.step_ms
         round_index = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
         marks = [rounds[round_index] for rounds in measurement.marks]
@@ -181,11 +186,8 @@ def trace(
             ]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
             launched += make_collectives(rank, rank_launches, zero, link)
-        spread = compute_spread(lengths)
-        is_noisy = spread.upper - spread.lower > MAX_SPREAD * spread.median
-        doubt = f"the quartiles of the step time are {spread.lower:.0f} and {spread.upper:.0f} ms" if is_noisy else ""
         backward_ms = 1e3 * results[0]["backward_s"]
-        timelines.append(Timeline(variant.label, world_size, spans, launched, link, backward_ms, doubt=doubt))
+        timelines.append(Timeline(variant.label, world_size, spans, launched, link, backward_ms, verdict))
     return timelines
 
 

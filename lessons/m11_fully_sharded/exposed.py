@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from brigade.course.modules import get_module
 from brigade.lab.experiment import run_experiment
-from brigade.lab.ladder import EMULATED, compute_spread, get_variant, run_benchmark
+from brigade.lab.ladder import EMULATED, get_variant, run_benchmark
 
 
 def main(run):
@@ -14,9 +14,10 @@ def main(run):
     results = run_benchmark(EMULATED, depths, submission, run=run)
     print(f"computation alone: {results.computation.median_ms:.0f} ms")
     for measured in results.variants:
-        exposed = compute_spread(measured.compute_exposed_ms(results.computation))
+        exposed = results.compute_exposed(measured)
         quartiles = f"{exposed.lower:.0f} to {exposed.upper:.0f}"
         print(f"{measured.label}: {exposed.median:.0f} ms exposed (quartiles {quartiles})")
+    print(results.verdict.sentence)
 
 
 if __name__ == "__main__":

@@ -142,9 +142,13 @@ def test_the_emulation_is_trusted_up_to_a_fifth():
     results = ladder.Ladder(ladder.EMULATED, 2, "gloo", math.nan, [], alone, link, 1.0, 0.0, 10**9)
     first, within = bench.list_remarks(replace(results, real_s=0.199 * results.link_s))
     assert first.startswith("The link is emulated, 0.0 µs per message and 1e+03 Gbit/s in each direction: ")
-    assert "20 % of the emulated time." in within and "trust" not in within
-    beyond = bench.list_remarks(replace(results, real_s=0.21 * results.link_s))[1]
-    assert beyond.startswith("Do not trust these times: the real all-reduce takes")
+    assert (
+        within.endswith("20 % of the emulated time.")
+        and replace(results, real_s=0.199 * results.link_s).verdict.real_share < 0.2
+    )
+    beyond = replace(results, real_s=0.21 * results.link_s)
+    assert "choose a slower link or a larger workload" in bench.list_remarks(beyond)[2]
+    assert "a real all-reduce takes 21 % of the emulated time" in beyond.verdict.sentence
 
 
 def test_several_bucket_sizes_are_compared_in_one_run(brigade, tmp_path):

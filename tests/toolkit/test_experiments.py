@@ -91,7 +91,7 @@ PRINTED = {
         "prefetch=1: at most 1.87 of", "prefetch=2: at most 2.67 of",
         "reshard_after_forward=False: at most 3.48 of 3.48 MB; 5 all_gather, 3.48 MB, 5 reduce_scatter, 3.48 MB",
     ],
-    "m11/exposed": ["computation alone: ", *(f"prefetch={depth}: .* ms exposed" for depth in (0, 1, 2))],
+    "m11/exposed": ["alone: ", *(f"prefetch={depth}: .* ms exposed" for depth in (0, 1, 2)), "machine was|these times"],
     "m11/against": [*(f"{name}: 9 all_gather, 5 reduce_scatter" for name in ("torch", "ours")), "ours / torch: "],
     "m12/weights": ["4.6667", "2.0000", "4.0000", "your loop: 4.0000"],
     "m12/straggler": [f"{count} of 100 steps have a late rank" for count in (9, 16, 36)],

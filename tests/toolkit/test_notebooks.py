@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -21,7 +20,6 @@ import pytest
 from brigade.course.modules import ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
-from brigade.lab.notebook_plots import draw_step_times
 from brigade.runner.ranks import SERVER
 from tools.notebook_files import EXECUTED, execute, hash_code, list_notebooks
 from tools.slides import WIDEST, fit_code, make_deck
@@ -215,14 +213,3 @@ def test_code_on_slides_fits_and_does_the_same() -> None:
     assert magic == "%%px -t 0" and ast.dump(ast.parse(rest)) == ast.dump(ast.parse(code))
     assert max(len(line) for line in rest.splitlines() if not line.startswith("#")) <= WIDEST
     assert fit_code("!brigade check 4") == "!brigade check 4"
-
-
-def test_step_times_can_be_drawn_after_a_noisy_run():
-    """On a busy machine, a step with communication can take less time than one without."""
-    fast = SimpleNamespace(label="fast", step_ms=[75.0, 80.0, 84.0])
-    slow = SimpleNamespace(label="slow", step_ms=[110.0, 120.0, 130.0])
-    results = SimpleNamespace(computation=SimpleNamespace(median_ms=100.0), variants=[fast, slow])
-    [axes] = draw_step_times(results, "Step times").axes
-    [medians] = [line for line in axes.lines if line.get_marker() == "D"]
-    assert medians.get_xydata().tolist() == [[80, 0], [120, 1]]
-    assert [bar.get_width() for bar in axes.patches] == [100, 100, 0, 20]
