@@ -28,7 +28,6 @@ include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "notebooks/*.ipy
 include_patterns += ["lessons/*/README.md", "lessons/*/answers.md"]
 include_patterns += [] if HAS_SOLUTIONS else ["README.md"]  # the student edition has its own README
 exclude_patterns = [".*", "out"]
-suppress_warnings = ["toc.not_included"]  # some documents are reached by links only, to keep the menu short
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -34,6 +34,7 @@ STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
 SCRIPTS = ("dist/reveal.js", "plugin/notes/notes.js")
 LONGEST = 20  # lines that fit on a slide
 WIDEST = 84  # characters that fit on a line of code or output
+SHORT = 70  # words that a slide shows in full
 NOTES = {"slideshow": {"slide_type": "notes"}}
 FORMULA_PT = 22
 
@@ -53,12 +54,35 @@ def make_deck(path: Path) -> str:
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata["title"] = notebook.cells[0].source.partition("\n")[0].lstrip("# ")
     *cells, sheet = notebook.cells
-    notebook.cells = [part for cell in cells for part in split_cell(cell)]
+    notebook.cells = list(add_titles(part for cell in cells for part in split_cell(cell)))
     notebook.cells[1].source += f"\n\n{sheet.source}"  # the notes on the first slide
     exporter = SlidesExporter(raw_template=TEMPLATE.read_text(), embed_images=True)
     deck = {"styles": join_files(STYLES), "script": join_files(SCRIPTS)}
     html, _ = exporter.from_notebook_node(notebook, resources={"deck": deck})
     return html
+
+
+def add_titles(cells: Iterable[NotebookNode]) -> Iterator[NotebookNode]:
+    """Give each slide without a heading a title that says what it adds to the question or topic before it."""
+    topic = ""
+    for cell in cells:
+        if heading := re.match(r"##? (.*)", cell.source) if cell.cell_type == "markdown" else None:
+            topic = re.sub(r"^Ask before [^:]*(: |$)", "", heading[1])
+            topic = topic[:1].upper() + topic[1:]
+        elif cell.metadata.slideshow.slide_type == "subslide":
+            kind = "Conclusion" if cell.cell_type == "markdown" else "Result" if has_result(cell) else ""
+            title = "### " + (": ".join(filter(None, (kind, topic))) or "Code")
+            if cell.cell_type == "markdown":
+                cell.source = f"{title}\n\n{cell.source}"
+            else:
+                yield nbformat.v4.new_markdown_cell(title, metadata={"slideshow": {"slide_type": "subslide"}})
+                cell.metadata = {**cell.metadata, "slideshow": {"slide_type": "-"}}
+        yield cell
+
+
+def has_result(cell: NotebookNode) -> bool:
+    """Return whether a code cell shows more than code: a figure, a table or printed text."""
+    return any("text/markdown" not in output.get("data", {}) for output in cell.outputs)
 
 
 def split_cell(cell: NotebookNode) -> Iterator[NotebookNode]:
@@ -108,11 +132,11 @@ def fit_text(text: str) -> str:
 
 
 def shorten(markdown: str) -> str:
-    """Return a slide's text: what a class needs to answer its questions, or else the first sentence of each paragraph.
+    """Return a slide's text: questions and short texts as they are, of others the first sentence of each paragraph.
 
     Headings, lists, tables and code remain as they are.
     """
-    if re.search(r"\?|\bsketch\b", markdown, re.IGNORECASE):
+    if len(markdown.split()) <= SHORT or re.search(r"\?|\bsketch\b", markdown, re.IGNORECASE):
         return markdown
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)  # every second one is code
     return "".join(part if index % 2 else shorten_prose(part) for index, part in enumerate(parts))

@@ -13,7 +13,7 @@ from brigade.cli.options import add_target
 from brigade.cli.progress_file import find_state, recall, remember
 from brigade.course import skeletons, written
 from brigade.course.listing import find_unwritten_parts
-from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
 from brigade.course.submission import find, read, resolve_target
 from brigade.course.written import MEASUREMENTS, locate_measurements
 
@@ -126,7 +126,12 @@ def run_submit(options: argparse.Namespace) -> int:
     states = {entry.number: find_state(entry, target) for entry in present}
     complete = [number for number, state in states.items() if state not in ("not written", "broken")]
     unknown = [number for number in complete if states[number] != "passes"]
-    asked = [entry.number for entry in TRAINING_MODULES if entry.is_core or entry.number in complete]
+    asked = [
+        entry.number
+        for entry in MODULES
+        if written.count_points([entry]) and (entry.is_core or entry.number in complete)
+    ]
+    unanswered = [number for number in asked if number not in answered]
     console.print(
         f"{archive} contains {len(present)} of {len(MODULES)} modules: {len(complete)} written, "
         f"{len(complete) - len(unknown)} known to pass all checks."
@@ -134,11 +139,12 @@ def run_submit(options: argparse.Namespace) -> int:
     for what, numbers in (
         ("No passing run on record", unknown),
         ("Not completely written", [number for number, state in states.items() if state == "not written"]),
-        ("No written answers yet", [number for number in asked if number not in answered]),
+        ("No written answers yet", unanswered),
     ):
         if numbers:
             names = ("modules " if len(numbers) > 1 else "module ") + ", ".join(map(str, numbers))
             console.print(f"{what}: {names}.")
+    console.print(f"Written answers: {len(asked) - len(unanswered)} of {len(asked)} modules.")
     for line in (measured, *(f"Note: {problem}" for problem in problems)):
         console.print(line, markup=False)
     return 0

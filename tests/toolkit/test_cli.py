@@ -171,8 +171,24 @@ def test_submit_adds_modules_written_answers_and_measurements(lessons, submit):
     (lessons / "measurements.json").write_text(content)
     files, printed = submit()
     assert files == answers | {own: (lessons / own).read_text(), "measurements.json": content}
-    assert "No written answers yet: modules 2, 4, 5, 6, 7, 8.\n" in printed
+    assert "No written answers yet: modules 2, 4, 5, 6, 7, 8.\nWritten answers: 2 of 8 modules.\n" in printed
     assert "measurements.json is included" in printed
+
+
+def test_submit_asks_for_the_answers_of_every_written_module_that_has_questions_with_points(lessons, submit):
+    asked = [entry for entry in MODULES if written.count_points([entry])]
+    assert {entry.number for entry in asked} > {entry.number for entry in MODULES if not entry.trains and entry.number}
+    for entry in MODULES:
+        (lessons / entry.package).mkdir(exist_ok=True)
+        for path in entry.paths:
+            shutil.copy(ROOT / "solutions" / path, lessons / path)
+    missing = ", ".join(str(entry.number) for entry in asked)
+    assert f"No written answers yet: modules {missing}.\nWritten answers: 0 of {len(asked)} modules." in submit()[1]
+    for entry in asked:
+        (lessons / entry.package / "answers.md").write_text(written.make_template(entry) + "\nMy answer: β.\n")
+    printed = submit()[1]
+    assert "No written answers" not in printed
+    assert f"Written answers: {len(asked)} of {len(asked)} modules." in printed
 
 
 def test_submit_says_what_is_written_and_passes(lessons, submit):

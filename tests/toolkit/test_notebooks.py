@@ -203,6 +203,9 @@ def test_a_deck_needs_no_network() -> None:
     assert "the first buckets at 10 MiB:" in page
     notes = re.findall(r'<aside class="notes">(.*?)</aside>', page, re.DOTALL)
     assert "Run sheet" in notes[0] and "Run sheet" not in page.replace(notes[0], "")
+    titles = [re.sub(r"<[^>]*>|¶", "", title) for title in re.findall(r"<h[123][^>]*>(.*?)</h[123]>", page)]
+    assert "Result: How many buckets?" in titles and "Conclusion: Let it go wrong" in titles
+    assert "different layers, without any error" in re.sub(r"<aside.*?</aside>", "", page, flags=re.DOTALL)
     assert "It should therefore" in notes[0] and "It should therefore" not in page.replace(notes[0], "")
 
 
