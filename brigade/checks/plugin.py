@@ -18,11 +18,12 @@ from brigade.checks.run import Conditions, choose_backend, prepare, run_check
 from brigade.checks.verdict import CheckFailed, Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError
-from brigade.course.submission import resolve_target
+from brigade.course.submission import Snapshot, resolve_target
 from brigade.runner import machine
 
 OUTCOME = pytest.StashKey[Outcome]()
 CHECK = pytest.StashKey[Check]()
+SNAPSHOT = pytest.StashKey[Snapshot]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(10**6)
     try:
-        resolve_target(config.getoption("--target"))
+        config.stash[SNAPSHOT] = Snapshot(config.getoption("--target"))
         if config.getoption("--prior") == "reference":
             resolve_target("solutions")
         if config.getoption("--backend") == "nccl":
@@ -81,11 +82,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     check = pyfuncitem.stash.get(CHECK, None)
     if check is None:
         return None
-    option = pyfuncitem.config.option
+    option, snapshot = pyfuncitem.config.option, pyfuncitem.config.stash[SNAPSHOT]
     conditions = Conditions(
         seed=option.seed, backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline
     )
-    outcome = pyfuncitem.stash[OUTCOME] = run_check(check, option.target, conditions, option.prior)
+    outcome = pyfuncitem.stash[OUTCOME] = run_check(check, snapshot, conditions, option.prior)
     if outcome.exception:
         raise outcome.exception
     if outcome.verdict:

@@ -17,7 +17,7 @@ from brigade.checks.context import TURN, CheckContext, Conditions
 from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
-from brigade.course.submission import Sources, is_sealed, read, resolve_target
+from brigade.course.submission import Snapshot, Sources, is_sealed, resolve_target, take_snapshot
 from brigade.runner import machine
 from brigade.runner.server import SERVER, ServerLost
 
@@ -27,7 +27,7 @@ HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other ch
 
 def run_check(
     check: Check,
-    target: str | Path,
+    target: str | Path | Snapshot,
     conditions: Conditions,
     prior_source: str = "own",
     sources: Sources | None = None,
@@ -35,16 +35,17 @@ def run_check(
 ) -> Outcome:
     """Run one check on the submission in `target`, or on the texts `sources` instead, and return the outcome.
 
-    `prior_source` and `replaced` select the earlier modules (see `submission.read`). Only KeyboardInterrupt and similar
+    `prior_source` and `replaced` select the earlier modules (see `Snapshot.read`). Only KeyboardInterrupt and similar
     exceptions are raised.
     """
     started = time.monotonic()
-    repeat = make_repeat_command(check, target, conditions, prior_source)
+    snapshot = take_snapshot(target)
+    repeat = make_repeat_command(check, snapshot.name, conditions, prior_source)
     outcome = Outcome(check, "passed", prior_source=prior_source, repeat=repeat)
     context = None
     try:
         try:
-            sources = sources or read(target, check.module, prior_source, replaced)
+            sources = sources or snapshot.read(check.module, prior_source, replaced)
         except CourseError as error:
             raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
         # The seed depends on the check's name, so that running the check alone repeats its cases.
@@ -83,7 +84,7 @@ def is_broken(check: Check, outcome: Outcome, conditions: Conditions, sources: S
 
 def run_checks(
     checks: Sequence[Check],
-    target: str | Path,
+    target: str | Path | Snapshot,
     conditions: Conditions,
     prior_source: str = "own",
     at_a_time: int = 1,
@@ -92,8 +93,10 @@ def run_checks(
     """Run checks, several at a time, and yield their outcomes in the order of the checks, or else as they finish.
 
     A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT` checks reached their deadline.
+    All checks judge the same text, even if a student saves a file before the last check starts.
     """
     hung = 0
+    snapshot = take_snapshot(target)
     pool = ThreadPoolExecutor(at_a_time)
     futures: dict[tuple[int, str], Future[Outcome]] = {}
 
@@ -104,7 +107,7 @@ def run_checks(
             return Outcome(check, verdict=make_not_run(f"first {first.check.number}"))
         if hung >= HUNG_LIMIT:
             return Outcome(check, verdict=make_not_run(f"{hung} earlier checks reached their time limit"))
-        outcome = run_check(check, target, conditions, prior_source)
+        outcome = run_check(check, snapshot, conditions, prior_source)
         hung += outcome.ending == "deadline"
         return outcome
 

@@ -18,12 +18,12 @@ from brigade.checks.run import Conditions, choose_backend, prepare, run_checks, 
 from brigade.checks.verdict import NOT_RUN, Outcome
 from brigade.cli.console import console, shorten
 from brigade.cli.options import add, add_prior, add_target
-from brigade.cli.progress_file import find_state, hash_submission, recall, remember
+from brigade.cli.progress_file import CHANGED, find_state, has_changed, hash_submission, recall, remember
 from brigade.cli.success import handle_success
 from brigade.course import skeletons
 from brigade.course.listing import find_last_part
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
-from brigade.course.submission import find, join_texts, read, resolve_target, select_files, select_used
+from brigade.course.submission import Snapshot, Sources, find, join_texts, resolve_target, select_files, select_used
 from brigade.runner import machine
 
 MAX_AT_A_TIME = 4  # checks that run at the same time; each has up to four ranks
@@ -50,7 +50,7 @@ def add_next_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--debug", "prepare for breakpoint(): run one rank without a deadline, and stop at the first failure")
 
 
-def check_module(entry: Module, options: argparse.Namespace, before: Outcomes) -> Iterator[Outcome]:
+def check_module(entry: Module, snapshot: Snapshot, options: argparse.Namespace, before: Outcomes) -> Iterator[Outcome]:
     """Run a module's graded checks from this process, and yield their outcomes.
 
     In the first run, the outcomes have the order of the checks. If there are outcomes of the previous run, `before`,
@@ -70,7 +70,7 @@ def check_module(entry: Module, options: argparse.Namespace, before: Outcomes) -
         is_debugged=options.debug,
     )
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
-    for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time, in_order=not before):
+    for outcome in run_checks(checks, snapshot, conditions, options.prior, at_a_time, in_order=not before):
         yield outcome
         if options.debug and not outcome.passed:
             break
@@ -156,14 +156,16 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         path = find(Path(options.target), entry)
         console.print(Text.assemble((f"Module {entry.number}: {entry.title}", "bold"), f"  {shorten(path)}".rstrip()))
         try:
-            sources = read(options.target, entry.number, options.prior)
+            snapshot = Snapshot(options.target)
+            sources = snapshot.read(entry.number, options.prior)
         except CourseError as error:
             console.print(f"  ✗ {error}", markup=False)
             possible[entry.track] += entry.points
             status = 2
             continue
+        key = hash_submission(entry, sources)
         outcomes: list[Outcome] = []
-        for outcome in check_module(entry, options, before):
+        for outcome in check_module(entry, snapshot, options, before):
             is_first = all(other.check.parts != outcome.check.parts for other in outcomes)
             if outcome.check.parts and is_first and not before:
                 console.print(f"  {outcome.check.parts}", markup=False)
@@ -177,14 +179,16 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         not_run = sum(outcome.ending == NOT_RUN for outcome in outcomes)
         left_out = f", {not_run} check{'s' * (not_run > 1)} not run" if not_run else ""
         console.print(f"  {score} of {total} points{left_out}, {time.monotonic() - started:.1f} s")
-        if obstacle := find_obstacle(entry, outcomes, options):
+        if obstacle := find_obstacle(entry, sources, outcomes, options):
             console.print(f"  {obstacle}", markup=False)
         console.print()
         if Path(options.target) != ROOT / "solutions" and total == entry.points and not options.debug:
-            if score < total:
-                remember("failed", entry.package, hash_submission(entry, sources))
+            if has_changed():
+                console.print(CHANGED, markup=False)
+            elif score < total:
+                remember("failed", entry.package, key)
             else:
-                handle_success(entry, sources, Path(options.target), show=len(entries) == 1)
+                handle_success(entry, sources, key, Path(options.target), show=len(entries) == 1)
         earned[entry.track] += score
         possible[entry.track] += total
         status = max(status, int(score < total))
@@ -207,7 +211,7 @@ def print_outcome(outcome: Outcome, shows_prints: bool) -> None:
         console.print(Text(indent("\n".join(lines), " " * 9)))
 
 
-def find_obstacle(entry: Module, outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
+def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
     """Return a sentence about the first earlier module that `entry` uses and that is not known to pass, or "" for none.
 
     An unwritten module counts only if one of its unwritten parts raised the exception of a failed check.
@@ -217,7 +221,6 @@ def find_obstacle(entry: Module, outcomes: Sequence[Outcome], options: argparse.
     if options.prior != "own" or options.debug or not (others or None in parts):
         return ""
     target = Path(options.target)
-    sources = read(target, entry.number)
     text = join_texts(select_files(entry, sources))
     used = {name.partition(".")[0] for name in select_used(entry, text, sources)}
     reasons = {
@@ -246,16 +249,20 @@ def run_next(options: argparse.Namespace) -> int:
     for entry in entries:
         track = "" if entry.is_core else f" ({entry.track}, in addition to the core's 100)"
         try:
-            sources = read(options.target, entry.number, options.prior)
+            snapshot = Snapshot(options.target)
+            sources = snapshot.read(entry.number, options.prior)
             key = hash_submission(entry, sources)
             is_done = recall("passed").get(entry.package) == key
             own = select_files(entry, sources)
             is_begun = {text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()}
-            outcomes = list(check_module(entry, options, {})) if is_begun and not is_done else []
+            outcomes = list(check_module(entry, snapshot, options, {})) if is_begun and not is_done else []
         except CourseError as error:
             console.print(f"→ {error}", markup=False)
             return 1
         if is_done or outcomes and all(outcome.passed for outcome in outcomes):
+            if has_changed():
+                console.print(CHANGED, markup=False)
+                return 1
             remember("passed", entry.package, key)
             console.print(f"✓ Module {entry.number}: {entry.title}, {entry.points} points{track}")
             continue

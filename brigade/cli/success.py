@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from brigade.cli.console import console
-from brigade.cli.progress_file import find_state, hash_submission, recall, remember
+from brigade.cli.progress_file import find_state, recall, remember
 from brigade.course.modules import CORE_MODULES, ROOT, Module, get_module
 from brigade.course.submission import Sources, find, read
 from brigade.runner.ranks import RankFailure
 
 
-def handle_success(entry: Module, sources: Sources, target: Path, show: bool) -> None:
-    """Remember that these sources pass. The first time, compare with the previous module and show the next steps.
+def handle_success(entry: Module, sources: Sources, key: str, target: Path, show: bool) -> None:
+    """Remember that these sources pass: `key` is their fingerprint.
 
-    A comparison that did not finish is tried again the next time.
+    The first time, compare with the previous module and show the next steps. A comparison that did not finish is tried
+    again the next time.
     """
-    key = hash_submission(entry, sources)
     news = key != recall("passed").get(entry.package)
     remember("passed", entry.package, key)
     if show and entry.is_core and key != recall("compared").get(entry.package) and compare(entry, sources):

@@ -25,6 +25,7 @@ import os
 import re
 import stat
 import sys
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +40,7 @@ MAX_SOURCE_BYTES = 250_000
 IMPORT = r"^\s*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
 PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
 
-Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `read_earlier` if the path is ""
+Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `Snapshot` if the path is ""
 ForRanks = dict[str, tuple[str, str, "bytes | None"]]  # module name -> (path, text, code)
 
 
@@ -69,35 +70,81 @@ def resolve_target(target: str | Path) -> Path:
     return path
 
 
-def read(target: str | Path, number: int, prior: str = "own", replaced: Collection[int] | None = None) -> Sources:
-    """Return module `number` in `target`, with the earlier modules that it may import.
+class Snapshot:
+    """The modules of a submission. Each is read once, when it is asked for first. Threads may share a snapshot.
 
-    If `prior` is "own", the earlier modules are the submission's. If it is "reference", the reference's modules replace
-    those in `replaced` (default: all), and modules that nothing names are left out. In the student edition, modules of
-    the reference that are not unlocked replace nothing. A replaced module stays available under a second name, which
-    ends with OWN, because later modules may use functions that only this module defines. Importing an earlier module
-    that is missing or broken raises an ImportError with the reason. Raise CourseError, with a message of one line, if
-    module `number` itself is missing, unreadable, outside `target` or not Python.
+    All checks that get the same snapshot judge the same text, even if a student saves a file between two checks.
     """
-    target = resolve_target(target)
-    entry = get_module(number)
-    if find(target, entry) is None:
-        advice = "Hand it in under this name; `brigade submit` puts it into the right place of a zip."
-        if target == ROOT / "lessons":
-            advice = f"`brigade reset {number}` writes its skeleton."
-        raise CourseError(f"module {number} is missing: there is no {entry.path}. {advice}")
-    own = read_module(target, entry)
-    earlier: Sources = {}
-    for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
-        sources = read_earlier(target, other)
-        if prior == "reference" and (replaced is None or other.number in replaced):
-            solutions = resolve_target("solutions")
-            if find(solutions, other):
-                sources = {name + OWN: source for name, source in sources.items()} | read_module(solutions, other)
-        earlier |= sources
-    if prior == "reference":
-        earlier = select_used(entry, join_texts(own), earlier)
-    return own | earlier
+
+    def __init__(self, target: str | Path):
+        self.name = str(target)  # as a command names it
+        self.target = resolve_target(target)
+        self._modules: dict[tuple[Path, Module], Sources | CourseError] = {}
+        self._lock = threading.Lock()
+
+    def read(self, number: int, prior: str = "own", replaced: Collection[int] | None = None) -> Sources:
+        """Return module `number` with the earlier modules that it may import.
+
+        If `prior` is "own", the earlier modules are the submission's. If it is "reference", the reference's modules
+        replace those in `replaced` (default: all), and modules that nothing names are left out. In the student edition,
+        modules of the reference that are not unlocked replace nothing. A replaced module stays available under a second
+        name, which ends with OWN, because later modules may use functions that only this module defines. Importing an
+        earlier module that is missing or broken raises an ImportError with the reason. Raise CourseError, with a
+        message of one line, if module `number` itself is missing, unreadable, outside the directory or not Python.
+        """
+        entry = get_module(number)
+        try:
+            own = self.read_module(entry)
+        except CourseError:
+            if find(self.target, entry):
+                raise
+            advice = "Hand it in under this name; `brigade submit` puts it into the right place of a zip."
+            if self.target == ROOT / "lessons":
+                advice = f"`brigade reset {number}` writes its skeleton."
+            raise CourseError(f"module {number} is missing: there is no {entry.path}. {advice}") from None
+        earlier: Sources = {}
+        for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
+            sources = self.read_earlier(other)
+            if prior == "reference" and (replaced is None or other.number in replaced):
+                solutions = resolve_target("solutions")
+                if find(solutions, other):
+                    own_names = {name + OWN: source for name, source in sources.items()}
+                    sources = own_names | self.read_module(other, solutions)
+            earlier |= sources
+        if prior == "reference":
+            earlier = select_used(entry, join_texts(own), earlier)
+        return own | earlier
+
+    def read_module(self, entry: Module, directory: Path | None = None) -> Sources:
+        """Return the files of one module, from `directory` instead if given. Raise CourseError like `read_source`."""
+        key = (directory or self.target, entry)
+        with self._lock:
+            if key not in self._modules:
+                try:
+                    self._modules[key] = read_module(*key)
+                except CourseError as error:
+                    self._modules[key] = error
+            sources = self._modules[key]
+        if isinstance(sources, CourseError):
+            raise CourseError(str(sources))
+        return sources
+
+    def read_earlier(self, entry: Module) -> Sources:
+        """Return the files of a module. The main one is "" and a reason if the module cannot be imported."""
+        try:
+            return self.read_module(entry)
+        except CourseError as error:
+            return {f"{entry.package}.{entry.name}": ("", f"module {entry.number} cannot be imported: {error}")}
+
+
+def take_snapshot(target: str | Path | Snapshot) -> Snapshot:
+    """Return a new snapshot of a directory, or the one that is given."""
+    return target if isinstance(target, Snapshot) else Snapshot(target)
+
+
+def read(target: str | Path, number: int, prior: str = "own") -> Sources:
+    """Return module `number` in `target` with the earlier modules that it may import: see `Snapshot.read`."""
+    return Snapshot(target).read(number, prior)
 
 
 def read_module(target: Path, entry: Module) -> Sources:
@@ -127,14 +174,6 @@ def read_further(path: Path, target: Path, entry: Module) -> tuple[str, str]:
         return "", f"module {entry.number} cannot be imported: {error}"
 
 
-def read_earlier(target: Path, entry: Module) -> Sources:
-    """Return the files of a module. The main one is "" and a reason if the module cannot be imported."""
-    try:
-        return read_module(target, entry)
-    except CourseError as error:
-        return {f"{entry.package}.{entry.name}": ("", f"module {entry.number} cannot be imported: {error}")}
-
-
 def join_texts(sources: Sources) -> str:
     """Return the texts of files, one after the other."""
     return "\n".join(text for _, text in sources.values())
@@ -151,14 +190,14 @@ def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
     return select_named([text, *(path.read_text() for path in checks)], earlier)
 
 
-def list_earlier(target: Path, entry: Module) -> frozenset[int]:
-    """Return the numbers of the modules that the module in `target` may import: none if it names no module.
+def list_earlier(snapshot: Snapshot, entry: Module) -> frozenset[int]:
+    """Return the numbers of the modules that a module of the submission may import: none if it names no module.
 
     If the module cannot be read, it may name all.
     """
     earlier = {other.package: other for other in TRAINING_MODULES if other.number < entry.number}
     with contextlib.suppress(CourseError):
-        if not select_used(entry, join_texts(read_module(target, entry)), dict.fromkeys(earlier, ("", ""))):
+        if not select_used(entry, join_texts(snapshot.read_module(entry)), dict.fromkeys(earlier, ("", ""))):
             return frozenset()
     return frozenset(other.number for other in earlier.values())
 
@@ -216,15 +255,23 @@ def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]
     if "." not in name:
         return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
     packages: dict[str, Sources] = {}
-    names = [name]
-    while names:
-        package, _, inner = names.pop().partition(".")
-        path = Path(file.parents[name.count(".")], package, *inner.split(".")).with_suffix(".py")
-        if package != "brigade" and inner not in packages.get(package, {}) and path.is_file():
-            text = path.read_text()
-            packages.setdefault(package, {})[inner] = (str(path), text)
-            names += list_imports(text)
+    for imported, source in read_imported(file.parents[name.count(".")], [name]).items():
+        package, _, inner = imported.partition(".")
+        packages.setdefault(package, {})[inner] = source
     return name, packages
+
+
+def read_imported(directory: Path, names: list[str], read: Callable[[Path], str] = Path.read_text) -> Sources:
+    """Return the files of packages in `directory` that have these names, and those that they import, one by another."""
+    sources: Sources = {}
+    names = [*names]
+    while names:
+        name = names.pop()
+        path = directory.joinpath(*name.split(".")).with_suffix(".py")
+        if not name.startswith("brigade.") and name not in sources and path.is_file():
+            sources[name] = (str(path), read(path))
+            names += list_imports(sources[name][1])
+    return sources
 
 
 @functools.lru_cache(maxsize=128)  # every check sends the same few files

@@ -115,16 +115,23 @@ def limit_name(name: str) -> str:
 def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
     """Find out which students have to be graded, because their modules, the course or the options have changed."""
     course = hashlib.sha256()
-    for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.py")):
-        course.update(path.read_bytes())
+    for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.*")):
+        if path.suffix in (".py", ".txt"):  # texts are the data of checks
+            course.update(path.read_bytes())
     for student in everyone:
-        with contextlib.suppress(CourseError, OSError), incoming.open_submission(student.path) as (place, _):
-            student.texts, _ = static_look.read_texts(place, MODULES)
+        student.texts = read_texts(student)
         made_from = json.dumps([course.hexdigest(), *options, student.texts])
         student.fingerprint = hashlib.sha256(made_from.encode()).hexdigest()
         is_complete = student.made_from.exists() and student.results.exists()
         student.result = json.loads(student.results.read_text()) if is_complete else None
         student.is_waiting = not is_complete or student.made_from.read_text() != student.fingerprint
+
+
+def read_texts(student: Student) -> dict[str, str]:
+    """Return the texts of the module files in a submission, by name. There are none if it cannot be read."""
+    with contextlib.suppress(CourseError, OSError), incoming.open_submission(student.path) as (place, _):
+        return static_look.read_texts(place, MODULES)[0]
+    return {}
 
 
 @contextlib.contextmanager
@@ -161,7 +168,8 @@ def grade_all(
                 student.is_waiting, student.result = False, None
                 if process.returncode == 0:
                     student.result = json.loads(student.results.read_text())
-                    formats.write(student.made_from, student.fingerprint)
+                    if read_texts(student) == student.texts:  # otherwise the next run grades it again
+                        formats.write(student.made_from, student.fingerprint)
                 on_finish(student)
     finally:
         for process in running.values():

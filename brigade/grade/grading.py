@@ -18,7 +18,7 @@ from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import get_module
-from brigade.course.submission import list_earlier
+from brigade.course.submission import Snapshot, list_earlier
 from brigade.grade.outcome import Grading
 
 Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
@@ -80,7 +80,8 @@ class Schedule:
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         self.ends_at = self.began + self.total_s
-        self.earlier = {n: list_earlier(self.target, get_module(n)) for n, _ in self.grading.modules()}
+        self.snapshot = Snapshot(self.target)
+        self.earlier = {n: list_earlier(self.snapshot, get_module(n)) for n, _ in self.grading.modules()}
 
     def run(self) -> None:
         """Run every check once, then repeat failed checks that may pass with other earlier modules."""
@@ -142,7 +143,7 @@ class Schedule:
         conditions = replace(self.conditions, ends_at=ends_at)
         started = time.monotonic()
         for _ in range(2):
-            found = run_check(outcome.check, self.target, conditions, source, replaced=replaced)
+            found = run_check(outcome.check, self.snapshot, conditions, source, replaced=replaced)
             if found.ending != "lost":  # killed from outside, perhaps because memory ran out: try again
                 break
         found.seconds = outcome.seconds + time.monotonic() - started

@@ -15,7 +15,7 @@ import torch
 
 from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import HAS_SOLUTIONS, TRAINING_MODULES, CourseError, Module, find_module
-from brigade.course.submission import Sources, read_earlier, resolve_target, select_named
+from brigade.course.submission import Snapshot, Sources, select_named
 from brigade.lab.ladder import TORCH_ZERO, Ladder, Measurement, compute_spread, get_variant
 from brigade.lab.quiet import MAX_REAL_SHARE
 
@@ -114,11 +114,11 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
     A module can run if it and everything that its variant uses are written. Raise CourseError if `target` is not a
     directory, or if no module can run.
     """
-    where = resolve_target(target)
+    snapshot = Snapshot(target)
     sources: Sources = {}
     chosen, sentences = [], []
     for entry in TRAINING_MODULES:
-        sources |= read_earlier(where, entry)
+        sources |= snapshot.read_earlier(entry)
         if entry not in entries:
             continue
         faults = []
@@ -130,5 +130,5 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
             chosen.append(entry)
     if not chosen:
         advice = " --target solutions compares the reference." if HAS_SOLUTIONS else ""
-        raise CourseError(f"nothing to compare in {where}: {' '.join(sentences)}{advice}")
+        raise CourseError(f"nothing to compare in {snapshot.target}: {' '.join(sentences)}{advice}")
     return chosen, sources, sentences

@@ -206,6 +206,22 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     assert "there, although the submission is not there any more: bob\n" in capfd.readouterr().out
 
 
+def test_a_submission_that_changes_while_it_is_graded_is_graded_again(stub, tmp_path, monkeypatch):
+    """Nobody knows which text got the points, even if the file is later what it was."""
+    directory = tmp_path / "class"
+    command = small_class(directory, ada=8, bob=3)
+    file = directory / "ada" / get_module(1).path.name
+    file.write_text("one = 1\n")
+    with monkeypatch.context() as patch:
+        started = classroom.start_grader
+        saving = lambda student, *rest: file.write_text("two = 2\n") and started(student, *rest)  # noqa: E731
+        patch.setattr(classroom, "start_grader", saving)
+        assert cli.main(command) == 0
+    file.write_text("one = 1\n")
+    stub.clear()
+    assert cli.main(command) == 0 and stub == ["ada"]
+
+
 def test_a_class_has_a_secret_seed(stub, tmp_path, capfd, monkeypatch):
     """It is drawn once, used again by a regrade, and not in what students or other users can read."""
     command, seeds = small_class(tmp_path / "class", ada=8), []
