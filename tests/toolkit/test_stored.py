@@ -1,9 +1,9 @@
 """What is stored is what was judged: a pass belongs to the text that ranks ran, and to the checks that judged it."""
 
 import os
-import subprocess
 import sys
 
+import hang_guard
 import pytest
 
 from brigade.checks import run
@@ -85,7 +85,7 @@ def test_all_checks_of_a_pytest_run_judge_one_text(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "saver", "--target", file.parents[1], FIRST.checks]
     command += ["-p", "no:cacheprovider", "-k", "start_equal"]
     environment = os.environ | {"PYTHONPATH": f"{file.parents[2]}"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = hang_guard.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert file.read_text() == WRONG and "2 passed" in done.stdout, done.stdout
 
 
