@@ -69,7 +69,7 @@ def collect_files(hint_levels: int) -> dict[Path, bytes]:
         contents["lessons" / skeletons.get_answers_path(entry)] = written.make_template(entry).encode()
         hints = Path("lessons", entry.package, "hints.md")
         contents[hints] = cut_hints(contents[hints].decode(), hint_levels).encode()
-    for document in map(Path, handout.DOCUMENTS):
+    for document in contents.keys() & {*map(Path, handout.DOCUMENTS)}:
         text = handout.fill_in(contents[document].decode())
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
     pins = {Path("requirements.txt"): PACKAGES, Path("site", "requirements.txt"): SITE_PACKAGES}

@@ -1,7 +1,7 @@
-"""Generate the parts of documents that list all modules.
+"""Generate the parts of documents that copy the table of modules: lists of modules, points, minutes.
 
 `brigade skeletons` calls this module. In each of `DOCUMENTS`, the text between two comments is generated, and the
-rest is written by hand:
+rest is written by hand. The line under the title of a reading is generated, too.
 
     <!-- made by `brigade skeletons`: modules -->
     ...
@@ -14,20 +14,44 @@ import re
 
 from brigade.course import written
 from brigade.course.listing import list_checks
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, Module
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, Module, get_module
 
-DOCUMENTS = ("README.md", "assignments.md")
-GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+DOCUMENTS = ("README.md", "assignments.md", "docs/term.md")
+GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
+HEADER = re.compile(r"^\*\*Minutes:\*\* .* · \*\*File:\*\* \S+", re.MULTILINE)  # of a reading
 
 
 def fill_in(text: str) -> str:
     """Return the document with its generated parts up to date."""
     makers = {
-        "modules": make_module_table,
-        "assignments": lambda: "\n".join(map(make_assignment, MODULES)),
-        "students": read_student_section,
+        "modules": lambda _: make_module_table(),
+        "assignments": lambda _: "\n".join(map(make_assignment, MODULES)),
+        "students": lambda _: read_student_section(),
+        "schedule": fill_in_schedule,
     }
-    return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]]()}\n{match[3]}", text)
+    return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]](match[3])}\n{match[4]}", text)
+
+
+def fill_in_header(entry: Module, reading: str) -> str:
+    """Return the reading with the minutes, the points and the file of the table of modules under its title."""
+    header = (
+        f"**Minutes:** {entry.minutes} · **Difficulty:** {entry.difficulty} of 5 · **Points:** {entry.points} · "
+        f"**File:** [`{entry.path.name}`]({entry.path.name})"
+    )
+    return HEADER.sub(lambda match: header + "," * match[0].endswith(","), reading, count=1)
+
+
+def fill_in_schedule(table: str) -> str:
+    """Return the table of a term's weeks: minutes and points follow from the modules in the second column."""
+    lines = table.strip().splitlines()
+    for index, line in enumerate(lines):
+        week, numbers, *_, topics = (cell.strip() for cell in line.strip("|").split("|"))
+        entries = [get_module(number) for number in re.findall(r"\d+", numbers)]
+        if entries:
+            sums = [sum(entry.minutes for entry in entries), sum(entry.points for entry in entries)]
+            cells = [week, numbers, *sums, written.count_points(entries), topics]
+            lines[index] = f"| {' | '.join(map(str, cells))} |"
+    return "\n".join(lines) + "\n"
 
 
 def make_module_table() -> str:

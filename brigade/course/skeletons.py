@@ -1,4 +1,4 @@
-"""Generate the skeletons from the solutions, `answers.md` without answers, and the documents' lists of modules.
+"""Generate the skeletons from the solutions, `answers.md` without answers, and the numbers in documents.
 
 In a solution, comments mark the code that the student writes, as in nbgrader:
 
@@ -67,6 +67,8 @@ def find_outdated() -> dict[Path, str]:
     """Return the new texts of the skeletons, templates and documents that are not up to date."""
     texts = {ROOT / "lessons" / path: text for entry in MODULES for path, text in make_skeletons(entry).items()}
     texts |= {ROOT / name: handout.fill_in((ROOT / name).read_text()) for name in handout.DOCUMENTS}
+    readings = {entry: ROOT / "lessons" / entry.package / "README.md" for entry in MODULES}
+    texts |= {path: handout.fill_in_header(one, path.read_text()) for one, path in readings.items() if path.is_file()}
     texts |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry) for entry in MODULES}
     return {path: text for path, text in texts.items() if not path.is_file() or path.read_bytes() != text.encode()}
 

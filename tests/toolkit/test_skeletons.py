@@ -25,6 +25,7 @@ def course(tmp_path, monkeypatch) -> Path:
     for name in ("lessons", "solutions", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.bak"))
     for name in handout.DOCUMENTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
     monkeypatch.setattr(written, "ROOT", tmp_path)
@@ -81,9 +82,21 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     changed, missing = (course / "lessons" / entry.path for entry in select_modules("1-2"))
     changed.write_text("# my work\n")
     missing.unlink()
-    document = course / "assignments.md"
-    document.write_text(document.read_text().replace("**total of the core**", "**sum**"))
-    assert set(skeletons.find_outdated()) == {changed, missing, document} == set(skeletons.write())
+    documents = [
+        course / "assignments.md",
+        course / "docs" / "term.md",
+        course / "lessons" / FIRST.package / "README.md",
+    ]
+    pairs = [
+        ("**total of the core**", "**sum**"),
+        ("| 75 | 20 | 12 |", "| 75 | 21 | 12 |"),
+        ("**Points:** 8", "**Points:** 9"),
+    ]
+    before = [document.read_text() for document in documents]
+    for document, (right, wrong) in zip(documents, pairs):
+        document.write_text(document.read_text().replace(right, wrong))
+    assert set(skeletons.find_outdated()) == {changed, missing, *documents} == set(skeletons.write())
+    assert [document.read_text() for document in documents] == before
     assert skeletons.find_outdated() == {}
     assert "# my work\n" in [backup.read_text() for backup in (course / skeletons.REPLACED).glob("*.bak")]
     assert not list((course / "lessons").rglob("*.bak")), "backups are not beside what git tracks"
