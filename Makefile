@@ -10,12 +10,13 @@
 #   BACKEND=gloo                   for make gpu-check: try it without a GPU
 #   GPU_OPTIONS="--only grade"     for make gpu-sim: options of the command
 #   SOAK="tests/test_m03*.py"      for make soak: what pytest runs
+#   ROWS=umask-077,space           for make rehearsal: only these surroundings
 
 COURSE := $(if $(STUDENT),out/student,.)
 BACKEND ?= nccl
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim promises soak matrix lint
+.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim promises soak matrix rehearsal lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -36,6 +37,7 @@ help:
 	@echo "make promises         measure what the course promises; do not run anything else at the same time"
 	@echo "make soak             run all graded checks with 30 seeds; takes about half an hour"
 	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
+	@echo "make rehearsal        run make demo and make test in surroundings that break programs; takes hours"
 	@echo "make clean            remove .venv and out"
 
 demo: setup-demo
@@ -126,5 +128,8 @@ matrix:
 	    } > $$home/tests.log 2>&1 || failed="$$failed $$pair"; \
 	    echo "$$pair: $$(tail -n 1 $$home/tests.log)"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed; see out/matrix"; exit 1; }
+
+rehearsal: setup
+	$(BIN)/python -m tools.rehearsal $(if $(ROWS),--rows $(ROWS))
 
 include setup.mk

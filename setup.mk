@@ -4,8 +4,12 @@
 #   BRIGADE_VENV=/opt/venv         the directory of the environment instead of .venv; can also be an environment variable
 
 PYTHON ?= python3
-VENV := $(or $(BRIGADE_VENV),.venv)
+SPACE := $(subst ,, )
+VENV := $(subst $(SPACE),\ ,$(or $(BRIGADE_VENV),.venv))
 BIN := $(VENV)/bin
+# All users may read the packages, whatever the umask is, because a grader runs submissions as another user.
+OPEN := umask 022 &&
+PIP := $(OPEN) $(BIN)/python -m pip
 INSTALLED := $(VENV)/installed
 DEMO := $(VENV)/installed-for-demo
 
@@ -17,23 +21,23 @@ setup-demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
 
 $(INSTALLED): requirements.txt pyproject.toml
 	$(make-environment)
-	$(BIN)/python -m pip install -r requirements.txt
-	@$(BIN)/python -m pip install --quiet --no-deps --editable .
-	@touch $@
+	$(PIP) install -r requirements.txt
+	@$(PIP) install --quiet --no-deps --editable .
+	@touch "$@"
 	@echo "Ready. Now run these two commands:"
 	@echo "  source $(BIN)/activate"
 	@echo "  brigade next"
 
 $(DEMO): requirements.txt pyproject.toml
 	$(make-environment)
-	$(BIN)/python -m pip install --constraint requirements.txt --editable .[demo]
-	@touch $@
+	$(PIP) install --constraint requirements.txt --editable .[demo]
+	@touch "$@"
 
 define make-environment
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with PYTHON=...")'
 	@echo "Creating $(VENV), then installing torch and other packages. This takes a few minutes."
-	@$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
+	@$(OPEN) $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(PIP) install --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
 endef
 
 clean:

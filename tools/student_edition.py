@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from brigade.course import handout, skeletons, validation, written
-from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.course.modules import MODULES, ROOT
 from brigade.ipc.temporary import temporary_directory
 from brigade.lab.experiment import run_to_status
+from tools.course_files import list_tracked_files
 
 # The files that the Gradescope package contains, too: the core, its commands and the checks.
 FOLDERS = ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
@@ -74,16 +74,6 @@ def collect_files(hint_levels: int) -> dict[Path, bytes]:
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
     pins = {Path("requirements.txt"): PACKAGES, Path("site", "requirements.txt"): SITE_PACKAGES}
     return contents | {path: select_requirements(packages).encode() for path, packages in pins.items()}
-
-
-def list_tracked_files(*patterns: str) -> list[Path]:
-    """Return the files that git tracks and that match a pattern. Raise CourseError outside a clone."""
-    command = ["git", "--glob-pathspecs", "ls-files", "-z", *patterns]
-    try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        raise CourseError("make the student edition in a clone: it contains only files that git tracks") from None
-    return [Path(name) for name in listed.split("\0") if name]
 
 
 def cut_hints(text: str, levels: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def run_init(options: argparse.Namespace) -> int:
     """brigade init DIR: write the student edition to a directory that does not exist yet, or is empty."""
     directory = Path(options.directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CourseError(f"{directory} exists already: `brigade update {directory}` renews a course")
+        raise CourseError(f"{directory} exists already: `brigade update {shlex.quote(str(directory))}` renews a course")
     count = write_edition(directory)
     console.print(f"{directory} contains the course: {count} files. Now run these two commands:", markup=False)
-    console.print(f"  cd {directory} && make setup\n  source .venv/bin/activate && brigade next", markup=False)
+    place = shlex.quote(str(directory))
+    console.print(f"  cd {place} && make setup\n  source .venv/bin/activate && brigade next", markup=False)
     return 0
 
 

@@ -59,8 +59,8 @@ def verify_isolation() -> list[str]:
         raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
     if found["unreachable"]:
         raise CourseError(
-            f"the user of the ranks cannot enter {found['unreachable'][0]}, and private mounts are not allowed here; "
-            "install Python and its packages where everybody may read them"
+            f"the user of the ranks cannot read {found['unreachable'][0]}: `chmod -R go+rX` opens the Python of the "
+            "course and its packages to all users; or install them where everybody may read them"
         )
     return [] if found["is_filtered"] else [UNFILTERED]
 

@@ -222,13 +222,14 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     covers |= {str(path) for path in above if not path.stat().st_mode & stat.S_IXOTH}  # which the user cannot enter
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]
+    os.umask(0o022)  # the rank's user must be able to enter the directories that this function makes
     for place in outermost:
         kept = sorted(path for path in needed if is_below(path, place))
         handles = {path: os.open(path, os.O_PATH) for path in kept}
         private = place in privates
         mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode={'1777' if private else '755'}")
         for path, handle in handles.items():
-            os.makedirs(path, mode=0o755, exist_ok=True)
+            os.makedirs(path, exist_ok=True)
             mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
             os.close(handle)
     if settings["offline"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import stat
 import sys
@@ -34,13 +35,14 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     """
     text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
     text = text.replace("https://github.com/YOUR-ORGANISATION/bucket-brigade", "clone")
-    notebook = nbformat.reads(re.sub("/kaggle/working|/content", str(tmp_path), text), as_version=4)
+    notebook = nbformat.reads(re.sub("/kaggle/working|/content", ".", text), as_version=4)
     nbformat.validate(notebook)
     shutil.copytree(ROOT / "lessons", tmp_path / "clone" / "lessons")
     program = "import sys; from brigade.cli.main import parse; parse(sys.argv[1:])"
+    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
     programs = {
         "git": '[ "$1 $2 $3 $4" = "clone --quiet --depth 1" ] && cp -r "$5" "$6"',
-        "brigade": f"""PYTHONPATH={ROOT} {sys.executable} -c '{program}' "$@" && echo brigade "$@" """,
+        "brigade": f"""{shlex.join(words)} "$@" && echo brigade "$@" """,
     }
     for command, line in programs.items():
         (tmp_path / command).write_text(f"#!/bin/sh\n{line}\n")

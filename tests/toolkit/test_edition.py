@@ -22,6 +22,7 @@ from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade.grading import grade
 from brigade.grade.outcome import make_empty_grading
 from tools import student_edition
+from tools.course_files import list_files
 from tools.student_edition import BROWSER_NOTEBOOKS
 
 FIRST = get_module(1)
@@ -31,20 +32,19 @@ KEPT_OUT = {"solutions", "mutants.py", "mutants.diff", "variants.diff", "alterna
 KEPT_OUT |= {"hostile", "toolkit", "grade", "slurm", "student"}
 
 
-def git(*arguments: str, cwd: Path = ROOT) -> str:
-    return hang_guard.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout
+def git(*arguments: str, cwd: Path) -> None:
+    hang_guard.run(["git", *arguments], cwd=cwd, capture_output=True, check=True)
 
 
 @pytest.fixture(scope="module")
 def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the edition that `make student` makes of a clone with secrets, some of them tracked by git."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("this is no clone: git says which files belong to the edition")
+    if not shutil.which("git"):
+        pytest.skip("there is no git, which says what belongs to the edition")
     clone = tmp_path_factory.mktemp("clone")
-    for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, clone / name)
+    for name in list_files():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
     lesson = f"lessons/{FIRST.package}"
     for name in ("secret.md", "docs/secret.md", "brigade/grade/secret.py", "tests/secret.py", f"{lesson}/secret.txt"):
         (clone / name).write_text("a secret that git tracks\n")

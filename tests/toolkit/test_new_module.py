@@ -12,6 +12,7 @@ import hang_guard
 import pytest
 
 from brigade.course.modules import MODULES, ROOT
+from tools.course_files import list_files
 from tools.module import make_files
 
 TABLE = "brigade/course/modules.py"
@@ -21,10 +22,9 @@ CHECK = "test_scratch_averages_gradients"
 
 @pytest.fixture
 def course(tmp_path: Path) -> Path:
-    """Return a copy of all files that git tracks."""
-    listed = hang_guard.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file() and (not name.endswith((".png", ".ipynb")) or "template" in name):
+    """Return a copy of the course's files."""
+    for name in map(str, list_files()):
+        if not name.endswith((".png", ".ipynb")) or "template" in name:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

@@ -52,8 +52,10 @@ def gradescope(archive):
     """Yield a directory like Gradescope's /autograder after setup.sh. Every user may enter it."""
     root = Path(tempfile.mkdtemp(prefix="gradescope-"))
     root.chmod(0o755)
+    usual = os.umask(0o022)
     unpack(archive, root / "source")
     install(root / "source" / "requirements.txt", root / "source" / ".venv")
+    os.umask(usual)
     yield root
     shutil.rmtree(root)
 
@@ -108,6 +110,7 @@ def start_program(gradescope, **options):
 
 def open_up(directories):
     """Let every user enter these directories, but only in the view of this process and its children."""
+    os.umask(0o022)
     closed = {parent for path in directories for parent in path.parents if not parent.stat().st_mode & stat.S_IXOTH}
     for place in [path for path in closed if not closed & {*path.parents}]:
         handles = {path: os.open(path, os.O_PATH) for path in directories if place in path.parents}

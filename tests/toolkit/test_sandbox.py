@@ -153,7 +153,8 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
         "setup.sh": "",
         ".venv/bin/python": '#!/bin/sh\nfor last; do :; done; test ! -L "$last" && echo graded > "$last"\n',
         "sudo": '#!/bin/sh\nwhile [ "${1#--preserve}" != "$1" ]; do shift; done\n'
-        f'echo "$*" >> {tmp_path}/asked; exec "$@"\n',
+        f"(printf '%s\\t' \"$@\"; echo) >> {shlex.quote(str(tmp_path))}/asked\n"
+        'exec "$@"\n',
         "checkout/precious": "precious",
     }
     for name, content in files.items():
@@ -167,7 +168,7 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     subprocess.run(command, cwd=tmp_path / "checkout", env=environment, check=True)
     assert (tmp_path / "checkout" / "precious").read_text() == "precious"
     assert not result.is_symlink() and result.read_text() == "graded\n"
-    setup, grade, hand_over = [shlex.split(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    setup, grade, hand_over = [line.split("\t")[:-1] for line in (tmp_path / "asked").read_text().splitlines()]
     chosen = cli.parse(grade[grade.index("brigade.cli") + 1 :])
     assert (chosen.submission, chosen.out, chosen.format) == (str(tmp_path / "checkout"), str(result), "classroom50")
     assert (chosen.modules, chosen.seed) == ("1-2", 7), "the options that the package was built with"

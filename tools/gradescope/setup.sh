@@ -3,6 +3,7 @@
 # the package index for torch, by default one with CPU builds.
 set -euo pipefail
 cd "$(dirname "$0")"
+umask 022 # submissions run as another user, who needs Python's packages
 export DEBIAN_FRONTEND=noninteractive
 
 run() {

@@ -1,0 +1,158 @@
+"""`make rehearsal` makes surroundings, prints what commands say in them, and leaves nothing behind.
+
+The course is a directory with a Makefile whose commands show their surroundings.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hang_guard
+import pytest
+
+from tools import rehearsal
+from tools.rehearsal import (
+    BUSY_PROCESSES,
+    ROWS,
+    STRANGER,
+    Result,
+    Room,
+    end_processes,
+    list_processes,
+    make_table,
+    read_result,
+    start_busy_processes,
+)
+
+MAKEFILE = """
+demo:
+\t@umask; pwd; echo "TMPDIR=$$TMPDIR"; echo "HOME=$$HOME"; command -v git || echo "no git"
+test:
+\t@echo "FAILED tests/toolkit/test_x.py::test_y - no"; echo "1 failed, 2 passed in 3.14s"; exit 3
+"""
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch) -> Path:
+    """Return the directory of a small course, which is no clone, and of the logs."""
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    (tmp_path / ".gitignore").write_text("out/\nscratch/\n")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(rehearsal, "ROOT", tmp_path)
+    monkeypatch.setattr(rehearsal, "LOGS", tmp_path / "out")
+    monkeypatch.setattr(rehearsal.tempfile, "tempdir", str(tmp_path / "scratch"))
+    return tmp_path
+
+
+def rehearse(rows: str, commands: str = "demo") -> int:
+    return rehearsal.main(["--rows", rows, "--commands", commands, "--install"])  # without packages
+
+
+def read_log(course: Path, row: str, command: str = "demo") -> str:
+    return (course / "out" / f"{row}-{command}.txt").read_text()
+
+
+def expect_nothing_left(course: Path) -> None:
+    assert list((course / "scratch").iterdir()) == []
+    assert list(list_processes(course / "scratch")) == []
+
+
+def test_commands_run_in_the_surroundings_and_nothing_is_left(course, capsys):
+    assert rehearse("umask-077,space,tmpdir,home,zip") == 0
+    assert "0077\n" in read_log(course, "umask-077")
+    assert "/Meine Kürse/bucket brigade\n" in read_log(course, "space")
+    [line] = [line for line in read_log(course, "tmpdir").splitlines() if line.startswith("TMPDIR=")]
+    assert len(line) > 180 and " " in line
+    assert "HOME=/proc/nowhere\n" in read_log(course, "home")
+    assert "no git\n" in read_log(course, "zip")
+    printed = capsys.readouterr()
+    assert printed.out.count(" passed, ") == 5 and "| space | a path with a space and an umlaut | passed" in printed.out
+    assert "row 2 of 5, space" in printed.err
+    assert (course / "out" / "table.md").read_text() == printed.out
+    expect_nothing_left(course)
+
+
+def test_a_failed_command_is_counted_and_its_tests_are_named(course, capsys):
+    assert rehearse("locale", "demo,test") == 1
+    table = capsys.readouterr().out
+    assert "FAILED (status 2): 1 failed, 2 passed, " in table
+    assert table.endswith("locale: FAILED tests/toolkit/test_x.py::test_y - no\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+def test_a_command_that_leaves_a_process_fails_and_the_process_is_ended(course, capsys):
+    (course / "Makefile").write_text("demo:\n\t@nohup sleep 1234 > sleeping &\n")
+    assert rehearse("locale") == 1
+    assert " passed, " in (table := capsys.readouterr().out) and "; left 1 processes" in table
+    expect_nothing_left(course)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+def test_busy_processes_run_until_the_row_ends(course):
+    room = Room(course / "scratch" / "row", {})
+    with room.cleanup:
+        ROWS["busy"].change(room)
+        start_busy_processes(room)
+        assert len(list(list_processes(room.base))) == BUSY_PROCESSES
+        assert end_processes(room.base, besides=room.busy) == 0
+    expect_nothing_left(course)
+
+
+def test_two_runs_at_the_same_time_have_a_copy_each(course):
+    assert rehearse("beside") == 0
+    first, second = read_log(course, "beside"), (course / "out" / "beside-demo2.txt").read_text()
+    assert "/course\n" in first and "/course-2\n" in second
+
+
+def test_surroundings_that_cannot_be_made_are_skipped_with_the_reason(course, monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert rehearse("owner,no-account") == 0
+    assert capsys.readouterr().out.count("skipped: only root can make it") == 2
+    expect_nothing_left(course)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can become another user")
+def test_root_runs_as_a_user_without_an_account():
+    room = Room(Path("/"), dict(os.environ))
+    ROWS["no-account"].change(room)
+    process = room.start(["sh", "-c", "id -u; id -G; echo $HOME"], Path("/"), stdout=subprocess.PIPE, text=True)
+    assert hang_guard.communicate(process)[0].split() == [str(STRANGER), str(STRANGER)]
+
+
+def test_the_table_has_a_row_for_each_surrounding():
+    done = {
+        "demo": Result(True, "passed, 1.0 min"),
+        "test": Result(False, "FAILED (status 2): a | b", ["FAILED tests/x"]),
+    }
+    assert make_table({"home": done, "zip": {}}, ["demo", "test"]).splitlines() == [
+        "| row | surroundings | demo | test |",
+        "|---|---|---|---|",
+        f"| home | {ROWS['home'].title} | passed, 1.0 min | FAILED (status 2): a / b |",
+        f"| zip | {ROWS['zip'].title} | not run | not run |",
+        "home: FAILED tests/x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "passed", "text"),
+    [
+        (0, "...\n2091 passed, 1 skipped in 100.00s (0:01:40)\n", True, "2091 passed, 1 skipped"),
+        (0, "out/ladder.png shows these times\n", True, "passed"),
+        (2, "E501 Line too long\nmake: *** [lint] Error 1\n", False, "FAILED (status 2): make: *** [lint] Error 1"),
+        (1, "", False, "FAILED (status 1): no output"),
+        (2, "1 error in 3.00s\nmake: *** [test] Error 2\n", False, "FAILED (status 2): 1 error"),
+        (None, "...", False, "stopped after 3 hours"),
+    ],
+)
+def test_the_end_of_a_log_gives_the_counts(status, log, passed, text):
+    result = read_result(status, log)
+    assert (result.passed, result.text) == (passed, text)
+
+
+def test_an_unknown_row_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        rehearsal.main(["--rows", "umask-007"])
+    assert leaving.value.code == 2 and "there is no 'umask-007'" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+"""List the files that belong to the course, without what its commands have made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+
+from brigade.course.modules import ROOT, CourseError
+
+
+def list_tracked_files(*patterns: str) -> list[Path]:
+    """Return the files that git tracks and that match a pattern. Raise CourseError outside a clone, or without git."""
+    try:
+        return ask_git(ROOT, "--glob-pathspecs", "ls-files", "-z", *patterns)
+    except (OSError, subprocess.CalledProcessError):
+        raise CourseError("make the student edition in a clone: it contains only files that git tracks") from None
+
+
+def list_files(root: Path = ROOT) -> list[Path]:
+    """Return all files that git tracks or would track. Without git, or in a downloaded archive, read .gitignore."""
+    try:
+        listed = ask_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    except (OSError, subprocess.CalledProcessError):
+        listed = walk(root)
+    return sorted({path for path in listed if (root / path).is_file()})
+
+
+def ask_git(root: Path, *arguments: str) -> list[Path]:
+    """Return the files that a git command lists. The clone may belong to another user, as in most containers."""
+    command = ["git", "-c", "safe.directory=*", *arguments]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return [Path(name) for name in listed.split("\0") if name]
+
+
+def walk(root: Path) -> list[Path]:
+    """Return the files below `root` that .gitignore does not name. Its patterns must not contain "!" or "**"."""
+    lines = (line.strip() for line in (root / ".gitignore").read_text().splitlines())
+    patterns = [line.strip("/") for line in lines if line and not line.startswith("#")]
+
+    def is_kept(path: Path) -> bool:
+        return path.name != ".git" and not any(fnmatch(text, p) for p in patterns for text in (path.name, str(path)))
+
+    found = []
+    for directory, folders, names in os.walk(root):
+        here = Path(directory).relative_to(root)
+        folders[:] = [name for name in folders if is_kept(here / name)]
+        found += [here / name for name in names if is_kept(here / name)]
+    return found
