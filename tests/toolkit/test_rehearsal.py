@@ -6,6 +6,7 @@ The course is a directory with a Makefile whose commands show their surroundings
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import hang_guard
 import pytest
 
+from brigade.course.modules import ROOT as COURSE
 from tools import rehearsal
 from tools.rehearsal import (
     BUSY_PROCESSES,
@@ -156,3 +158,8 @@ def test_an_unknown_row_is_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as leaving:
         rehearsal.main(["--rows", "umask-007"])
     assert leaving.value.code == 2 and "there is no 'umask-007'" in capsys.readouterr().err
+
+
+def test_the_workflow_has_every_row():
+    text = (COURSE / ".github" / "workflows" / "rehearsal.yml").read_text()
+    assert re.findall(r"^          - (\S+)$", text, re.MULTILINE) == list(ROWS)

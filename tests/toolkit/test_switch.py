@@ -114,6 +114,8 @@ def test_offline_ranks_reach_nobody(tmp_path):
     with users.reserve_user() as (uid, reservation):
         SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=[str(tmp_path)])
         try:
+            if not run_ranks(enter.probe, world_size=1)[0]["is_filtered"]:
+                pytest.skip("no filter of system calls here")
             found = run_ranks(functions.look_around, str(tmp_path), mode="strict")
         finally:
             SERVER.sandbox = None
