@@ -34,7 +34,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     The workflow `matrix` runs the notebooks as they are.
     """
     text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
-    text = text.replace("https://github.com/YOUR-ORGANISATION/bucket-brigade", "clone")
+    text = re.sub(r"https://github\.com/[\w-]+/[\w.-]+", "clone", text)
     notebook = nbformat.reads(re.sub("/kaggle/working|/content", ".", text), as_version=4)
     nbformat.validate(notebook)
     shutil.copytree(ROOT / "lessons", tmp_path / "clone" / "lessons")
