@@ -17,6 +17,7 @@ from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_r
 from brigade.course.submission import Sources
 from brigade.events import OPPOSITES
 from brigade.runner import machine, ranks
+from brigade.runner.deadline import BUSY
 from brigade.runner.report import OTHER_SIZE
 from brigade.switch.borders import list_batches
 
@@ -104,6 +105,7 @@ class CheckContext:
         how = self.conditions
         usual_s = (how.deadline_s or ranks.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
         left_s = how.ends_at - time.monotonic()
+        deadline_s, longest_s = (min(limit_s, left_s) for limit_s in (usual_s, BUSY * usual_s))
         if left_s <= 0:
             raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
         seed = self.rng.randrange(2**63)
@@ -115,7 +117,8 @@ class CheckContext:
                 world_size=world_size,
                 backend=how.backend if how.share_gpu or world_size <= machine.count_gpus() else "gloo",
                 share_gpu=how.share_gpu,
-                deadline=min(usual_s, left_s),
+                deadline=deadline_s,
+                longest=longest_s,
                 mode=mode,
                 packages={"submission": self.sources},
                 graded=True,
@@ -124,7 +127,7 @@ class CheckContext:
             )
         except ranks.RankFailure as failure:
             self.output = failure.output
-            is_late = failure.kind == "deadline" and left_s < usual_s
+            is_late = failure.kind == "deadline" and time.monotonic() >= how.ends_at
             note = "The time limit for the checks of this module was reached here." if is_late else ""
             raise to_failure(failure, self.sources, note) from None
         finally:

@@ -8,7 +8,6 @@ request, the answers and the calls that follow the request to a rank of a notebo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -106,25 +105,43 @@ class Channel:
 class ParentChannel:
     """The parent's end of the channel, which does not trust the rank, and the rank's end until it has been passed on.
 
-    `send` raises TimeoutError if the rank does not read for `timeout_s` seconds.
+    No method waits for the rank.
     """
 
-    def __init__(self, timeout_s: float):
+    def __init__(self) -> None:
         self.socket, rank_end = socket.socketpair()
         self.rank_end = rank_end.detach()  # a descriptor
-        self.socket.settimeout(timeout_s)
+        self.socket.setblocking(False)
         self.num_received = 0  # bytes of complete messages, except those of launches
         self._buffer = bytearray()  # messages that are not complete yet
+        self._unsent = bytearray()  # what does not fit into the socket until the rank reads
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a part of what was sent does not fit into the socket yet."""
+        return bool(self._unsent)
 
     def send(self, data: bytes) -> None:
-        """Send the request, a call or an answer. Do nothing if the rank has ended."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.socket.sendall(struct.pack("<Q", len(data)) + data)
+        """Send the request, a call or an answer. `flush` sends what does not fit into the socket now."""
+        self._unsent += struct.pack("<Q", len(data)) + data
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the socket takes now. If the rank has ended, forget what it did not read."""
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            self._unsent.clear()
 
     def read(self) -> bool:
         """Read what has arrived. Return False if the rank has closed its end."""
         try:
             data = self.socket.recv(1 << 20)
+        except BlockingIOError:
+            return True
         except ConnectionResetError:
             return False
         self._buffer += data

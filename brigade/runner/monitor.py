@@ -31,6 +31,7 @@ from brigade.ipc import wire
 from brigade.ipc.channel import ParentChannel
 from brigade.ipc.temporary import remove
 from brigade.progress import Progress, RankRecord
+from brigade.runner.deadline import Deadline
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
 from brigade.switch import Refused
@@ -45,7 +46,6 @@ LISTEN_S = 0.001  # pause between reads: waking up for each event would take pro
 ANSWER_S = 0.5  # the time that ranks have to print their stacks
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 STACK_LIMIT = 1 << 20  # bytes of a rank's stack that are kept, with what it prints meanwhile
-READ_S = 10.0  # the time that a rank has to read an answer for which it waits; nothing else happens meanwhile
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 MOST_SENT = 4 << 20  # the same, if there is one; the Python objects in the grader take up to 20 times as much
 LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
@@ -59,7 +59,7 @@ class RankProcess:
         self.number, self.record, self.request = number, record, request
         self.num_calls = len(request["calls"] or ())  # a notebook's calls come later
         self.pid = 0
-        self.channel = ParentChannel(READ_S)
+        self.channel = ParentChannel()
         self.pipe, rank_pipe = os.pipe()
         os.set_blocking(self.pipe, False)
         self.rank_ends = [self.channel.rank_end, rank_pipe]  # until the rank has been forked
@@ -137,20 +137,20 @@ class Monitor:
                 os.close(descriptor)
         for rank, pid in zip(self.ranks, pids):
             rank.pid = pid
-            read_channel = functools.partial(self._read_channel, rank)
-            self._selector.register(rank.channel.socket, selectors.EVENT_READ, read_channel)
+            serve_channel = functools.partial(self._serve_channel, rank)
+            self._selector.register(rank.channel.socket, selectors.EVENT_READ, serve_channel)
             self._selector.register(rank.pipe, selectors.EVENT_READ, rank.read_pipe)
             rank.channel.send(wire.encode(rank.request))
 
-    def watch(self, deadline_s: float | None) -> RankFailure | None:
+    def watch(self, deadline_s: float | None, longest_s: float | None = None) -> RankFailure | None:
         """Listen until all ranks have delivered their results or the run has failed.
 
-        If it has failed, end it and return the failure.
+        If it has failed, end it and return the failure. For `longest_s`, see `Deadline`.
         """
-        ends_at = time.monotonic() + (deadline_s or float("inf"))
-        while (kind := self._find_ending(ends_at)) is None:
+        deadline = Deadline(deadline_s, longest_s, [rank.pid for rank in self.ranks])
+        while (kind := self._find_ending(deadline)) is None:
             self._listen(0.05)
-            if not self._switch:  # ranks wait for the switch's answers
+            if not self._switch and not any(rank.channel.is_sending for rank in self.ranks):  # else ranks wait for us
                 time.sleep(LISTEN_S)
         if kind == "complete":
             return None
@@ -160,7 +160,7 @@ class Monitor:
         if kind != "failed":
             self._request_stacks()
         self.end()  # then the exit statuses are known
-        return describe_failure(kind, self.ranks, self.progress, deadline_s, self._packages)
+        return describe_failure(kind, self.ranks, self.progress, deadline.limit_s, self._packages)
 
     def read_rest(self) -> None:
         """Read what the ranks have sent and printed so far."""
@@ -188,7 +188,7 @@ class Monitor:
             if self._directory:
                 remove(self._directory)
 
-    def _find_ending(self, ends_at: float) -> str | None:
+    def _find_ending(self, deadline: Deadline) -> str | None:
         """Return "complete", or the kind of failure, such as "deadlock". Return None if the run goes on."""
         now = time.monotonic()
         if self.progress.mismatch:  # some mismatched collectives complete, so all ranks may have delivered results
@@ -203,7 +203,7 @@ class Monitor:
             return "failed"
         if self._switch and is_stuck:
             return "deadlock"
-        if now > ends_at:
+        if deadline.has_passed():
             return "deadline"
         is_quiet = self._how.stream and not self._switch and now > self._last_news + QUIET_S
         return "deadlock" if is_quiet and self.progress.is_deadlocked(settled) else None
@@ -212,14 +212,27 @@ class Monitor:
 
     def _listen(self, timeout: float) -> bool:
         """Read what has arrived, or arrives before the timeout. Return whether anything has."""
+        self._await_readers()
         ready = self._selector.select(timeout)
         for key, _ in ready:
             if not key.data():
                 self._selector.unregister(key.fileobj)
         return bool(ready)
 
-    def _read_channel(self, rank: RankProcess) -> bool:
-        """Read from a rank's channel and handle the messages that are complete. Return whether more may come."""
+    def _await_readers(self) -> None:
+        """Let `_listen` notice when the socket of a rank takes more, if the rank has not read everything yet."""
+        for rank in self.ranks:
+            key = self._selector.get_map().get(rank.channel.socket)
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE * rank.channel.is_sending
+            if key and key.events != events:
+                self._selector.modify(rank.channel.socket, events, key.data)
+
+    def _serve_channel(self, rank: RankProcess) -> bool:
+        """Write to and read from a rank's channel. Handle the messages that are complete.
+
+        Return whether more may come.
+        """
+        rank.channel.flush()
         if not rank.channel.read():
             rank.is_closed = True
             return False
@@ -242,6 +255,8 @@ class Monitor:
         """Handle one message of a rank. See `ipc/channel.py` for the letters."""
         if rank.failure or rank.is_complete:
             return  # a rank sends nothing after its last result or its exception
+        if self._switch and rank.channel.is_sending:
+            raise Refused("went on before it had read the answer for which it waits")
         self._last_news = time.monotonic()
         if letter == b"E":
             for event in list(wire.decode_json(body.decode())):
@@ -264,12 +279,7 @@ class Monitor:
     def _send_answers(self) -> None:
         while self._switch and self._switch.answers:
             number, answer = self._switch.answers.pop(0)
-            try:
-                self.ranks[number].channel.send(answer)
-            except TimeoutError:
-                self.ranks[number].refuse("did not read the answer to its question")
-                for rank in self.ranks:  # the run has failed, so the others do not get this time again
-                    rank.channel.socket.settimeout(GRACE_S)
+            self.ranks[number].channel.send(answer)
 
     def _request_stacks(self) -> None:
         """Ask the ranks to print their stacks, and read the stacks."""
@@ -282,5 +292,5 @@ class Monitor:
         ends_at = time.monotonic() + ANSWER_S
         while time.monotonic() < ends_at:
             has_news = self._listen(0.1)
-            if not has_news and all(b"most recent call first" in rank.stack for rank in alive):
+            if not has_news and all(rank.is_closed or b"most recent call first" in rank.stack for rank in alive):
                 break

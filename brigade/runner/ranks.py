@@ -49,6 +49,7 @@ class RunOptions:
     world_size: int = 2
     backend: str = "gloo"  # or "nccl"
     deadline: float | None = None  # in seconds; None: the default of the backend
+    longest: float | None = None  # in seconds: the deadline on a busy machine (`deadline.py`); None: the same
     mode: str = "record"  # or "strict" (`rank/strict.py`), or "emulate" (`rank/emulated_link.py`)
     packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
     seed: int | None = None  # None: a random seed
@@ -98,7 +99,7 @@ def run_calls(
     monitor = Monitor(how, packages, requests)
     try:
         monitor.start()
-        failure = monitor.watch(how.deadline_s)
+        failure = monitor.watch(how.deadline_s, how.longest)
     finally:
         monitor.end()
     events = [rank.record.calls for rank in monitor.ranks]

@@ -128,7 +128,7 @@ def forge(ddp):
 def before_launch(ddp, parameter):
     recorder = find("Recorder")
     type(recorder).note(recorder, "ready", name=ddp.names[parameter])
-=== asks for a gigabyte of factors at once, and reads nothing | 0 | did not read the answer | checks=ONE
+=== asks for a gigabyte of factors at once, and reads nothing | 0 | went on before it had | checks=ONE
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
         for _ in range(1000):

@@ -6,9 +6,11 @@ expects anything to happen sooner.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import psutil
@@ -32,6 +34,17 @@ def wait(process: subprocess.Popen) -> int:
 def communicate(process: subprocess.Popen, sent: Any = None) -> tuple[Any, Any]:
     """Send something to a process, wait until it has ended, and return what it has printed to stdout and stderr."""
     return process.communicate(sent, timeout=HANG_S)
+
+
+@contextlib.contextmanager
+def kill_if_it_hangs(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """Kill a process of which the block reads or expects something, if the block does not end."""
+    alarm = threading.Timer(HANG_S, process.kill)
+    alarm.start()
+    try:
+        yield process
+    finally:
+        alarm.cancel()
 
 
 def wait_until(condition: Callable[[], T]) -> T:

@@ -7,9 +7,9 @@ import errno
 import fcntl
 import gc
 import os
+import signal
 import socket
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,24 @@ def attack(code: str) -> None:
 
     with contextlib.suppress(EOFError):
         exec(code, globals() | {"struct": struct, "channel": channel, "note": note, "launch": launch})
-        time.sleep(60)
+        signal.pause()
 
 
 def never_read() -> None:
-    """Rank 1 asks for a result that does not fit into its socket, and does not read it."""
+    """Rank 1 asks for a result that does not fit into its socket, and does not read it.
+
+    Afterwards, the other ranks communicate, and rank 0 ends without a result.
+    """
+    others = dist.new_group([0, 2])
     tensor = torch.ones(1 << 21)
     if dist.get_rank() == 1:
         channel = find_channel()
-        channel.receive_answer = lambda: channel._send() or time.sleep(60)
+        channel.receive_answer = lambda: channel._send() or signal.pause()
     dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=others)
+    assert tensor[0] == 6.0
+    if dist.get_rank() == 0:
+        os._exit(6)
 
 
 def look_around(path: str) -> dict[str, Any]:

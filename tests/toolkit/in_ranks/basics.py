@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade.rank import recording
+from in_ranks.gate import wait_at
 
 
 def whoami(*args: Any) -> dict[str, Any]:
@@ -41,11 +41,11 @@ def scheduling() -> list[int]:
     return [os.sched_getscheduler(0), names.count("pt_gloo_runloop")]
 
 
-def cut_off() -> None:
-    """On all ranks except 0, raise gloo's error for a connection to an ended process. Then kill rank 0."""
+def cut_off(gate: str) -> None:
+    """On all ranks except 0, raise gloo's error for a connection to an ended process. At the gate, kill rank 0."""
     if dist.get_rank():
         raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused")
-    time.sleep(0.1)
+    wait_at(gate)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -93,12 +93,13 @@ def end_server() -> None:
     """On rank 0, kill the server from which the rank was forked."""
     if dist.get_rank() == 0:
         os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    signal.pause()
 
 
 def spin() -> None:
-    """Run an endless loop on rank 1 while rank 0 waits for it."""
+    """Record the beginning of an endless loop on rank 1, and run it while rank 0 waits."""
     if dist.get_rank() == 1:
+        recording.note("loop")
         while True:
             pass
     dist.all_reduce(torch.ones(3))
@@ -108,7 +109,7 @@ def forever() -> None:
     """Record the process id, then run forever."""
     recording.note("pid", pid=os.getpid())
     while True:
-        time.sleep(0.01)
+        signal.pause()
 
 
 def leave_one_out() -> None:
@@ -137,7 +138,7 @@ def create_group_on_rank_0() -> None:
 
 def hang_in_a_new_group() -> None:
     """Create a process group whose backends never connect."""
-    recording.make_gloo_options = lambda *_: time.sleep(100)
+    recording.make_gloo_options = lambda *_: signal.pause()
     dist.new_group([0, 1])
 
 
@@ -152,10 +153,10 @@ def send_first() -> None:
     dist.recv(torch.empty(3), (rank - 1) % world_size)
 
 
-def slow_peer(seconds: float) -> float:
-    """Delay rank 1 before an all-reduce. A slow rank is not a deadlock."""
+def slow_peer(gate: str) -> float:
+    """Let rank 1 wait at a gate before an all-reduce. A slow rank is not a deadlock."""
     if dist.get_rank() == 1:
-        time.sleep(seconds)
+        wait_at(gate)
     return reduce_once()
 
 
@@ -193,9 +194,12 @@ def give_back() -> Any:
 
 def start_daemon() -> list[int]:
     """Start processes outside this rank's session and process group. Return their ids."""
-    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"], start_new_session=True)
     grandchild = subprocess.run(
-        ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], capture_output=True, start_new_session=True, check=True
+        ["sh", "-c", "tail -f /dev/null >/dev/null 2>&1 & echo $!"],
+        capture_output=True,
+        start_new_session=True,
+        check=True,
     )
     return [child.pid, int(grandchild.stdout)]
 
