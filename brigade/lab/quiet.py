@@ -2,7 +2,7 @@
 
     verdict = judge_machine(spreads=[0.06, 0.09], num_rounds=4, cpu_shares=[[0.99, 0.97], [0.98, 0.99]])
     verdict.is_quiet    True
-    verdict.sentence    "This machine was quiet: computing ranks had a core 98 % of the time, and ..."
+    verdict.sentence    "This machine was quiet: a process that only computed had a core 98 % of the time, and ..."
 
 Three numbers decide. We measured them in runs of two ranks that had at least 97 % of two cores to themselves ("alone"),
 and that shared the cores with one, two or six programs that compute all the time:
@@ -61,7 +61,7 @@ class Verdict:
         """A part of a sentence for each number that is beyond its limit. If there are none, the machine was quiet."""
         reasons = []
         if self.cpu_share is not None and self.cpu_share < LEAST_CPU_SHARE:
-            reasons.append(f"while a rank computed, it had a core only {100 * self.cpu_share:.0f} % of the time")
+            reasons.append(f"a process that only computed had a core {100 * self.cpu_share:.0f} % of the time")
         if self.num_rounds < FEWEST_ROUNDS:
             reasons.append(f"only {self.num_rounds} timed step{'s' * (self.num_rounds != 1)} per variant")
         elif self.spread > MAX_SPREAD:
@@ -87,7 +87,7 @@ class Verdict:
         if self.is_quiet:
             facts = [f"the quartiles of a step time are {100 * self.spread:.0f} % apart"]
             if self.cpu_share is not None:
-                facts.insert(0, f"computing ranks had a core {100 * self.cpu_share:.0f} % of the time")
+                facts.insert(0, f"a process that only computed had a core {100 * self.cpu_share:.0f} % of the time")
             return f"This machine was quiet: {', and '.join(facts)}."
         return f"{self.warning} ({'; '.join(self.reasons)})."
 

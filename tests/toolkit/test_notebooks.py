@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import os
 import re
 import signal
@@ -16,12 +17,25 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from nbclient.exceptions import CellExecutionError
 
 from brigade.course.modules import ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
+from brigade.lab.notebook_plots import draw_bars
+from brigade.lab.quiet import Verdict
 from brigade.runner.ranks import SERVER
-from tools.notebook_files import EXECUTED, execute, hash_code, list_notebooks
+from tools import notebook_files
+from tools.notebook_files import (
+    EXECUTED,
+    ORDER,
+    execute,
+    find_objection,
+    hash_code,
+    list_contradictions,
+    list_notebooks,
+    read_figures,
+)
 from tools.slides import WIDEST, fit_code, make_deck
 
 NOTEBOOKS = list_notebooks()
@@ -180,6 +194,8 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
         assert not [output.text for output in outputs if output.get("name") == "stderr"]
         drawn = [output for output in outputs if "image/png" in output.get("data", {})]
         assert bool(drawn) == bool(re.search(r"^ *(?:display\()?draw_\w+\(", cell.source, re.MULTILINE))
+    unknown = [sentence for sentence in list_contradictions(notebook) if "no figure shows" in sentence]
+    assert not unknown, "a text names something that is in no figure"
     expect_nothing_left(temporary, within_s=15)
 
 
@@ -216,3 +232,100 @@ def test_code_on_slides_fits_and_does_the_same() -> None:
     assert magic == "%%px -t 0" and ast.dump(ast.parse(rest)) == ast.dump(ast.parse(code))
     assert max(len(line) for line in rest.splitlines() if not line.startswith("#")) <= WIDEST
     assert fit_code("!brigade check 4") == "!brigade check 4"
+
+
+# ---- which runs `make notebooks` stores
+
+
+def make_executed(values: dict[str, float], *orders: str, cpu_share: float = 0.98) -> nbformat.NotebookNode:
+    """Return a notebook with a figure of step times, and with a text below it that states orders."""
+    figure = draw_bars({name: {"ms": value} for name, value in values.items()}, xlabel="ms", title="Step times")
+    figure.show_verdict(Verdict(num_rounds=8, spread=0.05, cpu_share=cpu_share))
+    picture, metadata = figure._repr_png_()
+    data, metadata = {"image/png": base64.b64encode(picture).decode()}, {"image/png": metadata}
+    output = nbformat.v4.new_output("display_data", data, metadata=metadata)
+    text = nbformat.v4.new_markdown_cell("From module 3 on, communication is hidden.", metadata={"order": [*orders]})
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("draw()", outputs=[output]), text])
+    nbformat.validate(notebook)
+    return notebook
+
+
+STATED = "module 3 < module 2 < module 1"
+
+
+@pytest.mark.parametrize(
+    ("values", "order", "objection"),
+    [
+        ((90.0, 70.0, 50.0), STATED, ""),
+        (
+            (90.0, 68.4, 100.8),
+            STATED,
+            f"the text states that {STATED}, but the figure shows module 3: 100.8, module 2: 68.4",
+        ),
+        ((60.0, 70.0, 50.0), STATED, "the figure shows module 3: 50, module 2: 70, module 1: 60"),
+        ((90.0, 70.0, 70.0), "module 3 < module 2", "the figure shows module 3: 70, module 2: 70"),
+        ((90.0, 70.0, 50.0), "module 4 < module 2", "no figure shows module 4, module 2"),
+    ],
+)
+def test_a_result_that_contradicts_the_text_is_found(values: tuple[float, ...], order: str, objection: str) -> None:
+    figure = {f"module {number}": value for number, value in enumerate(values, 1)}
+    found = find_objection(make_executed(figure, order))
+    assert objection in found and bool(found) == bool(objection)
+    assert find_objection(make_executed(figure)) == "", "no text states an order"
+
+
+@pytest.mark.parametrize("case", ["quiet", "busy before", "busy in between", "contradiction", "error"])
+def test_only_a_quiet_run_that_agrees_with_the_text_is_stored(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "03_overlapped_ddp.ipynb"
+    before = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("draw()")])
+    nbformat.write(before, path)
+    text = path.read_text()
+    times = {"module 2": 68.4, "module 3": 100.8 if case == "contradiction" else 50.0}
+    result = make_executed(times, "module 3 < module 2", cpu_share=0.5 if case == "busy in between" else 0.98)
+
+    def execute(notebook: nbformat.NotebookNode, directory: Path) -> None:
+        assert case != "busy before", "it was executed"
+        if case == "error":
+            raise CellExecutionError("", "ValueError", "no more")
+        notebook.cells = result.cells
+
+    monkeypatch.setattr(notebook_files, "ROOT", tmp_path)
+    monkeypatch.setattr(notebook_files, "list_notebooks", lambda number: [path])
+    monkeypatch.setattr(notebook_files, "execute", execute)
+    monkeypatch.setattr(notebook_files, "find_other_programs", lambda: "busy." if case == "busy before" else "")
+    assert notebook_files.execute_notebooks() == (case != "quiet")
+    assert (path.read_text() == text) == (case != "quiet")
+    said = {
+        "quiet": "",
+        "busy before": "busy.",
+        "busy in between": "This machine was busy: do not compare these times (",
+        "contradiction": "the text states that module 3 < module 2, but the figure shows module 3: 100.8, module",
+        "error": "ValueError: no more",
+    }[case]
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"{path.name} not changed: {said}" if said else "") and printed.count("\n") == bool(said)
+
+
+def test_the_machine_is_judged_before_a_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that computes prints the part of its time in which it had a core; here it prints a given one."""
+    monkeypatch.setattr(notebook_files, "count_cores", lambda: 2)
+    for share, said in ((0.97, ""), (0.5, "a process that only computes has a core 50 % of the time.")):
+        monkeypatch.setattr(notebook_files, "COMPUTE", f"print({share})")
+        found = notebook_files.find_other_programs()
+        assert said in found and bool(found) == bool(said)
+
+
+def test_the_program_that_computes_prints_a_share() -> None:
+    done = subprocess.run([sys.executable, "-c", notebook_files.COMPUTE], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 0
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_stored_figure_agrees_with_the_text_beside_it(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    drawn = [metadata for cell in notebook.cells for metadata in read_figures(cell)]
+    if any(ORDER in cell.metadata for cell in notebook.cells) and not any("values" in metadata for metadata in drawn):
+        pytest.skip("its figures were stored before they recorded what they compare: run make notebooks")
+    assert find_objection(notebook) == ""
