@@ -45,7 +45,7 @@ def compare(entry: Module, sources: Sources) -> bool:
             return False
         why = f"The comparison of step times failed: {failure.summary}."
         if failure.kind == "deadline":
-            why = f"The machine is busy, so the comparison of step times was {failure.summary}."
+            why = f"The comparison of step times was {failure.summary}."
         again = f"The next `brigade check {entry.number}` tries again."
         console.print(f"  Your points are safe. {why} {again}\n", markup=False)
         return False
