@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -58,9 +59,11 @@ def verify_isolation() -> list[str]:
     if found["uid"] == 0 or found["secrets"]:
         raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
     if found["unreachable"]:
+        path = found["unreachable"][0]
+        top = sys.prefix if path.startswith(f"{sys.prefix}/") else path
         raise CourseError(
-            f"the user of the ranks cannot read {found['unreachable'][0]}: `chmod -R go+rX` opens the Python of the "
-            "course and its packages to all users; or install them where everybody may read them"
+            f"the user of the ranks cannot read {path}: run `chmod -R go+rX {shlex.quote(top)}`, or install Python and "
+            "its packages where everybody may read them"
         )
     return [] if found["is_filtered"] else [UNFILTERED]
 

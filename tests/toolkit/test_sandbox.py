@@ -177,13 +177,32 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
-def test_no_server_outlives_the_reservation_of_its_user():
-    """When a server ends, it kills all processes of its user, who may belong to another grader by then."""
-    ranks.SERVER.start()
-    with isolation.isolate_ranks("submission", None, "gloo"):
-        ranks.run_ranks(enter.probe, world_size=1)
-        server = psutil.Process(ranks.SERVER._process.pid)
+@pytest.mark.parametrize("umask", (0o022, 0o077))
+def test_no_server_outlives_the_reservation_of_its_user(umask):
+    """When a server ends, it kills all processes of its user, who may belong to another grader by then.
+
+    With any umask of the grader, the user can read Python's packages.
+    """
+    ranks.SERVER.close()
+    usual = os.umask(umask)
+    try:
+        with isolation.isolate_ranks("submission", None, "gloo"):
+            [found] = ranks.run_ranks(enter.probe, world_size=1)
+            server = psutil.Process(ranks.SERVER._process.pid)
+    finally:
+        os.umask(usual)
     assert not server.is_running()
+    assert found["uid"] != 0 and found["unreachable"] == []
+
+
+@pytest.mark.parametrize("path", ("/opt/python/lib", f"{sys.prefix}/lib/site-packages"))
+def test_packages_that_the_user_cannot_read_are_named_with_the_remedy(path, monkeypatch):
+    found = {"uid": 64_100, "secrets": [], "unreachable": [path], "is_filtered": True}
+    monkeypatch.setattr(isolation, "close_off", lambda paths: None)
+    monkeypatch.setattr(ranks, "run_ranks", lambda *arguments, **options: [found])
+    opened = path if path.startswith("/opt") else shlex.quote(sys.prefix)
+    with pytest.raises(CourseError, match=re.escape(f"cannot read {path}: run `chmod -R go+rX {opened}`, or install")):
+        isolation.verify_isolation()
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="files of another user need root")
