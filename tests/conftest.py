@@ -10,6 +10,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,11 @@ from brigade.runner import ranks
 
 # jsonschema, which nbformat imports, would build 38 parsers for formats of addresses: most of nbformat's import time.
 sys.modules.setdefault("rfc3987_syntax", None)
+
+# A user without an account and without HOME, as in some containers, has no home directory. Jupyter does not start then.
+if os.path.expanduser("~") == "~":
+    HOME = tempfile.TemporaryDirectory()
+    os.environ["HOME"] = HOME.name
 
 LOOP = """docs experiments hints messages mutants new_module notebooks prose
 requests skeletons wrong_answers"""

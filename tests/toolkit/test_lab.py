@@ -1,13 +1,15 @@
 """The ladder measures the modules, and the demo fails when one of them trains differently."""
 
+import os
 import sys
 from dataclasses import replace
 
+import hang_guard
 import pytest
 
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.cli import demo
-from brigade.course.modules import CORE_MODULES
+from brigade.course.modules import CORE_MODULES, ROOT
 from brigade.lab import ladder
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
@@ -62,3 +64,11 @@ def test_the_demo_fails_when_a_loss_differs(results, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["demo"])
     assert demo.main() == 1
     assert "1 NaiveDDP does not train as one process does" in capsys.readouterr().err
+
+
+def test_figures_need_no_home_directory():
+    """matplotlib would print two lines on stderr if it cannot write to the home directory."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CONFIG_HOME")}
+    how = {"cwd": ROOT, "env": environment | {"HOME": "/proc/nowhere"}, "capture_output": True, "text": True}
+    done = hang_guard.run([sys.executable, "-c", "import brigade.lab.timeline_plot"], **how)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
