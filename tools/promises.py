@@ -79,6 +79,8 @@ def measure_steps(report: Report, repetitions: int) -> None:
 
 
 def add_ratios(report: Report, ladders: list[Ladder], ratios: list[tuple[str, str, float]]) -> None:
+    for one in ladders:
+        print(f"        {one.verdict.sentence}", flush=True)
     for variant, base, limit in ratios:
         values = [median(one.compute_ratios(one.get_measurement(variant), base)) for one in ladders]
         report.add_median(f"step time, {variant} to {base}", limit, values)

@@ -232,7 +232,7 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the timelines in Chrome's Trace Event Format, with one process per rank and timeline.
 
     Times are in microseconds. An arrow leads from a launch to its collective if the collective did not start
-    immediately. Collectives of different links have separate threads.
+    immediately. Collectives of different links have separate threads. "otherData" has the verdict on the machine.
     """
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -251,7 +251,8 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
                 events.append(arrow | {"ph": "s", "tid": 0, "ts": convert_to_us(one.launched_ms)})
                 events.append(arrow | {"ph": "f", "bp": "e", "tid": one.row + 1, "ts": convert_to_us(one.start_ms)})
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # an enclosing slice comes first
-    return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
+    quiet = {"quiet": timelines[0].verdict.describe()} if timelines[0].verdict else {}
+    return {"traceEvents": metadata + events, "displayTimeUnit": "ms", "otherData": quiet}
 
 
 def make_slice(span: Span, process: int, thread: int) -> dict[str, Any]:

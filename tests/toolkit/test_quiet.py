@@ -17,7 +17,7 @@ from brigade.course.modules import get_module
 from brigade.lab import bench, comparison, ladder, plots
 from brigade.lab.notebook_plots import draw_step_times, draw_timelines
 from brigade.lab.quiet import FEWEST_ROUNDS, LEAST_CPU_SHARE, MAX_REAL_SHARE, MAX_SPREAD, Verdict, judge_machine
-from brigade.lab.timeline import Span, Timeline
+from brigade.lab.timeline import Span, Timeline, make_chrome_trace
 from brigade.rank.emulated_link import Link
 
 BUSY = "This machine was busy: do not compare these times"
@@ -155,6 +155,7 @@ def test_table_chart_file_and_comparison_show_the_same_verdict(cpu_share: float,
         assert (figure.get_suptitle() == BUSY) != verdict.is_quiet
         _, metadata = figure._repr_png_()
         assert metadata["quiet"] == verdict.describe() and metadata["values"] == figure.values
+    assert json.loads(json.dumps(make_chrome_trace(timelines)))["otherData"] == {"quiet": verdict.describe()}
     doubts = comparison.describe_doubts(results)
     assert (verdict.sentence in doubts) != verdict.is_quiet
     counts = show(comparison.make_table(results, previous=0)).splitlines()[-2].split()
