@@ -35,7 +35,8 @@ $(DEMO): requirements.txt pyproject.toml
 
 define make-environment
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with PYTHON=...")'
-	@echo "Creating $(VENV), then installing torch and other packages. This takes a few minutes."
+	@echo "Creating $(VENV), then installing torch and other packages: 0.2 GB for torch without CUDA, and more with it."
+	@echo "This takes 2 minutes from a fast index, and 8 or more on a slow or busy machine."
 	@$(OPEN) $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(PIP) install --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
 endef
