@@ -9,12 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
+import hang_guard
 import psutil
 import pytest
+from in_ranks.gate import Gate
 
 from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import main as cli
@@ -52,11 +53,16 @@ def gradebook_rows(path):
 
 
 STUB = """if True:
-    import json, os, signal, sys, time
+    import json, os, select, signal, sys
     points = int(sys.argv[1])
     if points < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(float(os.environ.get("STUB_S", "0.05")))
+    if "STUB_GATE" in os.environ:  # wait until the test lets one pass, or until the process for the class has ended
+        gate = open(os.environ["STUB_GATE"], "rb", buffering=0)
+        os.set_blocking(gate.fileno(), False)
+        while not gate.read(1):
+            if sys.stdin in select.select([gate, sys.stdin], [], [])[0]:
+                sys.exit(1)
     check = {"module": 1, "name": "test_subgroups", "score": points, "points": 8}
     checks = [check | {"number": "1.1", "title": "A stub.", "status": "passed", "feedback": ""}]
     result = {"score": points, "max_score": 8, "checks": checks, "notes": ["Note one", "Note two"]}
@@ -108,7 +114,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     (directory / "essay.pdf").write_text("not code")
     command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(table_file)]
     command += ["--modules", "1", "--feedback", str(tmp_path / "feedback")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = hang_guard.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     printed = re.sub(r"\d+(\.\d+)? s\b", "(n) s", done.stdout.replace(str(tmp_path), "(directory)"))
     table = table_file.read_text(encoding="utf-8-sig")
@@ -120,19 +126,19 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     }
 
 
-def stop_after(process, results, count, number):
-    """Send a signal once `count` submissions are graded.
+def stop_after(process, results, gate, count, number):
+    """Let two more submissions be graded, and send a signal once `count` are.
 
     Return the graded submissions with the times of their results.
     """
-    limit = time.monotonic() + 60
-    while len(done := list(results.glob("*.made-from"))) < count:
-        assert time.monotonic() < limit and process.poll() is None
-        time.sleep(0.01)
+    gate.let_pass(2)
+    hang_guard.wait_until(lambda: len(list(results.glob("*.made-from"))) == count or process.poll() is not None)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
-    process.communicate(timeout=60)
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    hang_guard.communicate(process)
+    hang_guard.wait_for_end(children)
+    done = list(results.glob("*.made-from"))
+    assert len(done) == count
     return {path: path.with_suffix(".json").stat().st_mtime_ns for path in done}
 
 
@@ -146,14 +152,17 @@ def test_interrupted_it_goes_on_where_it_was(tmp_path):
     command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "toolkit"), *options]
     results = tmp_path / "grades.csv.results"
     started = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started["env"] = os.environ | {"STUB_S": "0.5"}
+    gate = Gate(tmp_path)
+    started["env"] = os.environ | {"STUB_GATE": gate.path}
     started["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a background job ignores it
-    first = stop_after(subprocess.Popen(command, **started), results, 2, signal.SIGKILL)
+    first = stop_after(subprocess.Popen(command, **started), results, gate, 2, signal.SIGKILL)
     process = subprocess.Popen(command, **started)
-    second = stop_after(process, results, 4, signal.SIGINT)
+    second = stop_after(process, results, gate, 4, signal.SIGINT)
     assert process.returncode == 130 and second.items() >= first.items()
     process = subprocess.Popen(command, **started)
-    printed, errors = process.communicate(timeout=60)
+    gate.let_pass(3)
+    printed, errors = hang_guard.communicate(process)
+    gate.close()
     assert process.returncode == 0, errors
     assert f"7 submissions, {len(second)} of them unchanged" in printed and len(errors.splitlines()) == 7 - len(second)
     assert {path: path.with_suffix(".json").stat().st_mtime_ns for path in second} == second, "graded twice"
@@ -168,13 +177,12 @@ def test_a_grader_ends_with_its_class(tmp_path):
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(scratch)}
     )
-    while not out.exists() and process.poll() is None:
-        time.sleep(0.01)
+    hang_guard.wait_until(lambda: out.exists() or process.poll() is not None)
     children = psutil.Process(process.pid).children(recursive=True)
-    _, errors = process.communicate(timeout=60)  # closes the pipe
+    _, errors = hang_guard.communicate(process)  # closes the pipe
     assert process.returncode == 130 and b"Traceback" not in errors
     assert UNFINISHED in json.loads(out.read_text())["output"]
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    hang_guard.wait_for_end(children)
     assert list(scratch.iterdir()) == []
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import struct
-import time
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from brigade.ipc import wire
 from brigade.ipc.wire import DTYPES, WireError, decode, encode
 from brigade.runner.monitor import MOST_SENT
 
-limited = settings(max_examples=60, deadline=None, database=None)
+limited = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 
 
 @st.composite
@@ -26,8 +25,9 @@ def tensors(draw: Any) -> torch.Tensor:
     """Return tensors of every dtype, some of them empty, without dimensions or not contiguous."""
     dtype = draw(st.sampled_from(list(DTYPES.values())))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,))
-    tensor = (raw.to(torch.uint8).view(dtype) if dtype != torch.bool else raw > 100).view(shape)  # NaN, infinities, ...
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = torch.tensor(list(draw(st.binary(min_size=nbytes, max_size=nbytes))), dtype=torch.uint8)
+    tensor = (raw.view(dtype) if dtype != torch.bool else raw > 100).view(shape)  # NaN, infinities, ...
     changes = [lambda t: t, lambda t: t.transpose(0, -1), lambda t: t[::2], lambda t: t.expand(2, *t.shape)]
     return draw(st.sampled_from(changes if shape else changes[:1]))(tensor)
 
@@ -83,18 +83,15 @@ def test_other_values_do_not_travel(value):
         encode(value)
 
 
-def seconds_to_refuse(data: bytes, why: str) -> float:
-    start = time.process_time()
-    with pytest.raises(WireError, match=why):
-        decode(data)
-    return time.process_time() - start
-
-
-def test_keys_that_collide_are_refused_before_they_cost_time():
+def test_keys_that_collide_are_refused_before_they_cost_time(monkeypatch):
     """For 4 MB, quadratic time would be minutes, so the first colliding key is refused."""
+    keys, check_key = [], wire._check_key
+    monkeypatch.setattr(wire, "_check_key", lambda key: keys.append(key) or check_key(key))
     data = message({"dict": [[i * (2**61 - 1), 0] for i in range(MOST_SENT // 30)]})
     assert len(data) > MOST_SENT // 2
-    assert seconds_to_refuse(data, "for a key|too long") < 2
+    with pytest.raises(WireError, match="for a key|too long"):
+        decode(data)
+    assert len(keys) <= 2
 
 
 @pytest.mark.parametrize(
@@ -108,7 +105,8 @@ def test_keys_that_collide_are_refused_before_they_cost_time():
     ids=["many", "deep", "long", "negative"],
 )
 def test_more_than_any_rank_sends_is_refused(value, why):
-    assert seconds_to_refuse(message(value), why) < 5
+    with pytest.raises(WireError, match=why):
+        decode(message(value))
 
 
 def message(value: Any, sizes: Any = (), blobs: bytes = b"") -> bytes:
