@@ -167,8 +167,9 @@ def test_notebook_is_stored_with_the_outputs_of_its_code(path: Path) -> None:
 def test_notebook_ends_with_a_run_sheet_and_has_slides(path: Path) -> None:
     *cells, sheet = nbformat.read(path, as_version=4).cells
     minutes = re.findall(r"^\| (\d+) \|", sheet.source, re.MULTILINE)
-    [total] = re.findall(r"^## Run sheet\n\nThis takes about (\d+) minutes\.$", sheet.source, re.MULTILINE)
-    assert sum(map(int, minutes)) == int(total)
+    total = re.search(r"^## Run sheet\n\nThis takes about (\d+) minutes\.$", sheet.source, re.MULTILINE)
+    assert total, 'the last cell begins with "## Run sheet", an empty line, and "This takes about 25 minutes."'
+    assert sum(map(int, minutes)) == int(total[1]), "the minutes of the run sheet's rows add up to those above them"
     slides = [cell.metadata.slideshow.slide_type for cell in (*cells, sheet)]
     assert slides[0] == "slide" and slides[-1] == "skip" and set(slides) <= {"slide", "subslide", "skip", "-"}
 
