@@ -9,6 +9,8 @@ overlap with. Each all-reduce carries the bytes of one gradient. No additional m
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +27,46 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
     raise NotImplementedError("module 1, part (a)")
 
 
-class NaiveDDP(nn.Module):
+def find_trainable(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the trainable parameters of a module with their names.
+
+    Raise ValueError for an embedding with `max_norm`. It scales rows of its weight in forward, other ones on each rank.
+    """
+    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    if any(embedding.max_norm is not None for embedding in embeddings):
+        raise ValueError("an embedding with max_norm changes its weight in forward, differently on each rank")
+    return {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+class Wrapper(nn.Module):
+    """What all wrappers refuse. This class is given, and those of later modules inherit from it.
+
+    `trainable`, which each constructor sets with `find_trainable`, must stay as it is.
+    """
+
+    def require_same_parameters(self) -> None:
+        """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after construction.
+
+        Most wrappers plan buckets and hooks for these parameters only. They would not average a later one, and would
+        give zeros, which weight decay moves, to one that is frozen.
+        """
+        now = find_trainable(self.module)
+        if now.keys() != self.trainable.keys():
+            both = self.trainable | now
+            name = min(both[parameter] for parameter in now.keys() ^ self.trainable.keys())
+            raise RuntimeError(
+                f"{name} was frozen, unfrozen or replaced after wrapping. To go on with other parameters, wrap a copy "
+                "of the model: copy.deepcopy(ddp.module)"
+            )
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise RuntimeError(
+            "a wrapper cannot be copied or pickled, because its hooks belong to its own model: copy ddp.module, or "
+            "save ddp.module.state_dict()"
+        )
+
+
+class NaiveDDP(Wrapper):
     """Wrap a model. After backward, average its gradients over the ranks of a group, one by one.
 
     The constructor makes all replicas equal. In each step, all ranks call `finish_grad_sync` once, after one or more
@@ -41,6 +82,8 @@ class NaiveDDP(nn.Module):
       None or zeros afterwards.
     - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
       Gradients are averaged in eval mode, too.
+    - The set of trainable parameters is fixed at construction. If a parameter is frozen, unfrozen or replaced later,
+      the next finish raises RuntimeError (`require_same_parameters`).
     - Sparse gradients, `.to()` after wrapping, and wrapping twice are not supported. Neither are gradients that are not
       contiguous, which transposed weights have, in modules 1 and 3.
     """
@@ -49,6 +92,7 @@ class NaiveDDP(nn.Module):
         super().__init__()
         self.module = module
         self.process_group = process_group
+        self.trainable = find_trainable(module)
         # Make all replicas start from the same weights.
         # TODO: part (b)
         raise NotImplementedError("module 1, part (b)")
@@ -61,5 +105,6 @@ class NaiveDDP(nn.Module):
 
         All ranks must call the same collectives in the same order.
         """
+        self.require_same_parameters()
         # TODO: part (c)
         raise NotImplementedError("module 1, part (c)")

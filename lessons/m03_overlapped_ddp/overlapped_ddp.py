@@ -17,7 +17,14 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
+
+# The messages of two refusals. Later modules import them.
+SECOND_BACKWARD = (
+    "a second backward before finish_grad_sync, or an activation checkpoint with use_reentrant=True: call "
+    "finish_grad_sync first, or pass use_reentrant=False"
+)
+CLEARED = "a gradient was cleared or replaced between backward and finish_grad_sync: call finish_grad_sync first"
 
 
 class GradSyncMixin:
@@ -37,7 +44,7 @@ class GradSyncMixin:
         raise NotImplementedError("module 3, part (a)")
 
 
-class OverlappedDDP(GradSyncMixin, nn.Module):
+class OverlappedDDP(GradSyncMixin, Wrapper):
     """Wrap a model and all-reduce each of its gradients as soon as backward has computed it.
 
     What `NaiveDDP` says of every wrapper holds, except that every rank must use every parameter, in the same order, in
@@ -49,6 +56,7 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         super().__init__()
         self.module = module
         self.process_group = process_group
+        self.trainable = find_trainable(module)
         broadcast_module_state(module, process_group)
         # Make backward call `launch` for each trainable parameter.
         # TODO: part (b)
@@ -72,5 +80,8 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
 
         If all backward passes of the step ran inside `no_sync`, launch the all-reduces here.
         """
+        self.require_same_parameters()
+        if any(parameter.grad is None for parameter in self.in_flight):
+            raise RuntimeError(CLEARED)
         # TODO: part (d)
         raise NotImplementedError("module 3, part (d)")

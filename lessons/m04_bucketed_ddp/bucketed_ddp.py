@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state
-from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
+from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
+from ..m03_overlapped_ddp.overlapped_ddp import CLEARED, SECOND_BACKWARD, GradSyncMixin
 
 
 def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[list[nn.Parameter]]:
@@ -85,7 +85,7 @@ class LaunchQueue:
         raise NotImplementedError("module 4, part (e)")
 
 
-class BucketedDDP(GradSyncMixin, nn.Module):
+class BucketedDDP(GradSyncMixin, Wrapper):
     """Wrap a model and all-reduce its gradients bucket by bucket during backward.
 
     `bucket_cap_mb` is in MiB: 25 means 26 214 400 bytes. The rules of `NaiveDDP`, and module 3's about `no_sync` and a
@@ -96,6 +96,7 @@ class BucketedDDP(GradSyncMixin, nn.Module):
         super().__init__()
         self.module = module
         self.process_group = process_group
+        self.trainable = find_trainable(module)
         broadcast_module_state(module, process_group)
         # Plan the buckets, and let backward call `mark_ready` for each gradient.
         # TODO: part (f)
@@ -114,5 +115,9 @@ class BucketedDDP(GradSyncMixin, nn.Module):
 
     def finish_grad_sync(self) -> None:
         """Launch the remaining buckets and wait for all buckets. Afterwards, each gradient is the average."""
+        self.require_same_parameters()
+        launched = self.buckets[: self.queue.next_to_launch]
+        if any(parameter.grad is None for bucket in launched for parameter in bucket.parameters):
+            raise RuntimeError(CLEARED)
         # TODO: part (h)
         raise NotImplementedError("module 4, part (h)")

@@ -179,6 +179,7 @@ class CoalescedDDP(BufferedDDP):
 
         Without `gather_grads`, call `start_param_sync` or `zero_grad` before the next backward.
         """
+        self.require_same_gradients()
         self.require_unreduced(*self.groups)
         # The last group has not been gathered yet. At the end, keep no state of this step.
         # TODO: part (f)

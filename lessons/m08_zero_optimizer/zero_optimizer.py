@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,11 @@ SCALARS = ("step", "mu_product", "eta", "mu")  # scalars in the state of torch's
 
 
 class OuterOptimizer(Optimizer):
-    """Keep whole parameters in `param_groups`. The inner optimizer, `optim`, steps on this rank's part, `local`."""
+    """Keep whole parameters in `param_groups`. The inner optimizer, `optim`, steps on this rank's part, `local`.
+
+    `torch.amp.GradScaler` decides on each rank alone whether to step, so ranks would wait for each other forever: its
+    `step` raises RuntimeError. Without overflows, as in bfloat16, a loop needs no scaler.
+    """
 
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup, defaults: dict):
         self.process_group = process_group
@@ -53,6 +57,13 @@ class OuterOptimizer(Optimizer):
         self.divide(self.param_groups[-1]["params"])
         if self.optim:
             self.optim.add_param_group(self.inner_group(self.param_groups[-1]))
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:  # GradScaler's step asks for it, before it decides
+        raise RuntimeError(
+            "torch.amp.GradScaler decides on each rank alone whether to step, but a step here needs all of them: train "
+            "without it, for example in bfloat16"
+        )
 
     def inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter group's options, such as its learning rate, with this rank's part of its parameters."""
@@ -93,6 +104,7 @@ class ShardedOptimizer(OuterOptimizer):
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults):
         self.owner: dict[nn.Parameter, int] = {}  # the owner of each parameter: a rank in the group
         self.owned_bytes = [0] * dist.get_world_size(process_group)  # bytes of trainable parameters, by rank
+        self.trainable: set[nn.Parameter] = set()  # fixed when their group is added
         self.is_reduced = False  # whether the owners have the averaged gradients of this step
         super().__init__(params, optimizer_cls, process_group, defaults)
 
@@ -104,6 +116,7 @@ class ShardedOptimizer(OuterOptimizer):
         # Balance the bytes. A frozen parameter adds none, because it has no state.
         # TODO: part (b)
         raise NotImplementedError("module 8, part (b)")
+        self.trainable |= {p for p in parameters if p.requires_grad}
         self.local |= {p: p for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}
         for parameter in parameters:
             if parameter.requires_grad:
@@ -115,7 +128,14 @@ class ShardedOptimizer(OuterOptimizer):
             raise RuntimeError("the gradients of this step are already averages: call step or zero_grad first")
 
     def prepare_grads(self) -> list[Tensor]:
-        """Average each trainable gradient on its owner, once per step. Return the gradients that this rank owns."""
+        """Average each trainable gradient on its owner, once per step. Return the gradients that this rank owns.
+
+        Raise RuntimeError if a parameter was frozen or unfrozen after its group was added.
+        """
+        if self.trainable != {p for p in self.owner if p.requires_grad}:
+            raise RuntimeError(
+                "a parameter was frozen, unfrozen or replaced after the optimizer was constructed: construct it again"
+            )
         # A gradient that is None counts as zeros. dist.reduce takes the root as group_dst, a rank in the group.
         # TODO: part (c)
         raise NotImplementedError("module 8, part (c)")

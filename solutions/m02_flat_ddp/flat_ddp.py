@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
 
 
-class FlatDDP(nn.Module):
+class FlatDDP(Wrapper):
     """Wrap a model and average its gradients after backward, with one all-reduce per dtype.
 
     What holds for every wrapper is in the docstring of `NaiveDDP`.
@@ -29,6 +29,7 @@ class FlatDDP(nn.Module):
         super().__init__()
         self.module = module
         self.process_group = process_group
+        self.trainable = find_trainable(module)
         broadcast_module_state(module, process_group)
         # Decide which gradients share an all-reduce.
         ### BEGIN SOLUTION part (a)
@@ -46,6 +47,7 @@ class FlatDDP(nn.Module):
 
         Each averaged gradient keeps its parameter's shape, dtype and strides. A gradient that is None counts as zeros.
         """
+        self.require_same_parameters()
         ### BEGIN SOLUTION part (b)
         for parameters in self.parameters_by_dtype.values():
             for parameter in parameters:

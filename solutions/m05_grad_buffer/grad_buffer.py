@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state
-from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
+from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
+from ..m03_overlapped_ddp.overlapped_ddp import CLEARED, SECOND_BACKWARD, GradSyncMixin
 from ..m04_bucketed_ddp.bucketed_ddp import LaunchQueue
 
 
@@ -178,7 +178,7 @@ class Bucket:
         self.handle.wait()
 
 
-class BufferedDDP(GradSyncMixin, nn.Module):
+class BufferedDDP(GradSyncMixin, Wrapper):
     """Wrap a model, keep its gradients in `grad_buffers` (one per parameter dtype), and reduce them in place.
 
     `bucket_numel` is a number of elements. If `grad_dtype` is wider than the dtype of the parameters, gradients
@@ -195,6 +195,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         super().__init__()
         self.module = module
         self.process_group = process_group
+        self.trainable = find_trainable(module)
         broadcast_module_state(module, process_group)
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
         for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
@@ -235,7 +236,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         # Refuse first. Then accumulate the gradient, even inside no_sync, but count it only outside.
         ### BEGIN SOLUTION part (f)
         if self.queue.num_pending[index] == 0:
-            raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
+            raise RuntimeError(SECOND_BACKWARD)
         self.units[index].buffer.accumulate_into_buffer(i)
         if self.require_grad_sync:
             self.queue.mark_ready(index)
@@ -248,8 +249,17 @@ class BufferedDDP(GradSyncMixin, nn.Module):
             unit.buffer.accumulate_into_buffer(i)
         unit.start_grad_sync()
 
+    def require_same_gradients(self) -> None:
+        """Raise RuntimeError if the parameters, or gradients that are launched, are not those of the step."""
+        self.require_same_parameters()
+        for unit in self.units[: self.queue.next_to_launch]:
+            params, views = unit.buffer.params, unit.buffer.views
+            if any(params[i].grad is not views[i] for i in unit.param_indices if not unit.buffer.has_main_grad):
+                raise RuntimeError(CLEARED)
+
     def finish_grad_sync(self) -> None:
         """Launch the remaining units and wait for all units. Afterwards, each gradient is the average."""
+        self.require_same_gradients()
         ### BEGIN SOLUTION part (g)
         self.queue.launch_remaining()
         for unit in self.units:

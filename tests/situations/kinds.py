@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from brigade.rank.api import student
 
 # What a kind offers beyond the loop of module 1. A situation that needs more than a kind offers does not run on it.
-EVERY = "no_sync dtypes groups any_optimizer elementwise_optimizer reads_grads reads_weights states model plain_loop"
+EVERY = "wrapper no_sync dtypes groups any_optimizer elementwise_optimizer reads_grads reads_weights states"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ KINDS = [
     Kind("m05", 5, "m05_grad_buffer", without(), "BufferedDDP", BUFFERED),
     Kind("m06", 6, "m06_coalesced", without(), "CoalescedDDP", GROUPED),
     Kind("m07", 7, M07, without(), "CachedDDP", GROUPED),
-    Kind("m08a", 8, M08, without("reads_grads", "states"), None, (), (M08, "ShardedOptimizer")),
+    Kind("m08a", 8, M08, without("wrapper", "reads_grads", "states"), None, (), (M08, "ShardedOptimizer")),
     Kind("m08", 8, M07, SHARDED, "CachedDDP", GROUPED, (M08, "ZeroOptimizer")),
     Kind(
         "m09", 9, "m09_prefetched_weights", SHARDED - {"reads_weights"}, "PrefetchedDDP", GROUPED,
@@ -162,7 +162,7 @@ KINDS = [
     Kind("m14", 14, "m14_hybrid_sharded", FULLY, "HybridShardedDDP"),
     Kind(
         "m15", 15, "m15_sharded_muon",
-        without("any_optimizer", "elementwise_optimizer", "reads_grads", "groups", "states", "dtypes", "plain_loop"),
+        frozenset({"no_sync", "reads_weights"}),
         None, (), ("m15_sharded_muon", "ShardedMuon"),
     ),
     # Gradients are rounded to bfloat16, so a weight of about 1 may differ by a hundredth after a few steps.

@@ -103,6 +103,7 @@ class Run:
     kind: Kind
     rank: int | None
     wrapped: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)  # wrappers with their models
+    recorded: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def ranks(self) -> range:
@@ -160,9 +161,13 @@ class Run:
                 return owner.clip_grad_norm_(max_norm)
         return torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)
 
+    def record(self, name: str, value: Tensor) -> None:
+        """Compare a value, too, for example the norm of the gradients."""
+        self.recorded[f"{name} {len(self.recorded)}"] = value.detach().clone()
+
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of all models of the program, as they are now."""
-        weights = {}
+        """Return the weights of all models of the program, as they are now, and what it recorded."""
+        weights = dict(self.recorded)
         for number, (ddp, model) in enumerate(self.wrapped):
             own = self.kind.collect_weights(ddp, model) if self.rank is not None else dict(model.named_parameters())
             weights |= {f"{number}.{name}": p.detach().clone() for name, p in own.items()}
