@@ -1,4 +1,4 @@
-"""Stubs for two parts of torch that the course does not use. They take longer to import than the rest of torch.
+"""Stubs for three parts of torch that the course does not use. They take longer to import than the rest of torch.
 
 The first optimizer and `init_process_group` import torch's compiler, torch._dynamo, only to tell it what not to
 compile. The import takes a second, and accounts for half of the memory that a fork copies. The stub answers these
@@ -8,6 +8,9 @@ calls. Any other use replaces the stub with the real module.
 device. Creating parameters on this device does not need the kernels. Torch's compiler, FakeTensor and DTensor need
 them, and first import the compiler or one of `KERNEL_MODULES`. Only the version of torch that requirements.txt names
 gets this stub. Other versions may need these modules for something else.
+
+The import of `torch.distributed.optim`, which contains ZeroRedundancyOptimizer, spends four fifths of its time on
+`named_optimizer`, which imports FSDP and DTensor. Nothing else in that package uses it.
 
 `import brigade` calls `postpone_imports`.
 """
@@ -113,10 +116,16 @@ def make_kernels_stub() -> StubModule | None:
     return StubModule("torch._meta_registrations", KERNELS.load)
 
 
+def make_named_optimizer_stub() -> StubModule:
+    """Return what `torch.distributed.optim` imports from its `named_optimizer` (a private API, as in 2.11 to 2.15)."""
+    return StubModule("torch.distributed.optim.named_optimizer", NAMED_OPTIMIZER.load, _NamedOptimizer=None)
+
+
 COMPILER = Postponed("torch._dynamo", lambda name: name.startswith("torch._dynamo."), make_compiler_stub)
 KERNELS = Postponed("torch._meta_registrations", lambda name: name in KERNEL_MODULES, make_kernels_stub)
+NAMED_OPTIMIZER = Postponed("torch.distributed.optim.named_optimizer", lambda name: False, make_named_optimizer_stub)
 
 
 def postpone_imports() -> None:
-    """Make a later `import torch` leave out both parts until something needs them."""
-    sys.meta_path[:0] = [COMPILER, KERNELS]
+    """Make later imports of torch leave out these parts until something needs them."""
+    sys.meta_path[:0] = [COMPILER, KERNELS, NAMED_OPTIMIZER]

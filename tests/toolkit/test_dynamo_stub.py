@@ -23,6 +23,11 @@ def test_torch_ddp_does_not_import_the_compiler():
     assert run_ranks(functions.train_with_torch_ddp, world_size=2) == [[], []]
 
 
+def test_torch_zero_does_not_import_fsdp():
+    """If this fails, `torch.distributed.optim` uses more of FSDP, and every rank takes two seconds longer."""
+    assert list(run_ranks(functions.train_with_torch_zero)) == [{"weight": [-1.0] * 3, "imported": []}] * 2
+
+
 def test_who_wants_to_compile_gets_the_compiler():
     [found] = run_ranks(functions.compile_something, world_size=1)
     assert torch.equal(found["doubled"], torch.full((3,), 2.0))

@@ -42,6 +42,18 @@ def train_with_torch_ddp() -> list[str]:
     return sorted(name for name in sys.modules if name.startswith("torch._dynamo."))
 
 
+def train_with_torch_zero() -> dict:
+    """Take a step with torch's sharded SGD. Return the new weight, and the modules of FSDP and DTensor so far."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=1.0)
+    (2 * weight).sum().backward()
+    optimizer.step()
+    parts = ("torch.distributed.fsdp", "torch.distributed.tensor")
+    return {"weight": weight.tolist(), "imported": sorted(name for name in sys.modules if name.startswith(parts))}
+
+
 def compile_something() -> dict:
     doubled = torch.compile(lambda x: x * 2, backend="eager")(torch.ones(3))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
