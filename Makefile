@@ -14,6 +14,8 @@
 
 COURSE := $(if $(STUDENT),out/student,.)
 BACKEND ?= nccl
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell -D- -Dtests/plain_words.txt && \
+    $(BIN)/lint-imports --no-logo && $(BIN)/brigade skeletons --check && $(BIN)/mypy
 SITE := $(if $(STUDENT),student-site,site)
 
 .PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim promises soak matrix rehearsal lint
@@ -43,14 +45,18 @@ help:
 demo: setup-demo
 	$(BIN)/python -m brigade.cli.demo
 
-test: setup lint
-	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions $(if $(EVERYTHING),--everything)
+# Lint runs beside the tests. If it finds something, it prints this immediately and, because tests follow, at the end again.
+test: setup
+	@mkdir -p out
+	@{ { $(LINT); } > out/lint.txt 2>&1 || { cat out/lint.txt; false; }; } & lint=$$!; \
+	$(BIN)/python -m pytest -q -rs -n auto --target solutions $(if $(EVERYTHING),--everything); tests=$$?; \
+	wait $$lint || { cat out/lint.txt; exit 1; }; exit $$tests
 
 module: setup
 	$(if $(MODULE),,$(error name a module, as in `make module MODULE=3`))
 	$(BIN)/ruff check .
 	$(BIN)/brigade skeletons --check
-	$(BIN)/python -m pytest -q -rs -n 2 --dist worksteal --target solutions --module $(MODULE)
+	$(BIN)/python -m pytest -q -rs -n 2 --target solutions --module $(MODULE)
 
 new: setup
 	$(if $(MODULE),,$(error name a module, as in `make new MODULE=17 NAME=lockstep`))
@@ -58,17 +64,12 @@ new: setup
 
 coverage: setup
 	rm -rf out/coverage && mkdir -p out/coverage
-	-$(BIN)/coverage run -m pytest -q -n 3 --dist worksteal --target solutions
+	-$(BIN)/coverage run -m pytest -q -n auto --target solutions
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --sort=cover
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/codespell -D- -Dtests/plain_words.txt
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/mypy
-	$(BIN)/brigade skeletons --check
+	$(LINT)
 
 figures: setup
 	$(BIN)/python -m tools.figures $(MODULE)
@@ -124,7 +125,7 @@ matrix:
 	    { $$python -m venv $$home/venv && \
 	      $$home/venv/bin/python -m pip install --quiet -r $$home/requirements.txt && \
 	      $$home/venv/bin/python -m pip install --quiet --no-deps --editable . && \
-	      $$home/venv/bin/python -m pytest -q -rs -n 3 --dist worksteal --target solutions; \
+	      $$home/venv/bin/python -m pytest -q -rs -n auto --target solutions; \
 	    } > $$home/tests.log 2>&1 || failed="$$failed $$pair"; \
 	    echo "$$pair: $$(tail -n 1 $$home/tests.log)"; \
 	done; [ -z "$$failed" ] || { echo "failed:$$failed; see out/matrix"; exit 1; }

@@ -1,24 +1,26 @@
 """`pytest --module 3`, which `make module MODULE=3` calls, runs the tests about module 3.
 
-Fixtures: `brigade` runs a command, `snapshot` compares a text with a file in `toolkit/snapshots`, and `site` is the
-course's site, built once for all tests that read it.
+`pytest -n auto` distributes the tests over one process more than there are cores, because some tests wait. The longest
+tests come first. A test that fails is named at once.
+
+Fixtures: `brigade` runs a command, and `snapshot` compares a text with a file in `toolkit/snapshots`.
 """
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import os
-import subprocess
 import sys
 import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from brigade.course.modules import ROOT, CourseError, Module, get_module
-from brigade.runner import ranks
+from brigade.runner import machine, ranks
 
 # jsonschema, which nbformat imports, would build 38 parsers for formats of addresses: most of nbformat's import time.
 sys.modules.setdefault("rfc3987_syntax", None)
@@ -30,6 +32,10 @@ if os.path.expanduser("~") == "~":
 
 LOOP = """docs experiments hints messages mutants new_module notebooks prose
 requests skeletons wrong_answers"""
+# The tests that take longest, by the beginnings of their names, so that no process is left alone with one at the end.
+LONGEST = """test_browser test_hostile test_bench test_new_module test_package test_plan test_edition test_notebooks
+test_mutants.py::test_another_style test_mutants.py::test_mutant_is_caught test_grade test_experiments test_class
+test_cli test_parts test_mutants test_wrong_answers"""
 Done = namedtuple("Done", "returncode stdout stderr")
 
 
@@ -46,21 +52,6 @@ def brigade(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
         return Done(status, out, err)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """Return the directory of the site, built as `make site` does. The workers of one test run share it."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base if worker_id == "master" else base.parent
-    out = shared / "site"
-    with open(shared / "site.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not out.exists():
-            command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", shared / "doctrees"]
-            done = subprocess.run([*command, "-c", ROOT / "site", ROOT, out], capture_output=True, text=True)
-            assert done.returncode == 0 and not done.stderr, done.stderr
-    return out
 
 
 @pytest.fixture
@@ -95,6 +86,49 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sample: a mutant that `make gpu-check` runs")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    if terminal := plugins.get_plugin("terminalreporter"):  # the processes of `-n` have none
+        plugins.register(NameOfFailure(terminal))
+
+
+class NameOfFailure:
+    """Print the name of a test when it fails. Otherwise, `-q` prints it at the end of the run."""
+
+    def __init__(self, terminal: pytest.TerminalReporter):
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write(f"\nFAILED {report.nodeid}" + f" ({report.when})" * (report.when != "call") + "\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return machine.count_cores() + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return a scheduler that gives each process that is free the next test, or the next file with shared fixtures."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if has_shared_fixtures(file) else nodeid
+
+    config.option.loadscopereorder = False  # keep the order of `pytest_collection_modifyitems`
+    return Scheduling(config, log)
+
+
+@functools.cache
+def has_shared_fixtures(file: str) -> bool:
+    """Return whether the tests of a file share a fixture, so that one process should run them all."""
+    return 'scope="module"' in (ROOT / file).read_text()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With --module, import only files with tests about one module."""
     name = collection_path.stem
@@ -104,10 +138,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests about one module with --module, and all tests with --everything.
+    """Keep the tests about one module with --module, and all tests with --everything. The longest tests come first.
 
     Without these options, keep the tests that are not marked extended.
     """
+    items.sort(key=find_rank)
     if config.option.everything:
         return
     if config.option.module is None:
@@ -118,8 +153,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         except CourseError as error:
             raise pytest.UsageError(str(error)) from None
         kept = [item for item in items if is_about(item, entry)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    config.hook.pytest_deselected(items=list({*items} - {*kept}))
     items[:] = kept
+
+
+def find_rank(item: pytest.Item) -> int:
+    """Return the place of a test in the list of the longest ones. All others come after them."""
+    name = f"{item.path.name}::{item.name}"
+    return next((rank for rank, beginning in enumerate(LONGEST.split()) if name.startswith(beginning)), 99)
 
 
 def is_about(item: pytest.Item, entry: Module) -> bool:

@@ -1,15 +1,17 @@
-"""The site and its sliders work in a real browser: Debian's chromium, without a window."""
+"""The course's site is complete, and works in a real browser: Debian's chromium, without a window."""
 
 import itertools
 import math
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
-from brigade.course.modules import ROOT
+from brigade.course.modules import MODULES, ROOT
 from brigade.lab.program import Machine, simulate
 from brigade.rank.emulated_link import Link
 
@@ -19,11 +21,21 @@ STEP_MS = 30_000  # the deadline of one action or one page
 LINKS = (Link(0.0, 1e8), Link(1e-5, 1.25e10), Link(1e-3, 1e11))
 WORLD_SIZES = (2, 64, 1024)
 
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium: `apt-get install chromium` installs it")
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Return the directory of the site, built as `make site` does."""
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", directory / "doctrees"]
+    done = subprocess.run([*command, "-c", ROOT / "site", ROOT, directory / "site"], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return directory / "site"
 
 
 @pytest.fixture(scope="module")
 def chromium():
+    if not CHROMIUM:
+        pytest.skip("there is no chromium: `apt-get install chromium` installs it")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=STEP_MS)
         yield browser
@@ -58,6 +70,17 @@ def find_sideways(page):
              && !box.matches("pre, .table-wrapper, :has(> img:only-child)"))
              .map((box) => `${box.localName}.${box.className}`)"""
     )
+
+
+def test_every_document_and_notebook_is_a_page(site):
+    """The fixture builds the site without warnings. The hints are not pages, because students open them one by one."""
+    sources = [*ROOT.glob("lessons/*/[Ra]*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
+    pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in [*sources, ROOT / "assignments.md"]}
+    assert {path for path in pages if not path.exists()} == set()
+    assert not list(site.rglob("*hints*"))
+    reference = (site / "site" / "api.html").read_text()
+    names = [f"lessons.{entry.package}.{entry.name}.{name}" for entry in MODULES for name in entry.public]
+    assert [name for name in names if f'id="{name}"' not in reference] == []
 
 
 def test_no_page_of_the_site_fails_or_scrolls_sideways_on_a_phone(page, site):
