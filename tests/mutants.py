@@ -23,7 +23,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from brigade.checks.collect import Check, collect
+from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome
 from brigade.course.modules import ROOT, Module, get_module
@@ -135,6 +138,15 @@ def parse(entry: Module, origin: str, block: str) -> Change:
     if fields or not checks or not hunks:
         raise ValueError(f"{origin}, {name!r}: an entry has a name, checks, a cause, and a diff; wrong: {fields}")
     return Change(entry.number, origin, name, tuple(checks.split(", ")), tuple(hunks), cause, in_sample)
+
+
+def take_first_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each loop over numbers of ranks in a check end after the first number above 1."""
+
+    def worlds(context: CheckContext, *sizes: int) -> list[int]:
+        return list(sizes[: next((place for place, size in enumerate(sizes, 1) if size > 1), 1)])
+
+    monkeypatch.setattr(CheckContext, "worlds", worlds)
 
 
 def run_on_text(check: Check, text: str | Texts, conditions: Conditions) -> Outcome:

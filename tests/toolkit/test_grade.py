@@ -22,7 +22,7 @@ from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, Part, list_checks
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, get_module, select_modules
-from brigade.grade import formats, grading
+from brigade.grade import formats, grading, isolation
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.runner import ranks
 
@@ -50,11 +50,14 @@ def read_scores(text):
 def grade(tmp_path, capfd, monkeypatch):
     """Grade in this process with the named checks (default: all).
 
-    Return the status, the results, the output and the errors.
+    Return the status, the results, the output and the errors. Even root isolates the ranks only with `real_isolation`,
+    because isolation needs a new fork server, but does not change the score.
     """
 
-    def run(submission, *options, only=()):
+    def run(submission, *options, only=(), real_isolation=False):
         with monkeypatch.context() as patch:
+            if not real_isolation:
+                patch.setattr(isolation, "may_isolate", lambda: False)
             if only:
                 every = grading.collect
                 patch.setattr(grading, "collect", lambda entries: [c for c in every(entries) if c.name in only])
@@ -165,7 +168,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_isolated_reference_gets_all_points(entry, grade):
     """Isolated ranks cannot read the course's files, but a correct answer never needs them."""
-    done = grade(ROOT / "solutions", "--modules", str(entry.number))
+    done = grade(ROOT / "solutions", "--modules", str(entry.number), real_isolation=True)
     assert scores(done.result) == ({entry.number: entry.points}, set()), done.result["output"]
 
 
@@ -383,7 +386,7 @@ def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, 
 
 def test_without_root_the_results_say_what_is_not_protected(grade, submit, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    done = grade(submit(), "--modules", "1", only=["test_buffers_start_equal"])
+    done = grade(submit(), "--modules", "1", only=["test_buffers_start_equal"], real_isolation=True)
     assert done.result["score"] == 1 and "without isolation" in done.result["output"]
     assert ranks.SERVER.sandbox is None
 
