@@ -443,7 +443,7 @@ def run_command(room: Room, copies: Sequence[Path], name: str, command: str, qui
     words = ["make", command]
     if quick and command == "test":
         files = [f"tests/{file}.py" for file in QUICK.split()]
-        words = [".venv/bin/python", "-m", "pytest", "-q", "-rsfE", "-n", "2", "--dist", "worksteal"]
+        words = [".venv/bin/python", "-m", "pytest", "-q", "-rsfE", "-n", "2"]
         words += ["--target", "solutions", *(file for file in files if (copies[0] / file).exists())]
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
