@@ -3,8 +3,8 @@
 import datetime
 import re
 import shutil
-import subprocess
 
+import hang_guard
 import pytest
 
 from brigade.course.modules import MODULES, ROOT
@@ -59,7 +59,7 @@ def test_the_newest_version_is_that_of_the_package_and_the_citation():
 
 
 def run_git(*arguments):
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return hang_guard.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
 
 
 def test_every_edition_has_a_tag():

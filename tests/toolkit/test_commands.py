@@ -11,10 +11,10 @@ import io
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from functools import cache
 
+import hang_guard
 import pytest
 from documents import documents, read_markdown
 
@@ -88,7 +88,7 @@ def expect_target(arguments: list[str], variables: list[str]) -> None:
         assert re.search(rf"^#   .*\b{name}\b", MAKE, re.MULTILINE), f"no target takes {name}"
         if name == "GRADE_OPTIONS":
             expect_brigade(["grade", *value.split()])
-    done = subprocess.run(["make", "-n", *arguments, *variables], cwd=ROOT, capture_output=True, text=True)
+    done = hang_guard.run(["make", "-n", *arguments, *variables], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

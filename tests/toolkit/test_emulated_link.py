@@ -1,18 +1,20 @@
 """The emulated link: its arithmetic is correct, collectives take exactly its time, and it changes no result."""
 
-import time
 from collections import defaultdict
 from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
 import torch
+from given_clock import give_clock
+from hang_guard import HANG_S
 from in_ranks import link as functions
 
 from brigade.course.modules import REFERENCE
 from brigade.course.submission import read
 from brigade.ipc.wire import encode
 from brigade.rank.emulated_link import Link, Pace, count_sent_bytes, read_link
+from brigade.runner import deadline, monitor
 from brigade.runner.ranks import RankFailure, run_ranks
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e6)
@@ -47,13 +49,15 @@ def test_a_pace_is_a_ratio_to_backward(world_size):
 def test_collectives_take_the_time_of_the_link_one_after_the_other():
     """A collective takes at least the modelled time, and longer only if the machine is slow."""
     one_s = 0.2
-    for found in run_ranks(functions.on_link, one_s / 2, 1e12, "wait_for_the_link", 3, mode="emulate"):
+    results = run_ranks(functions.on_link, one_s / 2, 1e12, "wait_for_the_link", 3, mode="emulate")
+    for found, events in zip(results, results.events):
         assert one_s <= found["one"]
         assert one_s <= found["subgroup"]
         assert 3 * one_s <= found["all"]
-        assert found["overlapped"] < found["one"] + one_s, "work and communication followed each other"
-        assert found["barrier"] < one_s, "a barrier takes no time on the link"
-        assert found["processor"] < one_s / 2, "waiting takes processor time"
+        assert found["pauses"] == 1, "a rank that waits sleeps until the end instead of looking again and again"
+        barriers = {event["index"] for event in events if event["kind"] == "launch" and event["op"] == "barrier"}
+        on_link = {event["index"] for event in events if event["kind"] == "end" and "began" in event}
+        assert barriers and on_link and not barriers & on_link, "a barrier takes no time on the link"
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -92,8 +96,8 @@ ROUNDING_S = 1e-7  # a rank reads its peer's launch and the common end from one 
 def replay(events, link):
     """Fail unless the recorded collectives are possible on the link.
 
-    Return the number of collectives, and the number of those that gloo finished within the link's time. `events` are
-    the events of all ranks. The k-th launches of a group on all ranks belong together.
+    Return the number of collectives. `events` are the events of all ranks. The k-th launches of a
+    group on all ranks belong together.
     """
     groups = defaultdict(lambda: defaultdict(list))  # by group and rank, (launch, end)
     for rank, of_rank in enumerate(events):
@@ -102,7 +106,7 @@ def replay(events, link):
             if event["kind"] == "launch" and event["op"] != "barrier" and "began" in ends.get(event["index"], {}):
                 groups[event["group"], tuple(event["ranks"])][rank].append((event, ends[event["index"]]))
     carried = defaultdict(list)  # by rank and link, (start, end)
-    count = in_time = 0
+    count = 0
     for (_, ranks), launches in groups.items():
         assert sorted(launches) == sorted(ranks)
         for together in zip(*launches.values(), strict=True):
@@ -122,13 +126,12 @@ def replay(events, link):
             late = [end for end in ends if end > modelled + ROUNDING_S]  # gloo was slower than the link
             assert late or max(ends) - min(ends) <= ROUNDING_S, f"{launch['op']} #{launch['index']} ends differ"
             count += 1
-            in_time += not late
             for rank in ranks:
                 carried[rank, own].append((modelled - seconds, modelled))
     for (rank, _), spans in carried.items():
         for one, other in pairwise(sorted(spans)):
             assert one[1] <= other[0] + ROUNDING_S, f"the link of rank {rank} carries two collectives at once"
-    return count, in_time
+    return count
 
 
 RUNS = {  # (ranks, what they do, collectives of all steps at least)
@@ -144,9 +147,8 @@ def test_no_collective_ends_before_its_slowest_launch_allows(name):
     world_size, call, least = RUNS[name]
     how = {"world_size": world_size, "mode": "emulate", "packages": {"submission": read(REFERENCE, 3)}}
     events = run_ranks(functions.on_link, SLOW.latency_s, SLOW.bytes_per_s, *call, **how).events
-    count, in_time = replay(events, SLOW)
+    count = replay(events, SLOW)
     assert count >= least
-    assert in_time >= count / 2, f"gloo finished only {in_time} of {count} collectives within the link's time"
     if name == "two groups":  # a collective occupies the link only after all ranks have launched it
         ends = [event for event in events[0] if event["kind"] == "end" and "began" in event]
         assert all(quick["time"] < late["began"] for quick, late in zip(ends[::2], ends[1::2], strict=True))
@@ -159,17 +161,21 @@ def test_ranks_have_one_link_inside_their_node_and_one_to_other_nodes():
     assert link.outer == Link(4 * link.latency_s, link.bytes_per_s / 4)
     assert read_link(asdict(link)) == link
     events = run_ranks(functions.on_two_links, asdict(link), world_size=4, mode="emulate").events
-    count, in_time = replay(events, link)
-    assert count == 13 and in_time > 6
-    ends = [event for event in events[0] if event["kind"] == "end" and "began" in event]
-    overlaps = [outer["began"] < inner["time"] for inner, outer in zip(ends[:6:2], ends[1:6:2], strict=True)]
-    assert any(overlaps), "a rank may be late, but not in each of three rounds"
+    count = replay(events, link)
+    assert count == 13
 
 
-def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
+def test_a_rank_that_never_launches_is_waited_for_until_the_deadline(monkeypatch):
     """This includes the root of a broadcast, on which gloo has already finished."""
-    start = time.monotonic()
+    clock = give_clock(monkeypatch, monitor, deadline)
+    monkeypatch.setattr(monitor, "ANSWER_S", HANG_S)
+
+    def follow(rank, event):
+        if rank == 0 and event["kind"] == "wait":
+            clock.now = 1.5  # beyond the deadline
+
+    how = {"mode": "emulate", "deadline": 1, "on_event": follow}
     with pytest.raises(RankFailure) as failure:
-        run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="emulate", deadline=3)
-    assert failure.value.kind in ("deadline", "deadlock") and time.monotonic() - start < 15
+        run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", **how)
+    assert failure.value.kind == "deadline"
     assert "waits in broadcast" in failure.value.lines[0], failure.value

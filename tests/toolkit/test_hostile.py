@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import hostile
 import psutil
 import pytest
 import torch
+from hang_guard import wait_until
 from in_ranks import basics as functions
 
 from brigade.checks.context import CheckContext
@@ -97,7 +97,7 @@ class Graded:
     """A submission that was graded as by `brigade grade`, with a results file."""
 
     def __init__(self, submission: Path, out: Path, case: hostile.Hostile, on_change: Callable = lambda grading: None):
-        self.out, self.told, started = out, "", time.monotonic()
+        self.out, self.told = out, ""
         self.state = make_empty_grading([get_module(number) for number in case.modules], 1)
 
         def save() -> None:
@@ -112,7 +112,6 @@ class Graded:
                 grading.grade(directory, self.state, total_s=case.limit_s, on_change=save)
         except CourseError as error:
             self.told = str(error)
-        self.seconds = time.monotonic() - started
         told = [check["feedback"] for check in formats.encode_grading(self.state)["checks"]]
         self.failures = [self.told] if self.told else [*filter(None, told)]
 
@@ -142,7 +141,7 @@ def submission(tmp_path: Path) -> Path:
 
 
 def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a submission gets the right score in time and leaves nothing behind."""
+    """Check that a submission gets the right score and leaves nothing behind. Other tests check the time limits."""
     if case.checks:
         collect = grading.collect
         monkeypatch.setattr(grading, "collect", lambda entries: [o for o in collect(entries) if o.name in case.checks])
@@ -152,7 +151,6 @@ def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: p
     graded = Graded(archive if archive.exists() else directory, directory.parent / "results.json", case)
     assert graded.state.score == case.score, graded.failures
     assert graded.told or graded.state.count_settled() == len(graded.state.outcomes)
-    assert graded.seconds < case.limit_s + 5
     assert case.told in " ".join(" ".join(graded.failures).split())
     assert graded.out.read_text() == graded.text and len(graded.text) < 100_000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kB of memory"
@@ -168,7 +166,7 @@ def test_it_gets_what_it_is_worth_and_leaves_nothing(case, user, submission, mon
 # ---- what a rank knows
 
 STANDS = """
-import time
+import signal
 import torch
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 class FlatDDP(torch.nn.Module):
@@ -178,7 +176,7 @@ class FlatDDP(torch.nn.Module):
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
     def finish_grad_sync(self):
-        time.sleep(60)
+        signal.pause()
 """
 
 
@@ -315,13 +313,15 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
     process = subprocess.Popen([sys.executable, "-m", "brigade.cli", *arguments], cwd=ROOT)
     try:
         used: set[int] = set()
-        while not used:
+
+        def find_used() -> set[int]:
             assert process.poll() is None
-            time.sleep(0.02)
             with contextlib.suppress(psutil.NoSuchProcess):
                 found = {p.uids().real for p in psutil.Process(process.pid).children(recursive=True)} - others
-                used = found & set(range(users.FIRST_UID, users.FIRST_UID + users.USERS))
-        time.sleep(0.3)
+                used.update(found & set(range(users.FIRST_UID, users.FIRST_UID + users.USERS)))
+            return used
+
+        wait_until(find_used)
         [server] = psutil.Process(process.pid).children()
         server.suspend()
     finally:

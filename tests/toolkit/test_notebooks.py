@@ -316,7 +316,7 @@ def test_the_machine_is_judged_before_a_notebook_runs(monkeypatch: pytest.Monkey
 
 
 def test_the_program_that_computes_prints_a_share() -> None:
-    done = subprocess.run([sys.executable, "-c", notebook_files.COMPUTE], capture_output=True, text=True, check=True)
+    done = hang_guard.run([sys.executable, "-c", notebook_files.COMPUTE], capture_output=True, text=True, check=True)
     assert float(done.stdout) > 0
 
 

@@ -7,11 +7,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 
+import hang_guard
 import psutil
 import pytest
 
@@ -110,7 +110,7 @@ def test_what_a_program_needs_still_works():
         thread = threading.Thread(target=lambda: heard.append(1))
         thread.start()
         thread.join()
-        program = subprocess.run([sys.executable, "-c", script])
+        program = hang_guard.run([sys.executable, "-c", script])
         return heard == [1] and run_in_child(lambda: True) and program.returncode == 0
 
     assert run_in_child(work)
@@ -165,7 +165,7 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     result.symlink_to("precious")
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [sys.executable, str(tmp_path / "autograder.py")]
-    subprocess.run(command, cwd=tmp_path / "checkout", env=environment, check=True)
+    hang_guard.run(command, cwd=tmp_path / "checkout", env=environment, check=True)
     assert (tmp_path / "checkout" / "precious").read_text() == "precious"
     assert not result.is_symlink() and result.read_text() == "graded\n"
     setup, grade, hand_over = [line.split("\t")[:-1] for line in (tmp_path / "asked").read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,6 @@ def deliver(how: str) -> dict[str, Any]:
     first, second = torch.ones(3), torch.ones(2)
     one, two = dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)
     two.wait()
-    time.sleep(0.05)  # time does not deliver either
     before = [first.clone(), second.clone()]
     answer = {
         "wait with a timeout": lambda: one.wait(timedelta(seconds=5)),
