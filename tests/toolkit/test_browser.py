@@ -4,9 +4,9 @@ import itertools
 import math
 import re
 import shutil
-import subprocess
 import sys
 
+import hang_guard
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
@@ -27,7 +27,7 @@ def site(tmp_path_factory):
     """Return the directory of the site, built as `make site` does."""
     directory = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", directory / "doctrees"]
-    done = subprocess.run([*command, "-c", ROOT / "site", ROOT, directory / "site"], capture_output=True, text=True)
+    done = hang_guard.run([*command, "-c", ROOT / "site", ROOT, directory / "site"], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return directory / "site"
 
