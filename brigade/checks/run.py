@@ -7,7 +7,7 @@ import random
 import shlex
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,12 +88,13 @@ def run_checks(
     conditions: Conditions,
     prior_source: str = "own",
     at_a_time: int = 1,
-    in_order: bool = True,
+    urgent: Sequence[Check] = (),
 ) -> Iterator[Outcome]:
-    """Run checks, several at a time, and yield their outcomes in the order of the checks, or else as they finish.
+    """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
-    A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT` checks reached their deadline.
-    All checks judge the same text, even if a student saves a file before the last check starts.
+    The `urgent` ones start first. A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT`
+    checks reached their deadline. All checks judge the same text, even if a student saves a file before the last check
+    starts.
     """
     hung = 0
     snapshot = take_snapshot(target)
@@ -112,10 +113,10 @@ def run_checks(
         return outcome
 
     try:
-        for check in checks:
+        for check in dict.fromkeys((*urgent, *checks)):
             futures[check.module, check.name] = pool.submit(run_unless_in_vain, check)
-        for future in futures.values() if in_order else as_completed(futures.values()):
-            yield future.result()
+        for check in checks:
+            yield futures[check.module, check.name].result()
     except KeyboardInterrupt:
         SERVER.close()  # ends the ranks that the other checks wait for
         raise
@@ -167,4 +168,6 @@ def make_repeat_command(check: GradedCheck, target: str | Path, conditions: Cond
         words += ["--prior", prior_source]
     if conditions.backend != choose_backend():
         words += ["--backend", conditions.backend]
+    if conditions.share_gpu:
+        words += ["--share-gpu"]
     return shlex.join(words)

@@ -22,7 +22,7 @@ from brigade.cli.progress_file import CHANGED, find_state, has_changed, hash_sub
 from brigade.cli.success import handle_success
 from brigade.course import skeletons
 from brigade.course.listing import find_last_part
-from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, CourseError, Module, get_module
 from brigade.course.submission import Snapshot, Sources, find, join_texts, resolve_target, select_files, select_used
 from brigade.runner import machine
 
@@ -51,18 +51,17 @@ def add_next_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_module(entry: Module, snapshot: Snapshot, options: argparse.Namespace, before: Outcomes) -> Iterator[Outcome]:
-    """Run a module's graded checks from this process, and yield their outcomes.
+    """Run a module's graded checks from this process, and yield their outcomes in the order of the checks.
 
-    In the first run, the outcomes have the order of the checks. If there are outcomes of the previous run, `before`,
-    the checks that failed in it come first, then the quick ones, and each outcome comes as soon as its check has
-    finished. Raise CourseError if the checks cannot be imported, or if the options select none of them.
+    If there are outcomes of the previous run, `before`, the checks that failed in it start first. Raise CourseError if
+    the checks cannot be imported, or if the options select none of them.
     """
     prepare()
     try:
         checks = collect([entry])
     except Exception as error:
         raise CourseError(f"the checks could not run:\n{type(error).__name__}: {error}") from None
-    checks = sort_by_urgency(select(checks, options), before)
+    checks = select(checks, options)
     conditions = Conditions(
         seed=random.randrange(10**6) if options.seed is None else options.seed,
         backend=options.backend or choose_backend(),
@@ -70,7 +69,7 @@ def check_module(entry: Module, snapshot: Snapshot, options: argparse.Namespace,
         is_debugged=options.debug,
     )
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
-    for outcome in run_checks(checks, snapshot, conditions, options.prior, at_a_time, in_order=not before):
+    for outcome in run_checks(checks, snapshot, conditions, options.prior, at_a_time, list_urgent(checks, before)):
         yield outcome
         if options.debug and not outcome.passed:
             break
@@ -93,19 +92,16 @@ def select(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
     return selected
 
 
-def sort_by_urgency(checks: Sequence[Check], before: Outcomes) -> list[Check]:
-    """Return first the checks that did not pass in the previous run, then the quick ones.
+def list_urgent(checks: Sequence[Check], before: Outcomes) -> list[Check]:
+    """Return the checks that start first: the very first one, whose line is shown first, and those that failed before.
 
     A check that another one needs comes before it. Otherwise all threads could wait for checks that have not started.
     """
-    seconds: dict[str, float] = {}  # of a check and those that it needs
-    for check in checks:
-        seconds[check.name] = seconds.get(check.needs, 0.0) + (before[check].seconds if check in before else 0.0)
-    urgent: set[str] = set()
+    names = {checks[0].name}
     for check in reversed(checks):
-        if check.name in urgent or check not in before or not before[check].passed:
-            urgent |= {check.name, check.needs}
-    return sorted(checks, key=lambda check: (check.name not in urgent, seconds[check.name]))
+        if check.name in names or check in before and not before[check].passed:
+            names |= {check.name, check.needs}
+    return [check for check in checks if check.name in names]
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -166,13 +162,11 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         key = hash_submission(entry, sources)
         outcomes: list[Outcome] = []
         for outcome in check_module(entry, snapshot, options, before):
-            is_first = all(other.check.parts != outcome.check.parts for other in outcomes)
-            if outcome.check.parts and is_first and not before:
+            if outcome.check.parts and all(other.check.parts != outcome.check.parts for other in outcomes):
                 console.print(f"  {outcome.check.parts}", markup=False)
-            print_outcome(outcome, shows_prints=bool(options.only))
+            print_outcome(outcome, before.get(outcome.check), shows_prints=bool(options.only))
             outcomes.append(outcome)
         before.update({outcome.check: outcome for outcome in outcomes})
-        outcomes.sort(key=lambda outcome: outcome.check.place)
         for message in render.list_messages(outcomes, shows_all=bool(options.only)):
             console.print(Text(indent(str(message), "  ")))
         score, total = (sum(points) for points in zip(*((each.score, each.check.points) for each in outcomes)))
@@ -198,14 +192,19 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
     return status
 
 
-def print_outcome(outcome: Outcome, shows_prints: bool) -> None:
-    """Print one line about a check. With `shows_prints`, show what a passing check prints, too."""
+def print_outcome(outcome: Outcome, before: Outcome | None, shows_prints: bool) -> None:
+    """Print one line about a check, which says whether the result differs from that of the previous run, `before`.
+
+    With `shows_prints`, show what a passing check prints, too.
+    """
     check = outcome.check
     sign, colour, why = ("✓", "green", "") if outcome.passed else ("✗", "red", "")
     if outcome.ending == NOT_RUN:
         sign, colour, why = "-", "yellow", f" {outcome.verdict}"
-    number = "" if outcome.passed else f"{check.number}  "
-    line = f"{outcome.score}/{check.points}  {number}{check.title}{why}"
+    change = ""
+    if before and before.passed != outcome.passed:
+        change = "  (passes now)" if outcome.passed else "  (passed before)"
+    line = f"{outcome.score}/{check.points}  {check.number}  {check.title}{why}{change}"
     console.print(Text.assemble((f"  {sign} ", colour), line))
     if outcome.passed and shows_prints and (lines := render.list_printed_lines(outcome)):
         console.print(Text(indent("\n".join(lines), " " * 9)))
@@ -229,33 +228,62 @@ def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], 
         "written": "has not been checked as it is now",
     }
     for other in MODULES[: MODULES.index(entry)]:
-        what = reasons.get(find_state(other, target), "is not written yet" if other.number in others else "")
+        state = find_state(other, target)
+        what = reasons.get(state, "is not written yet" if other.number in others else "")
         if what and (other.package in used or other.package in text):
             advice = f"ask your instructor to unlock module {other.number}."
             if find(ROOT / "solutions", other):
                 advice = "use --prior reference to run these checks with the reference's module instead."
-            command = f"brigade check {other.number}"
-            return f"Module {other.number} {what}; start there: `{command}`. If you are stuck on it, {advice}"
+            command = f"`brigade check {other.number}`"
+            where = f"; start there: {command}."
+            if state in ("fails", "written") and other.number not in others:  # the failures may have another cause
+                where = f". If you find no mistake here, look there: {command}."
+            return f"Module {other.number} {what}{where} If you are stuck on it, {advice}"
     return ""
 
 
+def is_begun(entry: Module, options: argparse.Namespace) -> bool:
+    """Return whether the student has changed a file of the module. A file that cannot be read counts as changed."""
+    try:
+        own = select_files(entry, Snapshot(options.target).read(entry.number, options.prior))
+    except CourseError:
+        return True
+    return bool({text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()})
+
+
+def list_alternatives(entry: Module, skipped: Sequence[Module], target: Path) -> list[str]:
+    """Return sentences on what to do instead of `entry`: the optional warm-up, or the next module of the core."""
+    if entry.is_core:
+        return [
+            f"Optional, before module 1: module {other.number}, {other.title} ({other.minutes} minutes): "
+            f"{shorten(other.lesson / 'README.md')}"
+            for other in skipped
+            if other.track == WARM_UP and entry == CORE_MODULES[0]
+        ]
+    core = [other for other in CORE_MODULES if find_state(other, target) != "passes"]
+    return [f"This module is optional. Next in the core: `brigade check {core[0].number}`."] if core else []
+
+
 def run_next(options: argparse.Namespace) -> int:
-    """brigade next: show the first module that does not pass all its checks, and its first failed check."""
+    """brigade next: show the first module that does not pass all its checks, and its first failed check.
+
+    A module outside the core that is not begun yet comes last, because it is optional.
+    """
     options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
         resolve_target("solutions")
     # The core does not build on other modules, so these may be missing.
     entries = [entry for entry in MODULES if entry.is_core or find(Path(options.target), entry)]
-    for entry in entries:
+    skipped = [entry for entry in entries if not entry.is_core and not is_begun(entry, options)]
+    for entry in sorted(entries, key=lambda entry: entry in skipped):
         track = "" if entry.is_core else f" ({entry.track}, in addition to the core's 100)"
         try:
             snapshot = Snapshot(options.target)
             sources = snapshot.read(entry.number, options.prior)
             key = hash_submission(entry, sources)
             is_done = recall("passed").get(entry.package) == key
-            own = select_files(entry, sources)
-            is_begun = {text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()}
-            outcomes = list(check_module(entry, snapshot, options, {})) if is_begun and not is_done else []
+            is_run = not is_done and is_begun(entry, options)
+            outcomes = list(check_module(entry, snapshot, options, {})) if is_run else []
         except CourseError as error:
             console.print(f"→ {error}", markup=False)
             return 1
@@ -275,6 +303,8 @@ def run_next(options: argparse.Namespace) -> int:
         for message in render.list_messages(outcomes)[:1]:
             console.print(f"\n  {message.outcomes[0].check.number}  {message.outcomes[0].check.title}", markup=False)
             console.print(Text(indent(str(message), "  ")))
+        for other in list_alternatives(entry, skipped, Path(options.target)):
+            console.print(f"\n  {other}", markup=False)
         return 1
     console.print(f"All {len(entries)} modules pass. `brigade submit` creates the zip file to hand in.", markup=False)
     console.print("The written questions are in `answers.md` beside each module.")

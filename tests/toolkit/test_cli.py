@@ -255,7 +255,23 @@ def test_next_names_the_first_unfinished_module(brigade, lessons):
     assert "✓ Module 1" in done.stdout
     assert "→ module 2 is missing" in done.stdout and "Hand it in under this name" in done.stdout
     shown = brigade("check", 1, 2, "--target", lessons, "--only", "start_equal or one_all_reduce").stdout
-    assert "✓ 1/1" in shown and "Module 2: One flat all-reduce\n  ✗ module 2 is missing" in shown
+    assert "✓ 1/1  1.1" in shown and "Module 2: One flat all-reduce\n  ✗ module 2 is missing" in shown
+
+
+def test_next_does_not_stop_at_an_optional_module(brigade, lessons):
+    """The warm-up comes first only if it is begun, and even then the next module of the core is named."""
+    ring, second = get_module(0), get_module(2)
+    for entry in (ring, second):
+        (lessons / entry.package).mkdir()
+        shutil.copy(ROOT / "lessons" / entry.path, lessons / entry.path)
+    shown = brigade("next", "--target", lessons).stdout
+    assert "✓ Module 1" in shown and "→ Module 2" in shown and "Module 0" not in shown
+    (lessons / get_module(1).path).write_text((ROOT / "lessons" / get_module(1).path).read_text())
+    shown = brigade("next", "--target", lessons).stdout
+    assert "→ Module 1" in shown and "Optional, before module 1: module 0" in shown
+    (lessons / ring.path).write_text((ROOT / "lessons" / ring.path).read_text() + "# begun\n")
+    shown = brigade("next", "--target", lessons).stdout
+    assert "→ Module 0" in shown and "Next in the core: `brigade check 1`." in shown
 
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
@@ -326,19 +342,27 @@ def test_the_checks_up_to_a_part(brigade):
 
 
 def test_watch_runs_again_after_a_save(lessons):
-    """The checks that failed come first."""
+    """Each run shows all checks under the headings of their parts, and marks those whose result has changed."""
     watched = start("check", "1", "--watch", "--only", "start_equal", "--target", str(lessons))
     with hang_guard.kill_if_it_hangs(watched):
-        assert any("2 of 2 points" in line for line in read_until(watched, "Waiting for a file"))
+        shown = read_until(watched, "Waiting for a file")
+        assert any("2 of 2 points" in line for line in shown)
+        numbers = [line.split()[2] for line in shown if "/1 " in line]
+        assert numbers == sorted(numbers) and len(numbers) == 2
         file = lessons / get_module(1).path
         right = file.read_text()
         wrong = right.replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
-        saves = [(wrong, "", "1 of 2"), (wrong + "# nothing\n", "✗", "1 of 2"), (right, "✓", "2 of 2")]
-        for text, first, points in saves:
+        for text, change, points in [
+            (wrong, "(passed before)", "1 of 2"),
+            (wrong + "# nothing\n", "", "1 of 2"),
+            (right, "(passes now)", "2 of 2"),
+        ]:
             file.write_text(text)
             read_until(watched, "Module 1")
             shown = read_until(watched, "Waiting for a file")
-            assert first in shown[0] and f"  {points} points" in "".join(shown), shown
+            assert re.findall(r"\((?:passed|passes) \w+\)", "".join(shown)) == [change] * bool(change)
+            assert [line.split()[2] for line in shown if "/1 " in line] == numbers, "the order of the checks"
+            assert f"  {points} points" in "".join(shown), shown
             assert ("still has its own values of buffers" in "".join(shown)) == (text != right)
         watched.send_signal(signal.SIGINT)
         assert hang_guard.wait(watched) == 130

@@ -184,7 +184,7 @@ def test_an_unlocked_module_replaces_the_students(edition, written):
     written.write_text(written.read_text().replace("tensor.detach().copy_(whole)", "tensor.detach().mul_(1)"))
     said = run_command(edition, "brigade check 2", status=1)
     assert (
-        "Module 1 has not been checked as it is now; start there" in said
+        "Module 1 has not been checked as it is now. If you find no mistake here, look there" in said
         and "ask your instructor to unlock module 1" in said
     )
     (edition / "solutions" / FIRST.package).mkdir(parents=True)

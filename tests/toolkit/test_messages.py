@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from brigade.checks import render, run
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Outcome, Verdict
-from brigade.cli.check import sort_by_urgency
+from brigade.cli.check import list_urgent
 from brigade.course.listing import Part, list_checks
 from brigade.course.modules import MODULES, get_module
 
@@ -91,28 +90,26 @@ def test_a_check_whose_need_failed_does_not_run(at_a_time):
     assert list(run_checks([three], "solutions", Conditions()))[0].passed and ran == ["three"]
 
 
-def test_a_quick_check_does_not_wait_for_a_slow_one(monkeypatch):
-    """`brigade check --watch` shows an outcome as soon as its check has finished."""
-    slow, quick = (Check(1, f"test_{n}", "", 1, "", n, function=lambda submission: None) for n in (1, 2))
-    is_over = threading.Event()
-    monkeypatch.setattr(run, "run_check", lambda check, *_: Outcome(check, str(check is quick or is_over.wait(60))))
-    outcomes = run_checks([slow, quick], "solutions", Conditions(), at_a_time=2, in_order=False)
-    assert next(outcomes).check is quick
-    is_over.set()
-    assert [outcome.check for outcome in outcomes] == [slow]
+def test_urgent_checks_start_first_and_outcomes_keep_the_order_of_the_checks(monkeypatch):
+    checks = [Check(1, f"test_{n}", "", 1, "", n, function=lambda submission: None) for n in (1, 2, 3)]
+    started = []
+    monkeypatch.setattr(run, "run_check", lambda check, *_: started.append(check) or Outcome(check, "passed"))
+    outcomes = run_checks(checks, "solutions", Conditions(), urgent=[checks[0], checks[2]])
+    assert [outcome.check for outcome in outcomes] == checks
+    assert started == [checks[0], checks[2], checks[1]]
 
 
-def test_the_checks_that_failed_come_first_after_those_that_they_need():
+def test_the_checks_that_failed_start_first_after_those_that_they_need():
     """Otherwise --watch could hang: all threads would wait for checks that have not started."""
     checks = collect([get_module(8)])
     failed = [check for check in checks if check.needs]
-    before = {
-        check: Outcome(check, "failed" if check in failed else "passed", seconds=20 - check.place) for check in checks
-    }
-    order = [check.name for check in sort_by_urgency(checks, before)]
-    assert failed and all(order.index(check.needs) < order.index(check.name) for check in failed)
-    needed = {check.needs for check in failed} | {check.name for check in failed}
-    assert set(order[: len(needed)]) == needed
+    before = {check: Outcome(check, "failed" if check in failed else "passed") for check in checks}
+    urgent = list_urgent(checks, before)
+    assert failed and {check.name for check in urgent} == {
+        checks[0].name, *(check.needs for check in failed), *(check.name for check in failed)
+    }  # fmt: skip
+    assert urgent == sorted(urgent, key=checks.index)
+    assert list_urgent(checks, {}) == checks[:1]
 
 
 def test_a_check_needs_an_earlier_one():

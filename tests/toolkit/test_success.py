@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from brigade.cli import progress_file, success
@@ -35,19 +37,19 @@ def change(lessons, entry, old, new):
 
 def find_sentence(done):
     """Return the line about an earlier module, or "" if there is none."""
-    return next((line.strip() for line in done.stdout.splitlines() if "start there" in line), "")
+    return next((line.strip() for line in done.stdout.splitlines() if re.search("(start|look) there", line)), "")
 
 
 def test_an_earlier_module_that_fails_is_named(brigade, lessons):
     change(lessons, FIRST, "tensor.detach().copy_(whole)", "tensor.detach().mul_(1)")  # transposed tensors only
     done = brigade("check", 2, "--target", lessons)
     assert done.returncode == 1 and find_sentence(done).startswith(
-        "Module 1 has not been checked as it is now; start there"
+        "Module 1 has not been checked as it is now. If you find no mistake here, look there: "
     )
     brigade("check", 1, "--target", lessons)
     assert find_sentence(brigade("check", 2, "--target", lessons)) == (
-        "Module 1 does not pass all its checks; start there: `brigade check 1`. If you are stuck on it, use "
-        "--prior reference to run these checks with the reference's module instead."
+        "Module 1 does not pass all its checks. If you find no mistake here, look there: `brigade check 1`. If you are "
+        "stuck on it, use --prior reference to run these checks with the reference's module instead."
     )
     assert brigade("check", 2, "--target", lessons, "--prior", "reference").returncode == 0
 
@@ -59,7 +61,8 @@ def test_an_earlier_module_that_fails_is_named(brigade, lessons):
 )
 def test_an_earlier_module_that_cannot_be_used_is_named(brigade, lessons, text, what):
     (lessons / FIRST.path).write_text(text)
-    assert f"Module 1 {what}" in find_sentence(brigade("check", 2, "--target", lessons))
+    sentence = find_sentence(brigade("check", 2, "--target", lessons))
+    assert f"Module 1 {what}" in sentence and "start there: `brigade check 1`" in sentence
 
 
 def test_no_earlier_module_is_blamed_if_this_one_is_not_written(brigade, lessons):
