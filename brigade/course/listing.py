@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -65,14 +66,20 @@ def find_last_part(text: str) -> str:
 
 def list_checks(entry: Module) -> list[GradedCheck]:
     """Return the graded checks of a module, in order."""
+    return list(parse_checks(entry.number, entry.checks.read_text()))
+
+
+@functools.lru_cache(maxsize=64)  # a grading run asks for the same checks again and again
+def parse_checks(number: int, text: str) -> tuple[GradedCheck, ...]:
+    """Return the graded checks in the text of the file of module `number`, in order."""
     checks, parts = [], ""
-    nodes = list_check_functions(ast.parse(entry.checks.read_text()))
+    nodes = list_check_functions(ast.parse(text))
     for place, node in enumerate(nodes, 1):
         parts = read_mark(node, "parts") or parts  # a heading applies until the next one
         title = (ast.get_docstring(node) or node.name).splitlines()[0]
         points, needs = read_mark(node, "points") or 0, read_mark(node, "needs") or ""
-        checks.append(GradedCheck(entry.number, node.name, title, points, parts, place, needs))
-    return checks
+        checks.append(GradedCheck(number, node.name, title, points, parts, place, needs))
+    return tuple(checks)
 
 
 def list_check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
