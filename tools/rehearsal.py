@@ -472,7 +472,8 @@ def read_result(status: int | None, log: str) -> Result:
     lines = [line for line in log.splitlines() if line.strip()]
     counts = [line for line in lines if re.search(r"\d (passed|failed|errors?|skipped)\b.* in [\d.]+s", line)]
     found = re.findall(r"\d+ (?:failed|errors?|passed|skipped)\b", counts[-1]) if counts else []
-    failed = [line for line in lines if re.match(r"(FAILED|ERROR) tests/|_+ (ERROR at setup of )?test_.* _+$", line)]
+    failed = [line for line in lines if re.match("(FAILED|ERROR) tests/", line)]
+    failed = failed or [line for line in lines if re.match(r"_+ (ERROR at setup of )?test_.* _+$", line)]
     if status is None:
         return Result(False, f"stopped after {MOST_S // 3600} hours", failed)
     if status == 0:
