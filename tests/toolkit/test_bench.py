@@ -112,7 +112,7 @@ def test_the_numbers_are_those_of_the_run(measured):
     # The link has the ratio that was asked for.
     assert content["link"]["all_reduce_ms"] == pytest.approx(0.51 * content["backward_ms"])
     least_ms = 2e3 * naive["collectives"] * content["link"]["latency_s"] + 0.5 * content["backward_ms"]
-    assert least_ms <= naive["exposed_ms"]["lower"]
+    assert least_ms <= min(steps), "its all-reduces are synchronous and inside the step"
     tables, link, remarks = printed.partition("The link is emulated, ")
     assert max(map(len, tables.splitlines())) <= 80
     assert link and "8 ZeroOptimizer relative to torch DDP + ZeRO: step time " in remarks
