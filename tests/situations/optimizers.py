@@ -37,7 +37,7 @@ def scheduler(run: Run) -> None:
         schedule.step()
 
 
-@situation("fairscale #601 (2)", "Warm-up begins with a learning rate of zero.", not_for={"m15": "two optimizers"})
+@situation("pytorch PR 46750", "Warm-up begins with a learning rate of zero.", not_for={"m15": "two optimizers"})
 def warm_up(run: Run) -> None:
     ddp, optimizer = run.prepare(Net(), AdamW, lr=0.1, weight_decay=0.1)
     schedule = LambdaLR(optimizer, lambda step: min(1.0, step / 2))

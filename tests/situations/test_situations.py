@@ -11,16 +11,20 @@ README.md says how to add one.
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+import textwrap
 from typing import Any
 
 import pytest
 import torch
 
+from brigade.course.modules import ROOT
 from brigade.course.submission import PACKAGE, read
 from brigade.runner.ranks import RankFailure, run_calls
 from situations.kinds import KINDS, Kind
 from situations.ranks import execute, run_situation
-from situations.run import SITUATIONS, WORLD, Situation
+from situations.run import SITUATIONS, WORLD, Run, Situation
 
 # Without --everything, a situation runs on each second kind that it applies to, or on each sixth one if it makes torch
 # import its compiler.
@@ -103,8 +107,12 @@ def measure(actual: torch.Tensor, right: torch.Tensor) -> float:
     return ((actual.to(wide) - right.to(wide)).abs().max() / right.to(wide).abs().max().clamp(min=1)).item()
 
 
-@pytest.mark.xfail(reason="the wrappers are being repaired", strict=False)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+REPAIRED = pytest.mark.xfail(reason="the wrappers of modules 9 to 16 are being repaired", strict=False)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=REPAIRED if kind.module > 8 else (), id=kind.name) for kind in KINDS]
+)
 def test_right_or_refused(kind, request):
     options = request.config.option
     names = select(kind, options.everything or options.situation or options.module)
@@ -113,3 +121,25 @@ def test_right_or_refused(kind, request):
     faults = {name: find_fault(name, kind, result) for name, result in zip(names, results)}
     faults = {name: fault for name, fault in faults.items() if fault}
     assert not faults, "\n" + "\n".join(f"{SITUATIONS[n].source}, {n}: {fault}" for n, fault in faults.items())
+
+
+def test_page_shows_the_programs():
+    """docs/bugs.md shows programs as they are here, under their public numbers."""
+    text = (ROOT / "docs" / "bugs.md").read_text()
+    shown = re.findall(r"\n### \d+\. [^\n]* \(([^\n]+)\)\n\n```python\n(def (\w+)\(.*?)\n```\n", text, re.DOTALL)
+    assert len(shown) == text.count("\n### ") >= 20
+    for source, program, name in shown:
+        entry = SITUATIONS[name]
+        assert source == entry.source
+        assert inspect.getsource(entry.program).endswith(f"{program}\n"), f"docs/bugs.md shows another {name}"
+    loop = inspect.getsource(Run.train).partition('"""\n')[2]
+    assert textwrap.dedent(loop).replace("self.", "run.") in text
+
+
+def test_situations_are_well_formed():
+    """There are 60 situations, each runs on most wrappers, and a program fits on a slide."""
+    assert len(SITUATIONS) >= 60
+    for name, entry in SITUATIONS.items():
+        assert re.search(r"(#| PR )\d+$", entry.source), f"{name}: {entry.source} is no public number"
+        assert sum(map(entry.applies_to, KINDS)) >= 5, f"{name} runs on few wrappers"
+        assert entry.not_for.keys() <= {kind.name for kind in KINDS}
