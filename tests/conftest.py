@@ -31,7 +31,7 @@ if os.path.expanduser("~") == "~":
     os.environ["HOME"] = HOME.name
 
 LOOP = """docs experiments hints messages mutants new_module notebooks prose
-requests skeletons wrong_answers"""
+requests situations skeletons wrong_answers"""
 # The tests that take longest, by the beginnings of their names, so that no process is left alone with one at the end.
 LONGEST = """test_browser test_hostile test_bench test_new_module test_package test_plan test_edition test_notebooks
 test_mutants.py::test_another_style test_mutants.py::test_mutant_is_caught test_grade test_experiments test_class

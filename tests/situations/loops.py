@@ -324,8 +324,6 @@ def loss_of_inner_module(run: Run) -> None:
         F.mse_loss(ddp.module(x), y).backward()
         ddp.finish_grad_sync()
         optimizer.step()
-        if hasattr(ddp, "finish_param_sync"):
-            ddp.finish_param_sync()
 
 
 @situation("pytorch #53979", "Evaluations come between backward and the finish, and between steps.")
@@ -362,7 +360,7 @@ def evaluation_on_a_rank(run: Run) -> None:
     "Hooks step while backward is running.",
     refused=FIRST,
     needs="reads_grads",
-    not_for={name: "nothing is in flight, so it is a step without the finish" for name in ("m01", "m02")},
+    not_for=dict.fromkeys(("m01", "m02"), "nothing is in flight, so it is a step without the finish"),
 )
 def step_in_backward(run: Run) -> None:
     model = Net()

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from toolkit.hang_guard import HANG_S
 
-from brigade.course.modules import ROOT
+from brigade.course.modules import ROOT, get_module
 from brigade.course.submission import PACKAGE, read
 from brigade.runner.ranks import RankFailure, run_calls
 from situations.kinds import KINDS, Kind
@@ -50,7 +51,9 @@ def run_on(kind: Kind, names: list[str]) -> list[list[dict[str, Any]] | RankFail
     try:
         calls = [(name, kind.name) for name in names]
         packages = {PACKAGE: read("solutions", kind.module)}
-        return list(run_calls(run_situation, calls, world_size=WORLD, packages=packages, mode="strict", deadline=600))
+        return list(
+            run_calls(run_situation, calls, world_size=WORLD, packages=packages, mode="strict", deadline=HANG_S)
+        )
     except RankFailure as failure:
         if len(names) == 1:
             return [failure]
@@ -111,9 +114,13 @@ REPAIRED = pytest.mark.xfail(reason="the wrappers of modules 9 to 16 are being r
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=REPAIRED if kind.module > 8 else (), id=kind.name) for kind in KINDS]
+    ("kind", "package"),  # make module MODULE=5 selects tests by the package
+    [
+        pytest.param(kind, get_module(kind.module).package, marks=REPAIRED if kind.module > 8 else (), id=kind.name)
+        for kind in KINDS
+    ],
 )
-def test_right_or_refused(kind, request):
+def test_right_or_refused(kind, package, request):
     options = request.config.option
     names = select(kind, options.everything or options.situation or options.module)
     names = [name for name in names if options.situation in (None, name)]
