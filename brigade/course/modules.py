@@ -104,7 +104,7 @@ MODULES = (
     Module(13, "m13_post_mortem", "Post-mortem of a hang", 15, 90, 3,
            ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
            BEYOND, trains=False),
-    Module(14, "m14_hybrid_sharded", "Two links", 20, 120, 4, ("plan_grid", "plan_traffic", "HybridShardedDDP"),
+    Module(14, "m14_hybrid_sharded", "Two links", 20, 90, 4, ("plan_grid", "plan_traffic", "HybridShardedDDP"),
            "weights in shards inside a node, a replica in every node", BEYOND),
     Module(15, "m15_sharded_muon", "Whole matrices for Muon", 20, 120, 4,
            ("orthogonalize", "assign_matrices", "plan_groups", "ShardedMuon"),
