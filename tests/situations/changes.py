@@ -108,7 +108,7 @@ def resumed(run: Run) -> None:
     run.train(ddp, optimizer, steps=2, start=2)
 
 
-@situation("fairscale #601", "The checkpoint has two parameter groups.", needs="states groups")
+@situation("fairscale #601", "The checkpoint has two parameter groups.", needs="states groups reads_weights")
 def resumed_groups(run: Run) -> None:
     def groups(model):
         return [{"params": model[0].parameters(), "lr": 0.05}, {"params": model[2:].parameters()}]

@@ -37,6 +37,19 @@ def test_behaviour_of_the_coalescing_manager():
     assert list(run_ranks(capture, world_size=2, mode="record")) == [calls] * 2, COALESCE + "op, redop and tensor"
 
 
+def test_grad_scaler_asks_the_optimizer_before_it_decides():
+    class Refusing(torch.optim.SGD):
+        @property
+        def _step_supports_amp_scaling(self):
+            raise RuntimeError("refused")
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum() * float("inf")).backward()
+    with pytest.raises(RuntimeError, match="refused"):
+        scaler.step(Refusing([weight]))
+
+
 @pytest.mark.parametrize("interfaces", ["", find_loopback_interface()])
 def test_options_of_gloo(interfaces, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
