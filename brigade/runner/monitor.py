@@ -265,7 +265,9 @@ class Monitor:
                 if self._switch:
                     self._switch.follow(rank.number, event)
         elif letter == b"X":
-            rank.failure = make_exception_failure(rank.number, wire.decode_json(body.decode()), self._packages)
+            rank.failure = make_exception_failure(
+                rank.number, wire.decode_json(body.decode()), self._packages, hides_course=bool(SERVER.sandbox)
+            )
         elif letter == b"R":
             if self._switch:
                 self._switch.check_end(rank.number)

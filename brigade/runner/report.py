@@ -23,10 +23,8 @@ FRAMES_LIMIT = 30  # frames of an exception that are kept
 BROKEN_LINK = re.compile(
     "[Cc]onnection (closed|refused|reset)|[Rr]emote (worker|process)|Broken pipe|connectFullMesh|ncclRemoteError"
 )
-NOT_CONNECTED = (
-    ", because the ranks did not finish creating a process group. Likely cause: the GPUs cannot communicate. "
-    "NCCL_DEBUG=INFO shows why"
-)
+NOT_CONNECTED = ", because the ranks did not finish creating a process group"
+NO_GPUS = ". Likely cause: the GPUs cannot communicate. NCCL_DEBUG=INFO shows why"
 OTHER_SIZE = "gloo received a message of another size: the ranks called different collectives"
 JARGON = (
     (r"(group )?<brigade\.[\w.]+Group object at 0x\w+>", "process_group"),
@@ -70,14 +68,20 @@ class RankFailure(Exception):
         return find_part(self.message) if self.error == "NotImplementedError" else None
 
 
-def make_exception_failure(rank: int, error: Any, packages: dict[str, Sources]) -> RankFailure:
-    """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours."""
+def make_exception_failure(
+    rank: int, error: Any, packages: dict[str, Sources], hides_course: bool = False
+) -> RankFailure:
+    """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours.
+
+    A rank can forge frames. With `hides_course`, no line of the course's own files is shown, also not of its scenarios.
+    """
     frames: list[Frame] = []
     lines = []
     for file, line, function in error["frames"][-FRAMES_LIMIT:]:
         source, is_shown = find_text(packages, file)
         text = "".join(source.split("\n")[max(0, int(line) - 1) : int(line)]).strip()[:MESSAGE_LIMIT]
         frames.append((Path(file).name[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], text))
+        is_shown = is_shown and not (hides_course and is_sealed(file))
         lines.append("  {}, line {}, in {}".format(*frames[-1]) + (f": {text}" if text and is_shown else ""))
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
     summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
@@ -118,7 +122,12 @@ def describe_failure(
         summary = f"deadlock: every rank has stopped, and at least one waits for {what}"
         failure = RankFailure(kind, summary, lines, waiting=waiting)
     else:
-        why = NOT_CONNECTED if connecting and all(connecting) else ""
+        importing = [where for rank in ranks if (where := find_import(rank, packages))]
+        why = ""
+        if importing:
+            why = f" while importing {importing[0]}"
+        elif connecting and all(connecting):
+            why = NOT_CONNECTED + (NO_GPUS if ranks[0].request["backend"] == "nccl" else "")
         failure = RankFailure(kind, f"stopped after {deadline_s:.0f} s{why}", lines, waiting=waiting)
     failure.output = [rank.read_output() for rank in ranks]
     return failure
@@ -163,13 +172,28 @@ def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sou
         return f"rank {rank.number} raised {rank.failure.error} {last}"
     if rank.status is not None:
         return f"rank {rank.number} died ({describe_exit(rank.status)}) {last}"
+    if where := find_import(rank, packages):  # the end of an earlier event may not have arrived yet
+        return f"rank {rank.number} is importing {where}"
     line = locate(rank.stack or b"", packages)
     return f"rank {rank.number} {progress.describe_activity(rank.number)}" + (f", at {line}" if line else "")
 
 
+def find_import(rank: RankProcess, packages: dict[str, Sources]) -> str:
+    """Return the line of the submission that a rank runs while it imports the submission, or "" if it does not."""
+    files = {path for path, _ in packages.get(PACKAGE, {}).values()}
+    own = [frame for frame in list_frames(rank.stack or b"") if frame[0] in files]
+    is_importing = any(function == "<module>" for *_, function in own)
+    return f"{Path(own[0][0]).name}, line {own[0][1]}" if is_importing else ""
+
+
+def list_frames(stack: bytes | bytearray) -> list[tuple[str, str, str]]:
+    """Return the file, the line and the function of each frame in a stack from faulthandler, the innermost first."""
+    return re.findall(r'File "([^"\n]+)", line (\d+) in (.+)', stack.decode(errors="replace"))
+
+
 def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
     """Return the innermost line of the submission in a stack from faulthandler, or else of the scenario, or else ""."""
-    frames = re.findall(r'File "([^"\n]+)", line (\d+) in (.+)', stack.decode(errors="replace"))
+    frames = list_frames(stack)
     for package in sorted(packages, key=lambda name: name != PACKAGE):
         files = {path for path, _ in packages[package].values()}
         for path, line, function in frames:

@@ -29,6 +29,7 @@ from brigade.progress import Progress
 from brigade.runner import deadline, machine, monitor
 from brigade.runner.monitor import OUTPUT_LIMIT
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
+from brigade.runner.report import make_exception_failure
 from brigade.runner.server import Server
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
@@ -202,6 +203,17 @@ def test_a_result_that_cannot_travel():
     assert "cannot be sent" in failure.summary
 
 
+@pytest.mark.parametrize("hides_course", [False, True])
+def test_a_grader_shows_no_line_of_a_scenario(hides_course):
+    """A submission can send the frames of any file, such as the scenario of a check that students do not have."""
+    path = str(ROOT / "tests" / "helpers" / "training.py")
+    packages = {"helpers": {"training": (path, "secret = 1\n")}, "submission": {"a.a": ("/x/a.py", "own = 1\n")}}
+    frames = [[path, 1, "train"], ["/x/a.py", 1, "forward"]]
+    error = {"frames": frames, "type": "ValueError", "message": "forged", "own": True}
+    failure = make_exception_failure(0, error, packages, hides_course)
+    assert ("secret" in str(failure)) == (not hides_course) and "own = 1" in str(failure)
+
+
 def pass_deadline_after(monkeypatch: pytest.MonkeyPatch, *last: tuple[int, str]) -> dict[str, Any]:
     """Return options of a run whose deadline passes as soon as each (rank, kind) of `last` is the rank's last event."""
     clock = give_clock(monkeypatch, monitor, deadline)
@@ -220,6 +232,17 @@ def test_an_endless_loop_ends_by_the_deadline_with_its_line(patient, monkeypatch
     assert failure.kind == "deadline" and failure.summary.startswith("stopped after 2 s")
     assert re.search(r", at basics\.py:\d+ in spin$", failure.lines[1])
     assert "waits in all_reduce #0" in failure.lines[0] and "rank 1 never launched" in failure.lines[0]
+
+
+def test_an_endless_loop_at_import_is_named_and_no_gpu_is_blamed(patient, monkeypatch):
+    """Events arrive in batches, so the rank may seem to be creating the process group that it created before."""
+    text = 'from brigade.rank import recording\n\nrecording.note("loop")\nwhile True:\n    pass\n'
+    packages = {"submission": {"naive_ddp.naive_ddp": ("/handed in/naive_ddp.py", text)}}
+    options = pass_deadline_after(monkeypatch, (0, "loop"), (1, "loop"))
+    failure = get_failure(functions.import_submission, "naive_ddp.naive_ddp", packages=packages, **options)
+    assert re.fullmatch(r"stopped after 2 s while importing naive_ddp\.py, line [345]", failure.summary)
+    assert all(f"rank {rank} is importing naive_ddp.py, line " in failure.lines[rank] for rank in range(2))
+    assert "GPU" not in str(failure) and "process group" not in str(failure)
 
 
 LEFT_OUT = "waits in all_reduce #1 (weight, float32, 32 B), which rank 1 never launched, at basics.py: ... rank 1 ended"
@@ -242,6 +265,7 @@ def test_ranks_that_cannot_go_on_are_stopped_long_before_the_deadline(
     failure = get_failure(function, world_size=world_size, **options)
     assert failure.kind == kind
     assert not [text for text in words.split(" ... ") if text not in str(failure)], failure
+    assert "GPU" not in str(failure), "the ranks use gloo"
 
 
 def test_a_slow_rank_is_no_deadlock(gate, monkeypatch):

@@ -24,6 +24,10 @@ def whoami(*args: Any) -> dict[str, Any]:
     return {"pid": os.getpid(), "args": list(args)}
 
 
+def import_submission(name: str) -> None:
+    importlib.import_module(f"submission.{name}")
+
+
 def mounts() -> str:
     """Return the mounts that this rank sees."""
     with open("/proc/self/mounts") as file:
