@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,6 +14,7 @@ from importlib import import_module
 from brigade.course.modules import HAS_SOLUTIONS, CourseError
 from brigade.runner import ranks
 
+OTHERS_FIRST_S = 5.0
 SETUP = "Run `make setup` once, then `source .venv/bin/activate` in each new terminal."
 
 
@@ -72,6 +74,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return top.parse_args(arguments)
 
 
+def is_other_rank() -> bool:
+    """Return whether torchrun has started this process as a rank other than 0."""
+    return "MASTER_ADDR" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
+def parse_silently(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options as `parse` does, but do not say what is wrong, because rank 0 does."""
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            return parse(arguments)
+    except (CourseError, SystemExit):
+        time.sleep(OTHERS_FIRST_S)  # torchrun ends rank 0 as soon as another rank has ended
+        raise SystemExit(2) from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Return its exit status: 0 for success, 1 for failure, 2 if it cannot run, 130 if stopped."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -79,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"brigade: this edition has no solutions, which `brigade {arguments[0]}` needs", file=sys.stderr)
         return 2
     try:
-        options = parse(arguments)
+        options = parse_silently(arguments) if is_other_rank() else parse(arguments)
         return options.run(options)
     except CourseError as error:
         print(f"brigade: {error}", file=sys.stderr)

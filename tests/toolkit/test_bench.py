@@ -65,6 +65,16 @@ def test_wrong_input_gets_one_line(brigade, arguments, sentence):
     assert sentence in done.stderr and done.stderr.startswith("brigade: ") and done.stderr.count("\n") == 1, done
 
 
+@pytest.mark.parametrize("wrong", [["--rounds", "6"], ["--size", "huge"]])
+def test_only_rank_0_of_torchrun_says_what_is_wrong(wrong, monkeypatch, capfd):
+    monkeypatch.setattr(cli, "OTHERS_FIRST_S", 0)
+    for name, value in zip(torchrun.VARIABLES, ("1", "2", "1", "2", "localhost", "0")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", *wrong])
+    assert capfd.readouterr() == ("", "")
+
+
 def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     wanted = [argparse.Namespace(ranks=ranks, backend=None) for ranks in (1, None, 3)]
