@@ -13,6 +13,7 @@ the scenarios) as compiled code (`prepare_for_ranks`), so that a submission cann
 from __future__ import annotations
 
 import ast
+import codecs
 import contextlib
 import functools
 import importlib
@@ -26,6 +27,7 @@ import re
 import stat
 import sys
 import threading
+import tokenize
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +39,8 @@ from brigade.course.syntax import find_syntax_error, parse_tree
 PACKAGE = "submission"
 OWN = "__own"  # ends the name of a student's module whose place the reference's module has taken
 MAX_SOURCE_BYTES = 250_000
+ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "iso8859-15", "cp1252")  # that a file may declare
+DECLARED = re.compile(rb"coding[:=]\s*([-\w.]+)")
 IMPORT = r"^\s*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
 PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
 
@@ -223,21 +227,51 @@ def read_source(path: Path, within: Path) -> str:
 
 
 def read_text(path: Path, within: Path) -> str:
-    """Return the text of a file. Raise CourseError if it is unreadable, too long or outside the directory `within`."""
+    """Return the text of a file. Raise CourseError if it is not text, or as `read_bytes` does for a long file."""
+    content = read_bytes(path, within)
+    if len(content) > MAX_SOURCE_BYTES:
+        raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
+    try:
+        return content.decode(find_encoding(path.name, content)).replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise CourseError(
+            f"{path.name} is not UTF-8: line {line} has a byte {content[error.start]:#x}, as a file saved as Latin-1 "
+            "has; save it as UTF-8"
+        ) from None
+
+
+def find_encoding(name: str, content: bytes) -> str:
+    """Return the encoding of a Python file (PEP 263). Raise CourseError if it is one that the course does not read."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
+        raise CourseError(f"{name} is saved as UTF-16; save it as UTF-8")
+    try:
+        encoding, _ = tokenize.detect_encoding(iter(content.splitlines(keepends=True)[:2]).__next__)
+        encoding = codecs.lookup(encoding).name
+    except SyntaxError:  # the declared encoding is unknown, or the first lines have another one
+        declared = DECLARED.search(b"".join(content.splitlines()[:2]))
+        encoding = declared[1].decode() if declared else "utf-8"
+    if encoding not in ENCODINGS:
+        raise CourseError(f"{name} declares the encoding {encoding[:40]}; save it as UTF-8 and delete this declaration")
+    return encoding
+
+
+def read_bytes(path: Path, within: Path) -> bytes:
+    """Return the first MAX_SOURCE_BYTES + 1 bytes of a file.
+
+    Raise CourseError if it cannot be read, is not an ordinary file, or lies outside the directory `within`.
+    """
     try:
         if not path.resolve().is_relative_to(within.resolve()):
             raise CourseError(f"{path.name} is a link to a file outside of the submission")
         with open(path.resolve(), "rb", opener=open_no_follow) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CourseError(f"{path.name} is not an ordinary file")
-            content = file.read(MAX_SOURCE_BYTES + 1)
-        if len(content) > MAX_SOURCE_BYTES:
-            raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
-        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+            return file.read(MAX_SOURCE_BYTES + 1)
     except OSError as error:
         raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: a link to itself
-        raise CourseError(f"{path.name} is not a Python source file: {error}") from None
+    except RuntimeError as error:  # a link to itself
+        raise CourseError(f"{path.name} cannot be read: {error}") from None
 
 
 def open_no_follow(path: str, flags: int) -> int:

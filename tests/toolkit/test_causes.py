@@ -35,6 +35,26 @@ ASSIGNED = "attempting to assign a gradient of size '[340]' to a tensor of size 
 
 
 @pytest.mark.parametrize(
+    ("name", "is_named"),
+    [
+        ("submission.m01_naive_ddp.helpers", True),
+        ("helpers", True),
+        ("submission.m01_naive_ddp.x", True),
+        ("xgboost", False),
+    ],
+)
+def test_a_helper_file_is_named_where_it_is_missing(name, is_named, tmp_path):
+    """A relative import, or one of a file beside the module, finds no file. A package may not be installed."""
+    (tmp_path / "helpers.py").touch()
+    failure = RankFailure("exception", "", [], 0, "ModuleNotFoundError", message=f"No module named '{name}'")
+    cause, symptom = explain_exception(
+        failure, {"m01_naive_ddp.naive_ddp": (str(tmp_path / "naive_ddp.py"), "import x")}
+    )
+    assert (symptom == "helper file") == is_named
+    assert not is_named or f"so {name.rpartition('.')[2]}.py is not there" in cause
+
+
+@pytest.mark.parametrize(
     ("likely_cause", "expected"),
     [
         (cause("BdbQuit", "(no message)"), "--debug"),

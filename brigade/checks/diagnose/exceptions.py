@@ -65,6 +65,14 @@ def explain_world_rank(failure: RankFailure, sources: Sources) -> str:
     return "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)." if is_called else ""
 
 
+def explain_helper_file(failure: RankFailure, sources: Sources) -> str:
+    name = failure.message.rstrip("'").rpartition("'")[2].rpartition(".")[2]
+    paths = [Path(path).with_name(f"{name}.py") for path, _ in sources.values() if path]
+    if "'submission." not in failure.message and not any(path.is_file() for path in paths):
+        return ""  # perhaps a package that is not installed
+    return f"only the course's files are read, so {name}.py is not there. Move what you need from it into this file."
+
+
 def get_events(failure: RankFailure) -> list[Event]:
     """Return the record of the failed rank."""
     return failure.events[failure.rank] if failure.rank is not None and failure.events else []
@@ -76,6 +84,7 @@ SYMPTOMS = [
             "with --debug, which runs one rank on this terminal."),
     Symptom("missing name", "NameError", " has no ", "this name from the skeleton was changed or deleted. "
             "`brigade reset` restores it."),
+    Symptom("helper file", "ModuleNotFoundError", r"No module named '[\w.]+'$", explain_helper_file),
     Symptom("hook result", "", "hook returned|hooks should return", "a hook returns a value. It must return None."),
     Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
