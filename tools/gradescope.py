@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_archive(options: Sequence[str], seed: int) -> int:
     """Build the archive with options of `brigade grade`. Raise CourseError if they are wrong, or like `build`."""
     chosen = parse(["grade", "--submission", "", *options])
-    if chosen.submission or chosen.out or chosen.format:
+    if any(chosen.submission) or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
     select_graded_modules(chosen)  # refuses modules that do not exist
     count = build(ARCHIVE, [*options, "--seed", "@seed"], seed)

@@ -8,8 +8,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,8 +18,8 @@ from brigade.checks.run import prepare
 from brigade.cli.options import ABOVE_ZERO, add, resolve_results_file
 from brigade.course.modules import CORE, MODULES, CourseError, Module, select_modules
 from brigade.course.submission import find
-from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look
-from brigade.grade.gradebook import Row, refuse_several_parts
+from brigade.grade import class_report, classroom, feedback, formats, grading, incoming, isolation, roster, static_look
+from brigade.grade.gradebook import Row, get_results_path, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import make_empty_grading
 from brigade.runner import machine, ranks
@@ -31,7 +30,7 @@ PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
 def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade grade`."""
     what = parser.add_mutually_exclusive_group(required=True)
-    add(what, "--submission PATH", "a directory or an archive with the modules")
+    add(what, "--submission PATH", "a directory or an archive with the modules, or module files", nargs="+")
     per_student = "a directory that contains one directory or archive per student"
     add(what, "--class DIR", per_student, dest="class_directory")
     add(parser, "--gradebook FILE.csv", "with --class: the file to write, with one row per student")
@@ -112,6 +111,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     out = resolve_results_file(options.out, options.submission)
     please_look = resolve_results_file(options.please_look, options.submission)
     state = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
+    state.is_seed_secret = options.seed is not None  # other submissions may be graded with it
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -127,8 +127,8 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         follow()  # before torch is imported, which takes seconds
         try:
             with (
-                incoming.open_submission(options.submission) as (directory, remarks),
-                isolation.isolate_ranks(options.submission, options.out, options.backend) as notes,
+                incoming.open_submission(*options.submission) as (directory, remarks),
+                isolation.isolate_ranks(filter(None, [*options.submission, options.out]), options.backend) as notes,
             ):
                 with delay_interrupts():
                     prepare()
@@ -150,12 +150,14 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                     on_change=follow,
                 )
         except CourseError as error:
+            state.unreadable = str(error) if isinstance(error, incoming.Unreadable) else ""
             state.notes.append(str(error))
             follow()
             raise
     if out:
-        score = f"{state.score} of {state.max_score} points in {state.seconds:.0f} s, seed {state.seed}"
-        console.print(f"{score}: {out}", markup=False)
+        score = f"{state.score} of {state.max_score} points in {state.seconds:.0f} s"
+        seed = "" if state.is_seed_secret else f", seed {state.seed}"
+        console.print(f"{score}{seed}: {out}", markup=False)
         if sentence := formats.format_written_points(state):
             console.print(sentence)
     else:
@@ -180,23 +182,26 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     """Grade all submissions in --class and write --gradebook. Return the exit status."""
     if not options.gradebook or options.out or options.format or options.please_look:
         raise CourseError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --please-look")
-    gradebook = resolve_results_file(options.gradebook)
+    directory = Path(options.class_directory).resolve()
+    gradebook = resolve_results_file(options.gradebook, makes_parent=directory.is_dir())
     people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])
     ours = [Path(path).resolve() for path in (options.feedback, options.roster) if path]
-    everyone = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *ours, people=people)
+    everyone = classroom.list_students(directory, gradebook, *ours, people=people)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
     passed_on += ["--share-gpu"] if options.share_gpu else []
     if isolation.may_isolate():  # without private mounts, one submission could read another
-        isolation.close_off([Path(options.class_directory).resolve()])
+        isolation.close_off([directory])
     with classroom.lock_gradebook(gradebook) as lock:
-        book = GradebookFile(gradebook, classroom.get_results_path(gradebook))
-        seed_file = classroom.get_results_path(gradebook) / ".seed"  # one seed for all, in every run
+        results = get_results_path(gradebook)
+        book = GradebookFile(gradebook, results)
+        seed_file = results / ".seed"  # one seed for all, in every run
         if options.seed is not None or not seed_file.exists():
             seed_file.write_text(str(draw_seed() if options.seed is None else options.seed))
         classroom.read_states(everyone, [*passed_on, seed_file.read_text()])
         before = {student: student.result["score"] for student in everyone if student.result}
         waiting = [student for student in everyone if student.is_waiting]
+        kept = sum(student.result is not None and not student.is_waiting for student in everyone)
         passed_on += ["--seed", f"@{seed_file}"]  # the ranks' user may be able to read command lines
         room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
         columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -219,51 +224,18 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
         save()
+        lines = class_report.list_lines(everyone, entries, people, before, book)
+        if ignored:
+            lines.append(f"columns of the roster that are not used: {', '.join(ignored)}")
+        lines += class_report.list_skipped(directory)
+        if options.feedback:
+            count, changed = feedback.write_feedback(ours[0], everyone, book.rows, results / "feedback.json")
+            lines.append(f"feedback for {count} students: {ours[0]}")
+            lines += [f"an old page that somebody has changed, and that stays: {name}" for name in changed]
+        lines += class_report.write_lists(gradebook, everyone, entries)
     report = Console(highlight=False, soft_wrap=True, markup=False)
-    kept = len(everyone) - len(waiting)
     report.print(f"All are graded with the seed in {seed_file}, which students must not know.")
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
-    for line in list_remarks(everyone, people, before, book):
+    for line in lines:
         report.print(f"  {line}")
-    if ignored:
-        report.print(f"  columns of the roster that are not used: {', '.join(ignored)}")
-    if options.feedback:
-        count = classroom.write_feedback(ours[0], everyone)
-        report.print(f"  feedback for {count} submissions: {ours[0]}")
-    if watched := classroom.write_findings(gradebook, everyone):
-        report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
-    for number, names in similarity.find_groups({student.name: student.texts for student in everyone}, entries):
-        report.print(f"  near-identical in module {number}: {', '.join(names)}")
     return 0 if all(student.result for student in everyone) else 1
-
-
-def list_remarks(
-    everyone: Sequence[classroom.Student],
-    people: Sequence[roster.Person],
-    before: Mapping[classroom.Student, int],
-    book: GradebookFile,
-) -> list[str]:
-    """Return what an instructor should know about a graded class. `before` are the scores of the earlier run."""
-    results = {student: student.result for student in everyone if student.result}
-    empty = [student for student, result in results.items() if not result["modules_found"]]
-    groups = {
-        "not graded (the gradebook says why)": [student.name for student in everyone if not student.result],
-        "score 0, because no module file was found (see the gradebook's note)": [student.name for student in empty],
-        "kept with all that you wrote there, although the submission is not there any more": book.removed,
-        roster.UNKNOWN: [student.name for student in everyone if people and not student.person],
-        "no submission": [one["name"] or roster.get_key(one) for one in classroom.list_absent(everyone, people)],
-    }
-    lines = [f"{what}: {', '.join(some)}" for what, some in groups.items() if some]
-    for student, score in before.items():
-        now = student.result["score"] if student.result else "none"
-        if score != now:
-            lines.append(f"{student.name}: {score} points before, {now} now")
-    lines += [f"changed by hand, and kept: {correction}" for correction in book.corrections]
-    submissions: dict[str, list[str]] = {}
-    for student in everyone:
-        submissions.setdefault(student.key, []).append(student.submission)
-    lines += [f"several submissions by {key}: {', '.join(some)}" for key, some in submissions.items() if len(some) > 1]
-    checks = [check for student, result in results.items() if student not in empty for check in result["checks"]]
-    failed = Counter(classroom.name_column(check["module"], check["name"]) for check in checks if not check["score"])
-    lines += [f"{count} of {len(everyone)} submissions fail {check}" for check, count in failed.most_common(10)]
-    return lines

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from brigade.cli.options import add, resolve_results_file
 from brigade.course.modules import CourseError
-from brigade.grade import formats, gradebook
+from brigade.grade import formats, gradebook, merging
 
 
 def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +24,7 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
         "--out grades.csv",
     )
     merge.add_argument("gradebooks", nargs="+", metavar="FILE.csv", help="gradebooks, the earliest first")
-    keep = "which points to keep if several gradebooks have points for a module"
+    keep = "which points to keep if several rows of a student have points for a module"
     add(merge, "--keep", keep, required=True, choices=("best", "last"))
     late = "take this percentage off the points in a gradebook; you can repeat this option"
     add(merge, "--late FILE.csv=PERCENT", late, action="append", default=[])
@@ -36,7 +37,8 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Example: brigade gradebook export grades.csv --to canvas --out canvas.csv",
     )
     export.add_argument("gradebook", metavar="FILE.csv", help="a gradebook, merged or not")
-    add(export, "--to", "the platform", required=True, choices=tuple(gradebook.PLATFORMS))
+    add(export, "--to", "the platform", required=True, choices=tuple(merging.PLATFORMS))
+    add(export, "--keep", f"{keep} (default: best)", default="best", choices=("best", "last"))
     export.set_defaults(action=export_gradebook)
     for action in (merge, export):
         add(action, "--out FILE.csv", "the file to write", required=True)
@@ -53,10 +55,26 @@ def run_gradebook(options: argparse.Namespace) -> int:
 def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -> None:
     """Merge the gradebooks into `out`. Raise CourseError if a file is not a gradebook, or if --late is malformed."""
     penalties = dict(parse_penalty(text, options.gradebooks) for text in options.late)
-    tables = {name: gradebook.read_gradebook(Path(name)) for name in options.gradebooks}
-    table = gradebook.merge(tables, options.keep, penalties)
+    tables, lines = {}, []
+    for name in options.gradebooks:
+        tables[name], told = merging.read_gradebook(Path(name))
+        lines += [f"{name}: {line}" for line in [*told, *merging.list_duplicates(tables[name])]]
+    table, told = merging.merge(tables, options.keep, penalties)
     formats.write(out, gradebook.BOM + gradebook.format_csv(gradebook.list_columns(table), table))
-    console.print(f"{len(table)} students from {len(tables)} gradebooks: {out}")
+    console.print(f"{count(len(table), 'student')} from {count(len(tables), 'gradebook')}: {out}")
+    print_lines(console, [*lines, *told], options.keep)
+
+
+def count(number: int, noun: str) -> str:
+    """Return text such as "1 student" or "2 students"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def print_lines(console: Console, lines: Sequence[str], keep: str) -> None:
+    """Print by which rule points were chosen, and the lines about what to know."""
+    console.print(f"  one row for each student, with the {keep} points for each module (--keep {keep})")
+    for line in lines:
+        console.print(f"  {line}")
 
 
 def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
@@ -71,10 +89,9 @@ def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
 
 
 def export_gradebook(options: argparse.Namespace, out: Path, console: Console) -> None:
-    """Export the gradebook to `out`, and list the students who are left out."""
-    table = gradebook.read_gradebook(Path(options.gradebook))
-    text, others = gradebook.export(table, options.to)
+    """Export the gradebook to `out`, and list what the instructor should know."""
+    table, lines = merging.read_gradebook(Path(options.gradebook))
+    text, number, told = merging.export(table, options.to, options.keep)
     formats.write(out, text)
-    console.print(f"{len(table) - len(others)} students for {options.to.capitalize()}: {out}")
-    for student in others:
-        console.print(f"  left out, because the roster does not identify them: {student}")
+    console.print(f"{count(number, 'student')} for {options.to.capitalize()}: {out}")
+    print_lines(console, [*lines, *told], options.keep)

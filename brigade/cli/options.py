@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,20 +61,22 @@ def add_prior(parser: argparse.ArgumentParser) -> None:
     add(parser, "--prior", prior, default="own", choices=("own", "reference"))
 
 
-def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
-    """Return the absolute path of a results file, or None if `path` is None.
+def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes_parent: bool = False) -> Path | None:
+    """Return the absolute path of a results file, or None if `path` is None. Create its directory if `makes_parent`.
 
-    Raise CourseError if the file cannot be written, or if it or a directory inside `submission` is a link: then the
-    author of the submission could choose which file is overwritten.
+    Raise CourseError if the file cannot be written, or if it or a directory inside a path of the `submission` is a
+    link: then the author of the submission could choose which file is overwritten.
     """
     if path is None:
         return None
     given = Path(os.path.abspath(path))
-    roots = {Path(os.path.abspath(submission)), Path(submission).resolve()} if submission else set()
+    roots = {root for one in submission for root in (Path(os.path.abspath(one)), Path(one).resolve())}
     for path in (given, *(parent for parent in given.parents if roots & set(parent.parents))):
         if path.is_symlink():
             raise CourseError(f"{path} is a link; results cannot be written to or through a link")
     out = given.parent.resolve() / given.name
+    if makes_parent and out.parent.parent.is_dir():
+        out.parent.mkdir(mode=0o700, exist_ok=True)
     if not out.parent.is_dir():
         raise CourseError(f"there is no directory {out.parent} for the results; create it first")
     if out.exists() and not out.is_file():

@@ -10,31 +10,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
-import re
 import subprocess
 import textwrap
 import time
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
-from brigade.grade import formats, incoming, roster, static_look
-from brigade.grade.gradebook import Row
+from brigade.grade import formats, incoming, roster, static_look, uploads
+from brigade.grade.gradebook import Row, get_results_path
 from brigade.grade.roster import Person
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
-PAGE = Path(__file__).with_name("feedback.html")  # the template for one student's feedback
 END_S = 20.0  # limit for a grader to clean up
-# What follows the student's name in the name of a file, such as .zip, .tar.gz or _naive_ddp.py.
-ENDING = re.compile(rf"(_({'|'.join(entry.name for entry in MODULES)})|\.tar)?\.[^.]+$", re.IGNORECASE)
+NOT_GRADED = "not graded"
 
 
 @dataclass(eq=False)
@@ -45,11 +40,13 @@ class Student:
     (`.log`), and `made_from`, which contains the fingerprint of the results and exists only if they are complete.
     """
 
-    path: Path
+    paths: list[Path]  # one directory or archive, or several module files
     results: Path
-    submission: str  # the name of the file or directory, unique and printable
+    submission: str  # the name of the upload, unique and printable
     name: str  # of the student, or of the submission without its file extension; unique and printable
     person: Person | None = None
+    notes: list[str] = field(default_factory=list)  # about the upload
+    unreadable: str = ""  # why nothing can be graded, in one sentence
     texts: dict[str, str] = field(default_factory=dict)  # of the module files, by name
     fingerprint: str = ""  # of everything that the results depend on
     is_waiting: bool = False  # whether it has to be graded
@@ -61,14 +58,19 @@ class Student:
         self.log = self.results.with_suffix(".log")
 
     @property
+    def path(self) -> Path:
+        """The directory, the archive or the first module file."""
+        return self.paths[0]
+
+    @property
     def key(self) -> str:
         """What identifies the student in every gradebook of the class."""
         return roster.get_key(self.person) if self.person else self.name
 
 
-def get_results_path(gradebook: Path) -> Path:
-    """Return the directory with the results of all submissions."""
-    return gradebook.with_name(gradebook.name + ".results")
+def get_similar_path(gradebook: Path) -> Path:
+    """Return the file with the pairs of submissions that are nearly identical. It is for the instructor only."""
+    return gradebook.with_name(gradebook.name + ".similar.csv")
 
 
 def get_findings_path(gradebook: Path) -> Path:
@@ -82,26 +84,15 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     Skip the gradebook, the files beside it, and the `others` that do not come from students. `people` is the roster.
     Raise CourseError if there is nothing that can be graded.
     """
-    ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), *others)
-    found = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
-    found = [path for path in found if path.name not in incoming.SKIPPED]
-    if not any(path.is_dir() or path.name.lower().endswith((".zip", ".py")) for path in found):
-        raise CourseError(f"there are no submissions in {directory}; it must contain one directory or zip per student")
-    lines = [formats.make_line(path.name) for path in found]
-    everyone = []
-    for index, path in enumerate(found):
-        again = lines[:index].count(lines[index])  # names that differ in characters that cannot be shown
-        submission = lines[index] + (f" ({again + 1})" if again else "")
-        name = formats.make_line(path.name if path.is_dir() else ENDING.sub("", path.name))
-        if person := roster.find_person(name, people):
-            name = person["name"] or roster.get_key(person)
-        results = get_results_path(gradebook) / f"{limit_name(path.name)}.json"
-        everyone.append(Student(path, results, submission, name, person))
-    names = [student.name for student in everyone]
-    for student in everyone:
-        if names.count(student.name) > 1:  # such as ada and ada.zip
-            student.name += f" ({student.submission})"
-    return everyone
+    ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), get_similar_path(gradebook), *others)
+    found = uploads.list_uploads(directory, ours)
+    persons = [roster.find_upload(upload.paths[0].name, upload.owner, people) for upload in found]
+    names = [one["name"] or roster.get_key(one) if one else upload.owner for one, upload in zip(persons, found)]
+    # such as ada and ada.zip
+    names = [f"{name} ({upload.name})" if names.count(name) > 1 else name for name, upload in zip(names, found)]
+    results = [get_results_path(gradebook) / f"{limit_name(upload.name)}.json" for upload in found]
+    students = zip(found, results, uploads.make_unique(names), persons)
+    return [Student(upload.paths, path, upload.name, name, one, upload.notes) for upload, path, name, one in students]
 
 
 def limit_name(name: str) -> str:
@@ -113,13 +104,20 @@ def limit_name(name: str) -> str:
 
 
 def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
-    """Find out which students have to be graded, because their modules, the course or the options have changed."""
+    """Find out which submissions cannot be read, and which have to be graded.
+
+    Grade a submission if its modules, the course or the options have changed.
+    """
     course = hashlib.sha256()
     for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.*")):
         if path.suffix in (".py", ".txt"):  # texts are the data of checks
             course.update(path.read_bytes())
     for student in everyone:
-        student.texts = read_texts(student)
+        try:
+            student.texts = read_texts(student)
+        except CourseError as error:
+            student.unreadable = str(error)
+            continue
         made_from = json.dumps([course.hexdigest(), *options, student.texts])
         student.fingerprint = hashlib.sha256(made_from.encode()).hexdigest()
         is_complete = student.made_from.exists() and student.results.exists()
@@ -128,10 +126,19 @@ def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
 
 
 def read_texts(student: Student) -> dict[str, str]:
-    """Return the texts of the module files in a submission, by name. There are none if it cannot be read."""
-    with contextlib.suppress(CourseError, OSError), incoming.open_submission(student.path) as (place, _):
-        return static_look.read_texts(place, MODULES)[0]
-    return {}
+    """Return the texts of the module files in a submission, by name. Raise CourseError if nothing can be graded."""
+    try:
+        with incoming.open_submission(*student.paths) as (place, _):
+            return static_look.read_texts(place, MODULES)[0]
+    except OSError as error:
+        raise CourseError(f"{student.submission} cannot be read: {error.strerror}") from None
+
+
+def is_unchanged(student: Student) -> bool:
+    """Return whether a submission still has the texts that were read before it was graded."""
+    with contextlib.suppress(CourseError):
+        return read_texts(student) == student.texts
+    return False
 
 
 @contextlib.contextmanager
@@ -168,7 +175,7 @@ def grade_all(
                 student.is_waiting, student.result = False, None
                 if process.returncode == 0:
                     student.result = json.loads(student.results.read_text())
-                    if read_texts(student) == student.texts:  # otherwise the next run grades it again
+                    if is_unchanged(student):  # otherwise the next run grades it again
                         formats.write(student.made_from, student.fingerprint)
                 on_finish(student)
     finally:
@@ -184,7 +191,8 @@ def grade_all(
 def start_grader(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
     """Start the grader of a student. It ends with this process, because its standard input then closes."""
     student.made_from.unlink(missing_ok=True)
-    files = ["--submission", str(student.path), "--out", str(student.results), "--please-look", str(student.findings)]
+    files = ["--submission", *map(str, student.paths)]
+    files += ["--out", str(student.results), "--please-look", str(student.findings)]
     with open(student.log, "w") as log:
         return subprocess.Popen(
             [*command, *files, "--format", "json"],
@@ -230,13 +238,15 @@ def make_row(student: Student, fields: Sequence[str]) -> Row:
     """
     row = {"student": student.key, "submission": student.submission}
     row |= {name: student.person[name] for name in fields if student.person}
-    notes = [roster.UNKNOWN] if fields and not student.person else []
+    notes = [*([roster.UNKNOWN] if fields and not student.person else []), *student.notes]
     result = student.result
-    if student.is_waiting:
+    if student.unreadable:
+        notes += [NOT_GRADED, student.unreadable]
+    elif student.is_waiting:
         notes.append("not graded yet")
     elif result is None:
         told = json.loads(student.results.read_text())["notes"] if student.results.exists() else []
-        notes += ["not graded", *(told or [f"the grader wrote no results: see {student.log.name}"])[-1:]]
+        notes += [NOT_GRADED, *(told or [f"the grader wrote no results: see {student.log.name}"])[-1:]]
     else:
         row |= {"score": str(result["score"]), "max": str(result["max_score"])}
         for entry, _, checks in formats.list_modules(result):
@@ -244,44 +254,6 @@ def make_row(student: Student, fields: Sequence[str]) -> Row:
             row |= {name_column(entry.number, check["name"]): str(check["score"]) for check in checks}
         notes += result["notes"]
     return row | {"note": " / ".join(notes)}
-
-
-def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
-    """Write each graded student's feedback as text and as a web page, and archives of the pages for Moodle and Canvas.
-
-    Return the number of students.
-    """
-    from jinja2 import Environment  # its import takes time, and one submission's grader does not need it
-
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text())
-    directory.mkdir(mode=0o700, exist_ok=True)
-    graded = [student for student in everyone if student.result]
-    archives: dict[str, dict[str, str | bytes]] = {"moodle.zip": {}, "canvas.zip": {}}
-    for student in graded:
-        parts = {"remarks": formats.list_heading(student.result)[1:], "modules": formats.list_modules(student.result)}
-        page = template.render(student=student.name, result=student.result, **parts)
-        name = limit_name(student.name.replace("/", "-"))
-        formats.write(directory / f"{name}.txt", f"{student.name}\n\n{formats.format_result(student.result)}")
-        formats.write(directory / f"{name}.html", page)
-        upload = formats.make_printable(student.path.name)
-        if roster.MOODLE.fullmatch(upload):
-            archives["moodle.zip"][f"{upload}/feedback.html"] = page
-        elif roster.CANVAS.fullmatch(upload) and upload.endswith(".zip"):  # Canvas shows the file under this name
-            archives["canvas.zip"][upload] = make_zip({"feedback.html": page})
-    for name, files in archives.items():
-        (directory / name).unlink(missing_ok=True)
-        if files:
-            (directory / name).write_bytes(make_zip(files))
-    return len(graded)
-
-
-def make_zip(files: Mapping[str, str | bytes]) -> bytes:
-    """Return the content of a zip with these files."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as bundle:
-        for name, text in files.items():
-            bundle.writestr(name, text)
-    return content.getvalue()
 
 
 def write_findings(gradebook: Path, everyone: Sequence[Student]) -> list[str]:

@@ -23,6 +23,7 @@ from brigade.grade.outcome import UNFINISHED, Grading
 from brigade.grade.static_look import HEADING
 
 SCREEN_CHARACTERS = 4_000  # of feedback for one check
+NOTHING_READ = "not run, because nothing could be read"
 
 # The fields of Classroom 50's result, and the environment variables in which its runner passes them.
 # https://github.com/foundation50/classroom50/blob/main/schemas/result-v1.schema.json
@@ -40,13 +41,18 @@ INSTANT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def write(path: Path, text: str) -> None:
+    """Replace the file atomically: see `write_bytes`."""
+    write_bytes(path, text.encode(errors="replace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     """Replace the file atomically. If that fails, leave the existing file as it is and raise OSError."""
     temporary = path.with_name(f".{path.name}.part")  # if we are killed, the next run removes it
     temporary.unlink(missing_ok=True)
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -82,7 +88,8 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
     Its texts are printable and at most one screen long, also the feedback on a check for the student.
     """
     settled = f"{grading.count_settled()} of {len(grading.outcomes)} checks have a result so far."
-    remarks = [] if grading.finished else [f"The grading run {UNFINISHED}: {settled}"]
+    remarks = [] if grading.finished or grading.unreadable else [f"The grading run {UNFINISHED}: {settled}"]
+    pending = NOTHING_READ if grading.unreadable else UNFINISHED
     explained = {number: render.explain_each(outcomes) for number, outcomes in grading.modules()}
     checks = []
     for outcome in grading.outcomes:
@@ -99,13 +106,13 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
                 "seconds": round(outcome.seconds, 3),
                 "prior_source": outcome.prior_source,
                 "verdict": outcome.verdict and asdict(outcome.verdict),
-                "feedback": "" if outcome.passed else explained[check.module].get(check.name, UNFINISHED),
+                "feedback": "" if outcome.passed else explained[check.module].get(check.name, pending),
             }
         )
     result = {
         "score": grading.score,
         "max_score": grading.max_score,
-        "seed": grading.seed,
+        "seed": None if grading.is_seed_secret else grading.seed,
         "started": grading.started.strftime(INSTANT),
         "seconds": round(grading.seconds, 3),
         "finished": grading.finished,
@@ -129,18 +136,26 @@ def clean(value: Any) -> Any:
 
 
 def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, str, list[Mapping[str, Any]]]]:
-    """Return the modules of a result, each with a heading and its checks."""
+    """Return the modules of a result, each with a heading and its checks.
+
+    A heading has the points that a person has corrected, if there are any.
+    """
     modules = []
     for number, grouped in itertools.groupby(result["checks"], key=lambda check: check["module"]):
         entry, checks = get_module(number), list(grouped)
         earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
+        earned = result.get("corrected", {}).get(number, earned)
         modules.append((entry, f"Module {number}: {entry.title}, {earned} of {possible} points", checks))
     return modules
 
 
 def list_heading(result: Mapping[str, Any], shows_seed: bool = False) -> list[str]:
-    """Return the score, perhaps with the seed, the written points that it does not include, and the remarks."""
-    score = f"{result['score']} of {result['max_score']} points" + f", seed {result['seed']}" * shows_seed
+    """Return the score, the written points that it does not include, and the remarks.
+
+    With `shows_seed`, name the seed too, unless it is secret.
+    """
+    seed = f", seed {result['seed']}" if shows_seed and result["seed"] is not None else ""
+    score = f"{result['score']} of {result['max_score']} points{seed}"
     return [score, *filter(None, [result["not_included"]]), *result["notes"]]
 
 
@@ -159,7 +174,7 @@ def format_result(result: Mapping[str, Any], shows_seed: bool = False) -> str:
 
 
 def format_gradescope(grading: Grading) -> str:
-    """Return Gradescope's results.json. Students do not see the seed, because it is the same for all uploads."""
+    """Return Gradescope's results.json."""
     result = encode_grading(grading)
     tests = [
         {

@@ -1,4 +1,4 @@
-"""Read, merge and export gradebooks, which are CSV files with one row for each student."""
+"""Read and write gradebooks, which are CSV files with one row for each submission, and add up their points."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import itertools
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from brigade.course import written
 from brigade.course.modules import CourseError, Module, get_module
@@ -19,15 +20,31 @@ BOM = "\ufeff"  # without it, Excel does not read a CSV file as UTF-8
 FORMULA = re.compile(r"(^|[;,|\t\r\n])(\s*)(?=[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])")
 NUMBER = re.compile(r"-?\d+([.,]\d+)?")
 OURS = re.compile(r"score|max|note|module \d+|\d+\..*")  # the columns that the grader computes
-# The columns by which a platform identifies a student, and the columns of the gradebook that contain the same values.
-PLATFORMS = {
-    # https://github.com/instructure/canvas-lms/blob/master/lib/gradebook_importer.rb
-    "canvas": {"ID": "canvas id", "SIS User ID": "id", "SIS Login ID": "login"},
-    # https://docs.moodle.org/405/en/Grade_import
-    "moodle": {"Email address": "email", "ID number": "id", "Username": "login", "Identifier": "participant"},
-}
+ADJUSTMENT = "adjustment"  # a person's column: points to add, or below zero, to take off
+MOST_NAMED = 8  # columns in one message
+KEYS = ("student", "submission")  # the columns that say whose a row is
+SEPARATOR = re.compile(r"sep=(.)\r?\n")  # a first line that tells Excel the delimiter
 
 Row = dict[str, str]
+
+
+class Table(NamedTuple):
+    """A CSV file: its columns, its rows, its delimiter, and its first line if that only names the delimiter."""
+
+    columns: list[str]
+    rows: list[Row]
+    delimiter: str
+    first_line: str
+
+
+def get_results_path(gradebook: Path) -> Path:
+    """Return the directory with the results of all submissions."""
+    return gradebook.with_name(gradebook.name + ".results")
+
+
+def get_record_path(gradebook: Path) -> Path:
+    """Return the file that contains what the grader wrote to the gradebook: see `gradebook_file.py`."""
+    return get_results_path(gradebook) / "grader.csv"
 
 
 def escape_formulas(table: Iterable[Row]) -> list[Row]:
@@ -52,15 +69,17 @@ def format_csv(columns: Sequence[str], table: Sequence[Row], delimiter: str = ",
     return text.getvalue()
 
 
-def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], str]:
-    """Return the columns, the rows and the delimiter of a CSV file with commas, semicolons or tabs.
+def read_table(path: Path) -> Table:
+    """Return the content of a CSV file with commas, semicolons or tabs.
 
     Raise CourseError for any other file, or if a cell does not belong to exactly one column, because it would be lost.
     """
     try:
         content = path.read_bytes()
         text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-        delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        separator = SEPARATOR.match(text)
+        text = text[separator.end() :] if separator else text
+        delimiter = separator[1] if separator else max(",;\t", key=text.partition("\n")[0].count)
         lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise CourseError(f"{path} is not a CSV file in UTF-8 ({error}); save it as 'CSV UTF-8'") from None
@@ -70,14 +89,34 @@ def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], str]:
     if wrong := [heading for heading in headings if not heading or headings.count(heading) > 1]:
         problem = f"the heading {wrong[0]!r} is there twice" if wrong[0] else "a column has no heading"
         raise CourseError(f"{path}: {problem}; give each column a name of its own")
-    return headings, [dict(zip(headings, cells)) for cells in list(zip(*columns))[1:]], delimiter
+    rows = [dict(zip(headings, cells)) for cells in list(zip(*columns))[1:]]
+    return Table(headings, rows, delimiter, separator[0] if separator else "")
+
+
+def check_columns(path: Path, columns: Sequence[str], needed: Iterable[str]) -> None:
+    """Raise CourseError if a column is missing without which the rows or the points would be misunderstood."""
+    if missing := [column for column in needed if column not in columns]:
+        raise CourseError(
+            f"{path} has no column {missing[0]!r}, so nothing was changed; if it has been renamed, give it back this "
+            f"name. The file begins with the columns {', '.join(columns[:MOST_NAMED])}"
+        )
+
+
+def list_needed(path: Path) -> list[str]:
+    """Return the columns that the grader has written to a gradebook and that nobody may rename."""
+    record = get_record_path(path)
+    known = read_table(record).columns if record.exists() else []
+    return [column for column in known if column in KEYS or re.fullmatch(r"module \d+", column)]
 
 
 def read_gradebook(path: Path) -> list[Row]:
     """Return the rows of a gradebook. Raise CourseError for any other file."""
-    columns, rows, _ = read_table(path)
-    if not rows or "student" not in columns or not any(re.fullmatch(r"module \d+", column) for column in columns):
+    columns, rows, *_ = read_table(path)
+    check_columns(path, columns, ["student", *list_needed(path)])
+    if not rows or not any(re.fullmatch(r"module \d+", column) for column in columns):
         raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
+    if anonymous := [number for number, row in enumerate(rows, 2) if not row["student"]]:
+        raise CourseError(f"{path}: row {anonymous[0]} has no student; write one into it, or delete the row")
     return rows
 
 
@@ -97,21 +136,24 @@ def refuse_several_parts(entries: Sequence[Module]) -> None:
         raise CourseError(f"the {' and the '.join(parts)} modules have separate totals; grade them separately")
 
 
-def parse_points(cell: str) -> float | None:
-    """Return the number in a cell, or None if it does not contain a finite number from 0 on.
-
-    A spreadsheet may write a decimal comma.
-    """
+def parse_number(cell: str) -> float | None:
+    """Return the finite number in a cell, or None. A spreadsheet may write a decimal comma."""
     try:
-        return value if 0 <= (value := float(cell.replace(",", "."))) < math.inf else None
+        return value if math.isfinite(value := float(cell.replace(",", "."))) else None
     except ValueError:
         return None
+
+
+def parse_points(cell: str) -> float | None:
+    """Return the number in a cell, or None if it does not contain a finite number from 0 on."""
+    value = parse_number(cell)
+    return value if value is not None and value >= 0 else None
 
 
 def read_points(row: Row, column: str) -> float | None:
     """Return a student's points in a column, if there are any. Raise CourseError if the cell is not a number."""
     cell = row.get(column, "")
-    points = parse_points(cell)
+    points = parse_number(cell) if column == ADJUSTMENT else parse_points(cell)
     if cell and points is None:
         raise CourseError(f"{row['student']}: {column} has {cell!r} instead of points")
     return points
@@ -119,18 +161,18 @@ def read_points(row: Row, column: str) -> float | None:
 
 def format_points(points: float) -> str:
     """Return the points with at most two decimals."""
-    return f"{round(points, 2):g}"
+    return f"{round(points, 2) + 0:.2f}".rstrip("0").rstrip(".")
 
 
 def add_up(row: Row, entries: Sequence[Module], with_written: Sequence[Module]) -> Row:
     """Return the score and the maximum for the modules of a row, and for the written answers to `with_written`.
 
-    Return empty cells if no module has points.
+    An adjustment counts in the score. Return empty cells if there is none, and no module has points.
     """
     graded = [entry for entry in entries if row.get(f"module {entry.number}")]
     columns = [f"module {entry.number}" for entry in graded] + [f"written {entry.number}" for entry in with_written]
-    score = sum(read_points(row, column) or 0 for column in columns)
-    if not graded:
+    score = sum(read_points(row, column) or 0 for column in [*columns, ADJUSTMENT])
+    if not graded and not row.get(ADJUSTMENT):
         return {"score": "", "max": ""}
     return {"score": format_points(score), "max": sum_points(graded, with_written)}
 
@@ -138,68 +180,3 @@ def add_up(row: Row, entries: Sequence[Module], with_written: Sequence[Module]) 
 def sum_points(entries: Sequence[Module], with_written: Sequence[Module]) -> str:
     """Return the maximum of the points for these modules, and for the written answers to `with_written`."""
     return str(sum(entry.points for entry in entries) + written.count_points(with_written))
-
-
-def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping[str, float]) -> list[Row]:
-    """Merge gradebooks into one with the union of students and modules.
-
-    If several rows of a student have points for a module, `keep` the "best" or the "last" points. The earliest
-    gradebook comes first. `penalties` maps gradebooks to the percentage that their points lose beforehand. The scores
-    of a module's checks come from the row whose points are kept, without the penalty. For other columns, keep the last
-    value. Raise CourseError if the modules belong to several parts of the course.
-    """
-    every_row = [row for table in gradebooks.values() for row in table]
-    entries, with_written = list_modules(every_row), list_modules(every_row, "written")
-    refuse_several_parts(entries)
-    students: dict[str, list[tuple[str, Row]]] = {}
-    for name, table in gradebooks.items():
-        for row in table:
-            students.setdefault(row["student"], []).append((name, row))
-    merged = []
-    for rows in students.values():
-        whole = {c: value for _, row in rows for c, value in row.items() if value and not OURS.fullmatch(c)}
-        whole |= {"score": "", "max": ""} | {f"module {entry.number}": "" for entry in entries}
-        notes = [f"{name}: {row['note']}" for name, row in rows if row.get("note")]
-        for entry in entries:
-            column = f"module {entry.number}"
-            attempts = [(points, name, row) for name, row in rows if (points := read_points(row, column)) is not None]
-            attempts = [(points * (1 - penalties.get(name, 0) / 100), name, row) for points, name, row in attempts]
-            if attempts:
-                points, name, row = attempts[-1] if keep == "last" else max(attempts, key=lambda attempt: attempt[0])
-                whole[column] = format_points(points)
-                whole |= {c: value for c, value in row.items() if c.startswith(f"{entry.number}.")}
-                if penalties.get(name):
-                    notes.append(f"{column}: {format_points(penalties[name])} % off ({name})")
-        whole |= add_up(whole, entries, with_written)
-        merged.append(whole | {"max": sum_points(entries, with_written), "note": " / ".join(notes)})
-    return escape_formulas(merged)
-
-
-def export(table: Sequence[Row], platform: str) -> tuple[str, list[str]]:
-    """Return the CSV that a platform's gradebook imports, and the students who cannot be identified there.
-
-    Canvas tries all its columns, but Moodle identifies students by only one: use the first that is filled in. Raise
-    CourseError if no row has a value in any of these columns.
-    """
-    headings = PLATFORMS[platform]
-    filled = [heading for heading, column in headings.items() if any(row.get(column) for row in table)]
-    if not filled:
-        raise CourseError(
-            f"{platform.capitalize()} identifies students by {' or '.join(headings.values())}, but the gradebook does "
-            "not have these columns; grade the class with --roster"
-        )
-    is_canvas = platform == "canvas"
-    used = [*headings] if is_canvas else filled[:1]
-    possible = {f"Module {entry.number}": str(entry.points) for entry in list_modules(table)}
-    for entry in list_modules(table, "written"):
-        possible[f"Written {entry.number}"] = sum_points([], [entry])
-    columns = ["Student", *used, "Section", *possible] if is_canvas else [*used, *possible]
-    rows, others = [{"Student": "Points Possible"} | possible] if is_canvas else [], []
-    for row in table:
-        person = {heading: row.get(headings[heading], "") for heading in used}
-        if any(person.values()):
-            person |= {"Student": row.get("name") or row["student"], "Section": row.get("section", "")}
-            rows.append(person | {heading: row.get(heading.lower(), "") for heading in possible})
-        else:
-            others.append(row["student"])
-    return format_csv(columns, escape_formulas(rows)), others

@@ -16,16 +16,26 @@ from pathlib import Path
 
 from brigade.course.modules import CourseError, Module
 from brigade.grade import formats, gradebook
-from brigade.grade.gradebook import BOM, Row, escape_formulas, format_csv, list_columns, parse_points, read_table
+from brigade.grade.gradebook import (
+    BOM,
+    Row,
+    escape_formulas,
+    format_csv,
+    get_record_path,
+    list_columns,
+    parse_points,
+    read_table,
+)
 
 
 class GradebookFile:
     """The gradebook at `path`. Raise CourseError if it exists but nobody knows which of its cells the grader wrote."""
 
     def __init__(self, path: Path, results: Path):
-        self.path, self.record = path, results / "grader.csv"
+        self.path, self.record = path, get_record_path(path)
         self.corrections: list[str] = []  # what a person changed, for the report
         self.removed: list[str] = []  # rows whose submission is not there any more
+        self.rows: dict[str, Row] = {}  # after an update, by submission
         if not path.exists():
             return
         if not self.record.exists():
@@ -40,10 +50,12 @@ class GradebookFile:
     def update(self, table: Sequence[Row], graded: Sequence[Module]) -> None:
         """Write the grader's rows for the `graded` modules, without losing what a person wrote."""
         fresh = escape_formulas(table)
-        present, rows, delimiter = read_table(self.path) if self.path.exists() else ([], [], ",")
+        present, rows, delimiter, first_line = read_table(self.path) if self.path.exists() else ([], [], ",", "")
         gradebook.refuse_several_parts([*graded, *gradebook.list_modules(rows)])
+        if rows:
+            gradebook.check_columns(self.path, present, gradebook.KEYS)
         entries, with_written = gradebook.list_modules([*rows, *fresh]), gradebook.list_modules(rows, "written")
-        before = read_table(self.record)[1] if self.record.exists() else []
+        before = read_table(self.record).rows if self.record.exists() else []
         keys = {get_key(row) for row in rows}
         waiting = {get_key(row): row for row in fresh}
         uploads = {row["student"]: get_key(row) for row in fresh if get_key(row) not in keys}
@@ -58,11 +70,14 @@ class GradebookFile:
                 new = waiting.pop(uploads.get(student), None)
             if new:
                 for column in new if known else ():
-                    if column in by_hand and not is_same(by_hand[column], new[column]):
+                    if column in by_hand and column != "score" and not is_same(by_hand[column], new[column]):
                         what = f"{column} is {by_hand[column]}; the grader gave {new[column] or 'nothing'}"
                         self.corrections.append(f"{row['student']}: {what}")
                 row |= new | by_hand
                 total = gradebook.add_up(row, entries, with_written)
+                if "score" in by_hand and not is_same(by_hand["score"], total["score"]):
+                    what = f"the score {by_hand['score']} is not the sum of the points, {total['score'] or 'none'}"
+                    self.corrections.append(f"{row['student']}: {what}; merge and export keep the difference")
                 row |= total | by_hand
                 changed = {column: value for column, value in (new | total).items() if column not in by_hand}
                 record.append(dict(ChainMap(changed, *reversed(known))))
@@ -79,7 +94,8 @@ class GradebookFile:
                 merged.append(row)
                 record.append(row)
         columns = list(dict.fromkeys([*present, *list_columns(fresh)]))
-        text = BOM + format_csv(columns, merged, delimiter)
+        self.rows = {row["submission"]: row for row in merged if row.get("submission")}
+        text = BOM + first_line + format_csv(columns, merged, delimiter)
         self.write_record([*before, *record])
         if not self.path.exists() or text.encode(errors="replace") != self.path.read_bytes():
             formats.write(self.path, text)

@@ -1,7 +1,7 @@
-"""Find the modules in a submission: a clone, a lessons directory, flat files, or a zip of these.
+"""Find the modules in an upload: a clone, a lessons directory, flat files, an archive of these, or single module files.
 
-Only the course's module files are used. Everything else is ignored. Notes tell the instructor if no module file was
-found, or if there are several copies.
+Only the course's module files are used. Everything else is ignored. Notes name what looks like an answer and was not
+used, such as a second copy. If nothing can be graded, `Unreadable` says why, and what the student can do.
 """
 
 from __future__ import annotations
@@ -9,56 +9,72 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import stat
-import zipfile
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from brigade.course.modules import CORE_MODULES, MODULES, CourseError
-from brigade.course.submission import MAX_SOURCE_BYTES, read_text
-from brigade.course.submission import open_no_follow as open_no_link
+from brigade.course.submission import find, read_bytes
+from brigade.grade import archives
 from brigade.grade.formats import make_line
 from brigade.ipc.temporary import temporary_directory
 
-SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints")
-ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z", ".bz2", ".xz", ".zst")  # only a zip is unpacked
+SKIPPED = frozenset((".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints"))
+READ_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tbz", ".tar.xz", ".txz")
+ARCHIVES = (*READ_ARCHIVES, ".gz", ".bz2", ".xz", ".rar", ".7z", ".zst")
 LOOKED_AT = 20_000  # entries of a directory tree to examine, the upper levels first
-MOST_ARCHIVE_BYTES = 30_000_000
 MOST_NAMED = 5  # names in one note
 LONGEST_PATH = 3_500  # bytes; a system call takes 4096 at most
 
 EXAMPLE = CORE_MODULES[0].path.name
+REMEDY = "hand in the zip that `brigade submit` writes"
 FILES = {path.name: entry for entry in MODULES for path in entry.paths}
+# A single module file. Platforms put the student's name in front, and number the next upload of the same name.
+MODULE_FILE = re.compile(
+    rf"(?:(?P<owner>.+)_)?(?P<name>{'|'.join(name[:-3] for name in FILES)})(?:-(?P<again>\d+)| \((?P<copy>\d+)\))?\.py"
+)
+
+
+class Unreadable(CourseError):
+    """An upload in which nothing can be graded."""
 
 
 @contextlib.contextmanager
-def open_submission(path: str | Path) -> Iterator[tuple[Path, list[str]]]:
+def open_submission(*paths: str | Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield the directory in which `submission.find` finds the modules of a submission, and notes.
 
-    Raise CourseError if nothing can be graded. A directory is used in place. The module files of a zip are unpacked
-    into a temporary directory. A directory with one zip and no module files is treated like the zip.
+    There is one path, or the paths of several module files. Raise Unreadable if nothing can be graded. A directory is
+    used in place. The module files of an archive are copied to a temporary directory. A directory with one archive and
+    no module files is treated like the archive.
     """
-    path = Path(path)
+    path = Path(paths[0])
+    if not path.is_dir() and not path.is_file():
+        raise CourseError(f"there is no directory, archive or module file {path}")
     if path.is_dir():
         files = walk(path)
+        packed = [file for file in files if file.lower().endswith(ARCHIVES)]
+        names = format_names(packed)
         place, modules, notes = choose_modules(files)
-        archives = [file for file in files if file.lower().endswith(ARCHIVES)]
-        names = format_names(archives)
-        if modules or not archives:
-            if archives:
+        if not modules and any(find(path, entry) for entry in MODULES):  # in a tree with more than LOOKED_AT entries
+            yield path, []
+            return
+        if modules:
+            if packed:
                 notes.append(f"Not unpacked, because the submission has module files outside archives: {names}")
             yield path / place, notes
             return
-        if len(archives) > 1:
-            raise CourseError(f"found no module file, but {len(archives)} archives: {names}; hand in only one")
-        archive = path / archives[0]
-    elif path.is_file():
-        archive = path.resolve()
+        if len(packed) != 1:
+            several = f"Found no module file, but {len(packed)} archives ({names}); {REMEDY}"
+            raise Unreadable(several if packed else notes[0])
+        archive = path / packed[0]
     else:
-        raise CourseError(f"there is no directory or zip {path}")
+        archive = path.resolve()
     with temporary_directory() as directory:
-        take = take_module if archive.suffix == ".py" else unpack
-        yield directory, take(archive, directory)
+        if all(MODULE_FILE.fullmatch(Path(path).name) for path in paths):
+            notes = take_modules([Path(path) for path in paths], directory)
+        else:
+            notes = unpack(archive, directory)
+        yield directory, notes
 
 
 def walk(top: Path) -> list[str]:
@@ -80,10 +96,11 @@ def walk(top: Path) -> list[str]:
 
 
 def choose_modules(files: Collection[str]) -> tuple[str, dict[str, str], list[str]]:
-    """Return the directory to grade, its module files by their paths relative to it, and notes for the instructor.
+    """Return the directory to grade, its module files by their paths relative to it, and notes.
 
-    `submission.find` must find the modules there. A file with a name such as plan.py counts only beside its module's
-    main file. Prefer the directory with `lessons`, then the one with the most modules, then the highest level.
+    If there are no module files, the only note says so. `submission.find` must find the modules there. A file with a
+    name such as plan.py counts only beside its module's main file. Prefer the directory with `lessons`, then the one
+    with the most modules, then the highest level.
     """
     found: dict[str, dict[str, str]] = {}
     present = set(files)
@@ -96,8 +113,8 @@ def choose_modules(files: Collection[str]) -> tuple[str, dict[str, str], list[st
                 depth -= 2 if above[-2:-1] == ["lessons"] else 1
             found.setdefault("/".join(above[:depth]), {})["/".join([*above[depth:], name])] = file
     if not found:
-        what = format_names(files) if files else "nothing"
-        return "", {}, [f"No module file such as {EXAMPLE} was found. Found instead: {what}"]
+        what = format_names([file for file in files if not is_hidden(file)]) or "nothing"
+        return "", {}, [f"No module file such as {EXAMPLE} was found, but {what}; {REMEDY}"]
 
     def rank(place: str) -> tuple:
         has_lessons = any(name.startswith("lessons/") for name in found[place])
@@ -108,7 +125,29 @@ def choose_modules(files: Collection[str]) -> tuple[str, dict[str, str], list[st
     others = [file for other, inside in found.items() if other not in (place, *given) for file in inside.values()]
     graded = make_line(place) if place else "those at the top level"
     several = f"Module files are in several places. Graded: {graded}. Not graded: {format_names(others)}"
-    return place, found[place], [several] * bool(others)
+    beside = list_ignored(files, set(found[place].values()))
+    ignored = f"Ignored, because only the course's files are read: {format_names(beside)}"
+    return place, found[place], [several] * bool(others) + [ignored] * bool(beside)
+
+
+def list_ignored(files: Collection[str], modules: Collection[str]) -> list[str]:
+    """Return the Python files beside graded modules that do not belong to the course, such as a student's helpers."""
+    course = {entry.package: {path.name for path in entry.lesson.glob("*.py")} for entry in MODULES}
+    everywhere = set().union(*course.values())
+    places = {os.path.dirname(module) for module in modules}
+    ignored = []
+    for file in files:
+        place, name = os.path.split(file)
+        is_known = file in modules or name in course.get(os.path.basename(place), everywhere)
+        if name.endswith(".py") and place in places and not is_known and not is_hidden(name):
+            ignored.append(file)
+    return ignored if everywhere else []  # a package for Gradescope does not have the course's scripts
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file comes from an operating system or an office program, and not from a student."""
+    name = os.path.basename(name)
+    return name.startswith((".", "~$")) or name.lower() in ("thumbs.db", "desktop.ini", "__macosx")
 
 
 def format_names(names: Collection[str]) -> str:
@@ -117,55 +156,52 @@ def format_names(names: Collection[str]) -> str:
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
-def take_module(path: Path, directory: Path) -> list[str]:
-    """Copy a single module file to a new directory. Platforms put the student's name before the name of the file."""
-    mains = [entry.path.name for entry in MODULES if f"_{path.name}".endswith(f"_{entry.path.name}")]
-    if not mains:
-        raise CourseError(f"unreadable: {format_names([path.name])} has no name of a module, such as {EXAMPLE}")
-    (directory / mains[0]).write_text(read_text(path, path.parent), encoding="utf-8", errors="replace")
-    return []
+def take_modules(paths: Sequence[Path], directory: Path) -> list[str]:
+    """Copy single module files of one student to a new directory. Return notes.
+
+    Of several files of one module, take the one with the highest number, which a platform has given to the last upload.
+    """
+    latest: dict[str, Path] = {}
+    for path in sorted(paths, key=lambda path: (get_number(path.name), path.name)):
+        latest[f"{MODULE_FILE.fullmatch(path.name)['name']}.py"] = path
+    for name, path in latest.items():
+        (directory / name).write_bytes(read_bytes(path.resolve(), path.resolve().parent))
+    older = [path.name for path in paths if path not in latest.values()]
+    return [f"Ignored, because there is a later file of this module: {format_names(older)}"] * bool(older)
+
+
+def get_number(name: str) -> int:
+    """Return the number that Canvas ("-1") or a browser (" (1)") has put at the end of a name, or 0."""
+    match = re.search(r"(?:-(\d+)| \((\d+)\))(?:\.[A-Za-z][^/]*)?$", name)
+    return int(match[1] or match[2]) if match else 0
 
 
 def unpack(archive: Path, directory: Path) -> list[str]:
-    """Unpack the module files in the best place of a zip, each up to the maximum size of a module. Return notes.
+    """Copy the module files in the best place of an archive to a new directory. Return notes.
 
-    Write them to a new directory, at their paths relative to that place. The rest of each path in the zip is ignored.
+    Write them at their paths relative to that place. The rest of each path in the archive is ignored.
     """
     shown = format_names([archive.name])
-    if archive.suffix.lower() != ".zip":
-        ending = archive.suffix.lower() or "no file extension"
-        raise CourseError(f"unreadable: {ending}; hand in .zip or a directory ({shown})")
+    if not archive.name.lower().endswith(READ_ARCHIVES):
+        if not archive.name.lower().endswith(ARCHIVES):
+            raise Unreadable(f"No module file such as {EXAMPLE} was found, but {shown}; {REMEDY}")
+        raise Unreadable(f"{shown} is a {archive.suffix.lower()} file, which the grader cannot unpack; {REMEDY}")
     try:
-        with open(archive, "rb", opener=open_no_link) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_ARCHIVE_BYTES:
-                raise ValueError(f"it is not a file, or it is larger than {MOST_ARCHIVE_BYTES} bytes")
-            with zipfile.ZipFile(file) as bundle:
-                members = list_members(bundle)
-                _, modules, notes = choose_modules(members)
-                inner = [file for file in members if file.lower().endswith(ARCHIVES)]
-                if inner and not modules:
-                    raise ValueError(f"it contains an archive instead of module files: {format_names(inner)}")
-                for name, module in modules.items():
-                    target = directory / name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    with bundle.open(members[module]) as source:  # a longer file is refused when it is read
-                        target.write_bytes(source.read(MAX_SOURCE_BYTES + 1))
-                return notes
-    except Exception as error:  # zipfile reports a damaged file in many ways
-        raise CourseError(f"{shown} cannot be unpacked: {format_names([str(error)])}") from None
-
-
-def list_members(bundle: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Return the files of a zip by path, except links, irrelevant files and paths that lead outside.
-
-    Also leave out files whose decompression may need an unlimited amount of memory.
-    """
-    members = {}
-    for info in bundle.infolist():
-        path = "/".join(part for part in info.filename.replace("\\", "/").split("/") if part != ".")
-        usual = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-        is_file = usual and not info.is_dir() and not stat.S_ISLNK(info.external_attr >> 16)
-        if is_file and {"", "..", *SKIPPED}.isdisjoint(path.split("/")):
-            members[path] = info
-    return members
+        contents = archives.read_archive(archive, FILES.__contains__, SKIPPED)
+    except archives.Refused as refusal:
+        raise Unreadable(f"{shown} {refusal}; {REMEDY}") from None
+    _, modules, notes = choose_modules(contents.files)
+    if not modules:
+        inner = [file for file in contents.files if file.lower().endswith(ARCHIVES)]
+        if contents.refused:
+            file, reason = next(iter(contents.refused.items()))
+            raise Unreadable(f"{format_names([file])} in {shown} {reason}; {REMEDY}")
+        if inner:
+            raise Unreadable(f"{shown} contains another archive instead of modules ({format_names(inner)}); {REMEDY}")
+        raise Unreadable(f"In {shown}: {notes[0]}")
+    for name, module in modules.items():
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(contents.wanted[module])
+    notes += [f"Not read: {format_names([file])} {reason}" for file, reason in contents.refused.items()][:MOST_NAMED]
+    return notes

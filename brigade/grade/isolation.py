@@ -21,16 +21,18 @@ UNFILTERED = (
 
 
 @contextlib.contextmanager
-def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[list[str]]:
-    """During the block, run ranks in a sandbox if this process is root. Yield notes on missing protections."""
+def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
+    """During the block, run ranks in a sandbox if this process is root. Yield notes on missing protections.
+
+    The sandbox hides the directories that contain the `hidden` files.
+    """
     if not may_isolate():
         yield [
             "Graded without isolation, because the grader was not started as root: the submission ran as the same user "
             "as the grader, so it could read the tests and write the results."
         ]
         return
-    private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
-    private = [path for path in private if path != "/"]
+    private = [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
     with users.reserve_user() as (uid, reservation):
         ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=private)
         try:

@@ -19,11 +19,13 @@ class Grading:
 
     outcomes: list[Outcome]
     seed: int
+    is_seed_secret: bool = False  # whether other grading runs use it too, so that no results may contain it
     started: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)  # for everybody: ignored files and missing protections
     found: list[int] = field(default_factory=list)  # the numbers of the modules that the submission contains
     findings: list[str] = field(default_factory=list)  # for the instructor
+    unreadable: str = ""  # why nothing can be graded
     finished: bool = False
 
     @property

@@ -38,7 +38,8 @@ NOT_STUDENTS = ("Points Possible", "Student, Test")  # rows of Canvas's gradeboo
 # if marking is blind) and the number of the participant. Canvas's contains the letters of the name and the canvas id.
 # https://github.com/moodle/moodle/blob/main/mod/assign/locallib.php
 MOODLE = re.compile(r"(.+)_(\d+)_assignsubmission_.*")
-CANVAS = re.compile(r"([^_]+)(?:_LATE)?_(\d+)_\d+_.*")
+MOODLE_FILE = re.compile(r"(?P<folder>.+_\d+_assignsubmission_[a-z]+)_(.+)")  # without folders for the students
+CANVAS = re.compile(r"(?P<name>[^_]+)(?P<late>_LATE)?_(?P<id>\d+)_(?P<attachment>\d+)_(?P<file>.+)")
 
 Person = dict[str, str]  # the values of a student's fields
 
@@ -48,7 +49,7 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
 
     Raise CourseError if the file is not a roster, or if two students have the same id.
     """
-    headings, rows, _ = read_table(path)
+    headings, rows, *_ = read_table(path)
     is_canvas = any(heading.lower().startswith("sis ") for heading in headings)  # the gradebook, whose ID is Canvas's
     names = {one: "canvas id" if is_canvas and one == "ID" else one.lower() for one in headings}
     people = []
@@ -77,6 +78,14 @@ def get_key(person: Person) -> str:
     return next(person[field] for field in IDENTIFYING if person[field])
 
 
+def find_upload(file: str, owner: str, people: Sequence[Person]) -> Person | None:
+    """Return the student who handed in a file: the platform's name for it, or the name without endings, says who."""
+    line = formats.make_line(file)
+    if MOODLE.fullmatch(line) or CANVAS.fullmatch(line):
+        return find_person(line, people)
+    return find_person(owner, people) or find_person(line, people)
+
+
 def find_person(submission: str, people: Sequence[Person]) -> Person | None:
     """Return the student whom a submission's name identifies: the name is, or contains, one of the student's fields."""
     submission = formats.make_line(submission)
@@ -94,8 +103,8 @@ def find_person(submission: str, people: Sequence[Person]) -> Person | None:
         agreeing = [person for person in numbered if is_blind or not person["name"] or person in named]
         attempts = [agreeing, named]
     elif match := CANVAS.fullmatch(submission):
-        without_number = [person for person in find("name", match[1]) if not person["canvas id"]]
-        attempts = [find("canvas id", match[2]), without_number]
+        without_number = [person for person in find("name", match["name"]) if not person["canvas id"]]
+        attempts = [find("canvas id", match["id"]), without_number]
     else:
         attempts = [find(field, submission) for field in IDENTIFYING]
     return next((found[0] for found in attempts if len(found) == 1), None)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import hang_guard
 import psutil
@@ -21,7 +22,7 @@ from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import main as cli
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.grade import classroom, formats, gradebook, similarity
+from brigade.grade import class_report, classroom, feedback, formats, gradebook, similarity
 from brigade.grade.outcome import UNFINISHED, Grading
 
 
@@ -92,6 +93,7 @@ def small_class(directory, **points):
     for name, value in points.items():
         (directory / name).mkdir(parents=True)
         (directory / name / "points").write_text(str(value))
+        (directory / name / "naive_ddp.py").write_text("one = 1\n")
     return ["grade", "--class", str(directory), "--gradebook", str(directory.parent / "grades.csv"), "--modules", "1"]
 
 
@@ -290,7 +292,7 @@ def test_the_roster_says_who_is_missing(stub, tmp_path, capfd):
     (tmp_path / "roster.csv").write_text("login,name\nada,Ada L\nyan,\nzoe,Zoe M\n")
     assert cli.main(command) == 0
     printed = capfd.readouterr().out
-    assert "\n  not in the roster: eve\n" in printed and "\n  no submission: yan, Zoe M\n" in printed
+    assert "\n  not in the roster: eve\n" in printed and "\n  no submission: yan; Zoe M\n" in printed
     table = gradebook_rows(tmp_path / "grades.csv")
     seen = [(row["student"], row["submission"], row["name"], row["score"]) for row in table]
     assert seen[:2] == [("ada", "ada", "Ada L", "8"), ("eve", "eve", "", "3")]
@@ -414,6 +416,8 @@ def test_a_correction_remains_one_if_the_grader_agrees_for_a_while(hand_made, tm
         (b"student,remark,remark\nada,a,b\n", "the heading 'remark' is there twice"),
         (b"student,,score\nada,mine,8\n", "a column has no heading"),
         (b"student,submission,written 1\nada,ada,five\n", "ada: written 1 has 'five' instead of points"),
+        (b"sep=;\nstudent;file\nada;ada\n", "grades.csv has no column 'submission', so nothing was changed"),
+        (b"Student,submission\nada,ada\n", "grades.csv has no column 'student', so nothing was changed"),
         (b"student,module 9\nada,1\n", "the core and the advanced modules have separate totals"),
     ],
 )
@@ -470,7 +474,7 @@ def test_feedback_is_for_students(tmp_path):
         (tmp_path / name).mkdir()
     [ada, bob] = classroom.list_students(tmp_path, tmp_path / "grades.csv")
     ada.result = formats.encode_grading(state)
-    assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
+    assert feedback.write_feedback(tmp_path / "feedback", [ada, bob], {}, tmp_path / ".record") == (1, [])
     page, text = [path.read_text() for path in sorted((tmp_path / "feedback").iterdir())]
     assert text.startswith("<b>ada\n\n0 of 2 points\n") and "<h1>Feedback for &lt;b&gt;ada</h1>" in page
     for content in (page, text):
@@ -494,6 +498,202 @@ def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_p
     assert zipfile.ZipFile(canvas.open(uploads[1])).read("feedback.html").decode().count("Feedback for Bo/ Ley") == 2
 
 
+BROKEN = {  # what cannot be read, and a part of the reason that its author is told
+    "abe.rar": (b"Rar!\x1a\x07\0", "abe.rar is a .rar file"),
+    "ben.zip": (b"", "ben.zip is empty (0 bytes)"),
+    "cem_LATE_7_12_report.ipynb": (b"{}", "was found, but cem_LATE_7_12_report.ipynb"),
+    "deb_8_13_work.zip": (b"PK\3\4", "deb_8_13_work.zip is damaged, or was not uploaded completely"),
+    "Eva Ek_9_assignsubmission_file_work.7z": (b"7z", "is a .7z file"),
+}
+
+
+def test_who_handed_in_what_cannot_be_read_is_told_so(stub, tmp_path, capfd):
+    """Each author gets a page with a remedy, in the platform's archive too, and no score."""
+    command = small_class(tmp_path / "class", ada=8)
+    for name, (content, _) in BROKEN.items():
+        (tmp_path / "class" / name).write_bytes(content)
+    (tmp_path / "class" / "fay").mkdir()
+    (tmp_path / "class" / "fay" / "answers.txt").touch()
+    assert cli.main([*command, "--feedback", str(tmp_path / "out" / "pages")]) == 1
+    assert stub == ["ada"], "no grader is started for the others"
+    rows = {row["submission"]: row for row in gradebook_rows(tmp_path / "grades.csv")}
+    pages = {path.name: path.read_text() for path in (tmp_path / "out" / "pages").glob("*.html")}
+    assert len(rows) == len(pages) == 7 and "feedback for 7 students" in capfd.readouterr().out
+    for name, (_, reason) in [*BROKEN.items(), ("fay", (b"", "was found, but answers.txt"))]:
+        assert rows[name]["score"] == "" and "not graded / " in rows[name]["note"] and reason in rows[name]["note"]
+        [page] = [text for text in pages.values() if reason in text]
+        assert "We could not grade this upload." in page and "hand in the zip that `brigade submit` writes" in page
+    assert rows["cem_LATE_7_12_report.ipynb"]["note"].startswith("late (Canvas) / ")
+    moodle, canvas = [zipfile.ZipFile(tmp_path / "out" / "pages" / f"{name}.zip") for name in ("moodle", "canvas")]
+    assert moodle.namelist() == ["Eva Ek_9_assignsubmission_file_feedback.html"]
+    assert sorted(canvas.namelist()) == ["cem_LATE_7_12_report.ipynb", "deb_8_13_work.zip"]
+    assert b"cem_LATE_7_12_report.ipynb; hand in" in canvas.read("cem_LATE_7_12_report.ipynb")
+    assert zipfile.ZipFile(canvas.open("deb_8_13_work.zip")).namelist() == ["feedback.html"]
+
+
+def test_canvas_uploads_of_single_files_are_one_submission(stub, tmp_path, capfd, monkeypatch):
+    """Yara hands in two module files twice, one of them late, and a report. Zoe's is the number in the roster."""
+    names = [
+        "youngyara_124_5025_naive_ddp.py",
+        "youngyara_LATE_124_5026_flat_ddp-1.py",
+        "youngyara_124_5000_flat_ddp.py",
+    ]
+    names += ["youngyara_124_5027_report.pdf", "yorkzoe_125_6_naive_ddp-1.py", "yorkzoe_125_7_submission.tar.gz"]
+    lay = tmp_path / "class"
+    command = [*small_class(lay, ada=8), "--roster", str(tmp_path / "roster.csv")]
+    for name in names:
+        (lay / name).write_text(name)
+    (tmp_path / "roster.csv").write_text('Student,ID,SIS Login ID\n"Young, Yara",124,yy\n"York, Zoe",125,yz\n')
+    started = []
+
+    def start(student, *rest):
+        started.append((student.name, [path.name for path in student.paths]))
+        (lay / "points").write_text("6")
+        return (
+            start_stub(student, *rest)
+            if student.path.is_dir()
+            else start_stub(SimpleNamespace(**vars(student), path=lay), *rest)
+        )
+
+    monkeypatch.setattr(classroom, "start_grader", start)
+    assert cli.main([*command, "--feedback", str(tmp_path / "out")]) == 1  # the tar file is damaged
+    yara = [
+        "youngyara_124_5000_flat_ddp.py",
+        "youngyara_124_5025_naive_ddp.py",
+        "youngyara_LATE_124_5026_flat_ddp-1.py",
+    ]
+    assert started[1:] == [("York, Zoe (yorkzoe_125 (module files))", names[4:5]), ("Young, Yara", yara)]
+    rows = {row["submission"]: row for row in gradebook_rows(tmp_path / "grades.csv")}
+    assert rows["youngyara_124 (module files)"]["student"] == "yy"
+    assert rows["youngyara_124 (module files)"]["note"].startswith(f"Ignored: {names[3]} / late (Canvas) / ")
+    assert [rows[name]["student"] for name in ("yorkzoe_125 (module files)", names[5])] == ["yz", "yz"]
+    printed = capfd.readouterr().out
+    assert "several submissions by yz, the last one at the end: yorkzoe_125 (module files); yorkzoe_125_7_" in printed
+    assert "\n  late (Canvas): Young, Yara\n" in printed and "no submission" not in printed
+    assert {path.name for path in (tmp_path / "out").glob("*.txt")} == {"ada.txt", "York, Zoe.txt", "Young, Yara.txt"}
+    page = (tmp_path / "out" / "York, Zoe.txt").read_text()
+    assert page.index("What you handed in: yorkzoe_125_7_submission.tar.gz") < page.index("(module files)")
+
+
+NAMES = [
+    "ada",
+    "ada.zip",
+    "ada (ada.zip)",
+    "Bob",
+    "bob",
+    "A:B",
+    "A?B",
+    "con",
+    "nul.x",
+    "x" * 240,
+    "e\u0301",
+    "\u2126",
+    "\u03a9",
+    "ends. ",
+]
+
+
+def test_every_student_has_a_page_of_their_own(stub, tmp_path):
+    """Names that are equal after replacements, on Windows, on a Mac, or without regard to capital letters."""
+    command = small_class(tmp_path / "class", **dict.fromkeys(NAMES, 1))
+    for _ in range(2):
+        assert cli.main([*command, "--feedback", str(tmp_path / "out")]) == 0
+    pages = [path.name for path in (tmp_path / "out").glob("*.html")]
+    assert len({feedback.fold_name(name) for name in pages}) == len(pages) == len(NAMES)
+    keys = [row["student"] for row in gradebook_rows(tmp_path / "grades.csv")]
+    assert len(set(keys)) == len(keys) == len(NAMES)
+    assert not [name for name in pages if re.search(r'[\\/:*?"<>|]|[. ]\.html$|^(con|nul)\.', name)]
+
+
+def test_pages_that_a_run_does_not_write_again_are_removed_if_they_are_ours(stub, tmp_path, capfd):
+    command = [*small_class(tmp_path / "class", ada=8, bob=7, carl=6), "--feedback", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    for name in ("bob", "carl"):
+        shutil.rmtree(tmp_path / "class" / name)
+    (tmp_path / "out" / "carl.txt").write_text("with my remarks")
+    (tmp_path / "out" / "mine.txt").write_text("not from the grader")
+    assert cli.main(command) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"ada.txt", "ada.html", "carl.txt", "mine.txt"}
+    assert "an old page that somebody has changed, and that stays: carl.txt\n" in capfd.readouterr().out
+
+
+def test_feedback_has_the_points_of_the_gradebook(hand_made, tmp_path):
+    """Corrections, written points, adjustments and the column `comment` are on the page; other columns are not."""
+    command, read, _ = hand_made
+    path = tmp_path / "grades.csv"
+    rows = [
+        row | {"comment": f"for {row['student']}", "adjustment": "-2,5" * (row["student"] == "ada")}
+        for row in read().values()
+    ]
+    path.write_text("sep=;\n" + gradebook.format_csv([*rows[-1]], rows, ";"))
+    assert cli.main([*command, "--feedback", str(tmp_path / "out")]) == 0
+    assert path.read_text(encoding="utf-8-sig").startswith("sep=;\nx;") and "\ufeff" in path.read_text()[:1]
+    texts = {name: (tmp_path / "out" / f"{name}.txt").read_text() for name in ("ada", "bob", "carl")}
+    assert texts["ada"].startswith("ada\n\n10.5 of 14 points\nWritten answers to module 1: 5 of 6 points.\n")
+    assert "\nAdjustment: -2,5 points.\nComment: for ada\n" in texts["ada"] and "said by" not in texts["ada"]
+    assert "\nModule 1: 6 points, corrected by a person; the grader gave 3.\n" in texts["bob"]
+    assert "\nModule 1: Naive data parallelism, 6 of 8 points\n" in texts["bob"] and "talked" not in texts["bob"]
+    assert texts["carl"].startswith(
+        "carl\n\n7.5 of 14 points\nScore: 7,50, given by a person; the points add up to 5.\n"
+    )
+    assert "<b>10.5</b> of 14 points" in (tmp_path / "out" / "ada.html").read_text()
+
+
+def test_hidden_files_and_those_of_the_system_are_no_submissions(stub, tmp_path, capfd):
+    command = small_class(tmp_path / "class", ada=8)
+    for name in ("Thumbs.db", "desktop.ini", "~$grades.csv", ".DS_Store", ".eve.zip"):
+        (tmp_path / "class" / name).touch()
+    assert cli.main(command) == 0 and stub == ["ada"]
+    line = (
+        "skipped, because no student hands in such files: .DS_Store, .eve.zip, Thumbs.db, desktop.ini, ~$grades.csv\n"
+    )
+    assert line in capfd.readouterr().out
+
+
+def test_the_directory_of_a_gradebook_is_made(stub, tmp_path):
+    command = small_class(tmp_path / "class", ada=8)
+    command[command.index("--gradebook") + 1] = str(tmp_path / "g" / "week2.csv")
+    assert cli.main(command) == 0 and len(gradebook_rows(tmp_path / "g" / "week2.csv")) == 1
+
+
+def make_student(key, checks, submission="", modules=(1, 2)):
+    """Return a submission with these scores and likely causes, by the name of the check."""
+    results = [
+        {
+            "module": module,
+            "number": f"{module}.{place}",
+            "title": f"{name}.",
+            "points": 1,
+            "score": score,
+            "verdict": verdict,
+        }
+        for place, (module, name, score, verdict) in enumerate(checks, 1)
+    ]
+    student = classroom.Student([Path(submission or key)], Path(f"{key}.json"), submission or key, key)
+    student.result = {"checks": results, "score": 0, "max_score": 1}
+    return student
+
+
+def test_students_who_wrote_a_module_count_once_in_its_failures():
+    """Unwritten, unimportable and superseded answers do not count. At most two checks of a module are listed."""
+    todo, broken = {"part": {"module": 2, "letter": "a"}}, {"ending": "unreadable"}
+    wrong = {"likely_cause": "the wrong rank."}
+    fails = [(1, "a", 0, wrong), (1, "b", 0, {"likely_cause": ""}), (1, "c", 0, wrong), (2, "d", 0, todo)]
+    better = [(1, "a", 0, {"likely_cause": "another."}), (1, "b", 0, wrong), (1, "c", 1, None), (2, "d", 0, todo)]
+    everyone = [
+        make_student("ada", fails),
+        make_student("bob", better),
+        make_student("carl", fails[:1] + [(1, "b", 1, None), (1, "c", 1, None), (2, "d", 0, broken)]),
+        make_student("dora", [(1, name, 0, todo) for name in "abc"] + [(2, "d", 1, None)]),
+    ]
+    everyone.append(make_student("ada", better, "ada-1"))  # a second submission, which is better
+    lines = class_report.list_failures(everyone, [get_module(1), get_module(2)])
+    assert lines == [
+        "3 of 3 students who wrote module 1 fail 1.1  a (2: another.)",
+        "2 of 3 students who wrote module 1 fail 1.2  b (2: the wrong rank.)",
+    ]
+
+
 # Copies
 
 
@@ -506,8 +706,24 @@ def disguise(text):
 def find_groups(number, texts):
     """Return the groups of names that are reported for module n."""
     entry = get_module(number)
-    found = similarity.find_groups({name: {str(entry.path): text} for name, text in texts.items()}, [entry])
-    return [names for _, names in found]
+    pairs = similarity.find_pairs({name: {str(entry.path): text} for name, text in texts.items()}, [entry])
+    return [names for _, names, _ in similarity.find_groups(pairs)]
+
+
+def test_copies_are_listed_with_percentages_and_lines():
+    """A copy of one half of an answer, behind 40 empty lines. A student's own submissions are not compared."""
+    text = answer(8)
+    texts = {
+        name: {str(get_module(8).path): words}
+        for name, words in (("ada", text), ("bob", "\n" * 40 + text), ("bob (2)", text))
+    }
+    owners = {"ada": "ada", "bob": "bob", "bob (2)": "bob"}
+    pairs = [pair for pair in similarity.find_pairs(texts, [get_module(8)], owners) if "solutions/" not in pair.names]
+    assert sorted(pair.names for pair in pairs) == [("ada", "bob"), ("ada", "bob (2)")]
+    [row] = [similarity.make_row(pair) for pair in pairs if pair.names == ("ada", "bob")]
+    assert (row["module"], row["percent"]) == ("8", "100")
+    one, other = [[int(n) for n in re.findall(r"\d+", row[side])] for side in ("lines of one", "lines of the other")]
+    assert row["lines of one"].startswith("zero_optimizer.py ") and [n + 40 for n in one] == other
 
 
 def test_disguised_copies_are_reported_in_one_group():

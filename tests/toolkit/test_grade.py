@@ -202,6 +202,17 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     assert "The check fails with the reference solution, too." in told[2]
 
 
+@pytest.mark.parametrize("form", formats.WRITERS)
+def test_a_seed_that_was_given_is_in_no_results(form, monkeypatch):
+    """Other uploads are graded with it, so a student who knew it could hand in numbers."""
+    for name, value in META.items():
+        monkeypatch.setenv(name, value)
+    state = make_empty_grading([get_module(1)], 1980804389831955265)
+    assert ("1980804389831955265" in formats.WRITERS[form](state)) == (form != "gradescope")
+    state.is_seed_secret = True
+    assert "1980804389831955265" not in formats.WRITERS[form](state)
+
+
 def test_seed_repeats_a_grading(grade, submit):
     place, check = submit({1: make_mutated("divided by a literal 2")}), ["test_gradients_are_averaged"]
     first = grade(place, "--modules", "1", only=check)
@@ -210,6 +221,7 @@ def test_seed_repeats_a_grading(grade, submit):
     other = grade(place, "--modules", "1", "--seed", str(int(seed) + 1), only=check)
     told = [done.result["tests"][0]["output"] for done in (first, again, other)]
     assert told[0] == told[1] != told[2]
+    assert seed not in again.errors + again.printed + json.dumps(again.result)
 
 
 def list_check_names(number):
@@ -398,8 +410,11 @@ def test_without_root_the_results_say_what_is_not_protected(grade, submit, monke
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--submission", "does/not/exist"], "there is no directory or zip does/not/exist"),
-        (["--submission", __file__], "unreadable: test_grade.py has no name of a module, such as naive_ddp.py"),
+        (["--submission", "does/not/exist"], "there is no directory, archive or module file does/not/exist"),
+        (
+            ["--submission", __file__],
+            "No module file such as naive_ddp.py was found, but test_grade.py; hand in the zip",
+        ),
         (["--submission", "lessons", "--out", "does/not/exist/results.json"], "does/not/exist for the results"),
         (["--submission", "lessons", "--out", "/"], "/ is not an ordinary file"),
         (["--submission", "lessons", "--modules", "99"], "there is no module"),
@@ -425,8 +440,10 @@ def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
     (tmp_path / "mine.zip").write_text("no zip")
     done = grade(tmp_path / "mine.zip")
     assert done.status == 2
-    assert read_scores(json.dumps(done.result)) == (0, 100, True)
-    assert "mine.zip cannot be unpacked: File is not a zip file" in done.result["output"]
+    assert read_scores(json.dumps(done.result)) == (0, 100, False)
+    reason = "mine.zip is damaged, or was not uploaded completely; hand in the zip that `brigade submit` writes"
+    assert done.result["output"].endswith(f"A person grades them.\n{reason}")
+    assert {test["output"] for test in done.result["tests"]} == {formats.NOTHING_READ}
 
 
 def test_a_part_of_the_course_is_graded_alone(submit, capfd):

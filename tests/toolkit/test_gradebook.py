@@ -40,6 +40,7 @@ def read(tmp_path):
         (HAND_MADE, "jane_doe", "jane@x.org"),
         (CANVAS, "doejane_12345_678_submission", "jane"),
         (CANVAS, "doejane_LATE_12345_678_submission", "jane"),
+        (CANVAS, "doejane_12345_5025_naive_ddp.py", "jane"),
         (CANVAS, "12345_x", None),
         (CANVAS, "doejane_99999_678_submission", None),  # the numbers differ
         (HAND_MADE, "doejane_1_2_submission", "jane@x.org"),
@@ -166,9 +167,98 @@ def test_moodle_gets_one_identifier_and_the_grades(term, capfd):
     assert printed.endswith("  left out, because the roster does not identify them: eve\n")
 
 
+HEAD = "student,submission,login,score,max,module 1,module 2,1.subgroups,comment,note\n"
+FIRST, SECOND = "adalovelace_7_100_work.zip", "adalovelace_7_101_work-1.zip"
+EDITED = f"""{HEAD}ada,{SECOND},ada,9,16,4,5,0,,
+ada,{FIRST},ada,11,16,8,3,1,superseded,not graded / unreadable
+bob,bob.zip,bob,10,16,8,8,1,,"late, 80 %"
+carl,carl.zip,carl,16,16,"5,5",8,1,,
+"""
+
+
+@pytest.fixture
+def edited(term, tmp_path):
+    """Write a gradebook that the grader wrote and a person has edited: sorted, corrected and commented."""
+    (tmp_path / "edited.csv").write_text(EDITED)
+    record = EDITED.replace(",10,16,8,8", ",16,16,8,8").replace('"5,5"', "8").replace("superseded", "")
+    (tmp_path / "edited.csv.results").mkdir()
+    (tmp_path / "edited.csv.results" / "grader.csv").write_text(record)
+    return term
+
+
+@pytest.mark.parametrize(("keep", "ada"), [("best", ("8", "5")), ("last", ("4", "5"))])
+def test_an_export_has_one_row_for_each_student(keep, ada, edited, capfd):
+    """The rows may be sorted in any order: the names of the uploads tell which is the last."""
+    rows = edited("export", "edited.csv", "--to", "canvas", "--keep", keep)
+    printed = capfd.readouterr().out
+    assert [row["SIS Login ID"] for row in rows] == ["", "ada", "bob", "carl"]
+    assert (rows[1]["Module 1"], rows[1]["Module 2"]) == ada
+    assert f"ada has 2 rows: {SECOND}; {FIRST}" in printed
+    assert f"with the {keep} points for each module (--keep {keep})" in printed
+
+
+def test_a_corrected_score_is_an_adjustment(edited, capfd):
+    """Bob's score was written by a person. Carl's is the grader's, from before a person corrected his points."""
+    rows = {row["SIS Login ID"]: row for row in edited("export", "edited.csv", "--to", "canvas")}
+    line = "bob (bob.zip): the score 10 is not the sum of the points, 16, so -6 counts as an adjustment"
+    assert line in capfd.readouterr().out
+    assert [rows[name]["Adjustment"] for name in ("", "ada", "bob", "carl")] == ["0", "", "-6", ""]
+    assert (rows["bob"]["Module 1"], rows["carl"]["Module 1"]) == ("8", "5.5")
+    merged = {row["student"]: row for row in edited("merge", "edited.csv", "--keep", "best")}
+    assert line in capfd.readouterr().out
+    assert [merged[name]["score"] for name in ("ada", "bob", "carl")] == ["13", "10", "13.5"]
+    again = edited("merge", "out.csv", "--keep", "best")  # a merged gradebook has no record
+    assert {row["student"]: row["score"] for row in again} == {name: row["score"] for name, row in merged.items()}
+    assert "is not the sum" not in capfd.readouterr().out
+
+
+def test_a_score_without_a_record_is_named_and_the_sum_counts(term, tmp_path, capfd):
+    (tmp_path / "edited.csv").write_text(EDITED.replace("4,5,0,,", "4,5,0,,").replace(",9,16,4", ",excused,16,4"))
+    term("merge", "edited.csv", "--keep", "last")
+    printed = capfd.readouterr().out
+    assert "is not the sum of the points, 16, which counts; if the score is right, write -6 into a column" in printed
+    assert "the score excused is not the sum of the points, 9, and it is not a number, so the sum counts" in printed
+
+
+def test_an_adjustment_counts_with_its_row(term, tmp_path, capfd):
+    rows = "student,submission,score,module 1,adjustment\nada,a,6,8,-2\nada,a-1,5,4,1\nbob,b,9,8,1\n"
+    (tmp_path / "edited.csv").write_text(rows)
+    merged = {row["student"]: row for row in term("merge", "edited.csv", "--keep", "best")}
+    assert (merged["ada"]["score"], merged["ada"]["adjustment"], merged["bob"]["score"]) == ("6", "-2", "9")
+    line = "ada: the adjustment 1 does not count (not counted, edited.csv, a-1)"
+    assert line in capfd.readouterr().out
+
+
+def test_a_comment_stays_with_its_row(edited):
+    """A comment on a row that does not count says so in the merged row."""
+    (ada, *_) = edited("merge", "edited.csv", "week2.csv", "--keep", "last")
+    assert ada["comment"] == f"not counted, edited.csv, {FIRST}: superseded"
+    assert ada["note"] == f"not counted, edited.csv, {FIRST}: not graded / unreadable"
+    assert ada["submission"] == f"{FIRST}; {SECOND}" and ada["login"] == "ada"
+    (ada, *_) = edited("merge", "edited.csv", "--keep", "best")
+    assert ada["comment"] == f"edited.csv, {FIRST}: superseded"
+
+
+@pytest.mark.parametrize("action", [["merge", "--keep", "best"], ["export", "--to", "canvas"]])
+@pytest.mark.parametrize("column", ["student", "submission", "module 2"])
+def test_a_renamed_column_stops_and_changes_nothing(action, column, edited, tmp_path, capfd):
+    (tmp_path / "edited.csv").write_text(EDITED.replace(column, "other", 1))
+    assert cli.main(["gradebook", *action, "edited.csv", "--out", "none.csv"]) == 2
+    line = f"brigade: edited.csv has no column '{column}', so nothing was changed; if it has been renamed"
+    assert capfd.readouterr().err.startswith(line) and not (tmp_path / "none.csv").exists()
+
+
+def test_a_first_line_that_names_the_delimiter_is_read(term, tmp_path):
+    (tmp_path / "excel.csv").write_text("sep=;\n" + WEEK1.replace(",", ";"), encoding="utf-8-sig")
+    assert term("export", "excel.csv", "--to", "canvas") == term("export", "week1.csv", "--to", "canvas")
+    assert term("merge", "excel.csv", "--keep", "best")[0]["score"] == "12"
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
+        (["export", "twins.csv", "--to", "canvas"], "ada and eve have the SIS Login ID ada: give them one `student`"),
+        (["merge", "nobody.csv", "--keep", "best"], "nobody.csv: row 3 has no student; write one into it, or delete"),
         (
             ["merge", "week1.csv", "advanced.csv", "--keep", "best"],
             "the core and the advanced modules have separate totals",
@@ -191,6 +281,8 @@ def test_wrong_input_gets_one_line(options, line, term, tmp_path, capfd):
     for name, cell in cells.items():
         column = {"advanced": "module 9", "other": "shoe size"}.get(name, "module 1")
         (tmp_path / f"{name}.csv").write_text(f"student,{column}\nada,{cell}\n")
+    (tmp_path / "twins.csv").write_text("student,login,module 1\nada,ada,8\neve,ada,8\n")
+    (tmp_path / "nobody.csv").write_text("student,module 1\nada,8\n,8\n")
     assert cli.main(["gradebook", *options, "--out", "out.csv"]) == 2
     _, errors = capfd.readouterr()
     assert errors.startswith("brigade: ") and errors.count("\n") == 1 and line in errors, errors

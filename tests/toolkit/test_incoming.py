@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import lzma
 import os
 import stat
+import struct
+import tarfile
+import tracemalloc
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 
 from brigade.course.modules import MODULES, CourseError, get_module
 from brigade.course.submission import MAX_SOURCE_BYTES, find, read_text
-from brigade.grade import incoming
+from brigade.grade import archives, incoming
 
 FIRST = get_module(1)
 LESSONS = {entry.path.as_posix(): f"own {entry.number}" for entry in MODULES}
@@ -36,6 +41,22 @@ def make_zip(files: dict) -> bytes:
         for name, content in files.items():
             bundle.writestr(name, content)
     return data.getvalue()
+
+
+def make_tar(files: dict, mode: str = "w:gz") -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode=mode) as bundle:
+        for name, content in files.items():
+            add_member(bundle, name, content.encode() if isinstance(content, str) else content)
+    return data.getvalue()
+
+
+def add_member(bundle: tarfile.TarFile, name: str, content: bytes = b"", **fields) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    bundle.addfile(info, io.BytesIO(content))
 
 
 def read_modules(path: Path) -> tuple[dict[int, str], str]:
@@ -64,6 +85,13 @@ LAYOUTS = {
     },
     "a zip from a Mac": {"submission.zip": make_zip({**LESSONS, **list_below("__MACOSX", LESSONS)})},
     "a zip in a directory": {"a/b/submission.zip": make_zip(LESSONS), "a/report.pdf": b"%PDF"},
+    "a tar with gzip": {"submission.tar.gz": make_tar(list_below("./my work/lessons"))},
+    "a tar with xz": {"submission.txz": make_tar(CLONE, "w:xz")},
+    "a tar with bzip2": {"submission.TAR.BZ2": make_tar(LESSONS, "w:bz2")},
+    "a plain tar": {"submission.tar": make_tar(LESSONS, "w")},
+    "a tar of a Mac": {"submission.tgz": make_tar({**LESSONS, "._m01_naive_ddp/._naive_ddp.py": "a resource"})},
+    "a tar whose name says zip": {"submission.zip": make_tar(LESSONS)},
+    "a tar with long names": {"submission.tar": make_tar(list_below("a/" * 150 + "lessons"), "w")},
 }
 
 
@@ -77,13 +105,7 @@ def test_a_zip_itself(tmp_path):
     assert read_modules(lay(tmp_path, {"h.zip": make_zip(LESSONS)}) / "h.zip") == (ALL, "")
 
 
-NONE = "No module file such as naive_ddp.py was found. Found instead: "
 NOTES = {
-    "a notebook only": ({"work/a.ipynb": "{}", "report.pdf": ""}, {}, NONE + "report.pdf, work/a.ipynb"),
-    "nothing": ({}, {}, NONE + "nothing"),
-    "many files": ({f"{n}.txt": "" for n in range(9)}, {}, NONE + "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more"),
-    "a zip without modules": ({"submission.zip": make_zip({"notes.txt": ""})}, {}, NONE + "notes.txt"),
-    "a name that commands a terminal": ({"\x1b[2J\n.txt": ""}, {}, NONE + "?[2J?.txt"),
     "several places": (
         {"week1/naive_ddp.py": "old", "week2/naive_ddp.py": "new", "week2/flat_ddp.py": "new"},
         {1: "new", 2: "new"},
@@ -94,6 +116,21 @@ NOTES = {
         {1: "own"},
         "Not unpacked, because the submission has module files outside archives: old.zip",
     ),
+    "a second download and a helper": (
+        {"naive_ddp.py": "skeleton", "naive_ddp (1).py": "answer", "helpers.py": "", "._naive_ddp.py": "", "a.txt": ""},
+        {1: "skeleton"},
+        "Ignored, because only the course's files are read: helpers.py, naive_ddp (1).py",
+    ),
+    "scripts of the course and an editor's": (
+        {
+            **list_below("lessons"),
+            "lessons/m02_flat_ddp/launches.py": "",
+            "lessons/m02_flat_ddp/mine.py": "",
+            "x.py": "",
+        },
+        ALL,
+        "Ignored, because only the course's files are read: lessons/m02_flat_ddp/mine.py",
+    ),
 }
 
 
@@ -103,40 +140,88 @@ def test_what_an_instructor_should_know_is_noted(tmp_path, files, modules, note)
     assert read_modules(lay(tmp_path / "handed in", files)) == (modules, note)
 
 
-def get_refusal(path: Path) -> str:
-    with pytest.raises(CourseError) as caught, incoming.open_submission(path):
+def get_refusal(*paths: Path) -> str:
+    with pytest.raises(incoming.Unreadable) as caught, incoming.open_submission(*paths):
         pass
     message = str(caught.value)
     assert "\n" not in message and len(message) < 400
-    return message
+    assert message.endswith(f"; {incoming.REMEDY}")
+    return message.removesuffix(f"; {incoming.REMEDY}")
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (
-            {"one.zip": make_zip(LESSONS), "two.zip": make_zip(LESSONS)},
-            "found no module file, but 2 archives: one.zip, two.zip; hand in only one",
-        ),
-        (
-            {"one.zip": make_zip({"a/two.zip": make_zip(LESSONS)})},
-            "one.zip cannot be unpacked: it contains an archive instead of module files: a/two.zip",
-        ),
-        ({"work.tar.gz": b""}, "unreadable: .gz; hand in .zip or a directory (work.tar.gz)"),
-        ({"work.zip": b"no zip"}, "work.zip cannot be unpacked: File is not a zip file"),
-    ],
-)
-def test_an_archive_that_cannot_be_read_is_no_empty_submission(files, message, tmp_path):
-    assert get_refusal(lay(tmp_path, files)) == message
+def encrypt(data: bytes) -> bytes:
+    """Set the bit of encryption in a zip of one member, in its header and in the directory."""
+    for magic, place in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        place += data.index(magic)
+        data = data[:place] + struct.pack("<H", struct.unpack_from("<H", data, place)[0] | 1) + data[place + 2 :]
+    return data
+
+
+NONE = "No module file such as naive_ddp.py was found, but "
+DAMAGED = "is damaged, or was not uploaded completely"
+RAR = b"Rar!\x1a\x07\0"
+REFUSED = {
+    "a notebook only": ({"work/a.ipynb": "{}", "report.pdf": "", ".DS_Store": ""}, NONE + "report.pdf, work/a.ipynb"),
+    "nothing": ({}, NONE + "nothing"),
+    "many files": ({f"{n}.txt": "" for n in range(9)}, NONE + "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more"),
+    "a name that commands a terminal": ({"\x1b[2J\n.txt": ""}, NONE + "?[2J?.txt"),
+    "a zip without modules": ({"a.zip": make_zip({"notes.txt": ""})}, "In a.zip: " + NONE + "notes.txt"),
+    "two zips": (
+        {"one.zip": make_zip(LESSONS), "two.zip": make_zip(LESSONS)},
+        "Found no module file, but 2 archives (one.zip, two.zip)",
+    ),
+    "a zip in a zip": (
+        {"one.zip": make_zip({"a/two.zip": make_zip(LESSONS)})},
+        "one.zip contains another archive instead of modules (a/two.zip)",
+    ),
+    "rar": ({"work.rar": RAR}, "work.rar is a .rar file, which the grader cannot unpack"),
+    "rar with another name": (
+        {"work.zip": RAR},
+        "work.zip is a .rar file, which the grader cannot unpack",
+    ),
+    "gzip without tar": ({"work.py.gz": b"\x1f\x8b"}, "work.py.gz is a .gz file, which the grader cannot unpack"),
+    "an empty file": ({"work.zip": b""}, "work.zip is empty (0 bytes)"),
+    "no zip": ({"work.zip": b"no zip"}, "work.zip " + DAMAGED),
+    "half a zip": ({"work.zip": make_zip(LESSONS)[:500]}, "work.zip " + DAMAGED),
+    "half a tar": ({"work.tgz": make_tar(LESSONS)[:200]}, "work.tgz " + DAMAGED),
+    "half an xz": (
+        {"work.txz": make_tar(LESSONS, "w:xz")[:200]},
+        "work.txz " + DAMAGED,
+    ),
+    "encrypted": ({"work.zip": encrypt(make_zip({"naive_ddp.py": "x"}))}, "naive_ddp.py in work.zip is encrypted"),
+}
+
+
+@pytest.mark.parametrize(("files", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_graded_gets_one_sentence_with_a_remedy(files, message, tmp_path):
+    (tmp_path / "handed in").mkdir()
+    assert get_refusal(lay(tmp_path / "handed in", files)) == message
+
+
+def test_single_module_files_are_one_submission(tmp_path):
+    """Canvas appends -1 to the name of the next upload, and a browser (1)."""
+    names = ["ada_naive_ddp.py", "ada_124_3_naive_ddp-2.py", "ada_124_9_naive_ddp-10.py", "flat_ddp (1).py"]
+    lay(tmp_path, {name: name for name in names} | {"ada_plan.py": "further", "ada_fully_sharded.py": "\xff"})
+    paths = [tmp_path / name for name in names]
+    with incoming.open_submission(*paths) as (directory, notes):
+        assert {path.name: path.read_text() for path in directory.iterdir()} == {
+            "naive_ddp.py": names[2],
+            "flat_ddp.py": names[3],
+        }
+    assert notes == [f"Ignored, because there is a later file of this module: {names[0]}, {names[1]}"]
+    with incoming.open_submission(tmp_path / "ada_plan.py", tmp_path / "ada_fully_sharded.py") as (directory, _):
+        assert sorted(path.name for path in directory.iterdir()) == ["fully_sharded.py", "plan.py"]
+    assert get_refusal(lay(tmp_path / "x", {"essay.pdf": "%PDF"}) / "essay.pdf") == NONE + "essay.pdf"
 
 
 # ---- hostile
 
 
+@pytest.mark.parametrize("pack", [make_zip, make_tar])
 @pytest.mark.parametrize("place", ["..", "../..", "a/../..", "/tmp/was-here", ""])
-def test_paths_that_lead_out_are_not_taken(tmp_path, place):
-    modules, notes = read_modules(lay(tmp_path, {"submission.zip": make_zip(list_below(place))}))
-    assert modules == {} and notes.startswith("No module file such as")
+def test_paths_that_lead_out_are_not_taken(tmp_path, place, pack):
+    lay(tmp_path, {"submission.zip": pack(list_below(place))})
+    assert get_refusal(tmp_path).endswith("ring.py in submission.zip its path leads out of the archive")
     assert [path.name for path in tmp_path.rglob("*")] == ["submission.zip"]
     assert not Path("/tmp/was-here").exists()
 
@@ -146,7 +231,88 @@ def test_a_link_in_a_zip_is_not_taken(tmp_path):
     info.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(tmp_path / "submission.zip", "w") as bundle:
         bundle.writestr(info, "/etc/passwd")
-    assert read_modules(tmp_path)[0] == {}
+    assert get_refusal(tmp_path) == "naive_ddp.py in submission.zip is a link"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "is a link"),
+        ({"type": tarfile.LNKTYPE, "linkname": "other.py"}, "is a link"),
+        ({"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}, "is not an ordinary file"),
+        ({"type": tarfile.FIFOTYPE}, "is not an ordinary file"),
+    ],
+)
+def test_a_tar_is_taken_member_by_member(fields, reason, tmp_path):
+    """A link or a device takes the place of one module. The other module is graded, and a note names the first."""
+    with tarfile.open(tmp_path / "work.tar", "w") as bundle:
+        add_member(bundle, "other.py", b"secret")
+        add_member(bundle, "naive_ddp.py", **fields)
+        add_member(bundle, "flat_ddp.py", b"own")
+    modules, notes = read_modules(tmp_path / "work.tar")
+    assert modules == {2: "own"} and notes.endswith(f"Not read: naive_ddp.py {reason}")
+
+
+def make_sparse_tar() -> bytes:
+    """Return a tar file with a header of old GNU tar whose map of a sparse file never ends."""
+    header = bytearray(tarfile.TarInfo("naive_ddp.py").tobuf(tarfile.GNU_FORMAT))
+    header[156:157], header[482] = b"S", 1
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    block = bytearray(b"00000000001\0" * 42 + bytes(8))
+    block[504] = 1
+    return bytes(header) + bytes(block) * 5000
+
+
+def make_pax_tar() -> bytes:
+    """Return a tar file whose header announces 2 GB of further fields."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 2_000_000_000
+    return info.tobuf(tarfile.GNU_FORMAT) + bytes(5_000_000)
+
+
+def make_xz_tar() -> bytes:
+    """Return an xz file that needs 1.5 GB of memory to decompress."""
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 20}]
+    data = bytearray(lzma.compress(make_tar(LESSONS, "w"), filters=filters))
+    place = data.index(b"\x21\x01", 12)  # the filter LZMA2, and the length of its property, the dictionary's size
+    data[place + 2] = 39
+    header_end = 12 + (data[12] + 1) * 4
+    data[header_end - 4 : header_end] = struct.pack("<I", zlib.crc32(data[12 : header_end - 4]))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("make", [make_sparse_tar, make_pax_tar, make_xz_tar])
+def test_a_header_cannot_ask_for_memory_without_end(make, tmp_path):
+    """Reading the tar file must not allocate what its header announces."""
+    (tmp_path / "work.tar").write_bytes(make())
+    tracemalloc.start()
+    try:
+        assert get_refusal(tmp_path / "work.tar") == "work.tar " + DAMAGED
+        assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_entries_and_bytes_are_bounded_and_the_size_of_the_file_is_not(tmp_path, monkeypatch):
+    """A clone of 200 MB is graded, of which a few modules are read."""
+    large = {f"{place}/{n}.bin": b"0" for place in (".git/objects", ".venv/lib") for n in range(50)}
+    with open(tmp_path / "clone.zip", "wb") as file:
+        file.seek(200_000_000)  # a hole, which needs no space on the disk; the zip begins behind it
+        file.write(make_zip(list_below("clone", large | CLONE)))
+    assert read_modules(tmp_path / "clone.zip") == (ALL, "")
+    (tmp_path / "clone.tar").write_bytes(make_tar(large | CLONE, "w"))
+    assert read_modules(tmp_path / "clone.tar") == (ALL, "")
+    monkeypatch.setattr(archives, "MOST_ENTRIES", 99)
+    for name in ("clone.zip", "clone.tar"):
+        assert get_refusal(tmp_path / name) == f"{name} contains more than 99 files"
+    monkeypatch.setattr(archives, "MOST_ENTRIES", 1000)
+    monkeypatch.setattr(archives, "MOST_TAR_BYTES", 50_000)
+    assert get_refusal(tmp_path / "clone.tar") == "clone.tar contains more than 0 MB"
+    monkeypatch.setattr(archives, "MOST_KEPT_BYTES", 10)
+    assert get_refusal(tmp_path / "clone.zip") == "clone.zip contains more than 0 MB of modules"
+    monkeypatch.setattr(archives, "MOST_DIRECTORY_BYTES", 1000)
+    assert get_refusal(tmp_path / "clone.zip") == "clone.zip contains more than 1,000 files"
 
 
 def test_an_archive_that_is_a_link_or_a_pipe_is_not_opened(tmp_path):
@@ -155,12 +321,14 @@ def test_an_archive_that_is_a_link_or_a_pipe_is_not_opened(tmp_path):
     for name, make in (("ada", lambda path: path.symlink_to("../bob/submission.zip")), ("carl", os.mkfifo)):
         (tmp_path / name).mkdir()
         make(tmp_path / name / "submission.zip")
-        assert "submission.zip cannot be unpacked" in get_refusal(tmp_path / name)
+        problem = "is a link" if name == "ada" else "is not a file"
+        assert get_refusal(tmp_path / name) == f"submission.zip {problem}"
 
 
-def test_a_bomb_is_bounded(tmp_path):
+@pytest.mark.parametrize("pack", [make_zip, make_tar])
+def test_a_bomb_is_bounded(tmp_path, pack):
     """A huge module file is unpacked up to its limit and then refused."""
-    zeros = make_zip({FIRST.path.name: b"\0" * 100_000_000})
+    zeros = pack({FIRST.path.name: b"\0" * 100_000_000})
     with incoming.open_submission(lay(tmp_path, {"submission.zip": zeros})) as (directory, _):
         file = find(directory, FIRST)
         assert file.stat().st_size == MAX_SOURCE_BYTES + 1

@@ -1,0 +1,218 @@
+"""Read files of an archive into memory: of a zip, or of a tar file that may be compressed with gzip, bzip2 or xz.
+
+Nothing is unpacked to a path that an archive names. Only ordinary members with wanted names are read, so an archive may
+be large. The limits are on what reading it costs: the entries, the bytes to decompress and the bytes to keep.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from brigade.course.submission import MAX_SOURCE_BYTES, open_no_follow
+
+# A virtual environment with torch has 46,000 files, and a zip's directory needs about 150 bytes for each.
+MOST_ENTRIES = 100_000
+MOST_DIRECTORY_BYTES = 20_000_000  # of a zip
+MOST_TAR_BYTES = 2_500_000_000  # to decompress until the end of a tar file
+MOST_KEPT_BYTES = 50_000_000  # of all wanted files
+MOST_XZ_BYTES = 150_000_000  # of memory; xz -9 needs 65 MB
+MOST_AT_ONCE = 1_000_000  # bytes that a header of a tar file may ask for
+MOST_READS = 100  # one after the other, for the header of one member
+CHUNK = 100_000
+
+DIRECTORY_ENTRY = b"PK\x01\x02"
+KINDS = {b"Rar!": "a .rar file", b"7z\xbc\xaf": "a .7z file", b"\x28\xb5\x2f\xfd": "a .zst file"}  # are not unpacked
+COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lambda file: io.BufferedReader(XzReader(file))}
+
+
+class Refused(Exception):
+    """An archive that cannot be read. The message is the second half of a sentence that begins with its name."""
+
+
+@dataclass
+class Contents:
+    """What an archive contains: the paths of all files, the bytes of the wanted ones, and why others were not read.
+
+    The bytes end one after the maximum size of a module, so that a longer file is refused when it is used.
+    """
+
+    files: list[str] = field(default_factory=list)
+    wanted: dict[str, bytes] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)  # reasons by the names of wanted members
+
+
+def read_archive(path: Path, is_wanted: Callable[[str], bool], skipped: frozenset[str]) -> Contents:
+    """Return the contents of the archive, without directories named in `skipped`. Raise Refused if it is unreadable."""
+    try:
+        with open(path, "rb", opener=open_no_follow) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused("is not a file")
+            if not status.st_size:
+                raise Refused("is empty (0 bytes)")
+            return read_members(file, is_wanted, skipped)
+    except OSError as error:
+        reason = "is a link" if path.is_symlink() else f"could not be opened ({error.strerror})"
+        raise Refused(reason) from None
+
+
+def read_members(file: BinaryIO, is_wanted: Callable[[str], bool], skipped: frozenset[str]) -> Contents:
+    """Return the contents of an archive, whose first bytes say what it is."""
+    start = file.read(512)
+    file.seek(0)
+    if kind := next((name for magic, name in KINDS.items() if start.startswith(magic)), ""):
+        raise Refused(f"is {kind}, which the grader cannot unpack")
+    compressed = next((way for magic, way in COMPRESSIONS.items() if start.startswith(magic)), None)
+    list_members = list_tar if compressed or start[257:262] == b"ustar" else list_zip
+    contents, size, count = Contents(), 0, 0
+    try:
+        for name, problem, read in list_members(compressed(file) if compressed else file):
+            count += 1
+            if count > MOST_ENTRIES:
+                raise Refused(f"contains more than {MOST_ENTRIES:,} files")
+            parts = [part for part in name.replace("\\", "/").split("/") if part != "."]
+            if not skipped.isdisjoint(parts) or problem == "is a directory":
+                continue
+            if not {"", ".."}.isdisjoint(parts):
+                problem = "its path leads out of the archive"
+            shown = "/".join(parts)
+            if not is_wanted(parts[-1]):
+                contents.files += [] if problem else [shown]
+            elif problem:
+                contents.refused[shown] = problem
+            else:
+                try:
+                    contents.wanted[shown] = read(MAX_SOURCE_BYTES + 1)
+                except DAMAGED:
+                    contents.refused[shown] = "is damaged"
+                    continue
+                contents.files.append(shown)
+                size += len(contents.wanted[shown])
+                if size > MOST_KEPT_BYTES:
+                    raise Refused(f"contains more than {MOST_KEPT_BYTES // 10**6} MB of modules")
+    except Refused:
+        raise
+    except Exception:  # zipfile and tarfile report a damaged file in many ways
+        raise Refused("is damaged, or was not uploaded completely") from None
+    return contents
+
+
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # a member of a zip
+Member = tuple[str, str, Callable[[int], bytes]]  # the name, why it cannot be read, and a function that reads it
+
+
+class DirectoryLimit(io.BufferedReader):
+    """A zip whose directory, which zipfile reads at once, has a bounded size."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > MOST_DIRECTORY_BYTES:
+            raise Refused(f"contains more than {MOST_ENTRIES:,} files")
+        data = super().read(size)
+        if data.count(DIRECTORY_ENTRY) > MOST_ENTRIES:
+            raise Refused(f"contains more than {MOST_ENTRIES:,} files")
+        return data
+
+
+def list_zip(file: BinaryIO) -> Iterator[Member]:
+    """Yield the members of a zip. Decompress only with methods that need little memory."""
+    with zipfile.ZipFile(DirectoryLimit(file.raw)) as bundle:
+        for info in bundle.infolist():
+            problem = ""
+            if info.is_dir():
+                problem = "is a directory"
+            elif stat.S_ISLNK(info.external_attr >> 16):
+                problem = "is a link"
+            elif info.flag_bits & 1:
+                problem = "is encrypted"
+            elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                problem = "is compressed with an unusual method"
+
+            def read(size: int, info: zipfile.ZipInfo = info) -> bytes:
+                with bundle.open(info) as source:
+                    return source.read(size)
+
+            yield info.filename, problem, read
+
+
+def list_tar(file: BinaryIO) -> Iterator[Member]:
+    """Yield the members of a tar file."""
+    with tarfile.TarFile(fileobj=ForwardReader(file)) as bundle:
+        while info := bundle.next():
+            bundle.members.clear()  # TarFile would keep all of them
+            problem = ""
+            if info.isdir():
+                problem = "is a directory"
+            elif not info.isreg():
+                problem = "is a link" if info.issym() or info.islnk() else "is not an ordinary file"
+            elif info.issparse():
+                problem = "is a sparse file"
+
+            def read(size: int, info: tarfile.TarInfo = info) -> bytes:
+                return bundle.extractfile(info).read(size)
+
+            yield info.name, problem, read
+
+
+class ForwardReader:
+    """The bytes of a tar file, which tarfile reads in order.
+
+    A header can ask for any number of bytes, and lead to any position. Refuse what an honest tar file does not need.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._position, self._num_reads = file, 0, 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> None:
+        if position < self._position:
+            raise tarfile.ReadError("a member begins inside of another one")
+        while self._position < position and self._read(min(CHUNK, position - self._position)):
+            pass
+        self._num_reads = 0
+
+    def read(self, size: int) -> bytes:
+        self._num_reads += 1
+        if size > MOST_AT_ONCE or self._num_reads > MOST_READS:
+            raise tarfile.ReadError("a header is too long")
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        if self._position > MOST_TAR_BYTES:
+            raise Refused(f"contains more than {MOST_TAR_BYTES // 10**6:,} MB")
+        data = self._file.read(size)
+        self._position += len(data)
+        return data
+
+
+class XzReader(io.RawIOBase):
+    """The decompressed bytes of an xz file. lzma.open has no limit on memory, which the file's own header chooses."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._decompressor = file, lzma.LZMADecompressor(memlimit=MOST_XZ_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        data = b""
+        while not data and not self._decompressor.eof:
+            chunk = self._file.read(CHUNK) if self._decompressor.needs_input else b""
+            if self._decompressor.needs_input and not chunk:
+                raise EOFError("the file ends too early")
+            data = self._decompressor.decompress(chunk, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

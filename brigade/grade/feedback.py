@@ -1,0 +1,183 @@
+"""Write what the grader and the instructor have to say to each student: one text and one web page per student.
+
+Every author of an upload gets a page, also if nothing could be read. The points are those of the gradebook, in which a
+person may have corrected them. There are also archives of the pages, which Moodle and Canvas import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import unicodedata
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from brigade.grade import formats, gradebook, roster, uploads
+from brigade.grade.classroom import Student, limit_name
+from brigade.grade.gradebook import ADJUSTMENT, Row, format_points, parse_points
+from brigade.grade.gradebook_file import is_same
+
+PAGE = Path(__file__).with_name("feedback.html")  # the template for one student's feedback
+FORBIDDEN = re.compile(r'[\\/:*?"<>|\x00-\x1f]')  # in a file name on some system
+RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # on Windows, with any ending
+COMMENT = re.compile(r"comment( \d+)?", re.IGNORECASE)  # the columns of an instructor that students see
+MOODLE_ZIP, CANVAS_ZIP = "moodle.zip", "canvas.zip"
+
+
+def write_feedback(
+    directory: Path, everyone: Sequence[Student], rows: Mapping[str, Row], record: Path
+) -> tuple[int, list[str]]:
+    """Write each student's feedback to the directory. `rows` are those of the gradebook, by submission.
+
+    `record` is a file that remembers what we have written, so that pages of an earlier run that this run does not write
+    can be removed. Return the number of students, and the names of old pages that stay, because somebody changed them.
+    """
+    from jinja2 import Environment  # its import takes time, and one submission's grader does not need it
+
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text())
+    groups: dict[str, list[Student]] = {}
+    for student in sorted(everyone, key=lambda student: uploads.sort_key(student.submission), reverse=True):
+        if student.result or student.unreadable:
+            groups.setdefault(student.key, []).append(student)
+    titles = {key: find_title(group) for key, group in groups.items()}
+    names = uploads.make_unique(map(make_file_name, titles.values()), fold_name)
+    files: dict[str, bytes] = {}
+    archives: dict[str, dict[str, bytes]] = {MOODLE_ZIP: {}, CANVAS_ZIP: {}}
+    for name, (key, group) in zip(names, groups.items()):
+        reports = [make_report(student, rows.get(student.submission, {}), len(group) > 1) for student in group]
+        page = template.render(student=titles[key], reports=reports).encode(errors="replace")
+        text = "\n".join([titles[key], "", *map(format_report, reports)]).encode(errors="replace")
+        files |= {f"{name}.txt": text, f"{name}.html": page}
+        latest = max(group[0].paths, key=lambda path: uploads.sort_key(path.name))
+        add_to_archives(archives, latest, text, page)
+    files |= {name: make_zip(content) for name, content in archives.items() if content}
+    return len(groups), replace_files(directory, files, record)
+
+
+def find_title(group: Sequence[Student]) -> str:
+    """Return the name of a student with these submissions."""
+    person = group[0].person
+    return (person["name"] or roster.get_key(person)) if person else group[0].name
+
+
+def make_file_name(name: str) -> str:
+    """Return a name for files that every system accepts."""
+    name = limit_name(FORBIDDEN.sub("-", name).rstrip(". ") or "-")
+    return f"-{name}" if RESERVED.match(name) else name
+
+
+def fold_name(name: str) -> str:
+    """Return the same text for all names that some file system takes for the same file."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+
+
+def make_report(student: Student, row: Row, has_heading: bool) -> dict[str, Any]:
+    """Return what the template and the text need to know about one submission."""
+    heading = f"What you handed in: {student.submission}" if has_heading else ""
+    if student.unreadable:
+        remarks = [*list_remarks(row), *student.notes]
+        return {"heading": heading, "unreadable": student.unreadable, "remarks": remarks, "modules": []}
+    result = correct(student.result, row)
+    result["notes"] = [*student.notes, *result["notes"]]
+    remarks, modules = formats.list_heading(result)[1:], formats.list_modules(result)
+    return {"heading": heading, "unreadable": "", "result": result, "remarks": remarks, "modules": modules}
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return the text about one submission."""
+    lines = [report["heading"], ""] if report["heading"] else []
+    if report["unreadable"]:
+        lines += [f"We could not grade this upload. {report['unreadable']}.", *report["remarks"], ""]
+    else:
+        lines.append(formats.format_result(report["result"]))
+    return "\n".join(lines)
+
+
+def correct(result: Mapping[str, Any], row: Row) -> dict[str, Any]:
+    """Return a result with the points of a row of the gradebook, and what a person has added there, in remarks."""
+    corrected: dict[int, str] = {}
+    remarks = []
+    for entry, _, checks in formats.list_modules(result):
+        points = parse_points(row.get(f"module {entry.number}", ""))
+        graded = sum(check["score"] for check in checks)
+        if points is not None and points != graded:
+            corrected[entry.number] = format_points(points)
+            given = f"Module {entry.number}: {format_points(points)} points, corrected by a person"
+            remarks.append(f"{given}; the grader gave {graded}.")
+    score, most = parse_points(row.get("score", "")), parse_points(row.get("max", ""))
+    changed = {
+        "score": result["score"] if score is None else format_points(score),
+        "max_score": result["max_score"] if most is None else format_points(most),
+        "not_included": "" if gradebook.list_modules([row], "written") else result["not_included"],
+    }
+    notes = [*remarks, *list_remarks(row), *result["notes"]]
+    return {**result, **changed, "corrected": corrected, "notes": notes}
+
+
+def list_remarks(row: Row) -> list[str]:
+    """Return what a person has added to a row of the gradebook for its student."""
+    entries, written = gradebook.list_modules([row]), gradebook.list_modules([row], "written")
+    remarks = []
+    for entry in written:
+        cell, most = row[f"written {entry.number}"], gradebook.sum_points([], [entry])
+        remarks.append(f"Written answers to module {entry.number}: {cell} of {most} points.")
+    if row.get(ADJUSTMENT):
+        remarks.append(f"Adjustment: {row[ADJUSTMENT]} points.")
+    total = gradebook.add_up(row, entries, written)["score"] or "0"
+    if row.get("score") and not is_same(row["score"], total):
+        remarks.append(f"Score: {row['score']}, given by a person; the points add up to {total}.")
+    return remarks + [
+        f"{column.capitalize()}: {cell}" for column, cell in row.items() if cell and COMMENT.fullmatch(column)
+    ]
+
+
+def add_to_archives(archives: Mapping[str, dict[str, bytes]], upload: Path, text: bytes, page: bytes) -> None:
+    """Add the feedback on an upload to the archive of its platform, under a name from which the platform knows it.
+
+    Moodle and Canvas find the student in the name. Canvas shows students the name of the file that they handed in, so
+    only a zip can contain the page.
+    """
+    name = formats.make_printable(upload.name)
+    if match := roster.MOODLE_FILE.fullmatch(name) if upload.is_file() else None:
+        archives[MOODLE_ZIP][f"{match['folder']}_feedback.html"] = page
+    elif roster.MOODLE.fullmatch(name):
+        archives[MOODLE_ZIP][f"{name}/feedback.html"] = page
+    elif roster.CANVAS.fullmatch(name):
+        archives[CANVAS_ZIP][name] = make_zip({"feedback.html": page}) if name.lower().endswith(".zip") else text
+
+
+def make_zip(files: Mapping[str, bytes]) -> bytes:
+    """Return the content of a zip with these files."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for name, text in files.items():
+            bundle.writestr(name, text)
+    return content.getvalue()
+
+
+def replace_files(directory: Path, files: Mapping[str, bytes], record: Path) -> list[str]:
+    """Write files, and remove those of an earlier run. Return the old ones that stay, because they have changed since.
+
+    `record` contains the hashes of what we have written, by directory and name.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remembered = json.loads(record.read_text()) if record.exists() else {}
+    before: dict[str, str] = remembered.get(str(directory), {})
+    now = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    formats.write(record, json.dumps(remembered | {str(directory): before | now}))  # if we are killed meanwhile
+    kept = {}
+    for name in before.keys() - now.keys():
+        path = directory / name
+        if path.is_file() and not path.is_symlink():
+            if hashlib.sha256(path.read_bytes()).hexdigest() == before[name]:
+                path.unlink()
+            else:
+                kept[name] = before[name]
+    for name, content in files.items():
+        formats.write_bytes(directory / name, content)
+    formats.write(record, json.dumps(remembered | {str(directory): now | kept}))
+    return sorted(kept)
