@@ -7,7 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from brigade.course.modules import CourseError
@@ -64,10 +64,20 @@ def kill_user(uid: int) -> None:
 
 
 def remove_files(uid: int) -> None:
-    """Remove the files of the user and of its ranks' users in the directories that all users share, and below them."""
-    users = [word for user in list_users(uid) for word in ("-o", "-user", str(user))][1:]
-    action = ["-prune", "-exec", "rm", "-rf", "--", "{}", "+"]
-    subprocess.run(
-        ["find", *PRIVATE_DIRECTORIES, "-xdev", "(", *users, ")", *action],
-        stderr=subprocess.DEVNULL,  # some of the directories do not exist, and other processes remove files too
-    )
+    """Remove the files of the user and of its ranks' users in the directories that all users share, and below them.
+
+    These users have no group. So they can only have written to directories that everybody may write to, and entered
+    those that everybody may enter. Everything else below a large temporary directory is not read.
+    """
+    entered = ["-type", "d", "(", "!", "-perm", "-o=x", "-prune", "-o", "-perm", "-o=w", "-print0", ")"]
+    found = _find(PRIVATE_DIRECTORIES, *entered)
+    if directories := [os.fsdecode(path) for path in found.split(b"\0") if path]:
+        users = [word for user in list_users(uid) for word in ("-o", "-user", str(user))][1:]
+        remove = ["-exec", "rm", "-rf", "--", "{}", "+"]
+        _find(directories, "-mindepth", "1", "-maxdepth", "1", "(", *users, ")", *remove)
+
+
+def _find(directories: Sequence[str], *expression: str) -> bytes:
+    """Return the output of `find`. Some directories do not exist, and other processes remove files meanwhile."""
+    command = ["find", *directories, "-xdev", *expression]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout

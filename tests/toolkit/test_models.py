@@ -14,6 +14,7 @@ def test_xl_is_the_benchmarks_to_the_parameter():
 
 
 def test_gradients_become_ready_in_reverse_order_and_no_token_affects_those_before_it():
+    torch.manual_seed(1)
     model = TinyLM(Size(d_model=32, d_ff=48, layers=2, heads=4, vocabulary=50, context=16))
     order = []
     for name, parameter in model.named_parameters():

@@ -209,8 +209,11 @@ def test_packages_that_the_user_cannot_read_are_named_with_the_remedy(path, monk
 def test_files_in_directories_of_others_are_removed(tmp_path, monkeypatch):
     """Everybody may write to some directories below /tmp. Only the user's own files are removed from them."""
     monkeypatch.setattr(users, "PRIVATE_DIRECTORIES", (str(tmp_path), str(tmp_path / "nowhere")))
-    uid, elsewhere = 64_000, tmp_path / "shared" / "deeper"
+    tmp_path.chmod(0o755)
+    uid, elsewhere = 64_000, tmp_path / "not writable" / "shared"
     (elsewhere / "mine" / "inside").mkdir(parents=True)
+    elsewhere.parent.chmod(0o711)
+    elsewhere.chmod(0o1777)
     for path in (elsewhere / "file", elsewhere / "of another"):
         path.touch()
     (elsewhere / "link").symlink_to(elsewhere / "of another")
@@ -218,3 +221,18 @@ def test_files_in_directories_of_others_are_removed(tmp_path, monkeypatch):
         os.chown(path, uid, uid, follow_symlinks=False)
     users.remove_files(uid)
     assert [path.name for path in elsewhere.iterdir()] == ["of another"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="files of another user need root")
+@pytest.mark.parametrize("mode", [0o755, 0o700, 0o703], ids=oct)
+def test_directories_to_which_a_user_cannot_have_written_are_not_read(tmp_path, monkeypatch, mode):
+    """A temporary directory can contain a million files, and a run of ranks must not wait until all are read."""
+    monkeypatch.setattr(users, "PRIVATE_DIRECTORIES", (str(tmp_path),))
+    tmp_path.chmod(0o755)
+    closed, uid = tmp_path / "closed", 64_000
+    closed.mkdir()
+    (closed / "file").touch()
+    os.chown(closed / "file", uid, uid)  # only root can have done this
+    closed.chmod(mode)
+    users.remove_files(uid)
+    assert [path.name for path in closed.iterdir()] == ["file"] * (mode != 0o703)
