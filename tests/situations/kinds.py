@@ -93,9 +93,15 @@ class Both:
         self.optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
 
-    def step(self) -> None:
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # torch.amp.GradScaler asks for it
+        return getattr(self.optimizers[0], "_step_supports_amp_scaling", False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = closure() if closure else None
         for optimizer in self.optimizers:
             optimizer.step()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:

@@ -284,7 +284,7 @@ def discriminator_called_twice(run: Run) -> None:
         optimizer.step()
 
 
-@situation("Lightning PR 2019", "A generator and a discriminator take turns.", refused=ONE_FORWARD)
+@situation("Lightning PR 2019", "A generator and a discriminator take turns.", refused=(SECOND, ONE_FORWARD))
 def generator_and_discriminator(run: Run) -> None:
     generator, optimizer_g = run.prepare(Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     judge, optimizer_d = run.prepare(Net(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))

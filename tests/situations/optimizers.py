@@ -68,7 +68,12 @@ def logged_norm(run: Run) -> None:
         optimizer.step()
 
 
-@situation("pytorch #170862", "Only one layer has a gradient when gradients are clipped.", not_for={"m15": "has none"})
+@situation(
+    "pytorch #170862",
+    "Only one layer has a gradient when gradients are clipped.",
+    not_for={"m15": "has none"},
+    refused="outside ddp(x)",
+)
 def clipped_with_unused_layers(run: Run) -> None:
     class Model(Net):
         def forward(self, x):
