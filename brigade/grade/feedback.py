@@ -18,7 +18,7 @@ from typing import Any
 
 from brigade.grade import formats, gradebook, roster, uploads
 from brigade.grade.classroom import Student, limit_name
-from brigade.grade.gradebook import ADJUSTMENT, Row, format_points, parse_points
+from brigade.grade.gradebook import ADJUSTMENT, Row, format_points, parse_points, read_points
 from brigade.grade.gradebook_file import is_same
 
 PAGE = Path(__file__).with_name("feedback.html")  # the template for one student's feedback
@@ -112,7 +112,7 @@ def correct(result: Mapping[str, Any], row: Row) -> dict[str, Any]:
     changed = {
         "score": result["score"] if score is None else format_points(score),
         "max_score": result["max_score"] if most is None else format_points(most),
-        "not_included": "" if gradebook.list_modules([row], "written") else result["not_included"],
+        "not_included": result["not_included"] if most in (None, result["max_score"]) else "",  # some are included
     }
     notes = [*remarks, *list_remarks(row), *result["notes"]]
     return {**result, **changed, "corrected": corrected, "notes": notes}
@@ -123,8 +123,8 @@ def list_remarks(row: Row) -> list[str]:
     entries, written = gradebook.list_modules([row]), gradebook.list_modules([row], "written")
     remarks = []
     for entry in written:
-        cell, most = row[f"written {entry.number}"], gradebook.sum_points([], [entry])
-        remarks.append(f"Written answers to module {entry.number}: {cell} of {most} points.")
+        points, most = read_points(row, f"written {entry.number}"), gradebook.sum_points([], [entry])
+        remarks.append(f"Written answers to module {entry.number}: {format_points(points)} of {most} points.")
     if row.get(ADJUSTMENT):
         remarks.append(f"Adjustment: {row[ADJUSTMENT]} points.")
     total = gradebook.add_up(row, entries, written)["score"] or "0"

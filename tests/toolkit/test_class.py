@@ -636,6 +636,7 @@ def test_feedback_has_the_points_of_the_gradebook(hand_made, tmp_path):
     assert texts["carl"].startswith(
         "carl\n\n7.5 of 14 points\nScore: 7,50, given by a person; the points add up to 5.\n"
     )
+    assert not any("Not included" in text for text in texts.values()), "the maximum includes written points"
     assert "<b>10.5</b> of 14 points" in (tmp_path / "out" / "ada.html").read_text()
 
 
