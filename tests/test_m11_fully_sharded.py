@@ -216,11 +216,15 @@ def test_gathers_and_reductions_overlap(submission):
     prefetches = (1, 2, 0)
     more = DOUBLE | {"hidden_layers": 5, "forward_borders": True}
     cases = [submission.case("Blocks", world, steps=2, **more) for _ in prefetches]
-    jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}, proven=1) for p, case in zip(prefetches, cases)]
+    jobs = [
+        case.make_jobs(**JOB, arguments={"prefetch": p}, proven=1, reports=True) for p, case in zip(prefetches, cases)
+    ]
     for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenarios.train, jobs)):
         units = find_units(build(case), UNIT_TYPES["Block"])
         for at, events, launched in list_steps(results.events, 2):
             expect_overlap(events, launched, units, prefetch, at)
+        for rank, result in enumerate(results):
+            expect_reports(result["reports"], case, rank, units)
 
 
 @pytest.mark.points(1)
@@ -343,7 +347,7 @@ def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
     case = submission.case("FrozenBlocks", world, steps=4, **DOUBLE, hidden_layers=4)
-    [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB)])
+    [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB, reports=True)])
     expect_shapes(results, case)
     trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
     right = f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements"
@@ -351,6 +355,8 @@ def test_frozen_parameters(submission):
         reduced = sorted(x.numel for x in launched if x.op == "reduce_scatter")
         why = partial(diagnosis.explain_reduced, reduced, case)
         expect(reduced == trainable, right, f"reduce-scatters of {join_names(reduced)} elements", why, **at)
+    for rank, result in enumerate(results):
+        expect_reports(result["reports"], case, rank)
     expect_plain(results, case, "weights after 4 steps with frozen parameters")
 
 
@@ -706,6 +712,28 @@ def expect_overlap(events, launched, units, prefetch, at):
         expect(is_right, right, "the rank waited earlier", diagnosis.EARLY_REDUCE_WAIT, **at)
     raced = [x for x in launched if x.raced]
     expect(not raced, "no tensor changes before wait()", f"{len(raced)} of {len(launched)} changed", **at)
+
+
+def expect_reports(reports, case, rank, units=()):
+    """Expect `shard_reduced` to be called once per step for each trainable shard, and for no other tensor.
+
+    With `units`, which are all trainable, expect the call of unit i before unit i - 3 computes in backward. The
+    skeleton promises module 14 one unit earlier, but two reductions in flight are right, too.
+    """
+    count = sum(len(unit) for unit in lay_out(case))
+    for step, entries in enumerate(reports):
+        shards = [entry for entry in entries if isinstance(entry, int)]
+        right = f"in each step, `shard_reduced` is called once for each of {count} trainable shards"
+        wrong = f"it is called {len(shards)} times, for {len({*shards} - {-1})} of them"
+        wrong += f" and {shards.count(-1)} times for a frozen one" if -1 in shards else ""
+        why = diagnosis.NO_REPORT if not shards else diagnosis.FROZEN_REPORT if -1 in shards else ""
+        expect(sorted(shards) == list(range(count)), right, wrong, why, rank=rank, step=step)
+        for unit in range(4, len(units)):
+            first = min(entries.index(name) for name in units[unit - 3])
+            right = f"`shard_reduced` is called for unit {unit} before unit {unit - 3} computes in backward"
+            is_last = entries[-count:] == shards
+            why = diagnosis.LATE_REPORTS if is_last else ""
+            expect(entries.index(unit) < first, right, "it is called later", why, rank=rank, step=step)
 
 
 def find_borders(events, step):

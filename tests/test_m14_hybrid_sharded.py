@@ -22,7 +22,7 @@ from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, 
 from m11_fully_sharded.scenario import UNIT_TYPES
 from m14_hybrid_sharded import causes as diagnosis
 from m14_hybrid_sharded import scenario as scenarios
-from m14_hybrid_sharded.scenario import CROSSED, IN_BLOCKS, NESTED, QUIET, UNSYNCED
+from m14_hybrid_sharded.scenario import CROSSED, IN_BLOCKS, NESTED, QUIET, REPEATED, UNSYNCED
 
 ALL = [0, 1, 2, 3]
 DOUBLE = {"dtype": torch.float64, "hidden_layers": 4}
@@ -175,7 +175,7 @@ def test_overlap(submission):
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_no_replica_sync(submission):
     """In no_replica_sync, gradients are reduced inside the node and added up. The next finish averages the sum."""
-    orders = [IN_BLOCKS, NESTED, QUIET, UNSYNCED, IN_BLOCKS, CROSSED]
+    orders = [IN_BLOCKS, NESTED, QUIET, UNSYNCED, IN_BLOCKS, REPEATED, CROSSED]
     options = DOUBLE | {"steps": len(orders), "micro_batches": 3, "orders": orders}
     few = {"steps": 2, "orders": orders[:2]}
     settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
@@ -183,7 +183,9 @@ def test_no_replica_sync(submission):
         for at, events, launched in list_steps(results.events, len(case.batches[0]), case.group):
             expect_accumulation(events, launched, orders[at["step"]], grid, at)
         evidence = partial(diagnosis.explain_nodes, results, grid)
-        expect_trained(results, case, "weights after steps of three micro-batches", evidence=evidence)
+        suspects = partial(diagnosis.suspect_forgotten, case, options["orders"])
+        what = "weights after steps of three micro-batches"
+        expect_trained(results, case, what, evidence=evidence, hypotheses=suspects)
 
 
 @pytest.mark.points(1)
@@ -283,12 +285,13 @@ def run_cases(submission, scenario, settings, **common):
         return [(*run, results) for run, results in zip(runs, submission.run_each(scenario, jobs))]
 
 
-def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS, evidence=None):
+def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS, evidence=None, hypotheses=None):
     """Expect each state dict of the case's ranks to have these weights, by default those of all steps."""
     expected = train_plain(case)[0] if weights is None else weights
     state = [results[rank]["weights"] for rank in case.group]
     what = f"{what} equal those of plain training"
-    expect_equal(what, state, expected, ranks=case.group, tolerance=tolerance, evidence=evidence)
+    more = {"evidence": evidence, "hypotheses": hypotheses}
+    expect_equal(what, state, expected, ranks=case.group, tolerance=tolerance, **more)
 
 
 def split(launched, groups):
@@ -369,7 +372,7 @@ def expect_accumulation(events, launched, order, grid, at):
     last = passes[-1]
     early = [x for x in crossing if x.place < last]
     reduced = [x for x in inner if x.op == "reduce_scatter"]
-    finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1, CROSSED: 3}[order]
+    finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1, REPEATED: 3, CROSSED: 3}[order]
     late = sum(x.phase != "backward" for x in reduced)
     is_late = late > finishes and order != UNSYNCED
     right = f"with {order}, only the last of three backward passes makes all-reduces across nodes: {count}"
@@ -378,7 +381,14 @@ def expect_accumulation(events, launched, order, grid, at):
     why = blame if early else diagnosis.NOT_RESTORED if order == NESTED else ""
     if order == CROSSED:
         why = partial(diagnosis.explain_crossed, [sum(x.place > place for x in crossing) for place in passes])
-    expect(grid.case.world_size == 1 or len(crossing) == count and not early, right, got, why, **at)
+    is_right = len(crossing) == count and not early
+    if order == REPEATED:
+        right, is_right = (
+            f"with {order}, each finish makes {count} all-reduces across nodes",
+            len(crossing) == 3 * count,
+        )
+        got, why = f"{len(crossing)} all-reduces", ""
+    expect(grid.case.world_size == 1 or is_right, right, got, why, **at)
     if grid.shards > 1:
         right = f"with {order}, each of the {finishes} finishes completes {count} reduce-scatters inside the node"
         expect(len(reduced) == finishes * count, right, f"the step makes {len(reduced)}", **at)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m03_overlapped_ddp.overlapped_ddp import SECOND_BACKWARD
 from ..m11_fully_sharded.fully_sharded import FullyShardedDDP
 from ..m11_fully_sharded.plan import UnitTypes
 
@@ -100,7 +101,7 @@ class HybridShardedDDP(FullyShardedDDP):
         `shard.grad` contains the average over the shard group, which module 11 has just added to what was there.
         """
         if shard in self.in_flight:
-            raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
+            raise RuntimeError(SECOND_BACKWARD)
         # TODO: part (d)
         raise NotImplementedError("module 14, part (d)")
 

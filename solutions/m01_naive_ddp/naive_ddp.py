@@ -59,8 +59,8 @@ class Wrapper(nn.Module):
             both = self.trainable | now
             name = min(both[parameter] for parameter in now.keys() ^ self.trainable.keys())
             raise RuntimeError(
-                f"{name} was frozen, unfrozen or replaced after wrapping. To go on with other parameters, wrap a copy "
-                "of the model: copy.deepcopy(ddp.module)"
+                f"{name} was frozen, unfrozen or replaced after wrapping. To go on with other parameters, load the "
+                "weights into a new model, and wrap it"
             )
 
     def __reduce_ex__(self, protocol: int) -> NoReturn:

@@ -28,7 +28,7 @@ class ShardedCheckpoints:
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a plain module's state dict. Every rank passes the full dict. Raise ValueError if it does not fit."""
-        own, named = self.module.state_dict(), dict(self.module.named_parameters(remove_duplicate=False))
+        own, named = self.module.state_dict(keep_vars=True), dict(self.module.named_parameters(remove_duplicate=False))
         shapes = [{name: getattr(v, "shape", None) for name, v in tensors.items()} for tensors in (own, state)]
         if wrong := {name for name, _ in shapes[0].items() ^ shapes[1].items()}:
             raise ValueError(f"the state dict does not fit the model: look at {', '.join(sorted(wrong))}")
@@ -69,6 +69,9 @@ class ShardedCheckpoints:
         optimizer.param_groups[0].update({key: value for key, value in group.items() if key != "params"})
 
     def state_dict(self, *args, **kwargs):
-        raise RuntimeError("the weights are in shards: call full_state_dict() and load_full_state_dict(state)")
+        raise RuntimeError(
+            "the weights are in shards: to save, load or copy them, call full_state_dict() and "
+            "load_full_state_dict(state)"
+        )
 
-    load_state_dict = state_dict
+    load_state_dict = __reduce_ex__ = state_dict

@@ -13,6 +13,54 @@ from ..m06_coalesced.coalesced import all_gather, reduce_scatter
 
 ProcessGroup = dist.ProcessGroup | None  # None is the default group
 DType = torch.dtype | None  # None is the parameters' dtype
+VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # the properties of a tensor that lead to its values
+WITHOUT_VALUES = {"data_ptr", "dim", "element_size", "numel", "size", "storage_offset", "stride", "untyped_storage"}
+WITHOUT_VALUES |= {"is_complex", "is_contiguous", "is_floating_point", "requires_grad_"}
+WITHOUT_VALUES |= {"empty_like", "new_empty", "new_zeros", "zeros_like"}
+WITHOUT_VALUES |= {"register_hook", "register_post_accumulate_grad_hook"}
+
+
+class FreedWeight(nn.Parameter):
+    """The class of a parameter while its memory is released: it has a shape and a gradient, but no values.
+
+    Reading released memory can crash the process, so functions that use values raise RuntimeError. torch has such a
+    class, too, for parameters that have no shape yet (`torch.nn.parameter.UninitializedParameter`).
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args, kwargs=None):
+        name = getattr(function, "__name__", "")
+        is_property, is_set = name in ("__get__", "__set__", "__delete__"), name == "__set__"
+        if is_property:
+            name = function.__self__.__name__
+        is_refused = name in VIEWS if is_property else name not in WITHOUT_VALUES
+        if is_set and name == "data":  # another view of the same memory is no harm
+            is_refused = args[0].untyped_storage()._cdata != args[1].untyped_storage()._cdata
+        if is_refused:
+            weight = next((f" of shape {list(value.shape)}" for value in args if isinstance(value, cls)), "")
+            raise RuntimeError(
+                f"{'a new ' * is_set}{name} needs the values of a weight{weight}, whose memory is released: use "
+                "full_state_dict() or load_full_state_dict(state)"
+            )
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class ShardGrad(Tensor):
+    """The gradient of a shard. If `torch.amp.GradScaler` looks for infinities in it, all ranks get the same answer.
+
+    The scaler skips a step where it finds one, on each rank alone. Ranks that decide differently would diverge.
+    """
+
+    process_group: ProcessGroup = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args, kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs or {})
+        if function.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
+            grads, is_found, _ = args
+            dist.all_reduce(is_found, dist.ReduceOp.MAX, group=grads[0].process_group)
+        return result
 
 
 class FlatShard:
@@ -78,12 +126,20 @@ class FlatShard:
         if self.gather_handle:
             self.gather_handle.wait()
             self.gather_handle = None
+        self.set_class()
 
     def reshard(self) -> None:
         """Release the memory of `full`. A second call does nothing. No all-gather may be in flight."""
         ### BEGIN SOLUTION part (e)
         self.full.untyped_storage().resize_(0)
         ### END SOLUTION
+        self.set_class()
+
+    def set_class(self) -> None:
+        """Make the parameters of `full` refuse to be read while it has no memory."""
+        has_memory = self.full.untyped_storage().nbytes() == self.full.nbytes
+        for parameter in self.params:
+            parameter.__class__ = nn.Parameter if has_memory else FreedWeight
 
     def start_reduce(self) -> None:
         """Move the parameters' gradients into one flat tensor of `reduce_dtype`. Start the reduce-scatter of averages.

@@ -18,9 +18,10 @@ all-reduce, but the root is gathered only once. Memory for weights: P / N bytes 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,17 +29,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
 from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 from .checkpoint import ShardedCheckpoints
-from .flat_shard import DType, ProcessGroup, make_flat_shards
+from .flat_shard import DType, ProcessGroup, ShardGrad, make_flat_shards
 from .plan import UnitTypes, plan_schedule, plan_units
 
 # What the wrapper is doing. DUE: a forward with gradients has ended, and its backward has not begun.
 Phase = enum.Enum("Phase", ("IDLE", "FORWARD", "DUE", "BACKWARD"))
+PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)  # these contain no tensors
 
 
-class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
+class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
     """Wrap a model. Each rank keeps 1/N of all weights, and full weights exist only while they are needed.
 
     Pass `shards()` to an elementwise torch optimizer. Call `finish_grad_sync` before each step; after it, `p.grad` is
@@ -49,10 +51,16 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
     All ranks must call the wrapper the same number of times, and run units, as modules, in registration order. A rank
     may skip units, or a backward outside `no_sync`, but it must call the finish. A backward belongs to one forward and
     runs once; other backwards raise RuntimeError. Forwards without gradients may come at any time, and free units in
-    the same way. Between steps, the model's own parameters have no memory: read them with `full_state_dict()`. From a
-    forward to the end of its backward, the root stays gathered. Without `reshard_after_forward`, each unit stays
-    gathered until it has computed in backward. While a unit computes, the next `prefetch` units are gathered. Use one
-    activation checkpoint per unit, or for a part of a unit.
+    the same way. From a forward to the end of its backward, the root stays gathered. Without `reshard_after_forward`,
+    each unit stays gathered until it has computed in backward. While a unit computes, the next `prefetch` units are
+    gathered. Use one activation checkpoint per unit, or for a part of a unit.
+
+    A unit returns tensors, or nested dicts, lists, tuples or dataclasses of them, because backward finds its way by
+    these tensors. Other objects raise TypeError. It may also keep such tensors in attributes. Between steps, the
+    model's own parameters have no memory, and whatever reads, writes or copies them raises RuntimeError: use
+    `full_state_dict()` and `load_full_state_dict(state)`. After a step that raised an exception, call
+    `finish_grad_sync` and then `zero_grad`. To skip a step after micro-batches in `no_sync`, call this wrapper's
+    `zero_grad`. A `torch.amp.GradScaler` gets the same answer on all ranks.
 
     With a `compute_dtype`, weights are gathered and used in this dtype, and floating-point arguments of the wrapper and
     of each unit are cast to it, keyword arguments too. Shards, their gradients and the optimizer's state keep the
@@ -77,12 +85,14 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
         self.module, self.process_group = module, process_group
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.compute_dtype = compute_dtype
+        self.trainable = find_trainable(module)
         broadcast_module_state(module, process_group)
         plan, options = plan_units(module, unit_types), (process_group, compute_dtype, reduce_dtype)
         self.units = [make_flat_shards(map(module.get_parameter, names), *options) for names in plan]
         self.flats = [flat for unit in self.units for flat in unit]
         self.schedule: deque[tuple[str, int]] = deque()  # the remaining actions of this forward or backward
         self.current: int | None = None  # the unit that is computing
+        self.origins: dict[int, set[Any]] = {}  # the autograd nodes of the inputs of each unit that runs in forward
         self.phase = Phase.IDLE
         self.postponed: list[tuple[str, int]] = []  # the reductions that the last backward left out, in no_sync
         self.parameters_of_shards = nn.ParameterList(flat.shard for flat in self.flats)  # for zero_grad
@@ -100,31 +110,54 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
     def pre_forward(self, unit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """Prepare the forward of a unit, also if backward computes it again. Return the arguments to use."""
         if unit != self.current:
-            if self.phase is not Phase.FORWARD or ("compute", unit) not in self.schedule:
-                raise RuntimeError(f"{type(module).__name__} runs outside ddp(x) or too late: its weights are freed")
+            name = type(module).__name__
+            if self.phase is not Phase.FORWARD:
+                raise RuntimeError(
+                    f"{name} runs outside ddp(x), or again in backward, as in an activation checkpoint with "
+                    "use_reentrant=True: pass use_reentrant=False"
+                )
+            if ("compute", unit) not in self.schedule:
+                raise RuntimeError(
+                    f"a unit runs once per forward, in registration order: {name} runs again or too late"
+                )
             self.reach(unit)
-        call_in_backward((args, kwargs), partial(self.leave, unit))
+        tensors = find_tensors((args, kwargs))
+        call_in_backward(tensors, partial(self.leave, unit))
+        if self.phase is Phase.FORWARD:
+            self.origins[unit] = {tensor.grad_fn for tensor in tensors}
         return self.cast_inputs(args, kwargs) if self.compute_dtype else (args, kwargs)
 
-    def post_forward(self, unit: int, _: nn.Module, args: tuple, output: Any) -> None:
+    def post_forward(self, unit: int, module: nn.Module, args: tuple, output: Any) -> None:
         """Leave a unit after its forward, but not if backward computes the unit again."""
         if self.phase is Phase.FORWARD:
-            call_in_backward(output, partial(self.pre_backward, unit))
+            tensors = find_tensors(output, is_strict=unit != 0 and torch.is_grad_enabled())
+            for part in module.modules() if unit else ():  # a unit may also keep tensors, such as self.aux_loss
+                tensors += find_tensors([value for name, value in vars(part).items() if name[0] != "_"])
+            passed_on = self.origins.pop(unit, set())  # what a unit returns as it is needs no weights in backward
+            tensors = [tensor for tensor in tensors if tensor.grad_fn not in passed_on]
+            call_in_backward(tensors, partial(self.pre_backward, unit))
             self.leave(unit)
 
     def pre_backward(self, unit: int) -> None:
         """Prepare the backward of a unit. The first call in a backward comes from the last unit or from the root."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True needs the weights again in a second backward, but they are freed")
         if self.phase is Phase.DUE:
             self.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.end_pass, Phase.IDLE))
         if self.phase is not Phase.BACKWARD or ("compute", unit) not in self.schedule:
-            raise RuntimeError("this backward belongs to an earlier or to a second forward: the weights are freed")
+            raise RuntimeError(
+                "this backward belongs to an earlier or to a second forward, or is the second one of its forward: the "
+                "weights are freed"
+            )
         if unit != 0:
             self.reach(unit)
 
     # ---- passes
 
     def forward(self, *args, **kwargs):
+        if self.phase is Phase.BACKWARD or (self.phase is Phase.FORWARD and self.postponed):
+            raise RuntimeError("a step that raised has left gradients: call finish_grad_sync first, then zero_grad")
         is_due = torch.is_grad_enabled() or self.phase is Phase.DUE  # then a backward needs the root
         # Start a pass with the schedule of a forward, and wait for the root.
         ### BEGIN SOLUTION part (h)
@@ -228,14 +261,15 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
     def shard_reduced(self, shard: nn.Parameter) -> None:
         """Do nothing. Module 14 overrides this method. Keep it, and the call above, if you write this class again.
 
-        It is called right after a reduction's average has been added to `shard.grad`, for unit i >= 3 before unit
-        i - 2's first gradient.
+        It is called once for each reduction, right after the average has been added to `shard.grad`, for unit i >= 3
+        before unit i - 2's first gradient. It is never called for frozen shards, or inside `no_sync`.
         """
 
     # ---- between backward and the optimizer's step
 
     def finish_grad_sync(self) -> None:
         """Reduce what is not reduced. Then `shards()` have averaged gradients, and all full weights are freed."""
+        self.require_same_parameters()
         if self.phase is Phase.DUE:  # this rank has not run the backward that other ranks have run
             self.begin_backward()
         self.end_pass(Phase.IDLE)
@@ -246,6 +280,9 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
         self.perform_next()
         self.finish_reduce()
         ### END SOLUTION
+        for flat in self.flats:
+            if (grad := flat.shard.grad) is not None:
+                grad.__class__, grad.process_group = ShardGrad, flat.process_group
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -259,15 +296,26 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
         ### END SOLUTION
 
 
-def call_in_backward(values: Any, function: Callable[[], None]) -> None:
-    """Call a function once per backward, when the gradient of the first of the tensors in `values` is complete."""
-    if tensors := find_tensors(values):
+def call_in_backward(tensors: list[Tensor], function: Callable[[], None]) -> None:
+    """Call a function once per backward, when the gradient of the first of these tensors is complete."""
+    if tensors:
         torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: function(), mode="any")
 
 
-def find_tensors(values: Any) -> list[Tensor]:
-    """Return the tensors with a history in nested dicts, lists and tuples."""
+def find_tensors(values: Any, is_strict: bool = False) -> list[Tensor]:
+    """Return the tensors with a history in nested dicts, lists, tuples and dataclasses.
+
+    An object of another type may contain such tensors, too. If `is_strict`, raise TypeError for it.
+    """
+    nested: Iterable[Any] = ()
     if isinstance(values, Tensor):
         return [values] if values.grad_fn is not None else []
-    nested = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
-    return [tensor for value in nested for tensor in find_tensors(value)]
+    if isinstance(values, Mapping):
+        nested = values.values()
+    elif isinstance(values, (list, tuple)):
+        nested = values
+    elif dataclasses.is_dataclass(values):
+        nested = [getattr(values, field.name, None) for field in dataclasses.fields(values)]
+    elif is_strict and not isinstance(values, PLAIN):
+        raise TypeError(f"a unit returned a {type(values).__name__}: return tensors, dicts, lists, tuples, dataclasses")
+    return [tensor for value in nested for tensor in find_tensors(value, is_strict)]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m03_overlapped_ddp.overlapped_ddp import SECOND_BACKWARD
 from ..m11_fully_sharded.fully_sharded import FullyShardedDDP
 from ..m11_fully_sharded.plan import UnitTypes
 
@@ -109,7 +110,7 @@ class HybridShardedDDP(FullyShardedDDP):
         `shard.grad` contains the average over the shard group, which module 11 has just added to what was there.
         """
         if shard in self.in_flight:
-            raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
+            raise RuntimeError(SECOND_BACKWARD)
         ### BEGIN SOLUTION part (d)
         if self.require_replica_sync and dist.get_world_size(self.replica_group) > 1:
             handle = dist.all_reduce(shard.grad, dist.ReduceOp.AVG, group=self.replica_group, async_op=True)

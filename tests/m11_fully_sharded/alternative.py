@@ -229,7 +229,11 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, nn.Module):
         for flat in self.units[self.reducing] if self.reducing is not None else ():
             if flat.reduction:
                 flat.finish_reduce()
+                self.shard_reduced(flat.shard)
         self.reducing = None
+
+    def shard_reduced(self, shard):
+        pass
 
     def finish_grad_sync(self):
         if self.pending:

@@ -57,7 +57,7 @@ UNWRITTEN = "the numbers come from memory that nothing has written. Start full g
 NARROW_SHARDS = "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype."
 NARROW_SUMS = "averages are added to `shard.grad` in `reduce_dtype`, not in the parameters' dtype."
 INTEGERS = "integer arguments are cast to `compute_dtype`. Only floating-point tensors may be cast."
-KEYWORDS = "the keyword arguments of a unit are not cast to `compute_dtype`. Positional ones are."
+KEYWORDS = "keyword arguments, of `ddp(...)` or of a unit, are not cast to `compute_dtype`. Positional ones are."
 INPUTS = "a floating-point argument is not cast to `compute_dtype`. Cast all of them, of `ddp(...)` and of every unit."
 REDUCED_NARROW = "gradients are reduced in `compute_dtype`. Cast them to `reduce_dtype` before the reduction."
 DIVIDED_EARLY = "gradients are divided in `compute_dtype`. Cast them to `reduce_dtype` first."
@@ -93,6 +93,9 @@ FROZEN_REDUCED = "frozen parameters have no gradients. `start_reduce` must not r
 NEVER_REDUCED = "a unit is not reduced. A backward outside no_sync must reduce all trainable flat tensors of all units."
 SKIPPED = "`reach` must perform every action of a unit that this rank skips, also its reduction, with zeros."
 UNFINISHED = "a backward in no_sync left out actions of skipped units. The end of the backward must perform them."
+NO_REPORT = "`finish_reduce` must call `shard_reduced` for each shard whose reduction it has awaited."
+FROZEN_REPORT = "`shard_reduced` is called for shards that are not reduced. Call it only where a reduction has ended."
+LATE_REPORTS = "`shard_reduced` is called for all shards at the end. Call it right after each reduction has ended."
 ROOT_FREED = "the root is freed before forward has ended. `leave` must not free the root in forward."
 NOT_REFUSED = "a step with {} uses freed weights. Gather them again or raise RuntimeError: see `pre_backward`."
 LOST_HANDLE = "a forward between backward and finish makes the wrapper lose the handle of a reduction in flight."
@@ -113,7 +116,10 @@ FREED = (
     "a freed weight is used. Its unit is freed too early or not gathered, or the weight is not a view of the memory "
     "that is gathered, for example because its storage was replaced."
 )
-SYMPTOMS = [Symptom("freed", "RuntimeError", "out of bounds for storage of size 0", FREED)]
+SYMPTOMS = [
+    Symptom("freed", "RuntimeError", "out of bounds for storage of size 0", FREED),
+    Symptom("freed", "RuntimeError", "whose memory is released", FREED),
+]
 
 
 # ---- units and schedules
@@ -303,10 +309,15 @@ def explain_failure(submission, scenario, jobs_per_call, failed):
 
 def explain_freed(failed, jobs_per_call):
     """Return why a rank used a freed weight, if the constructor did so or if the weight is the root's."""
-    rank, shape = failed.verdict.rank, re.search(r"sizes \[([\d, ]+)\]", failed.verdict.message)
+    rank, shape = failed.verdict.rank, re.search(r"(?:sizes|shape) \[([\d, ]+)\]", failed.verdict.message)
     phase = failed.events[rank][-1]["phase"]
     if phase == "construct":
-        return FREED_FIRST
+        return SHARDED_FIRST if "whose memory is released" in failed.verdict.message else FREED_FIRST
+    if failed.verdict.message.startswith("a new data "):
+        return REPLACED
+    gathers = [x for events in failed.events for x in launches(events) if x.op == "all_gather"]
+    if gathers and not any(x.waits for x in gathers):
+        return f"no rank waits for an all_gather. {UNAWAITED['all_gather']}"
     return ROOT_FREED if phase == "forward" and shape and is_late_root(shape[1], jobs_per_call, rank) else ""
 
 

@@ -1,8 +1,9 @@
 """Functions that the ranks run in the checks of module 11. The expected values use the same trees of modules."""
 
 import contextlib
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -314,17 +315,20 @@ def evaluate(ddp: nn.Module, batch: dict) -> None:
 def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Load state dicts if there are some, train, and return the results with the final full state dict.
 
-    The job may have: "load", a state dict and an optimizer's; "clip", the largest norm;
-    "finish_each", to call finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer"; "interrupted", a step
-    in which exceptions end the no_sync blocks; "crossed", a step in which either a forward or its backward is inside
-    no_sync, but not both; "drop", to accumulate gradients that are then cleared. torch.empty returns tensors of NaN, so
-    that nothing depends on chance.
+    The job may have: "load", a state dict and an optimizer's; "clip", the largest norm; "reports", to return what
+    `watch_reports` finds; "finish_each", to call finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer";
+    "interrupted", a step in which exceptions end the no_sync blocks; "crossed", a step in which either a forward or its
+    backward is inside no_sync, but not both; "drop", to accumulate gradients that are then cleared. torch.empty returns
+    tensors of NaN, so that nothing depends on chance.
     """
     torch.set_deterministic_debug_mode("warn")
     model = build(job)
     change_forward(model, job.get("forward", ""))
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]](shards := list(ddp.shards()))
+    reports = watch_reports(ddp, model, shards) if job.get("reports") else []
+    if job.get("forward") == "scaled":
+        ddp.forward = partial(run_by_turns, ddp.forward, itertools.count())
     if "load" in job:
         state, optimizer_state = job["load"]
         ddp.load_full_state_dict(state)
@@ -332,11 +336,13 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
             ddp.full_state_dict()
         if optimizer_state:
             ddp.load_full_optimizer_state_dict(optimizer, optimizer_state)
-    keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated")
+    keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated", "reports")
     results: dict[str, list] = {key: [] for key in keys}
     for step in range(len(job["batches"])):
         recording.note("step", step=step)
         take_gradients(job, step, ddp, model, optimizer, results)
+        results["reports"].append(reports.copy())
+        reports.clear()
         missing = [number for number, shard in enumerate(shards) if shard.grad is None]
         if step == 0:
             results["gradients"].append(copy_gradients(shards))
@@ -361,6 +367,25 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
     results |= {"optimizer": saved, "is shared": len({*addresses}) < len(addresses)}
     results["interface"] = describe_interface(ddp, model)
     return results | {"weights": state, "numels": [shard.numel() for shard in shards], "device": device().type}
+
+
+def watch_reports(ddp: nn.Module, model: nn.Module, shards: list[Tensor]) -> list[int | str]:
+    """Return a list that will contain the number of each shard that the wrapper reports, -1 for other tensors.
+
+    Between them, it contains the names of gradients, when they are ready.
+    """
+    reports: list[int | str] = []
+    numbers = {id(shard): number for number, shard in enumerate(shards)}
+    ddp.shard_reduced = lambda shard: reports.append(numbers.get(id(shard), -1))  # an empty method in module 11
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reports.append(name))
+    return reports
+
+
+def run_by_turns(forward: Callable[..., Any], numbers: Iterator[int], x: Tensor, branch: int) -> Any:
+    """Call the wrapper's forward with positional arguments, and every second time with keyword arguments."""
+    return forward(x=x, branch=branch) if next(numbers) % 2 else forward(x, branch)
 
 
 def copy_gradients(shards: list[Tensor]) -> list[Tensor | None]:

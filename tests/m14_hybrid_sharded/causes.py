@@ -1,7 +1,11 @@
 """Likely causes when a check of module 14 fails."""
 
+import copy
+
 from brigade.checks.diagnose.evidence import Evidence
 from brigade.events import launches
+from m11_fully_sharded.expected import train_plain
+from m14_hybrid_sharded.scenario import REPEATED
 
 NO_ERROR = "a grid that does not divide, or without ranks, is not refused. Raise ValueError."
 SWAPPED = "the two kinds of groups are exchanged: a shard group consists of consecutive ranks."
@@ -29,6 +33,7 @@ ENDED_BY_FINISH = "a finish ends the block in which it is. Only the end of the b
 NOT_RESTORED = "no_replica_sync restores its state only if the block ends normally. Use try ... finally."
 NO_SYNC = "gradients stay whole until the finish, as no_sync does. Inside the node, reduce them during backward."
 PARTLY = "the nodes have different weights, so a part of what was added up in shard.grad has not crossed."
+FORGOTTEN = "a finish loses what earlier finishes of the step have added to shard.grad. All of it must stay there."
 NORM = "the norm counts every replica. One replica has the whole gradient, so sum over the shard group only."
 
 
@@ -130,6 +135,15 @@ def explain_crossed(since):
     if first and not last:
         return READ_IN_FORWARD
     return ENDED_BY_FINISH if second and not first else ""
+
+
+def suspect_forgotten(case, orders):
+    """Return the weights if a finish in REPEATED loses the gradients of the step's earlier finishes."""
+    last = copy.copy(case)
+    last.batches = [
+        [step[-1:] if order == REPEATED else step for step, order in zip(steps, orders)] for steps in case.batches
+    ]
+    return {FORGOTTEN: [train_plain(last)[0]] * len(case.group)}
 
 
 def explain_nodes(results, grid):

@@ -19,6 +19,7 @@ IN_BLOCKS = "a block for each micro-batch"
 NESTED = "nested blocks and an exception"
 QUIET = "no_sync inside a block"
 UNSYNCED = "only no_sync"
+REPEATED = "a finish outside of blocks for each micro-batch"
 CROSSED = "one block from the first backward to the last forward"
 
 
@@ -108,6 +109,9 @@ def take_step(order: str, ddp: nn.Module, batches: list[dict], other: nn.Module)
                 take_micro_batch(ddp, batches[0])
             take_micro_batch(ddp, batches[1])
             raise Interruption
+    elif order == REPEATED:
+        for batch in batches[:-1]:
+            take_micro_batch(ddp, batch)
     else:
         with ddp.no_replica_sync():
             with ddp.no_sync():

@@ -79,3 +79,40 @@ def test_stand_in_for_a_backend():
     tensor = torch.ones(2)
     group.allreduce([tensor]).wait()
     assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"
+
+
+def test_function_of_the_gradient_scaler():
+    """GradScaler looks for infinities with one function. Its second argument says what it has found."""
+    calls = []
+
+    class Grad(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args, kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = function(*args, **kwargs or {})
+            calls.append((function.__name__, [float(found) for found in args[1:2]]))
+            return result
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, float("inf")])
+    parameter.grad.__class__ = Grad
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([parameter], 1.0))
+    needs = "ShardGrad in solutions/m11_fully_sharded/flat_shard.py needs "
+    assert ("_amp_foreach_non_finite_check_and_unscale_", [1.0]) in calls, needs + "this function of GradScaler"
+
+
+def test_attribute_of_optimizers_for_the_gradient_scaler():
+    """GradScaler's step reads `_step_supports_amp_scaling` before it decides, as modules 8 and 15 expect."""
+
+    class Refusing(torch.optim.SGD):
+        @property
+        def _step_supports_amp_scaling(self):
+            raise RuntimeError("refused")
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    with pytest.raises(RuntimeError, match="refused"):
+        scaler.step(Refusing([parameter], 1.0))
