@@ -30,6 +30,7 @@ from helpers.zero import (
     draw_case,
     expect_norms,
     expect_trained,
+    expect_views,
     get_rounding,
     make_recipe,
     require_shared_state,
@@ -271,7 +272,7 @@ def test_zero_equals_unsharded(submission):
 
 @pytest.mark.points(2)
 def test_zero_state_is_shared(submission):
-    """Moments and main parameters have at most 1/N of the buckets' elements on a rank. No fp32 gradients are kept."""
+    """Moments and main parameters have at most 1/N of the buckets' elements on a rank. No gradients are copied."""
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for world, model, name in zip(submission.worlds(2, 3, 4), ("Plain", "Frozen", "Tied"), names):
         dtype = torch.bfloat16 if world == 4 else torch.float32
@@ -294,6 +295,8 @@ def test_zero_state_is_shared(submission):
                 right = "after a step, no fp32 copies of the gradients are left"
                 wrong = f"optimizer.optim has {result['grad_bytes']} bytes of gradients outside the buffers"
                 expect(not result["grad_bytes"], right, wrong, diagnosis.GRADIENTS_KEPT, rank=rank)
+            else:
+                expect_views(result, rank)
         total = sum(result["state_bytes"] for result in results)
         right = f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32"
         wrong = f"together, the ranks keep {total} bytes, expected {whole} bytes plus padding"

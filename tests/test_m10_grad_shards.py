@@ -20,7 +20,7 @@ from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
 from helpers.odd_steps import LATE_FORWARDS, TWO_BACKWARDS, expect_restored, expect_right_or_refused, expect_silence
-from helpers.zero import expect_norms, expect_trained, get_rounding, make_recipe
+from helpers.zero import expect_norms, expect_trained, expect_views, get_rounding, make_recipe
 from m08_zero_optimizer import causes as zero_diagnosis
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights, train_alone
@@ -64,7 +64,10 @@ def test_equals_unsharded(submission):
             replace_cause(partial(diagnosis.explain_failed_run, groups)),
             blame_visits(submission, jobs, judge, m10_grad_shards.train),
         ):
-            judge(submission.run(m10_grad_shards.train, jobs, world_size=world))
+            results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+            judge(results)
+        for rank in case.group:
+            expect_views(results[rank], rank)
 
 
 @pytest.mark.points(5)

@@ -287,7 +287,8 @@ class ZeroOptimizer(OuterOptimizer):
     def prepare_grads(self) -> list[Tensor]:
         """Attach gradients and weights to the shards. Return the gradients as views of the buffers.
 
-        Raise RuntimeError between a backward and its `finish_grad_sync`.
+        `shard.grad` is such a view, too, because copies of all gradients would take 4 P / N bytes. Only a main
+        parameter gets a copy, in fp32. Raise RuntimeError between a backward and its `finish_grad_sync`.
         """
         if self.ddp.queue.num_pending != self.ddp.queue.num_grads:
             raise RuntimeError("the gradients are not averages yet: call finish_grad_sync first")

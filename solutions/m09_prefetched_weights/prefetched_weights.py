@@ -27,7 +27,7 @@ class PrefetchedDDP(CachedDDP):
     """Like `CachedDDP`, but after `start_param_sync`, the next forward waits for each group when it needs the group.
 
     A module's weights are incomplete from `start_param_sync` until the module runs, in training or in an evaluation.
-    Call `finish_param_sync` before you read or write `ddp.module.weight` directly.
+    Call `finish_param_sync` before you read, write or copy `ddp.module` or its weights directly.
     """
 
     def __init__(
@@ -91,6 +91,14 @@ class PrefetchedDDP(CachedDDP):
     def finish_param_sync(self) -> None:
         """Wait until all weights are complete. A second call does nothing."""
         self.wait_for(self.forward_order)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchedDDP:
+        """Let a copy of `module` keep its hooks, which wait for nothing. The wrapper itself cannot be copied."""
+        if not memo:  # copy.deepcopy(ddp), and not copy.deepcopy(ddp.module)
+            self.__reduce_ex__(4)
+        if self.in_flight:
+            raise RuntimeError("weights are in flight: call finish_param_sync before you copy the module")
+        return self
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         """Return the state dict of the wrapper, with complete weights."""

@@ -151,6 +151,7 @@ class GradShardedDDP(CachedDDP):
 
     def finish_grad_sync(self) -> None:
         """Launch the remaining buckets and wait for all. Then the shards contain the averages, and `p.grad` is None."""
+        self.require_same_parameters()
         # Do not call the finish of `CoalescedDDP`: it finishes groups whose buckets stay.
         ### BEGIN SOLUTION part (f)
         self.queue.launch_remaining()
@@ -187,7 +188,10 @@ class Zero2Optimizer(ZeroOptimizer):
         return [self.prepare_grad(part) for part in self.param_shards.values()]
 
     def prepare_grad(self, part: ParamShard) -> Tensor:
-        """Attach gradient and weights to the shard of one parameter. Return the gradient as a view of `grad_data`."""
+        """Attach gradient and weights to the shard of one parameter. Return the gradient as a view of `grad_data`.
+
+        `part.shard.grad` is this view, too. Only a main parameter gets a copy, in fp32.
+        """
         buffer, i = self.positions[part.param]
         # `part.buffer_slice` is a range in the whole buffer. Convert it to a range in this rank's shard of the bucket.
         ### BEGIN SOLUTION part (h)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,9 @@ class ShardedMuon(Optimizer):
     of `param_groups`, are `matrices`; `owners` and `groups` are what `assign_matrices` and `plan_groups` return for
     their shapes. `param_groups` may set `lr`, `momentum`, `weight_decay` and `steps`; `step` reads them each time, so
     schedulers work. A rank may own nothing.
+
+    The set of trainable parameters is fixed at construction: `step` raises RuntimeError if one was frozen or unfrozen.
+    So does `torch.amp.GradScaler`, which decides on each rank alone whether to step.
     """
 
     def __init__(
@@ -142,6 +145,13 @@ class ShardedMuon(Optimizer):
         shapes = [tuple(p.shape) for p in self.matrices]
         self.owners = assign_matrices(shapes, self.num_ranks)
         self.groups = plan_groups(shapes, self.owners, self.num_ranks, num_groups)
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:  # GradScaler's step reads this before it decides
+        raise RuntimeError(
+            "torch.amp.GradScaler decides on each rank alone whether to step, but a step here needs all of them: train "
+            "without it, for example in bfloat16"
+        )
 
     def make_buffer(self, k: int) -> Tensor:
         """Return the zeroed buffer of group k, of shape (ranks, elements of the longest row)."""
@@ -207,6 +217,11 @@ class ShardedMuon(Optimizer):
         the reduce-scatter of group k + 1 is awaited. No all-gather is awaited before all are launched. There are no
         other collectives.
         """
+        if {p for options in self.param_groups for p in options["params"] if p.requires_grad} != self.group_of.keys():
+            raise RuntimeError(
+                "a parameter was frozen, unfrozen or replaced, or a group was added, after the optimizer was "
+                "constructed: construct it again"
+            )
         with torch.enable_grad():
             loss = closure() if closure else None
         # Call `start_reduce_scatter` and `update`. An all-gather's input is this rank's row with the new weights, and

@@ -81,6 +81,13 @@ def require_shared_state(results, case, name):
         expect(actual is not None and actual <= bound, right, wrong, cause, rank=rank)
 
 
+def expect_views(result, rank):
+    """Expect that the inner optimizer has found no gradients outside the buffers."""
+    right = "when optimizer.optim steps, the gradients of its parameters are views of the buffers' grad_data"
+    wrong = f"it has {result['copied_bytes']} bytes of gradients elsewhere"
+    expect(not result["copied_bytes"], right, wrong, diagnosis.GRADIENTS_COPIED, rank=rank)
+
+
 def expect_norms(norms_by_rank, expected_norms, rounding, steps=None, ranks=None, why=lambda norms, expected: ""):
     """Expect the norms of one process on each rank, with relative errors of at most `rounding`, in the first `steps`.
 

@@ -80,6 +80,7 @@ NAN_NOT_SCALED = (
     "gradients keep their values, because a comparison with NaN is False. With a factor of NaN, min(1.0, factor) is "
     "1.0, and factor < 1 is False. clamp keeps NaN."
 )
+GRADIENTS_COPIED = "prepare_grads copies gradients into shard.grad. It must assign views of the buffer's grad_data."
 GRADIENTS_KEPT = "start_sharing does not set shard.grad to None, so each rank keeps an fp32 copy of its gradients."
 NOT_COVERED = (
     "a rank does not load the part of each moment that belongs to its own shards. These parts change with the number "

@@ -199,6 +199,9 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
             parameter.copy_(weight)
     if "load" in job:
         optimizer.load_state_dict(move_state_to_device(job["load"]))
+    inner, copied = getattr(optimizer, "optim", None), [0]
+    if inner is not None:
+        inner.register_step_pre_hook(lambda *_: copied.append(count_gradient_bytes(inner.param_groups, ddp)))
     outcome = take_steps(
         job["recipe"], model, optimizer, len(job["batches"]), gradients, lambda limit: optimizer.clip_grad_norm_(limit)
     )
@@ -207,7 +210,6 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
             ddp.finish_param_sync()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    inner = getattr(optimizer, "optim", None)
     groups = [] if inner is None else inner.param_groups
     return outcome | {
         "weights": weights,
@@ -217,6 +219,7 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
         "state_bytes": None if inner is None else count_state_bytes(inner.state),
         "fp32_bytes": sum(p.nbytes for group in groups for p in group["params"] if p.dtype == torch.float32),
         "grad_bytes": count_gradient_bytes(groups, ddp),
+        "copied_bytes": max(copied),
         "state_dict": optimizer.state_dict() if job.get("save") else None,
     }
 
