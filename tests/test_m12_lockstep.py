@@ -152,6 +152,20 @@ def test_one_decision(submission):
         alone = train_alone(case, job)
         expect_results(results, case, job, alone)
         expect_weights(results, case, job, alone)
+    # With a gradient of 1e25 clipped to 1, SGD changes one weight by its learning rate, and the others hardly.
+    large = {"dtype": torch.float32, "poison": (0, 1e25), "poisoned_rank": 0, "options": {"max_norm": 1.0}}
+    sgd = {"optimizer": "SGD", "optimizer_options": {"lr": 0.5}, "poisoned_step": 0}
+    for results, case, _ in run_cases(submission, 2, [(BUCKETED, [[1], [1]], large)], **sgd):
+        for rank, result in enumerate(results):
+            is_skipped = result["results"][0][FIELDS.index("is_skipped")]
+            [before, after], name = result["weights"], next(iter(case.parameters()))
+            right = (
+                "a step with a finite gradient of 1e25 in float32 is not skipped: its weight changes by lr · max_norm"
+            )
+            change = float((before[name] - after[name]).flatten()[-1])
+            wrong = "it is skipped" if is_skipped else f"it is not skipped, and the weight changes by {change:.3g}"
+            is_right = not is_skipped and abs(change - 0.5) < 1e-3
+            expect(is_right, right, wrong, diagnosis.NARROW_NORM if is_skipped else "", rank=rank)
 
 
 # ---- the end of the data
@@ -239,7 +253,8 @@ def make_case(submission, counts, options):
     """Return a case in which rank r has counts[r][s] micro-batches in step s. Their numbers of tokens are unequal."""
     model, scale, [group, *_] = options.get("model", "Plain"), options.get("scale", 1), options.get("groups", [None])
     branches = options.get("branches", [0] * 4)[: len(counts)]
-    case = submission.case(model, len(counts), dtype=torch.float64, group=group, branches=branches)
+    dtype = options.get("dtype", torch.float64)
+    case = submission.case(model, len(counts), dtype=dtype, group=group, branches=branches)
     case.batches = [[] for _ in counts]
     for step in range(len(counts[0])):
         tokens = [[1]] * 2
@@ -254,7 +269,7 @@ def draw_batch(rng, case, branch, num_tokens, scale):
     """Return a micro-batch of two sequences: inputs (2, length, features), and targets with `num_tokens` tokens."""
     generator = torch.Generator().manual_seed(rng.randrange(2**63))
     length = (num_tokens + 1) // 2 + rng.randint(0, 2)
-    x = torch.randn(2, length, case.sizes[0], dtype=torch.float64, generator=generator)
+    x = torch.randn(2, length, case.sizes[0], dtype=case.dtype, generator=generator)
     y = torch.randint(0, min(case.sizes[0], case.sizes[-1]), (2, length), generator=generator)
     y.view(-1)[torch.randperm(2 * length, generator=generator)[num_tokens:]] = IGNORED
     return {"x": x, "y": y, "branch": branch, "scale": scale, "borders": [rng.randrange(2**62) for _ in range(8)]}

@@ -96,7 +96,9 @@ class LockstepLoop:
 
         The gradient is that of the sum of all token losses, of all ranks and micro-batches, divided by the number of
         these tokens. If there is no token, or if the reduced gradient or the loss is NaN or infinite, the optimizer
-        does not step on any rank: weights and optimizer state stay as they are, and the gradients are cleared.
+        does not step on any rank: weights and optimizer state stay as they are, and the gradients are cleared. A finite
+        gradient is used, however large it is: its norm is computed in float64, because 1e20 squared is too large for
+        float32.
         """
         [num_tokens] = self.sum_over_ranks([sum(count_tokens(targets) for _, targets in micro_batches)], torch.int64)
         return self.train(micro_batches, num_tokens)
@@ -127,9 +129,9 @@ class LockstepLoop:
 
     def decide(self, loss_sum: float, num_tokens: int) -> tuple[bool, float]:
         """Clip the gradients. Return whether all ranks skip the step, and the loss, with this rank's sum of losses."""
-        # The norm of all gradients is finite only if each of them is. A rank cannot see all gradients if the optimizer
-        # is a ZeroOptimizer, but the optimizer's own clip_grad_norm_ returns the global norm. A max_norm of infinity
-        # does not clip.
+        # The norm of all gradients, in float64, is finite only if each of them is. A rank cannot see all gradients if
+        # the optimizer is a ZeroOptimizer, but the optimizer's own clip_grad_norm_ returns this norm. Otherwise,
+        # torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm) scales. A max_norm of infinity does not clip.
         # TODO: part (d)
         raise NotImplementedError("module 12, part (d)")
 

@@ -106,7 +106,9 @@ class LockstepLoop:
 
         The gradient is that of the sum of all token losses, of all ranks and micro-batches, divided by the number of
         these tokens. If there is no token, or if the reduced gradient or the loss is NaN or infinite, the optimizer
-        does not step on any rank: weights and optimizer state stay as they are, and the gradients are cleared.
+        does not step on any rank: weights and optimizer state stay as they are, and the gradients are cleared. A finite
+        gradient is used, however large it is: its norm is computed in float64, because 1e20 squared is too large for
+        float32.
         """
         [num_tokens] = self.sum_over_ranks([sum(count_tokens(targets) for _, targets in micro_batches)], torch.int64)
         return self.train(micro_batches, num_tokens)
@@ -146,15 +148,17 @@ class LockstepLoop:
 
     def decide(self, loss_sum: float, num_tokens: int) -> tuple[bool, float]:
         """Clip the gradients. Return whether all ranks skip the step, and the loss, with this rank's sum of losses."""
-        # The norm of all gradients is finite only if each of them is. A rank cannot see all gradients if the optimizer
-        # is a ZeroOptimizer, but the optimizer's own clip_grad_norm_ returns the global norm. A max_norm of infinity
-        # does not clip.
+        # The norm of all gradients, in float64, is finite only if each of them is. A rank cannot see all gradients if
+        # the optimizer is a ZeroOptimizer, but the optimizer's own clip_grad_norm_ returns this norm. Otherwise,
+        # torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm) scales. A max_norm of infinity does not clip.
         ### BEGIN SOLUTION part (d)
         max_norm = math.inf if self.max_norm is None else self.max_norm
         if isinstance(self.optimizer, ZeroOptimizer):
             norm = self.optimizer.clip_grad_norm_(max_norm)
         else:
-            norm = torch.nn.utils.clip_grad_norm_(self.ddp.parameters(), max_norm)
+            grads = [p.grad for p in self.ddp.parameters() if p.grad is not None]
+            norm = sum(torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads).sqrt()
+            torch.nn.utils.clip_grads_with_norm_(self.ddp.parameters(), max_norm, norm)
         [total] = self.sum_over_ranks([loss_sum], torch.float64)
         loss = total / num_tokens
         return not (math.isfinite(loss) and math.isfinite(norm)), loss

@@ -11,6 +11,7 @@ from m12_lockstep import expected, scenario
 SMALL = 16  # bytes of the largest collective that a step may add. Larger ones are the wrapper's.
 NOT_DETERMINISTIC = "the assignment depends on random numbers or addresses, and both differ between ranks."
 STEPPED = "the optimizer steps although is_skipped is True. With zero gradients, momentum and weight decay still act."
+NARROW_NORM = "the norm is computed in float32, where the square of 1e25 is infinite. Compute it in float64."
 GRADIENTS_LEFT = "a skipped step does not clear the gradients."
 READ_AHEAD = "run turns the iterable into a list, or reads several steps ahead."
 RAISED_EARLY = (
