@@ -158,7 +158,7 @@ def test_scratch(submission):
 @pytest.mark.parts("Parts (c) to (e): the wrapper")
 @pytest.mark.points(1)
 def test_gradients(submission):
-    """HalfBytesDDP leaves the same averages, to the bit, on all ranks, and refuses weights that are not float32."""
+    """All ranks have the same averages, to the bit. No scratch memory stays. Weights must be float32."""
     settings = (("Buffers", None), ("Branches", [0, -1]), ("Tied", None), ("Frozen", None))
     for world, (model, branches), micro_batches in zip(submission.worlds(1, 2, 3, 4), settings, (1, 1, 2, 2)):
         groups = SUBGROUPS if world == 4 else [list(range(world))]
@@ -181,6 +181,18 @@ def test_gradients(submission):
         wrong = f"the four answers are {join_names([answer or 'accepted' for answer in answers])}"
         is_right = answers == ["ValueError", "ValueError", None, None]
         expect(is_right, right, wrong, partial(diagnosis.explain_refusals, answers), rank=rank)
+    for is_zero in (False, True):
+        case = submission.case("Plain", world, hidden_layers=6, steps=2)
+        results = submission.run(
+            m16_half_bytes.measure_kept, case.make_jobs(is_zero=is_zero, labels=None, **make_job(2)), world_size=world
+        )
+        right = "after a step, the wrapper keeps no memory besides its buffers"
+        right += " (with ZeroOptimizer)" * is_zero
+        for rank, kept in enumerate(results):
+            for step, nbytes in enumerate(kept):
+                expect(
+                    nbytes <= 256, right, f"it keeps {nbytes} bytes more", diagnosis.KEPT_BY_GROUP, rank=rank, step=step
+                )
 
 
 @pytest.mark.points(1)

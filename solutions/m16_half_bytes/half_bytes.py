@@ -39,8 +39,9 @@ class Reduction:
     def wait(self) -> None:
         """Wait for the all-to-all, and write this rank's part of the average to `output`.
 
-        Add in float32, divide the sum, and do not round it again. Then drop the scratch memory, even if the caller
-        keeps the handle. A second call changes nothing, although `output` may contain other values by then.
+        Add in float32, divide the sum, and do not round it again. Then drop the scratch memory, and `exchange`, which
+        refers to it, even if the caller keeps this handle. A second call changes nothing, although `output` may contain
+        other values by then.
         """
         # The number of ranks is received.numel() // output.numel().
         ### BEGIN SOLUTION part (b)
@@ -50,11 +51,15 @@ class Reduction:
         parts = self.received.view(-1, self.output.numel())  # (N, numel / N)
         self.output.copy_(parts.sum(0, dtype=torch.float32) / len(parts))
         self.sent = self.received = None
+        del self.exchange  # it refers to the same memory
         ### END SOLUTION
 
 
 class Copy:
-    """The handle of a reduction in a group of one rank: `wait` copies the float32 values, once, without rounding."""
+    """The handle of a reduction in a group of one rank, or of no elements.
+
+    `wait` copies the float32 values, once, without rounding.
+    """
 
     def __init__(self, output: Tensor, values: Tensor):
         self.output = output
@@ -79,9 +84,10 @@ def start_reduce_scatter(
     keeps its values, and `input` always does, except where `output` is a part of it. `wire_dtype` has 16 bits. Several
     reductions may be in flight, awaited in any order, so each needs scratch memory of its own.
     """
-    # With one rank, return a Copy. Otherwise, use dist.all_to_all_single(received, sent, group=..., async_op=True).
+    # With one rank, or if numel is 0, return a Copy. Otherwise, use dist.all_to_all_single(received, sent, group=...,
+    # async_op=True).
     ### BEGIN SOLUTION part (a)
-    if dist.get_world_size(process_group) == 1:
+    if dist.get_world_size(process_group) == 1 or input.numel() == 0:
         return Copy(output, input)
     sent = input.to(wire_dtype)
     received = torch.empty_like(sent)
@@ -103,7 +109,10 @@ class Gather:
 
 
 class HalfBytesGroup(CachedBucketGroup):
-    """Like `CachedBucketGroup`, but gradients travel in bfloat16. The parameters still travel in float32."""
+    """Like `CachedBucketGroup`, but gradients travel in bfloat16. The parameters still travel in float32.
+
+    Between two steps, a group keeps no scratch memory.
+    """
 
     def start_grad_sync(self) -> None:
         """Start averaging the gradients: one `start_reduce_scatter` per bucket. Keep the handles in `reductions`."""

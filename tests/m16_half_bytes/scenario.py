@@ -12,7 +12,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
-from helpers.training import create_group, name_error, wrap
+from helpers.training import build, create_group, forward_backward, name_error, wrap
 
 PACKAGE = "m16_half_bytes"
 MARK = 7.0  # what an output contains that nothing has written to
@@ -75,6 +75,37 @@ def measure_scratch(job: dict) -> dict[str, int]:
         after = count()
         del handle
         return {"during": during, "after": after, "without": count() if after else 0}
+
+
+def measure_kept(job: dict) -> list[int]:
+    """Return the bytes that each step adds to the memory of the wrapper, besides its buffers and the gradients."""
+    model = build(job)
+    kept = []
+    with LiveMemory() as memory:
+        ddp = wrap(job, model)
+        if job["is_zero"]:
+            optimizer = student("m08_zero_optimizer", "ZeroOptimizer")(ddp, torch.optim.SGD, lr=0.01)
+        else:
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        known = [*model.parameters(), *(data for b in ddp.grad_buffers for data in (b.grad_data, b.param_data))]
+        before = count_others(memory, known)
+        for step, [batch] in enumerate(job["batches"]):
+            recording.note("step", step=step)
+            optimizer.zero_grad()
+            forward_backward(ddp, batch)
+            with phase("finish"):
+                ddp.finish_grad_sync()
+            with phase("step"):
+                optimizer.step()
+            dist.barrier()  # as in `measure_scratch`
+            kept.append(count_others(memory, known) - before)
+    return kept
+
+
+def count_others(memory: LiveMemory, known: list[torch.Tensor]) -> int:
+    """Return the live bytes that do not belong to these tensors."""
+    gc.collect()
+    return memory.count(known=known)["other"]
 
 
 class Mixed(nn.Module):
