@@ -60,7 +60,8 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
     model's own parameters have no memory, and whatever reads, writes or copies them raises RuntimeError: use
     `full_state_dict()` and `load_full_state_dict(state)`. After a step that raised an exception, call
     `finish_grad_sync` and then `zero_grad`. To skip a step after micro-batches in `no_sync`, call this wrapper's
-    `zero_grad`. A `torch.amp.GradScaler` gets the same answer on all ranks.
+    `zero_grad`. A `torch.amp.GradScaler` gets the same answer on all ranks. Put only one forward into a block of
+    `torch.autocast`: a weight that an evaluation has cast there gets its gradient too late, after its reduction.
 
     With a `compute_dtype`, weights are gathered and used in this dtype, and floating-point arguments of the wrapper and
     of each unit are cast to it, keyword arguments too. Shards, their gradients and the optimizer's state keep the
