@@ -337,12 +337,7 @@ def reentrant_once(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(1, use_reentrant=True)))
 
 
-@situation(
-    "transformers PR 22279",
-    "The model is compiled before it is wrapped.",
-    imports_compiler=True,
-    not_for=dict.fromkeys((), "a compiled unit runs no hooks: its docstring says so"),
-)
+@situation("transformers PR 22279", "The model is compiled before it is wrapped.", imports_compiler=True, extended=True)
 def compiled_model(run: Run) -> None:
     model = Net()
     model.forward = torch.compile(model.forward, backend="eager")

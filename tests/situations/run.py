@@ -38,6 +38,7 @@ class Situation:
     not_for: dict[str, str]  # kinds for which the program has no meaning, with the reason
     tolerance: float  # of weights, relative to 1
     imports_compiler: bool  # whether torch imports its compiler for this, which takes a second
+    extended: bool  # whether it runs only with --everything
 
     def applies_to(self, kind: Kind) -> bool:
         return self.needs <= kind.offers and kind.name not in self.not_for
@@ -51,6 +52,7 @@ def situation(
     not_for: dict[str, str] | None = None,
     tolerance: float = 2e-7,
     imports_compiler: bool = False,
+    extended: bool = False,
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Register a program. `refused` are parts of the sentences with which a wrapper may refuse it.
 
@@ -65,7 +67,7 @@ def situation(
         assert name not in SITUATIONS, f"there are two situations named {name}"
         needed = frozenset(needs.split())
         SITUATIONS[name] = Situation(
-            source, title, program, sentences, needed, not_for or {}, tolerance, imports_compiler
+            source, title, program, sentences, needed, not_for or {}, tolerance, imports_compiler, extended
         )
         return program
 

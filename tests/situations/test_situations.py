@@ -27,21 +27,21 @@ from situations.kinds import KINDS, Kind
 from situations.ranks import execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation
 
-# Without --everything, a situation runs on each second kind that it applies to, or on each sixth one if it makes torch
-# import its compiler.
-SHARE, SMALL_SHARE = 2, 6
+SHARE = 3  # without --everything, a situation runs on each third kind that it applies to, or on one if it is expensive
 REFUSALS = ("RuntimeError", "ValueError", "TypeError", "NotImplementedError")
 
 
 def select(kind: Kind, everything: bool) -> list[str]:
     """Return the names of the situations that run on a kind."""
-    index = KINDS.index(kind)
-    return [
-        name
-        for number, name in enumerate(SITUATIONS)
-        if SITUATIONS[name].applies_to(kind)
-        and (everything or (number + index) % (SMALL_SHARE if SITUATIONS[name].imports_compiler else SHARE) == 0)
-    ]
+    selected = []
+    for number, (name, entry) in enumerate(SITUATIONS.items()):
+        if entry.extended and not everything:
+            continue
+        kinds = [other for other in KINDS if entry.applies_to(other)]
+        share = len(kinds) if entry.imports_compiler else SHARE
+        if kind in kinds and (everything or (number + kinds.index(kind)) % share == 0):
+            selected.append(name)
+    return selected
 
 
 def run_on(kind: Kind, names: list[str]) -> list[list[dict[str, Any]] | RankFailure]:
