@@ -15,7 +15,7 @@ from hostile import MODULE_1, ONE, Hostile, reference, write
 SOLUTION = ROOT / "solutions" / MODULE_1.path
 TEXT = SOLUTION.read_text()
 MISSING, OUTSIDE = "module 1 is missing", "outside of the submission"
-DAMAGED = "cannot be unpacked"
+DAMAGED = "is damaged"
 
 
 def make_module_file(what: Callable[[Path], None]) -> Callable[[Path], None]:
