@@ -101,6 +101,9 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
             owner = next(part for name, part in outermost if names[0].startswith(f"{name}.")) if unit else module
             owner.register_forward_pre_hook(partial(self.pre_forward, unit), with_kwargs=True)
             owner.register_forward_hook(partial(self.post_forward, unit))
+            for parameter in map(module.get_parameter, names if unit else ()):
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(self.require_in_time, unit))
 
     def shards(self) -> list[nn.Parameter]:
         """Return this rank's trainable flat parameters."""
@@ -153,6 +156,11 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
             )
         if unit != 0:
             self.reach(unit)
+
+    def require_in_time(self, unit: int, _: nn.Parameter) -> None:
+        """Refuse a gradient that comes after its unit has computed in backward, and perhaps has been reduced."""
+        if self.phase is Phase.BACKWARD and unit != self.current:
+            raise RuntimeError("a gradient came after its unit had computed: put one forward into a block of autocast")
 
     # ---- passes
 
