@@ -120,13 +120,16 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim
 
 
 class Run:
-    """What a shard has of a group: pieces (parameter, slice of it, slice of the buffer), and their flat copy."""
+    """Neighbours in a shard: pieces (parameter, slice of it, slice of the buffer) without gaps, and one flat view."""
 
     def __init__(self, buffer, pieces):
         self.buffer, self.pieces = buffer, pieces
-        weights = torch.cat(self.views(buffer.param_data))
+        weights = self.whole(buffer.param_data)
         self.is_master = weights.itemsize == 2
         self.flat = torch.nn.Parameter(weights.float() if self.is_master else weights)
+
+    def whole(self, data):
+        return data[self.pieces[0][2].start : self.pieces[-1][2].stop]
 
     def views(self, data):
         return [data[place] for _, _, place in self.pieces]
@@ -165,6 +168,9 @@ class ZeroOptimizer(Outer):
                 for p, (a, b) in zip(buffer.params, buffer.layout.param_ranges):
                     low, high = max(a, first), min(b, first + length)
                     if p in wanted and low < high:
+                        if pieces and pieces[-1][2].stop != low:
+                            runs.append(Run(buffer, pieces))
+                            pieces = []
                         pieces.append((p, slice(low - a, high - a), slice(low, high)))
                 if pieces:
                     runs.append(Run(buffer, pieces))
@@ -183,9 +189,9 @@ class ZeroOptimizer(Outer):
     def refresh(self):
         self.copy_options()
         for run in self.all_runs():
-            run.flat.grad = torch.cat(run.views(run.buffer.grad_data)).to(run.flat.dtype)
+            run.flat.grad = run.whole(run.buffer.grad_data).to(run.flat.dtype)
             if not run.is_master:
-                run.flat.copy_(torch.cat(run.views(run.buffer.param_data)))
+                run.flat.data = run.whole(run.buffer.param_data)
 
     def share(self):
         for run in self.all_runs():
