@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
 GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs
 LISTEN_S = 0.001  # pause between reads: waking up for each event would take processor time from the ranks
-ANSWER_S = 0.5  # the time that ranks have to print their stacks
+ANSWER_S = 0.5  # the time that ranks have to come to rest, and then to print their stacks
+QUIET_BEFORE_STACKS_S = 0.05  # a rank that sends nothing for so long probably waits
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 STACK_LIMIT = 1 << 20  # bytes of a rank's stack that are kept, with what it prints meanwhile
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
@@ -65,6 +66,7 @@ class RankProcess:
         self.rank_ends = [self.channel.rank_end, rank_pipe]  # until the rank has been forked
         self.printed = bytearray()
         self.stack: bytearray | None = None  # what it has printed since it was asked for its stacks
+        self.num_events_then = 0  # the number of its events when it was asked
         self.results: list[Any] = []  # one for each call that has ended
         self.failure: RankFailure | None = None  # the exception that it raised, or what was wrong with its messages
         self.is_closed = False  # whether its channel is closed, usually because its process has ended
@@ -83,6 +85,12 @@ class RankProcess:
     def refuse(self, reason: str) -> None:
         """Let the run fail because of what the rank did."""
         self.failure = RankFailure("garbled", f"rank {self.number} {reason}", [], self.number)
+
+    @property
+    def resting_stack(self) -> bytes:
+        """The stacks that the rank printed, or nothing if it reported events meanwhile: then they may be outdated."""
+        has_rested = len(self.record.events) == self.num_events_then
+        return bytes(self.stack) if self.stack and has_rested else b""
 
     def read_pipe(self) -> bool:
         """Read what the rank has printed. Return False if it has printed nothing, or has closed its end."""
@@ -282,13 +290,19 @@ class Monitor:
         while self._switch and self._switch.answers:
             number, answer = self._switch.answers.pop(0)
             self.ranks[number].channel.send(answer)
+            self.ranks[number].record.waiting = None  # its next event may come much later
 
     def _request_stacks(self) -> None:
-        """Ask the ranks to print their stacks, and read the stacks."""
-        self._listen(0)  # read what they have printed until now
+        """Ask the ranks to print their stacks, and read the stacks.
+
+        After a mismatch, ranks continue until they wait, so listen first until they are quiet.
+        """
+        ends_at = time.monotonic() + ANSWER_S
+        while self._listen(QUIET_BEFORE_STACKS_S) and time.monotonic() < ends_at:
+            pass
         alive = [rank for rank in self.ranks if not rank.is_closed]
         for rank in alive:
-            rank.stack = bytearray()
+            rank.stack, rank.num_events_then = bytearray(), len(rank.record.events)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(rank.pid, signal.SIGUSR1)
         ends_at = time.monotonic() + ANSWER_S

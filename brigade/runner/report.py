@@ -164,6 +164,8 @@ def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sou
     """Describe a rank in one line, for example:
 
     rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
+
+    The line is left out if the rank moved on while it printed its stacks, because it could belong to an earlier wait.
     """
     last = rank.record.describe_last_launch()
     if rank.is_complete:
@@ -174,7 +176,7 @@ def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sou
         return f"rank {rank.number} died ({describe_exit(rank.status)}) {last}"
     if where := find_import(rank, packages):  # the end of an earlier event may not have arrived yet
         return f"rank {rank.number} is importing {where}"
-    line = locate(rank.stack or b"", packages)
+    line = locate(rank.resting_stack, packages)
     return f"rank {rank.number} {progress.describe_activity(rank.number)}" + (f", at {line}" if line else "")
 
 
@@ -188,10 +190,10 @@ def find_import(rank: RankProcess, packages: dict[str, Sources]) -> str:
 
 def list_frames(stack: bytes | bytearray) -> list[tuple[str, str, str]]:
     """Return the file, the line and the function of each frame in a stack from faulthandler, the innermost first."""
-    return re.findall(r'File "([^"\n]+)", line (\d+) in (.+)', stack.decode(errors="replace"))
+    return re.findall(r'File "([^"\n]+)", line (\d+) in (.+)\n', stack.decode(errors="replace"))
 
 
-def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
+def locate(stack: bytes, packages: dict[str, Sources]) -> str:
     """Return the innermost line of the submission in a stack from faulthandler, or else of the scenario, or else ""."""
     frames = list_frames(stack)
     for package in sorted(packages, key=lambda name: name != PACKAGE):

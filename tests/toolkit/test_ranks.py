@@ -23,13 +23,14 @@ from in_ranks import basics as functions
 from in_ranks.gate import Gate
 
 from brigade.course.modules import ROOT, CourseError
+from brigade.course.submission import PACKAGE
 from brigade.ipc import protocol
 from brigade.ipc.temporary import PREFIX, make_locked_directory, sweep
 from brigade.progress import Progress
 from brigade.runner import deadline, machine, monitor
 from brigade.runner.monitor import OUTPUT_LIMIT
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
-from brigade.runner.report import make_exception_failure
+from brigade.runner.report import describe_rank, make_exception_failure
 from brigade.runner.server import Server
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
@@ -266,6 +267,27 @@ def test_ranks_that_cannot_go_on_are_stopped_long_before_the_deadline(
     assert failure.kind == kind
     assert not [text for text in words.split(" ... ") if text not in str(failure)], failure
     assert "GPU" not in str(failure), "the ranks use gloo"
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_line_of_a_rank_that_moved_on_is_left_out(moves):
+    """Its stacks could be from an earlier wait than the one that its last event names."""
+    progress = Progress(1)
+    process = monitor.RankProcess(0, progress.ranks[0], {"calls": [[]]})
+    launch = {"kind": "launch", "op": "all_reduce", "group": "0", "ranks": [0], "name": "bias", "dtype": "float32"}
+    for index in range(2):
+        progress.add(0, launch | {"index": index, "nbytes": 4, "numel": 1, "reduce_op": None, "root": None})
+    progress.add(0, {"kind": "wait", "index": 0})
+    process.stack, process.num_events_then = bytearray(b'  File "/a/ddp.py", line 3 in finish\n'), 3
+    if moves:
+        for kind, index in (("done", 0), ("wait", 1)):
+            progress.add(0, {"kind": kind, "index": index})
+    text = describe_rank(process, progress, {PACKAGE: {"ddp": ("/a/ddp.py", "")}})
+    process.close()
+    for descriptor in process.rank_ends:
+        os.close(descriptor)
+    number, line = (1, "") if moves else (0, ", at ddp.py:3 in finish")
+    assert text == f"rank 0 waits in all_reduce #{number} (bias, float32, 4 B){line}"
 
 
 def test_a_slow_rank_is_no_deadlock(gate, monkeypatch):

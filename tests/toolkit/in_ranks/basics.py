@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def create_group_on_rank_0() -> None:
 
 def hang_in_a_new_group() -> None:
     """Create a process group whose backends never connect."""
-    recording.make_gloo_options = lambda *_: signal.pause()
+    recording.make_gloo_options = lambda *_: threading.Event().wait()  # pause() would end at SIGUSR1
     dist.new_group([0, 1])
 
 
