@@ -13,6 +13,7 @@ from situations.models import Tied
 from situations.run import Net, Run, situation
 
 CHANGED = "was frozen, unfrozen or replaced"
+FREED = "whose memory is released"  # module 11's weights, between steps
 
 
 @situation("fairscale #368", "A layer is frozen between two steps, under weight decay.", refused=CHANGED)
@@ -50,7 +51,7 @@ def new_head(run: Run) -> None:
     run.train(ddp, optimizer)
 
 
-@situation("Lightning #1289", "weight_norm comes after wrapping.", refused=CHANGED, needs="wrapper")
+@situation("Lightning #1289", "weight_norm comes after wrapping.", refused=(CHANGED, FREED), needs="wrapper")
 def weight_norm_later(run: Run) -> None:
     model = Net()
     ddp = run.wrap(model)
@@ -58,7 +59,7 @@ def weight_norm_later(run: Run) -> None:
     run.train(ddp, SGD(model.parameters(), lr=1.0))
 
 
-@situation("Automodel PR 2213", "Weights are tied after wrapping.", refused=CHANGED, needs="wrapper")
+@situation("Automodel PR 2213", "Weights are tied after wrapping.", refused=(CHANGED, FREED), needs="wrapper")
 def tied_later(run: Run) -> None:
     model = Tied()
     model.second = nn.Linear(8, 8)

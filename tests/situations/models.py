@@ -258,7 +258,12 @@ def target_network(run: Run) -> None:
             target.weight.lerp_(model[4].weight, 0.25)
 
 
-@situation("apex PR 132", "An evaluation and a training forward share one block of autocast.", tolerance=1e-5)
+@situation(
+    "apex PR 132",
+    "An evaluation and a training forward share one block of autocast.",
+    "block of autocast",
+    tolerance=1e-5,
+)
 def autocast_after_evaluation(run: Run) -> None:
     ddp, optimizer = run.prepare(Net().float())
     for step in range(3):
