@@ -53,7 +53,7 @@ class PrefetchedDDP(CachedDDP):
                 if p in group_of and group_of[p] not in self.groups_of[owner]:
                     self.groups_of[owner].append(group_of[p])
         for owner in self.groups_of:
-            owner.register_forward_pre_hook(self.before_forward)
+            owner.register_forward_pre_hook(self.before_forward, prepend=True)
         ### END SOLUTION
 
     def start_param_sync(self) -> None:

@@ -72,7 +72,7 @@ def logged_norm(run: Run) -> None:
     "pytorch #170862",
     "Only one layer has a gradient when gradients are clipped.",
     not_for={"m15": "has none"},
-    refused="outside ddp(x)",
+    refused=("once per forward", "outside ddp(x)"),
 )
 def clipped_with_unused_layers(run: Run) -> None:
     class Model(Net):
