@@ -69,7 +69,11 @@ def lstm(run: Run) -> None:
     run.train(*run.prepare(LastState(nn.LSTM(2, 8, num_layers=2, batch_first=True))))
 
 
-@situation("pytorch #86457", "An LSTM has the older weight_norm, which replaces a weight before each forward.")
+@situation(
+    "pytorch #86457",
+    "An LSTM has the older weight_norm, which replaces a weight before each forward.",
+    refused="memory is released",
+)
 def normed_lstm(run: Run) -> None:
     lstm = nn.utils.weight_norm(nn.LSTM(2, 8, batch_first=True), "weight_hh_l0")
     run.train(*run.prepare(LastState(lstm)))
