@@ -113,8 +113,9 @@ def choose_modules(files: Collection[str]) -> tuple[str, dict[str, str], list[st
                 depth -= 2 if above[-2:-1] == ["lessons"] else 1
             found.setdefault("/".join(above[:depth]), {})["/".join([*above[depth:], name])] = file
     if not found:
-        what = format_names([file for file in files if not is_hidden(file)]) or "nothing"
-        return "", {}, [f"No module file such as {EXAMPLE} was found, but {what}; {REMEDY}"]
+        names = format_names([file for file in files if not is_hidden(file)])
+        what = f"No module file such as {EXAMPLE} was found, but {names}" if names else "The submission has no file"
+        return "", {}, [f"{what}; {REMEDY}"]
 
     def rank(place: str) -> tuple:
         has_lessons = any(name.startswith("lessons/") for name in found[place])

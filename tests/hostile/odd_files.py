@@ -14,7 +14,7 @@ from hostile import MODULE_1, ONE, Hostile, reference, write
 
 SOLUTION = ROOT / "solutions" / MODULE_1.path
 TEXT = SOLUTION.read_text()
-MISSING, OUTSIDE = "module 1 is missing", "outside of the submission"
+MISSING, OUTSIDE, EMPTY = "module 1 is missing", "outside of the submission", "The submission has no file"
 DAMAGED = "is damaged"
 
 
@@ -84,7 +84,7 @@ CASES = [
         "a device", make_module_file(lambda path: os.mknod(path, 0o644 | stat.S_IFCHR, os.makedev(1, 5))), 0, MISSING
     ),
     Hostile("a link to a device", make_module_file(lambda path: path.symlink_to("/dev/zero")), 0, MISSING),
-    Hostile("a directory", make_module_file(os.mkdir), 0, MISSING),
+    Hostile("a directory", make_module_file(os.mkdir), 0, EMPTY),
     Hostile("a hundred megabytes", make_module_file(write_large_file), 0, "larger than"),
     Hostile("spaces, accents, and names that are no text", write_odd_names, 3),
     Hostile("read-only", make_read_only, 3),
@@ -103,5 +103,5 @@ CASES = [
         DAMAGED,
     ),
     Hostile("zip: not one", lambda directory: write(directory / "submission.zip", b"PK\3\4" + bytes(100)), 0, DAMAGED),
-    Hostile("nothing", lambda directory: None, 0, MISSING),
+    Hostile("nothing", lambda directory: None, 0, EMPTY),
 ]

@@ -162,7 +162,7 @@ DAMAGED = "is damaged, or was not uploaded completely"
 RAR = b"Rar!\x1a\x07\0"
 REFUSED = {
     "a notebook only": ({"work/a.ipynb": "{}", "report.pdf": "", ".DS_Store": ""}, NONE + "report.pdf, work/a.ipynb"),
-    "nothing": ({}, NONE + "nothing"),
+    "nothing": ({}, "The submission has no file"),
     "many files": ({f"{n}.txt": "" for n in range(9)}, NONE + "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more"),
     "a name that commands a terminal": ({"\x1b[2J\n.txt": ""}, NONE + "?[2J?.txt"),
     "a zip without modules": ({"a.zip": make_zip({"notes.txt": ""})}, "In a.zip: " + NONE + "notes.txt"),
