@@ -54,7 +54,7 @@ def test_launches_are_asynchronous(submission):
             blocking = [launch for launch in launched if launch.sync or "backward" in launch.wait_phases]
             right = "during backward, every launch is asynchronous, and the code does not wait on any handle"
             wrong = f"backward waited for {summarize(blocking)}"
-            expect(not blocking, right, wrong, diagnosis.BLOCKING, **at)
+            expect(not blocking, right, wrong, partial(diagnosis.explain_blocking, blocking), **at)
 
 
 @pytest.mark.points(2)

@@ -20,7 +20,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import list_ready_gradients, summarize
 from helpers import training
-from helpers.easier import explain_late_launches
+from helpers.easier import explain_late_last, explain_late_launches
 from helpers.odd_steps import (
     expect_accumulated,
     expect_idle_rank,
@@ -242,8 +242,12 @@ def require_buckets(submission, results, case, cap=CAP_BYTES, steps=1):
 
     kind = "one asynchronous all_reduce per bucket, launched in backward and waited for in finish_grad_sync"
     jobs = case.make_jobs(**JOB | {"arguments": {"bucket_cap_mb": cap / 2**20}})
-    why_late = partial(explain_late_launches, submission, jobs)
-    require_launches(results.events, case.group, kind, accepts, steps, explain=why_late)
+    names = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
+
+    def explain(events, step):
+        return explain_late_launches(submission, jobs, events, step) or explain_late_last(events, step, names)
+
+    require_launches(results.events, case.group, kind, accepts, steps, explain=explain)
 
 
 def expect_buckets(case, buckets):

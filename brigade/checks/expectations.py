@@ -18,6 +18,7 @@ from brigade.checks.diagnose.evidence import (
     Evidence,
     collect_evidence,
     find_leftover,
+    find_unreduced,
     format_ranks,
     join_names,
 )
@@ -129,9 +130,10 @@ def expect_gradients(
         local = [case.gradients([rank]) for rank in case.group]
         divided = [{name: None if g is None else g / size for name, g in grads.items()} for grads in local]
         launched = [launch for rank in case.group for launch in launches(results.events[rank])]
-        why = "only a copy of it is reduced, or the result is not copied back."
+        why = find_unreduced(results.events, case)
         if all(launch.step is None for launch in launched):
             why = "nothing is reduced."
+        why = why or "only a copy of it is reduced, or the result is not copied back."
         return dict(evaluate(hypotheses) or {}) | {
             f"each rank still has its own gradient: {why}": local,
             f"each rank has its own gradient, divided by {size}: {why}": divided,
@@ -320,6 +322,7 @@ def expect_overlap(
     unit: str = "bucket",
     gathered: bool = False,
     why_late: Callable[[], str] | str = "",
+    why_blocked: Callable[[], str] | str = "",
     setting: str = "",
 ) -> None:
     """Expect one launch per bucket, in order, before the next bucket is complete, and a wait in finish_grad_sync only.
@@ -327,7 +330,8 @@ def expect_overlap(
     `events` is the record of the rank in `at`, which has the step, too. `buckets` contains the parameter names of each
     bucket, and `unit` is the word for a bucket in messages. With `gathered`, backward may wait for a launch once a
     gradient of the next bucket is ready, because the second half of the launch can start then. `why_late` is the likely
-    cause if launches are late. The expected text ends with `setting`, such as " (buckets_per_group=2)".
+    cause if launches are late, and `why_blocked` if backward waits for asynchronous launches. The expected text ends
+    with `setting`, such as " (buckets_per_group=2)".
     """
     launched = launches(events, at["step"])
     ready_at = {name: place for place, name in list_ready_gradients(events, at["step"])}
@@ -350,9 +354,25 @@ def expect_overlap(
     allowed = f" before a gradient of the next {unit} is ready" * gathered
     what = f"backward launches all {unit}s and waits for none of them{allowed}{setting}"
     got = f"backward waited for {summarize(blocking)}. After backward came {summarize(late)}"
-    cause = "backward waits for a launch. Use async_op=True, and wait in finish_grad_sync." if blocking else ""
-    expect(not blocking and not late, what, got, cause, **at)
+
+    def explain() -> str:
+        if any(launch.sync for launch in blocking):
+            return "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
+        if blocking:
+            return evaluate(why_blocked) or "backward waits on the handle of a launch. Wait in finish_grad_sync."
+        is_last = late == launched[-1:] and len(launched) > 1 and all(name in ready_at for name in buckets[-1])
+        return explain_last_launch(unit) if is_last else evaluate(why_late)
+
+    expect(not blocking and not late, what, got, explain, **at)
     expect_waited(events, launched, at, setting, unit)
+
+
+def explain_last_launch(unit: str) -> str:
+    """Return why only the last unit is launched late, if all its gradients were ready in backward."""
+    return (
+        f"the last {unit} is launched only in finish_grad_sync, although backward makes all its gradients ready. The "
+        "hook must launch it too."
+    )
 
 
 def expect_waited(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import indent
 
-from brigade.checks.verdict import LABELS, NOT_RUN, UNEXPLAINED, USUAL, Outcome, label_text
+from brigade.checks.verdict import LABELS, NOT_RUN, USUAL, Outcome, label_text
 
 MAX_LINES = 25  # for the failed checks of one module, including their titles
 MIN_LINES = 5  # of the message that is complete, with many failed checks
@@ -31,7 +31,8 @@ class Message:
 def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False) -> list[Message]:
     """Return the messages about the checks of one module that ran and failed, the most specific one first.
 
-    The first message is complete. The others have one line each, because they often follow from the same mistake. All
+    The first message is complete. The others have one line each, because they often follow from the same mistake. Only
+    checks that state nothing of their own refer to the first one, which is never one of these if there is another. All
     of them and the titles of the checks have at most MAX_LINES lines. With `shows_all`, nothing is shortened.
     """
     failed = [outcome for outcome in outcomes if outcome.verdict]
@@ -44,7 +45,7 @@ def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False) -> list[
     first, *others = groups.values()
     left = max(MIN_LINES, MAX_LINES - len(failed) - 2)  # its heading, and the vague ones
     lines = clip(format_message(first[0]).splitlines(), max(MIN_LINES, left - bool(others)))
-    brief = [group for group in others if group[0].vagueness not in (USUAL, UNEXPLAINED)][: left - len(lines)]
+    brief = [group for group in others if group[0].vagueness != USUAL][: left - len(lines)]
     vague = [outcome for group in others if group not in brief for outcome in group]
     return [
         Message(first, "\n".join(lines)),

@@ -23,7 +23,7 @@ BROKEN = "broken"  # the check raises an exception on the reference, too
 # Hypotheses of vague causes. A more specific cause replaces them, or is shown first.
 GENERAL = ("early_read", "ranks_disagree")
 USUAL_CAUSE = "usual cause"  # a hypothesis without evidence of its own
-STATED, SEEN, USUAL, UNEXPLAINED, UNWRITTEN = range(5)  # what a verdict tells, from the most to the least specific
+STATED, SEEN, UNEXPLAINED, USUAL, UNWRITTEN = range(5)  # what a verdict tells, from the most to the least specific
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Outcome:
 
     @property
     def vagueness(self) -> int:
-        """How little the verdict explains: STATED, SEEN, USUAL, UNEXPLAINED or UNWRITTEN."""
+        """How little the verdict explains: STATED, SEEN, UNEXPLAINED, USUAL or UNWRITTEN."""
         verdict = self.verdict
         if verdict.part:
             return UNWRITTEN

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from brigade.checks.diagnose.evidence import find_unreduced
 from brigade.checks.expectations import (
     expect,
     expect_overlap,
@@ -71,7 +72,10 @@ def expect_zeroed(submission, job, variants):
     for (form, late), case, results in zip(variants, cases, submission.run_each(scenario.train, jobs)):
         (owner, value), when = form.split(", to "), "between forward and backward" if late else "before forward"
         zero = f"{owner}.zero_grad(set_to_none={value == 'None'}) {when}"
-        with explain_failures(results.events, partial(causes.explain_lost_view, results)):
+        is_known = job["arguments"].get("bucket_numel") == BUCKET_NUMEL
+        padded = compute_padded_numel(case.parameters().values(), world) if is_known else 0
+        lost = partial(find_unreduced, results.events, case, padded)
+        with explain_failures(results.events, lost, partial(causes.explain_lost_view, results)):
             what = f"three steps with {zero} give the same weights as training in one process"
             expect_trained(what, [result["weights"] for result in results], case)
 
@@ -80,8 +84,26 @@ def expect_group_overlap(events, groups, at, setting, why_late, gathered=True):
     """Expect the reduce-scatters of the groups, as in `list_groups`, to overlap with backward."""
     scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
     options = {"unit": "group", "gathered": gathered, "why_late": why_late, "setting": setting}
+    options["why_blocked"] = partial(find_gather_at_once, events, at["step"])
     with replace_cause(lambda failed: find_leftover(events)):  # also of the all-gathers, after which nothing is awaited
         expect_overlap(scatters, at, [names for _, _, names in groups], **options)
+
+
+def find_gather_at_once(events, step):
+    """Describe an all-gather that backward launches in the hook that launches its group's reduce-scatter."""
+    launched = launches(events, step, phase="backward")
+    ready = [place for place, _ in list_ready_gradients(events, step)]
+    for launch in launched:
+        later = [*ready, *(x.place for x in launched if x.op == "reduce_scatter")]
+        after = min((place for place in later if place > launch.place), default=len(events))
+        waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
+        gathers = [x.place for x in launched if x.op == "all_gather" and x.place < after]
+        if launch.op == "reduce_scatter" and any(wait < gather for wait in waits if wait < after for gather in gathers):
+            return (
+                "the all-gather of a group follows its reduce-scatter at once, so the hook waits for the "
+                "reduce-scatter. Wait until half of the next group's gradients are ready."
+            )
+    return ""
 
 
 def judge_order(buckets_per_group, op, unit, records, case):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from brigade.checks.diagnose.evidence import find_leftover
+from brigade.checks.expectations import explain_last_launch
 from brigade.checks.verdict import CheckFailed
-from brigade.events import Event, launches, list_backward_passes
+from brigade.events import Event, launches, list_backward_passes, list_ready_gradients
 from brigade.runner.ranks import PerRank, RankResults
 from helpers import training
 
@@ -37,6 +38,14 @@ def explain_late_launches(
         f"{unit}s are launched only after backward, even if there is only one {unit}. No hook is registered, or the "
         f"hook does not count gradients and launch complete {unit}s."
     )
+
+
+def explain_late_last(events: Sequence[Event], step: int, names: Collection[str], unit: str = "bucket") -> str:
+    """Explain why only the last launch of a step comes after backward, which must have made all of `names` ready."""
+    *before, last = launches(events, step) or [None]
+    is_ready = {name for _, name in list_ready_gradients(events, step)} >= set(names)
+    is_last = before and last.phase == "finish" and all(launch.phase == "backward" for launch in before)
+    return explain_last_launch(unit) if is_ready and is_last else ""
 
 
 def launches_in_backward(submission: Any, jobs: Sequence[Mapping[str, Any]]) -> bool:

@@ -41,7 +41,8 @@ def expect_unsynced(results, case, step):
         what = "backward passes inside no_sync launch nothing, even if their forwards are outside"
         expect(not early, what, f"they made {summarize(early)}", causes.READ_IN_FORWARD, rank=rank, step=step)
     is_launched = all(launches(events, step, phase="finish") for events in results.events)
-    with replace_cause(lambda failed: "" if is_launched or len(case.group) == 1 else causes.UNSYNCED):
+    why = partial(causes.explain_unsynced, results.events[case.group[0]], step)
+    with replace_cause(lambda failed: "" if is_launched or len(case.group) == 1 else why()):
         expect_weights(results, case)
 
 

@@ -6,6 +6,7 @@ from brigade.events import launches, list_backward_passes, list_ready_gradients,
 
 IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
 BLOCKING = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
+WAITS = "backward waits on the handle of a launch. Only finish_grad_sync must wait."
 COPIED_PARAMETERS = "forward uses copies of the parameters, and the gradients are accumulated into the copies."
 TENSOR_HOOK = (
     "a tensor hook (register_hook) receives the incoming gradient, not the gradient that earlier backward passes "
@@ -15,6 +16,10 @@ LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the la
 UNSYNCED = (
     "all backward passes of the step were inside no_sync, and finish_grad_sync launched nothing. It must launch the "
     "gradients that backward has not launched."
+)
+OLD_HANDLES = (
+    "finish_grad_sync keeps the handles of its step. The next finish waits on them again, and does not launch the "
+    "gradients that seem to be launched."
 )
 SECOND_BACKWARD = (
     "a second backward adds to gradients that are already launched, and the wrapper does not notice it. Raise "
@@ -65,6 +70,18 @@ def explain_late_launch(num_ready, num_gradients):
     if num_ready == num_gradients:
         return "the wrapper delays its launches until the end of backward. Each hook must launch at once."
     return "the wrapper delays its launches until several more gradients are ready. Each hook must launch at once."
+
+
+def explain_blocking(blocking):
+    """Explain why backward waits for these launches."""
+    return BLOCKING if any(launch.sync for launch in blocking) else WAITS
+
+
+def explain_unsynced(events, step):
+    """Explain why the finish of a step, whose backward passes were all inside no_sync, launches nothing."""
+    if any(launch.step != step and step in launch.wait_steps for launch in launches(events)):
+        return OLD_HANDLES
+    return UNSYNCED
 
 
 def explain_race(events, step, numel):

@@ -646,6 +646,16 @@ def find_rounded_moments(actual, saved, weights, _):
     return "load_state_dict rounds the moments of main parameters to the dtype of the weights. They must stay in fp32."
 
 
+def find_late_copy(records):
+    """Return why weights are wrong if a rank changes them while they are gathered; "" if none does."""
+    if any(launch.op == "all_gather" and launch.raced for events in records for launch in launches(events)):
+        return (
+            "weights are changed after their all-gather is launched. Copy the main parameters into the weights before "
+            "ddp.start_param_sync()."
+        )
+    return ""
+
+
 def suspect_no_masters(recipe, start, inputs, masters):
     """Return mistakes with 16-bit weights."""
     bf16 = torch.empty(0, dtype=torch.bfloat16)

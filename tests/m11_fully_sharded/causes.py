@@ -43,6 +43,7 @@ REPLACED = "the storage is replaced, but autograd remembers the old one. Resize 
 OTHER_LAYOUT = "the views are not at the places that `layout.param_ranges` says."
 OVERWRITTEN = "the second reduction replaces shard.grad instead of adding to it."
 SUMMED = "gradients are summed over the ranks but not divided by the group size."
+DIVIDED_TWICE = "gradients are divided twice by the group size, for example by ReduceOp.AVG and after it."
 UNAWAITED = {
     "reduce_scatter": "`finish_reduce` must wait, and `finish_grad_sync` must wait for the last reduction.",
     "all_gather": '`reach` must wait for the weights in the action "compute".',
@@ -213,7 +214,8 @@ def suspect_parts(case, units):
 def suspect_gradients(case):
     """Return the gradients that the shards would have after some mistakes."""
     summed = {name: None if g is None else g * len(case.group) for name, g in case.gradients().items()}
-    return {SUMMED: [summed], OVERWRITTEN: [case.gradients(micro=slice(-1, None))]}
+    divided = {name: None if g is None else g / len(case.group) for name, g in case.gradients().items()}
+    return {SUMMED: [summed], DIVIDED_TWICE: [divided], OVERWRITTEN: [case.gradients(micro=slice(-1, None))]}
 
 
 def suspect_casts(case, compute_dtype, reduce_dtype, which):

@@ -47,10 +47,21 @@ def test_the_most_specific_cause_comes_first():
     assert show(vague, unknown, stated, other, unwritten) == [
         "Check 4.3:",
         "Check 4.4: likely cause: it is late.",
+        "Check 4.2: got: entry 3 is 1, expected 2",
         "Check 4.5: to do: module 4, part (c)",
-        "Check 4.1 (and 4.2): first see 4.3",
+        "Check 4.1: first see 4.3",
     ]
-    assert show(vague, unknown) == ["Check 4.1:", "Check 4.2: first see 4.1"]
+
+
+def test_a_specific_check_does_not_refer_to_a_vague_one():
+    vague, unknown = make_outcome(1, "it depends.", hypothesis=USUAL_CAUSE), make_outcome(2)
+    assert show(vague, unknown) == ["Check 4.2:", "Check 4.1: first see 4.2"]
+
+
+def test_a_second_mistake_has_a_line_of_its_own():
+    """A deadlock has no likely cause, but it differs from the mistake that is shown first."""
+    stated, deadlock = make_outcome(1, "it is summed."), make_outcome(5, got="rank 0 waits", ending="deadlock")
+    assert show(stated, deadlock) == ["Check 4.1:", "Check 4.5: got: rank 0 waits"]
 
 
 def test_exceptions_and_crashes_are_one_whatever_their_causes():

@@ -109,6 +109,19 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
     return ""
 
 
+def find_unreduced(events: Sequence[Sequence[Event]], case: Case, padded: int = 0) -> str:
+    """Describe the first step if its launches carry fewer elements than all gradients, which take `padded` in buffers.
+
+    Return "" if they carry all or nothing.
+    """
+    numel = padded or sum(parameter.numel() for parameter in case.parameters().values() if parameter.requires_grad)
+    for rank in case.group:
+        carried = sum(x.numel for x in select_sync_launches(events[rank], 0) if x.op != "all_gather")
+        if 0 < carried < numel:
+            return f"the step reduces only {carried} elements, but all gradients have {numel}{' with padding' * bool(padded)}."
+    return ""
+
+
 def find_leftover(events: Sequence[Event]) -> str:
     """Describe the first launch of step 0 that a later step did not make in the same way; "" if there is none.
 

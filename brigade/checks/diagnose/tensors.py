@@ -124,11 +124,15 @@ def one_factor(compared: Comparison) -> str:
         (1 / size, f"is exactly {size}× too small: it is divided twice."),
         (size / 2, f"is divided by 2, but the group has {size} rank{'s' * (size > 1)}."),
         (2, "is exactly 2× too large: it is counted twice."),
-        (
-            size / max(1, round(size / factor)),
-            f"is {factor:.4g}× the expected value: it is divided by {size / factor:.0f} instead of {size}.",
-        ),
     ]
+    if size > 1:  # else the tensors of all ranks may have been joined, and the size of the group is not known
+        other = f"is {factor:.4g}× the expected value: it is divided by {size / factor:.0f} instead of {size}."
+        known.append((size / max(1, round(size / factor)), other))
+    if any(launch.raced for launch in compared.evidence.launched or ()):
+        lost = (
+            f"is exactly {size}× too large, and a tensor is changed, for example divided, before wait() is called on "
+        )
+        known.insert(0, (size, f"{lost}its handle. The result of the collective then replaces the change."))
     if any(launch.reduce_op == "AVG" for launch in compared.evidence.launched or ()):
         again = f"is exactly {size}× too small: it is divided again after ReduceOp.AVG has divided it."
         known.insert(0, (1 / size, again))
