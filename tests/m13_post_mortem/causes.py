@@ -49,9 +49,10 @@ def explain_finding(traces, kind, culprits, got_kind, ranks):
         return "members that are only slow are named together with those that have ended."
     if kind == got_kind and kind == "circular" and set(culprits) < set(ranks):
         return "ranks that only wait for the circle are named."
-    if kind == got_kind and set(ranks) == {t["rank"] for t in traces} - set(culprits):
+    is_exchanged = {kind, got_kind} == {"missing", "extra"}
+    if (kind == got_kind or is_exchanged) and set(ranks) == {t["rank"] for t in traces} - set(culprits):
         return "the majority is named instead of the minority."
-    if {kind, got_kind} == {"missing", "extra"}:
+    if is_exchanged and ranks == culprits:
         return "the roles are exchanged: after a skipped call, the culprits are ahead of the others."
     if got_kind in ("missing", "extra") and kind.startswith("different"):
         return "without a later call as evidence, or without a majority, a call was not skipped but differs."

@@ -118,7 +118,8 @@ def find_unreduced(events: Sequence[Sequence[Event]], case: Case, padded: int = 
     for rank in case.group:
         carried = sum(x.numel for x in select_sync_launches(events[rank], 0) if x.op != "all_gather")
         if 0 < carried < numel:
-            return f"the step reduces only {carried} elements, but all gradients have {numel}{' with padding' * bool(padded)}."
+            what = "buffers" if padded else "gradients"
+            return f"the step reduces only {carried} elements, but all {what} together have {numel}."
     return ""
 
 
