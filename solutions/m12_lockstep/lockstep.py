@@ -157,7 +157,8 @@ class LockstepLoop:
             norm = self.optimizer.clip_grad_norm_(max_norm)
         else:
             grads = [p.grad for p in self.ddp.parameters() if p.grad is not None]
-            norm = sum(torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads).sqrt()
+            squares = [torch.linalg.vector_norm(grad, dtype=torch.float64).square() for grad in grads]
+            norm = torch.as_tensor(sum(squares)).sqrt()  # 0 without gradients
             torch.nn.utils.clip_grads_with_norm_(self.ddp.parameters(), max_norm, norm)
         [total] = self.sum_over_ranks([loss_sum], torch.float64)
         loss = total / num_tokens
