@@ -110,15 +110,9 @@ def measure(actual: torch.Tensor, right: torch.Tensor) -> float:
     return ((actual.to(wide) - right.to(wide)).abs().max() / right.to(wide).abs().max().clamp(min=1)).item()
 
 
-REPAIRED = pytest.mark.xfail(reason="not all situations are right or refused yet", strict=False)
-
-
 @pytest.mark.parametrize(
     ("kind", "package"),  # make module MODULE=5 selects tests by the package
-    [
-        pytest.param(kind, get_module(kind.module).package, marks=REPAIRED if kind.name == "m16" else (), id=kind.name)
-        for kind in KINDS
-    ],
+    [pytest.param(kind, get_module(kind.module).package, id=kind.name) for kind in KINDS],
 )
 def test_right_or_refused(kind, package, request):
     options = request.config.option

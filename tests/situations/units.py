@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from situations.run import Run, situation
 
 FREED = "whose memory is released"  # module 11's weights, between steps
+# With one process and a learning rate of 1, rounding the gradients to bfloat16 changes a weight by 0.4 or 2.4.
+UNSTABLE = {"m16": "it rounds gradients, and this training amplifies the rounding"}
 
 
 class Block(nn.Module):
@@ -67,7 +69,7 @@ def dropped_block(run: Run) -> None:
         optimizer.step()
 
 
-@situation("pytorch #181832", "A view of a block's output changes in place.")
+@situation("pytorch #181832", "A view of a block's output changes in place.", not_for=UNSTABLE)
 def view_changed_in_place(run: Run) -> None:
     class Shifted(Blocks):
         def forward(self, x):
@@ -79,7 +81,7 @@ def view_changed_in_place(run: Run) -> None:
     run.train(*run.prepare(Shifted()))
 
 
-@situation("fms-fsdp #15", "Weights are initialized after wrapping.", refused=FREED)
+@situation("fms-fsdp #15", "Weights are initialized after wrapping.", refused=FREED, not_for=UNSTABLE)
 def initialized_late(run: Run) -> None:
     model = Blocks()
     ddp, optimizer = run.prepare(model)
