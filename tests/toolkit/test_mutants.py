@@ -40,7 +40,7 @@ def conditions(request):
     option = request.config.option
     assert not option.isolated or may_isolate(), "--isolated needs Linux and root"
     seed = option.seed if option.everything else 0
-    with isolate_ranks("", None, option.backend) if option.isolated else nullcontext():
+    with isolate_ranks((), option.backend) if option.isolated else nullcontext():
         yield Conditions(seed, backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)
 
 

@@ -137,10 +137,10 @@ def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
     (tmp_path / "instructor" / "clone" / "results").symlink_to(tmp_path)
     clone = tmp_path / "shortcut" / "clone"
     own = (tmp_path / "instructor" / "clone" / "a.json").resolve()
-    assert resolve_results_file(str(clone / "a.json"), str(clone)) == own
+    assert resolve_results_file(str(clone / "a.json"), [str(clone)]) == own
     for submission in (clone, clone.resolve()):
         with pytest.raises(CourseError, match="results is a link"):
-            resolve_results_file(str(submission / "results" / "a.json"), str(clone))
+            resolve_results_file(str(submission / "results" / "a.json"), [str(clone)])
 
 
 def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
@@ -170,7 +170,7 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     assert not result.is_symlink() and result.read_text() == "graded\n"
     setup, grade, hand_over = [line.split("\t")[:-1] for line in (tmp_path / "asked").read_text().splitlines()]
     chosen = cli.parse(grade[grade.index("brigade.cli") + 1 :])
-    assert (chosen.submission, chosen.out, chosen.format) == (str(tmp_path / "checkout"), str(result), "classroom50")
+    assert (chosen.submission, chosen.out, chosen.format) == ([str(tmp_path / "checkout")], str(result), "classroom50")
     assert (chosen.modules, chosen.seed) == ("1-2", 7), "the options that the package was built with"
     assert setup[-1] == str(tmp_path / "setup.sh")
     assert hand_over == ["chown", "--no-dereference", str(os.getuid()), str(result)]
@@ -186,7 +186,7 @@ def test_no_server_outlives_the_reservation_of_its_user(umask):
     ranks.SERVER.close()
     usual = os.umask(umask)
     try:
-        with isolation.isolate_ranks("submission", None, "gloo"):
+        with isolation.isolate_ranks(["submission"], "gloo"):
             [found] = ranks.run_ranks(enter.probe, world_size=1)
             server = psutil.Process(ranks.SERVER._process.pid)
     finally:
