@@ -193,7 +193,9 @@ def test_threads_of_ranks(mode):
 def test_a_rank_that_cannot_connect_is_not_to_blame(gate, patient, monkeypatch):
     """The parent learns later that its peer was killed."""
     make = monitor.make_exception_failure
-    monkeypatch.setattr(monitor, "make_exception_failure", lambda *args: gate.let_pass() or make(*args))
+    monkeypatch.setattr(
+        monitor, "make_exception_failure", lambda *args, **options: gate.let_pass() or make(*args, **options)
+    )
     failure = get_failure(functions.cut_off, gate.path)
     assert (failure.kind, failure.rank) == ("died", 0) and "killed by SIGKILL" in failure.summary
 
