@@ -242,10 +242,10 @@ def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], 
     return ""
 
 
-def is_begun(entry: Module, options: argparse.Namespace) -> bool:
+def is_begun(entry: Module, snapshot: Snapshot, prior: str) -> bool:
     """Return whether the student has changed a file of the module. A file that cannot be read counts as changed."""
     try:
-        own = select_files(entry, Snapshot(options.target).read(entry.number, options.prior))
+        own = select_files(entry, snapshot.read(entry.number, prior))
     except CourseError:
         return True
     return bool({text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()})
@@ -274,7 +274,8 @@ def run_next(options: argparse.Namespace) -> int:
         resolve_target("solutions")
     # The core does not build on other modules, so these may be missing.
     entries = [entry for entry in MODULES if entry.is_core or find(Path(options.target), entry)]
-    skipped = [entry for entry in entries if not entry.is_core and not is_begun(entry, options)]
+    now = Snapshot(options.target)
+    skipped = [entry for entry in entries if not entry.is_core and not is_begun(entry, now, options.prior)]
     for entry in sorted(entries, key=lambda entry: entry in skipped):
         track = "" if entry.is_core else f" ({entry.track}, in addition to the core's 100)"
         try:
@@ -282,7 +283,7 @@ def run_next(options: argparse.Namespace) -> int:
             sources = snapshot.read(entry.number, options.prior)
             key = hash_submission(entry, sources)
             is_done = recall("passed").get(entry.package) == key
-            is_run = not is_done and is_begun(entry, options)
+            is_run = not is_done and is_begun(entry, snapshot, options.prior)
             outcomes = list(check_module(entry, snapshot, options, {})) if is_run else []
         except CourseError as error:
             console.print(f"→ {error}", markup=False)

@@ -37,7 +37,10 @@ def test_behaviour_of_the_coalescing_manager():
     assert list(run_ranks(capture, world_size=2, mode="record")) == [calls] * 2, COALESCE + "op, redop and tensor"
 
 
-def test_grad_scaler_asks_the_optimizer_before_it_decides():
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_grad_scaler_asks_the_optimizer_before_it_decides(factor):
+    """Its step reads `_step_supports_amp_scaling`, as modules 8 and 15 expect."""
+
     class Refusing(torch.optim.SGD):
         @property
         def _step_supports_amp_scaling(self):
@@ -45,7 +48,7 @@ def test_grad_scaler_asks_the_optimizer_before_it_decides():
 
     weight = torch.nn.Parameter(torch.ones(2))
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(weight.sum() * float("inf")).backward()
+    scaler.scale(weight.sum() * factor).backward()
     with pytest.raises(RuntimeError, match="refused"):
         scaler.step(Refusing([weight]))
 
@@ -101,18 +104,3 @@ def test_function_of_the_gradient_scaler():
     scaler.unscale_(torch.optim.SGD([parameter], 1.0))
     needs = "ShardGrad in solutions/m11_fully_sharded/flat_shard.py needs "
     assert ("_amp_foreach_non_finite_check_and_unscale_", [1.0]) in calls, needs + "this function of GradScaler"
-
-
-def test_attribute_of_optimizers_for_the_gradient_scaler():
-    """GradScaler's step reads `_step_supports_amp_scaling` before it decides, as modules 8 and 15 expect."""
-
-    class Refusing(torch.optim.SGD):
-        @property
-        def _step_supports_amp_scaling(self):
-            raise RuntimeError("refused")
-
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(parameter.sum()).backward()
-    with pytest.raises(RuntimeError, match="refused"):
-        scaler.step(Refusing([parameter], 1.0))
