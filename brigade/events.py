@@ -9,6 +9,8 @@ machine share), `phase` (what the training loop was doing) and the fields of its
              `peer` is the global rank that a send goes to or a receive comes from, or None. `name` is the parameter
              whose memory the call uses, if known, and `memory` is "weight" or "gradient". `line` is the line of the
              submission that made the call, and `caller` the submission's outermost function on the stack, or None.
+    call     on CUDA: the rank enters NCCL for launch `index`, which may block until all ranks of the group do so
+    called   NCCL has returned from that call
     wait     the rank begins to wait for launch `index`
     complete the rank asks whether launch `index` is complete, and it is; the wait that follows does not block
     done     the rank has the result of launch `index`
@@ -48,7 +50,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "nbytes": (int,), "parts": (int,), "reduce_op": TEXT, "root": NUMBER, "sync": (bool,), "peer": NUMBER,
         "name": TEXT, "memory": TEXT, "line": TEXT, "caller": TEXT,
     },
-    **dict.fromkeys(("wait", "complete", "done", "end", "race"), {"index": (int,)}),
+    **dict.fromkeys(("call", "called", "wait", "complete", "done", "end", "race"), {"index": (int,)}),
     "connect": {"group": (str,), "ranks": (list,)},
     "ready": {"name": (str,)},
     "border": {"batch": (int,), "number": (int,), "numel": (int,), "values": (str,)},

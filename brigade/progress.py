@@ -16,7 +16,7 @@ class RankRecord:
         self.calls: list[list[Event]] = [[]]  # the events of each call, with launches numbered from 0 in each
         self._num_earlier = 0  # launches of earlier calls
         self.launches: list[Event] = []
-        self.waiting: Event | None = None  # the launch that the rank waits for, or the "connect" event of a new group
+        self.waiting: Event | None = None  # the launch that the rank waits for or is in, or a "connect" event
 
     def add(self, event: Event) -> None:
         """Add the rank's next event. Leave it out of its call if it belongs to a launch of an earlier call."""
@@ -27,12 +27,14 @@ class RankRecord:
             self.calls[-1].append(event | {"index": event["index"] - self._num_earlier})
         if event["kind"] == "launch":
             self.launches.append(event)
-        elif event["kind"] == "wait":
+        elif event["kind"] in ("call", "wait"):
             self.waiting = self.launches[event["index"]]
         elif event["kind"] == "connect":
             self.waiting = event
         elif event["kind"] in ("done", "connected"):
             self.waiting = None
+        elif event["kind"] == "called" and self.waiting is self.launches[event["index"]]:
+            self.waiting = None  # another thread may wait for another launch
 
     def end_call(self) -> None:
         """Let later events belong to the next call."""

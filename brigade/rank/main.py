@@ -39,6 +39,9 @@ MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emul
 MAX_MESSAGE = 4_000  # characters of an exception's message that are sent
 SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
 
+# NVIDIA's containers let float32 matrix products round to 10 bits of mantissa by these variables.
+TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
+
 
 def main(control_fd: int, output_fd: int, server: int) -> None:
     """Run a rank in a process that the server has just forked. Never return."""
@@ -76,7 +79,7 @@ def run(
     request: dict[str, Any], sink: Callable[[dict[str, Any]], None], switch: Channel | None = None
 ) -> Iterator[Any]:
     """Execute the request in this process and yield the results of its calls. See `perform`."""
-    if request["mode"] != "emulate" and not switch and hasattr(os, "SCHED_BATCH"):
+    if request["mode"] != "emulate" and request["backend"] == "gloo" and not switch and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
             # as long. On the emulated link, however, a collective must interrupt the computation.
@@ -109,6 +112,7 @@ def perform(
     # torch.manual_seed is slow
     (torch.manual_seed if backend == "nccl" else torch.default_generator.manual_seed)(request["seed"])
     if backend == "nccl":
+        forbid_tf32()
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
     recorder = recording.Recorder(sink)
     recording.install(recorder, request.get("borders", ()), switch)
@@ -133,6 +137,14 @@ def perform(
             torch.cuda.synchronize()
         yield result
     kept.clear()
+
+
+def forbid_tf32() -> None:
+    """Let this rank compute in full float32, as on the CPU, before it uses CUDA."""
+    for name in TF32_VARIABLES:
+        os.environ.pop(name, None)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def scatter(seed: int) -> list[torch.nn.Parameter]:

@@ -331,7 +331,14 @@ class RecordingGroup(dist.ProcessGroup):
             line=line,
             caller=caller,
         )
-        return self.call(method, args, kwargs, index)
+        if not any(tensor.is_cuda for tensor in [*received, *sent]):
+            return self.call(method, args, kwargs, index)
+        # NCCL connects ranks in the first call of some kinds, such as all_to_all, and blocks the CPU until it has.
+        self._recorder.note("call", index=index)
+        try:
+            return self.call(method, args, kwargs, index)
+        finally:
+            self._recorder.note("called", index=index)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._inner._start_coalescing(device)

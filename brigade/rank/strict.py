@@ -72,11 +72,12 @@ class StrictGroup(RecordingGroup):
             targets = []  # the root of a broadcast only sends, and only the root of a reduce receives
         for target in targets:
             target.data.fill_(get_filler(target.dtype))
+        at_launch = [(tensor.detach().clone(), read_version(tensor)) for tensor in given]
         work = self._perform(method, args, kwargs)
         if op in OPPOSITES:
             self._messages.append(work)
         results = list_tensors(args[outputs]) if targets else []
-        return StrictWork(work, self._recorder, index, given, targets, results)
+        return StrictWork(work, self._recorder, index, given, at_launch, targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:
         raise RuntimeError("do not pass a device to the coalescing manager; the process group coalesces by itself")
@@ -91,12 +92,13 @@ class StrictWork(RecordedWork):
         recorder: Recorder,
         index: int,
         given: list[torch.Tensor],
+        at_launch: list[tuple[torch.Tensor, int]],
         targets: list[torch.Tensor],
         results: list[torch.Tensor],
     ):
         super().__init__(inner, recorder, index)
         self._given = given
-        self._at_launch = [(tensor.detach().clone(), read_version(tensor)) for tensor in given]
+        self._at_launch = at_launch
         self._targets = targets
         self._results = results
         self._delivered = False

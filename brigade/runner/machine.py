@@ -15,6 +15,10 @@ from brigade.course.modules import CourseError
 # In a container, this file contains the CPU time allowed per period (or "max") and the period, in microseconds.
 CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
 
+# Connect the ranks of a group when it is created. Otherwise the first collective of each kind connects them, and a rank
+# blocks inside the launch until all others launch it too.
+EVERYWHERE = {"NCCL_RUNTIME_CONNECT": "0"}
+
 
 def count_cores() -> int:
     """Return the number of processor cores that this process may use.
@@ -77,7 +81,7 @@ def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, s
     if not gpus:
         raise CourseError(f"--backend nccl needs a GPU, but {problem}; --backend gloo works on any machine")
     if gpus >= world_size:
-        return [{} for _ in range(world_size)]
+        return [dict(EVERYWHERE) for _ in range(world_size)]
     if not share_gpu:
         raise CourseError(
             f"{world_size} ranks need {world_size} GPUs, but this machine has {gpus}; --share-gpu puts several ranks "
@@ -90,5 +94,6 @@ def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, s
         # While a kernel waits for a rank that has no turn on the GPU, it occupies one block instead of many.
         "NCCL_MAX_CTAS": "1",
         "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MNNVL_ENABLE": "0",  # ranks that claim to be on separate hosts must not look for NVLink between them
     }
-    return [shared | {"NCCL_HOSTID": f"brigade-{rank}"} for rank in range(world_size)]
+    return [EVERYWHERE | shared | {"NCCL_HOSTID": f"brigade-{rank}"} for rank in range(world_size)]

@@ -79,7 +79,9 @@ class Server:
             "OPENBLAS_NUM_THREADS": "1",
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer, larger pages: a fork copies less
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the search for GPUs does not initialise CUDA
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or find_loopback_interface(),
+            # The ranks are on this machine, whatever a cluster has exported. A sandbox has no other interface.
+            "GLOO_SOCKET_IFNAME": find_loopback_interface(),
+            "NCCL_SOCKET_IFNAME": find_loopback_interface(),
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo creates it on import
         }

@@ -1,5 +1,6 @@
 """No process touches a GPU unless its rank uses NCCL, and machines without a usable GPU get one line."""
 
+import os
 import sys
 import warnings
 
@@ -10,9 +11,10 @@ from in_ranks import basics as functions
 
 from brigade.cli.main import main
 from brigade.course.modules import ROOT, CourseError
+from brigade.rank.main import TF32_VARIABLES, forbid_tf32
 from brigade.runner import machine
 from brigade.runner.ranks import run_ranks
-from brigade.runner.server import VISIBLE
+from brigade.runner.server import VISIBLE, Server
 
 # On a machine without a GPU, torch claims to have one and raises an exception if anybody uses it.
 FAKE_GPU = """
@@ -126,9 +128,35 @@ def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
     shared = machine.make_nccl_environments(2, share_gpu=True)
     assert len({variables["NCCL_HOSTID"] for variables in shared}) == 2
     assert {variables["NCCL_MAX_CTAS"] for variables in shared} == {"1"}
+    assert {variables["NCCL_RUNTIME_CONNECT"] for variables in shared} == {"0"}
     pretend(2, driver=0)  # an unknown driver is no problem
     assert machine.count_gpus() == 2
-    assert machine.make_nccl_environments(2, share_gpu=True) == [{}, {}]
+    assert machine.make_nccl_environments(2, share_gpu=True) == [{"NCCL_RUNTIME_CONNECT": "0"}] * 2
+
+
+@pytest.mark.parametrize("sandbox", [None, "some"])
+def test_ranks_of_one_machine_use_its_loopback_interface(sandbox, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth0")  # as docs/clusters.md tells users of several machines
+    server = Server()
+    server.sandbox = sandbox
+    environment = server._make_environment()
+    loopback = machine.find_loopback_interface()
+    assert environment["GLOO_SOCKET_IFNAME"] == environment["NCCL_SOCKET_IFNAME"] == loopback != "eth0"
+
+
+def test_ranks_on_gpus_compute_in_full_float32(monkeypatch):
+    cudnn = torch.backends.cudnn.allow_tf32
+    for name in TF32_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    torch.set_float32_matmul_precision("high")
+    try:
+        forbid_tf32()
+        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cuda.matmul.allow_tf32 and not set(TF32_VARIABLES) & os.environ.keys()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = cudnn
 
 
 def test_ranks_in_a_sandbox_see_the_variables_that_select_a_gpu():

@@ -8,6 +8,8 @@ import pytest
 from brigade.events import validate
 from brigade.progress import Mismatch, Progress, RankRecord
 
+KINDS = {"w": "wait", "d": "done", "c": "call", "e": "called"}
+
 
 class Run:
     """Events of three ranks, written by hand."""
@@ -19,11 +21,12 @@ class Run:
         0!a01    launches there, and waits
         0!s1     sends to rank 1, and waits; r is a receive, without a number from any rank
         0w2, 0d2 waits for its launch 2, or has waited for it
+        0c2, 0e2 enters NCCL for its launch 2, or has returned from there
         """
         self.progress = Progress(3)
         for rank, action, what, numbers in (re.fullmatch(r"(.)(.)(\D?)(.*)", word).groups() for word in script.split()):
-            if action in "wd":
-                self.progress.add(int(rank), {"kind": {"w": "wait", "d": "done"}[action], "index": int(numbers)})
+            if action in KINDS:
+                self.progress.add(int(rank), {"kind": KINDS[action], "index": int(numbers)})
                 continue
             op = {"s": "send", "r": "recv"}.get(what)
             peer = {"op": op, "peer": int(numbers) if numbers else None} if op else {}
@@ -57,6 +60,9 @@ def run():
         ("0>w012 0!w012 1>w012 1!w012 2>w012", [2], [[2], [2], []]),  # a finished rank launches nothing more
         ("2>w012 0!w012 1!w012", [2], [[], [], []]),  # it had launched before
         ("0>w012", [1, 2], [[], [], []]),  # rank 0 is busy
+        ("0>a01 0c0 1>b01 1c0", [2], [[1], [0], []]),  # both are inside a launch
+        ("0>a01 0c0 0e0 1>b01 1c0", [2], [[], [0], []]),  # rank 0 has left it
+        ("0>a01 0>a01 0c1 0w0 0e1 1>b01 1c0", [2], [[1], [0], []]),  # one thread has left it, and another one waits
         ("0>w012", [0, 1, 2], [[], [], []]),
         ("0!s1 1>r2 1>s0 1!w012 2!r0", [], [[1], [0, 2], [0]]),  # other messages do not count
         ("1>r0 1!w012 0!s1", [2], [[], [0, 2], []]),
