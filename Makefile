@@ -8,7 +8,7 @@
 #   STUDENT=1                      for make site: build the site of the student edition instead
 #   HINTS=3                        for make student: include the third hints, which are almost the code
 #   BACKEND=gloo                   for make gpu-check: try it without a GPU
-#   GPU_OPTIONS="--only grade"     for make gpu-sim: options of the command
+#   GPU_OPTIONS="--minutes 9"      for make gpu-check and make gpu-sim: options of the command
 #   SOAK="tests/test_m03*.py"      for make soak: what pytest runs
 #   ROWS=umask-077,space           for make rehearsal: only these surroundings
 
@@ -34,7 +34,8 @@ help:
 	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
 	@echo "make package          write out/bucket_brigade-*.whl, with which students run brigade init and brigade update"
-	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL; needs only a python3 with torch, pytest and rich"
+	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL, and write a report to out/gpu_run;"
+	@echo "                      needs only a python3 with torch, pytest and rich"
 	@echo "make gpu-sim          do the same and more on simulated GPUs; downloads 0.6 GB, needs Linux on x86-64 and g++"
 	@echo "make promises         measure what the course promises; do not run anything else at the same time"
 	@echo "make soak             run all graded checks with 30 seeds; takes about half an hour"
@@ -98,11 +99,7 @@ package: student
 	rm -rf build brigade/course/student.zip
 
 gpu-check:
-	@failed=; run() { echo "== $$1"; shift; $(PYTHON) -m "$$@" --target solutions --backend $(BACKEND) --share-gpu || failed=1; }; \
-	run "graded checks" pytest -q --deadline 60 tests/test_m*.py; \
-	run "sample of mutants" pytest -q --deadline 60 tests/toolkit/test_mutants.py -m sample --everything; \
-	run "benchmark" brigade.cli bench; \
-	[ -z "$$failed" ]
+	$(PYTHON) tools/gpu_first_run.py out/gpu_run --backend $(BACKEND) $(GPU_OPTIONS)
 
 gpu-sim:
 	$(PYTHON) tools/gpu_sim/simulate.py $(GPU_OPTIONS)
