@@ -6,7 +6,8 @@
 
 `run_ranks` forks ranks on this machine and watches them from outside. With `torchrun`, no process watches from outside.
 Every process runs the same command, becomes a rank when the command runs ranks, and sends its result to rank 0. Then
-only rank 0 continues, and the other processes end. The deadline applies to each collective.
+only rank 0 continues, and the other processes end. With gloo, the deadline applies to each collective. With NCCL, a
+collective does not block the CPU, so a thread of each rank applies the deadline to the time without any event.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import argparse
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
-from brigade.course.submission import find_sources
+from brigade.course.submission import PACKAGE, find_sources
 from brigade.events import Event
 from brigade.progress import RankRecord
 from brigade.runner.machine import count_cores, make_nccl_environments
@@ -33,6 +36,9 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
 # this long for torchrun to end it. If the failure was on another machine, the process then ends by itself.
 OTHERS_FIRST_S = 5.0
+# The process group's own timeout comes this much after the deadline. NCCL's would abort the process without a message.
+GROUP_LATER_S = 30.0
+POLL_S = 0.5
 UNREACHABLE = "could not be reached: set GLOO_SOCKET_IFNAME to the interface that the machines share"
 
 
@@ -86,11 +92,14 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "seed": draw_seeds(how.seed or 0, size)[rank],  # ranks cannot agree on a random one before they communicate
         "calls": [args],
     }
-    timeout = timedelta(seconds=how.deadline_s)
+    timeout = timedelta(seconds=how.deadline_s + (GROUP_LATER_S if how.backend == "nccl" else 0))
+    watch = ProgressWatch(record, how.deadline_s, lambda: end_without_progress(rank, record, how.deadline_s))
     gathered: list[Any] = [None] * size
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         store = dist.PrefixStore("brigade", store)
+        if how.backend == "nccl":
+            watch.start()
         [result] = inside.perform(request, take, store, local_rank, timeout)
         events = list(record.events)  # the gather is recorded too
         dist.gather_object((result, events), gathered if rank == 0 else None)
@@ -99,9 +108,55 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     except Exception as error:
         failure = make_exception_failure(rank, inside.describe_exception(error, request["packages"]), packages)
         raise add_place(failure, record) from None
+    finally:
+        watch.stop()
     if rank:
         exit_process(0)
     return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
+
+
+class ProgressWatch:
+    """A thread that calls `give_up` once if `record` gets no event for `limit_s` seconds."""
+
+    def __init__(self, record: RankRecord, limit_s: float, give_up: Callable[[], None]):
+        self._record, self._limit_s, self._give_up = record, limit_s, give_up
+        self._num_events, self._since = len(record.events), time.monotonic()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._since = time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Give up if the limit has passed since the last new event."""
+        num_events, now = len(self._record.events), time.monotonic()
+        if num_events != self._num_events:
+            self._num_events, self._since = num_events, now
+        elif now - self._since >= self._limit_s and not self._stopped.is_set():
+            self.stop()
+            self._give_up()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_S):
+            self.look()
+
+
+def end_without_progress(rank: int, record: RankRecord, limit_s: float) -> None:
+    """Print what this rank is doing, give the other ranks time to do the same, and end the process."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame and not frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
+        frame = frame.f_back
+    line = f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+    where = f"rank {rank} on {socket.gethostname()}"
+    text = f"{where} has done nothing for {limit_s:.0f} s; it {record.describe_activity()}{line}"
+    print(f"brigade: {text}", file=sys.stderr, flush=True)
+    time.sleep(OTHERS_FIRST_S)
+    exit_process(1)
 
 
 def add_place(failure: RankFailure, record: RankRecord) -> RankFailure:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import socket
 import sys
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ import hang_guard
 import psutil
 import pytest
 import torch
+from given_clock import give_clock
 from lab_files import make_submission
 
 from brigade.checks.tiny_lm import SIZES, TinyLM
@@ -282,6 +284,46 @@ def test_under_torchrun_an_error_is_one_sentence(tmp_path):
     assert done.returncode != 0
     assert done.stderr.count("brigade: 2 ranks cannot split a batch of 5 sequences equally") == 1
     assert "brigade/cli/main.py" not in done.stderr  # no traceback of ours; torchrun shows its own
+
+
+def test_a_rank_without_progress_gives_up_once(monkeypatch):
+    """Under torchrun on NCCL. Every event counts as progress, and nothing happens before the limit."""
+    clock = give_clock(monkeypatch, torchrun)
+    record, said = RankRecord(), []
+    watch = torchrun.ProgressWatch(record, 20.0, lambda: said.append(record.describe_activity()))
+    for now, event in ((19.9, "forward"), (39.8, "backward"), (59.7, None), (59.9, None), (80.0, None)):
+        clock.now = now
+        watch.look()
+        if event:
+            record.add({"kind": "phase", "time": now, "phase": event})
+            watch.look()
+        assert bool(said) == (now > 59.8)
+    assert said == ["is in backward and has launched nothing"]
+
+
+def test_a_rank_whose_results_are_complete_does_not_give_up(monkeypatch):
+    clock = give_clock(monkeypatch, torchrun)
+    watch = torchrun.ProgressWatch(RankRecord(), 20.0, lambda: pytest.fail("gave up"))
+    watch.stop()
+    clock.now = 100.0
+    watch.look()
+
+
+def test_a_rank_without_progress_says_where_it_is(monkeypatch, capsys):
+    """The line is that of the submission, in the main thread."""
+    record, statuses = RankRecord(), []
+    record.add({"kind": "phase", "time": 0.0, "phase": "finish"})
+    monkeypatch.setattr(torchrun, "OTHERS_FIRST_S", 0.0)
+    monkeypatch.setattr(torchrun, "exit_process", statuses.append)
+    end = functools.partial(torchrun.end_without_progress, 3, record, 20.0)
+    names = {"__name__": "submission.m01_naive_ddp.naive_ddp", "end": end}
+    exec(compile("\n\nend()", "/elsewhere/naive_ddp.py", "exec"), names)
+    end()
+    inside, outside = capsys.readouterr().err.splitlines()
+    host = socket.gethostname()
+    said = f"brigade: rank 3 on {host} has done nothing for 20 s; it is in finish and has launched nothing"
+    assert (inside, outside) == (f"{said}, at naive_ddp.py:3", said)
+    assert statuses == [1, 1]
 
 
 @pytest.mark.parametrize(
