@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -152,13 +153,19 @@ def require_training(entry: Module) -> None:
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade trace`."""
-    parser.description += " The ranks compute on the CPU."
+    parser.description += (
+        " By default, the ranks compute on the CPU, and the link is emulated. With --backend nccl, they run on GPUs, "
+        "and the timeline shows the kernels that torch's profiler recorded."
+    )
     parser.add_argument("number", metavar="N", help="the module's number")
     add_target(parser)
     add_prior(parser)
     add(parser, "--torch", "also draw a step of torch DDP, measured in the same run")
     add(parser, "--ranks N", f"the number of ranks, {FEW_RANKS.description} (default: 2)", FEW_RANKS, default=2)
-    add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 1)", ABOVE_ZERO, default=1.0)
+    buckets = "the size of the buckets in MiB (default: 1, or 25 with --backend nccl)"
+    add(parser, "--bucket-mb MB", buckets, ABOVE_ZERO)
+    add(parser, "--backend", "the backend (default: gloo)", choices=("gloo", "nccl"), default="gloo")
+    add(parser, "--share-gpu", "put several NCCL ranks on one GPU; the times are then meaningless")
     add(parser, "--memory", "draw the memory use during a step instead of a timeline")
     add(parser, "--out DIR", "write the files to this directory (default: out)", default=str(ROOT / "out"))
     add_link_arguments(parser, f"an all-reduce of all gradients takes {COMM_RATIO} times as long as backward")
@@ -168,7 +175,12 @@ def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N: draw a step of module N as a timeline, or with --memory, its memory."""
     entry = get_module(options.number)
     require_training(entry)
-    network = choose_link(options, options.ranks, COMM_RATIO)
+    on_gpus = options.backend == "nccl"
+    if on_gpus and (options.memory or options.comm_ratio is not None or options.latency_ratio is not None):
+        raise CourseError(
+            "--backend nccl measures real collectives: leave out --memory and the emulated link's options"
+        )
+    network = choose_link(options, options.ranks, None if on_gpus else COMM_RATIO)
     sources = read(options.target, entry.number, options.prior)
     out = Path(options.out)
     out.mkdir(exist_ok=True)
@@ -185,12 +197,14 @@ def run_trace(options: argparse.Namespace) -> int:
     try:
         if options.memory:
             draw_memory(variants, sources, options, *files)
+        elif on_gpus:
+            files += write_gpu_timelines(variants, sources, options, network, *files)
         else:
             write_timelines(variants, sources, options, network, *files)
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
     uses = ("the picture", "for https://ui.perfetto.dev or chrome://tracing")
-    for file, use in zip(files, uses):
+    for file, use in itertools.zip_longest(files, uses, fillvalue="torch's own profile of a rank"):
         console.print(f"{shorten(file)}  {use}", markup=False)
     return 0
 
@@ -208,7 +222,7 @@ def write_timelines(
     from brigade.lab.notebook_plots import draw_timelines
 
     batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
-    workload = replace(timeline.WORKLOAD, batch_size=batch_size, bucket_mb=options.bucket_mb, **network)
+    workload = replace(timeline.WORKLOAD, batch_size=batch_size, bucket_mb=options.bucket_mb or 1.0, **network)
     how = {"world_size": options.ranks, "deadline": TRACE_S}
     if options.target != "solutions":
         ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
@@ -226,11 +240,51 @@ def write_timelines(
     console.print(f"The link is emulated, {shown.link.description}; {backward}.")
 
 
+def write_gpu_timelines(
+    variants: list[Variant],
+    sources: Sources,
+    options: argparse.Namespace,
+    network: dict[str, Any],
+    picture: Path,
+    trace: Path,
+) -> list[Path]:
+    """Profile a step of each variant on GPUs, write both files, and print the length of each step.
+
+    Also write the profile of each rank of each variant. Return these files.
+    """
+    from brigade.lab import gpu_timeline, ladder
+    from brigade.lab.notebook_plots import draw_timelines
+
+    batch_size = gpu_timeline.WORKLOAD.batch_size // 2 * options.ranks
+    bucket_mb = options.bucket_mb or gpu_timeline.WORKLOAD.bucket_mb
+    workload = replace(
+        gpu_timeline.WORKLOAD, batch_size=batch_size, bucket_mb=bucket_mb, node_size=network["node_size"]
+    )
+    how = {"world_size": options.ranks, "share_gpu": options.share_gpu, "deadline": TRACE_S}
+    if options.target != "solutions":
+        brief = replace(workload, batch_size=options.ranks, time=8)
+        ladder.dry_run(brief, variants, sources, backend="nccl", **how)
+    profiles = gpu_timeline.record_profiles(variants, sources, workload=workload, **how)
+    files = []
+    for variant, rank in itertools.product(variants, range(options.ranks)):
+        name = f"profile-{'-'.join(variant.label.lower().split())}-rank{rank}.json"
+        files.append(resolve_results_file(str(picture.parent / name)))
+        files[-1].write_bytes(profiles[variant.label][rank])
+    timelines = gpu_timeline.make_timelines(profiles)
+    draw_timelines(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
+    trace.write_text(json.dumps(gpu_timeline.make_chrome_trace(timelines)))
+    for shown in timelines:
+        console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
+    if timelines[0].note:
+        console.print(timelines[0].note)
+    return files
+
+
 def draw_memory(variants: list[Variant], sources: Sources, options: argparse.Namespace, picture: Path) -> None:
     """Draw how many bytes are allocated on rank 0 during a step of each variant, and print the extremes."""
     from brigade.lab import memory
 
-    curves = memory.measure_step(variants, sources, bucket_mb=options.bucket_mb, world_size=options.ranks)
+    curves = memory.measure_step(variants, sources, bucket_mb=options.bucket_mb or 1.0, world_size=options.ranks)
     memory.draw_step(curves, picture)
     for curve in curves:
         lowest, highest = curve.between_steps / 1e6, curve.peak / 1e6

@@ -306,7 +306,9 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> Larg
             axes.set_title(f"{title}\n{timeline.lengths}")
         panels[-1].set(xlim=(0, 1.01 * max(timeline.end_ms for timeline in timelines)), xlabel="time (ms)")
         figure.values = {title: timeline.end_ms for title, timeline in zip(titles, timelines)}
-        figure.show_verdict(timelines[0].verdict)  # which all timelines of a run share
+        figure.show_verdict(timelines[0].verdict)  # which all timelines of a run share, as the note
+        if timelines[0].note:
+            figure.suptitle(timelines[0].note, color=RED, fontsize=18, x=0.01, ha="left")
         handles = make_legend(timelines)
         figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // 2))
     return figure

@@ -128,25 +128,12 @@ def train(workload: dict, variants: list[dict]) -> dict:
     Also return "cpu_shares", this rank's part of `Ladder.cpu_shares`, and the fields "link", "backward_s", "real_s" and
     "model_bytes" of `ladder.Ladder`.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if world_size == 1:
+    if dist.get_world_size() == 1:
         torch.set_num_threads(1)  # this run is not timed, and a second thread slows it down on a busy machine
-    # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
-    start = TinyLM(Size(**workload["size"])).to(device())
-    with recording.phase("construct"):
-        models = [copy.deepcopy(start).to(getattr(torch, variant["dtype"])) for variant in variants]
-        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models)]
-    texts = [corpus.read_text()]
-    dist.broadcast_object_list(texts, device=device())  # another machine may have a different Python
-    generator = torch.Generator().manual_seed(workload["seed"])
-
-    def draw_next_batch() -> list[Tensor]:
-        whole = corpus.draw_batch(texts[0], workload["batch_size"], workload["time"], generator)
-        return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
-
+    start, setups, draw_batch = prepare_training(workload, variants)
     calibration = Calibration(start, workload["link"])
     for turn in range(workload["rounds"]):
-        batch = draw_next_batch()
+        batch = take_own_part(draw_batch(workload["batch_size"]))
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
         if workload["limit_s"] and calibration.elapsed_s > workload["limit_s"] and turn > workload["warmup"]:
@@ -155,9 +142,7 @@ def train(workload: dict, variants: list[dict]) -> dict:
             setup = setups[index]
             dist.barrier()
             recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
-            if setup.overlaps:  # as the previous step would have done if no other variant had run since
-                with recording.phase(STEP_BEFORE):
-                    setup.wrapper.start_param_sync()
+            repeat_step_before(setup)
             if workload["named"]:
                 recording.name_parameters(setup.model)
             setup.marks.append(take_step(setup, *batch))
@@ -165,9 +150,39 @@ def train(workload: dict, variants: list[dict]) -> dict:
                 setup.wrapper.finish_param_sync()
     recording.note("step", step=None)  # the evaluation may communicate
     emulated_link.use(None)
-    held_out = [t.to(device()) for t in corpus.draw_batch(texts[0], HELD_OUT, workload["time"], generator)]
+    held_out = [tensor.to(device()) for tensor in draw_batch(HELD_OUT)]
     measured = {setup.label: measure_variant(setup, *held_out) for setup in setups}
     return {"variants": measured, **calibration.get_results(workload["warmup"])}
+
+
+def prepare_training(
+    workload: dict, variants: list[dict]
+) -> tuple[nn.Module, list[TrainingSetup], Callable[[int], list[Tensor]]]:
+    """Return a model, a setup of each variant with the same weights, and a function that draws a batch of N sequences.
+
+    The function returns the tokens and the targets of all ranks, on the CPU.
+    """
+    # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
+    start = TinyLM(Size(**workload["size"])).to(device())
+    with recording.phase("construct"):
+        models = [copy.deepcopy(start).to(getattr(torch, variant["dtype"])) for variant in variants]
+        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models)]
+    texts = [corpus.read_text()]
+    dist.broadcast_object_list(texts, device=device())  # another machine may have a different Python
+    generator = torch.Generator().manual_seed(workload["seed"])
+    return start, setups, lambda size: corpus.draw_batch(texts[0], size, workload["time"], generator)
+
+
+def take_own_part(batch: list[Tensor]) -> list[Tensor]:
+    """Return this rank's part of a batch, on the rank's device."""
+    return [tensor.chunk(dist.get_world_size())[dist.get_rank()].to(device()) for tensor in batch]
+
+
+def repeat_step_before(setup: TrainingSetup) -> None:
+    """Launch the all-gathers that the previous step would have launched if no other variant had run since."""
+    if setup.overlaps:
+        with recording.phase(STEP_BEFORE):
+            setup.wrapper.start_param_sync()
 
 
 def measure_variant(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -306,5 +321,6 @@ def take_step(
     marks.append(mark())
     with recording.phase("step"):
         setup.optimizer.step()
-        synchronize()
+        if device().type == "cuda":  # collectives that the next step will wait for may still run, as on the CPU
+            torch.cuda.current_stream().synchronize()
     return [*marks, mark()]

@@ -6,7 +6,7 @@
 `timeline_plot.py` draws timelines.
 
 The workload's link is emulated (`emulated_link.py`). Ranks compute on the CPU, because on a GPU, the events show when
-work was queued, not when it ran.
+work was queued, not when it ran. `gpu_timeline.py` makes timelines of GPUs from the profiler's times instead.
 """
 
 from __future__ import annotations
@@ -65,21 +65,35 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective(Span):
+class Running(Span):
+    """What a rank launched at `launched_ms`, and what then ran beside its computation, or as a part of it.
+
+    `number` is the number of earlier launches of the same kind. What runs at the same time has different values of
+    `row`, starting at 0.
+    """
+
+    launched_ms: float
+    number: int
+    row: int = 0
+
+    @property
+    def title(self) -> str:
+        """The operation and its number, such as "all-reduce 3"."""
+        return f"{self.kind.replace('_', '-')} {self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective(Running):
     """One collective on one rank: its operation is `kind`, and it ran from `start_ms` to `end_ms`.
 
     A link carries one collective at a time, so `start_ms` is later than `launched_ms` if another rank launched later or
     if the link was busy. If the end was not recorded, `end_ms` is the end of the step. The rank waited for the
     collective until `waited_ms`; None means that it never waited. If there are nodes, each rank has two links:
-    collectives on different links have different values of `row`, starting at 0. `number` is the number of earlier
-    launches of the same operation.
+    collectives on different links have different values of `row`.
     """
 
     launch: Launch
-    number: int
-    launched_ms: float
     waited_ms: float | None = None
-    row: int = 0
 
     @property
     def title(self) -> str:
@@ -99,16 +113,17 @@ class Timeline:
     """One step of one variant: the step that has the median length of all timed steps.
 
     `link` is the emulated link, and `backward_ms` is the time of backward alone. `verdict` says whether the machine was
-    quiet during the run; None means that nothing was measured.
+    quiet during the run; None means that nothing was measured. `note` is a sentence that the picture has to show.
     """
 
     label: str
     world_size: int
     spans: list[Span]
-    launched: list[Collective]
-    link: Link
-    backward_ms: float
+    launched: Sequence[Running]
+    link: Link | None = None
+    backward_ms: float | None = None
     verdict: Verdict | None = None
+    note: str = ""
 
     @property
     def end_ms(self) -> float:
@@ -139,7 +154,7 @@ class Timeline:
         merged = merge_intervals([(1e-3 * span.start_ms, 1e-3 * span.end_ms) for span in spans])
         return 1e3 * sum(end - start for start, end in merged)
 
-    def get_collectives(self, rank: int) -> list[Collective]:
+    def get_collectives(self, rank: int) -> list[Running]:
         """Return the collectives of a rank, in launch order."""
         return [collective for collective in self.launched if collective.rank == rank]
 
@@ -191,15 +206,17 @@ def trace(
     return timelines
 
 
-def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the sorted intervals. Merge those at most `GAP_S` apart; drop those that are not longer than `GAP_S`."""
+def merge_intervals(
+    intervals: list[tuple[float, float]], gap_s: float = GAP_S, shortest_s: float = GAP_S
+) -> list[tuple[float, float]]:
+    """Return the sorted intervals. Merge those at most `gap_s` apart; drop those not longer than `shortest_s`."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1] + GAP_S:
+        if merged and start <= merged[-1][1] + gap_s:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
             merged.append((start, end))
-    return [(start, end) for start, end in merged if end - start > GAP_S]
+    return [(start, end) for start, end in merged if end - start > shortest_s]
 
 
 def make_collectives(rank: int, launched: Sequence[Launch], zero: float, network: Link) -> list[Collective]:
@@ -240,9 +257,7 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
         collectives = timeline.get_collectives(rank)
         threads = {0: "computation", 1: "communication"}
         threads |= {one.row + 1: f"communication {one.row + 1}" for one in collectives if one.row}
-        names = [("process_name", 0, {"name": f"{timeline.label}, rank {rank}"})]
-        names += [("thread_name", thread, {"name": name}) for thread, name in threads.items()]
-        metadata += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
+        metadata += make_metadata(process, f"{timeline.label}, rank {rank}", threads)
         events += [make_slice(span, process, 0) for span in timeline.spans if span.rank == rank]
         for one in collectives:
             events.append(make_slice(one, process, one.row + 1) | {"args": one.describe()})
@@ -253,6 +268,12 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # an enclosing slice comes first
     quiet = {"quiet": timelines[0].verdict.describe()} if timelines[0].verdict else {}
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms", "otherData": quiet}
+
+
+def make_metadata(process: int, name: str, threads: dict[int, str]) -> list[dict[str, Any]]:
+    """Return the events of Chrome's format that name a process and its threads."""
+    names = [("process_name", 0, name), *(("thread_name", thread, text) for thread, text in threads.items())]
+    return [{"name": key, "ph": "M", "pid": process, "tid": tid, "args": {"name": text}} for key, tid, text in names]
 
 
 def make_slice(span: Span, process: int, thread: int) -> dict[str, Any]:
