@@ -207,7 +207,7 @@ def say_sums(size: int, found: list[dict[str, dict[str, Any]]], seconds: float) 
         lines.append(
             f"Sums on {size} ranks in {dtype}: the error is at most {error:.2f} units in the last place of the largest "
             f"sum. Three all-reduces of the same data {'are equal' if repeats else 'differ'}. A reduce-scatter and an "
-            f"all-gather together {'equal' if equal else 'differ from'} the all-reduce, bit for bit."
+            f"all-gather together {'give the same bits as' if equal else 'do not give the same bits as'} the all-reduce."
         )
     return lines
 
@@ -289,7 +289,8 @@ def probe_machine(facts: Facts, backend: str) -> None:
 
     from brigade.runner import machine
 
-    rows = {"Python": platform.python_version(), "torch": torch.__version__, "cores": str(machine.count_cores())}
+    rows = {"date": time.strftime("%Y-%m-%d"), "Python": platform.python_version(), "torch": torch.__version__}
+    rows["cores"] = str(machine.count_cores())
     if backend == "nccl":
         machine.make_nccl_environments(1, share_gpu=True)
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

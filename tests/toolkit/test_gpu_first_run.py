@@ -37,7 +37,7 @@ def test_every_result_is_in_the_report(tmp_path, monkeypatch):
     assert r"| no \| more |" in report
     assert "| hangs | stopped after 2 s |" in report
     assert "| missing | cannot start: " in report
-    assert "| late | not reached |" in report
+    assert report.endswith("\n\nNot reached: late.\n")
     assert not run.is_good
     assert "fewer points | 7 of 8 points\n" in (tmp_path / "a.log").read_text()
     assert len((tmp_path / "facts.jsonl").read_text().splitlines()) == 6
@@ -71,7 +71,6 @@ def test_every_module_is_checked_and_skip_counts_on(tmp_path):
     for entry in MODULES:
         assert any(str(entry.checks) in step.command for step in steps), entry.package
     assert all("--share-gpu" in step.command for step in steps if "pytest" in step.command)
-    assert [step.name for step in steps][-1] == "sample of mutants"
 
 
 def test_few_files_come_back(tmp_path):
@@ -89,7 +88,7 @@ def test_the_facts_become_sentences(tmp_path):
     report = gpu_first_run.format_report(facts)
     assert "| torch | " in report
     assert "- Sums on 3 ranks in bfloat16: the error is at most " in report
-    assert report.count("bit for bit.") == 6
+    assert report.count("give the same bits as the all-reduce.") == 6
 
 
 def test_the_missing_launch_is_named(tmp_path):
