@@ -207,7 +207,7 @@ def say_sums(size: int, found: list[dict[str, dict[str, Any]]], seconds: float) 
         lines.append(
             f"Sums on {size} ranks in {dtype}: the error is at most {error:.2f} units in the last place of the largest "
             f"sum. Three all-reduces of the same data {'are equal' if repeats else 'differ'}. A reduce-scatter and an "
-            f"all-gather together {'give the same bits as' if equal else 'do not give the same bits as'} the all-reduce."
+            f"all-gather together {'give' if equal else 'do not give'} the same bits as the all-reduce."
         )
     return lines
 
