@@ -20,6 +20,7 @@ from brigade.checks.tiny_lm import Size
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources
 from brigade.lab.ladder import PHASES, Variant, Workload, read_reference
+from brigade.lab.notebook_plots import LargeFigure, draw_timelines
 from brigade.lab.profiled_step import MARK, PROFILED, profile_steps
 from brigade.lab.timeline import Running, Span, Timeline, make_metadata, make_slice, merge_intervals
 from brigade.runner.machine import count_gpus
@@ -88,6 +89,26 @@ def trace_on_gpus(
     The arguments and the errors are those of `record_profiles` and `make_timelines`.
     """
     return make_timelines(record_profiles(variants, sources, world_size=world_size, **options))
+
+
+def show_on_gpus(variants: Sequence[Variant], **changes: Any) -> LargeFigure | None:
+    """Draw a step of each variant in a notebook, with one rank per GPU, or two that share the only one.
+
+    `changes` replace fields of `WORKLOAD`. If there is no GPU, or if the profiler records no kernels, print one
+    sentence and return None.
+    """
+    gpus = count_gpus()
+    if not gpus:
+        print("This machine has no GPU that ranks can use. On GPUs, this cell draws the kernels of a step.")
+        return None
+    world_size = max(2, gpus)
+    workload = replace(WORKLOAD, batch_size=WORKLOAD.batch_size // 2 * world_size, **changes)
+    try:
+        timelines = trace_on_gpus(variants, workload=workload, world_size=world_size, share_gpu=gpus < world_size)
+    except CourseError as error:
+        print(error)
+        return None
+    return draw_timelines(timelines, [f"{timeline.label}, {timeline.count}" for timeline in timelines])
 
 
 def record_profiles(

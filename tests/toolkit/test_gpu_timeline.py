@@ -195,6 +195,32 @@ def test_the_command_writes_a_picture_a_trace_and_the_profiles(monkeypatch, with
     assert len(json.loads((tmp_path / "trace-3.json").read_text())["traceEvents"]) > 4 * 9
 
 
+def test_a_notebook_shows_the_kernels_or_says_why_not(monkeypatch, capsys):
+    """One GPU is shared by two ranks; several have a rank each. On simulated devices, the profiler records nothing."""
+    seen, work = [], list(WORK_US)
+
+    def run(function, workload, variants, **how):
+        seen.append((how["world_size"], how["share_gpu"], workload["batch_size"], workload["rounds"]))
+        profile = json.dumps(make_profile(work=work)).encode()
+        return [{variant["label"]: profile for variant in variants}] * how["world_size"]
+
+    monkeypatch.setattr(gpu_timeline, "run_ranks", run)
+    variants = [ladder.get_variant(get_module(3))]
+    for gpus, expected in ((1, (2, True, 8, 7)), (4, (4, False, 16, 7))):
+        monkeypatch.setattr(gpu_timeline, "count_gpus", lambda gpus=gpus: gpus)
+        figure = gpu_timeline.show_on_gpus(variants, rounds=7)
+        assert seen.pop() == expected
+        assert figure.values == {"3 OverlappedDDP, 4 NCCL kernels": pytest.approx(9.0, abs=1e-2)}
+        assert (gpu_timeline.SHARED in figure.get_suptitle()) == (gpus == 1)
+    assert not capsys.readouterr().out
+    work.clear()
+    assert gpu_timeline.show_on_gpus(variants) is None
+    assert capsys.readouterr().out.startswith("torch's profiler recorded no kernels of backward on rank 0")
+    monkeypatch.setattr(gpu_timeline, "count_gpus", lambda: 0)
+    assert gpu_timeline.show_on_gpus(variants) is None
+    assert capsys.readouterr().out.startswith("This machine has no GPU that ranks can use.")
+
+
 def test_profiles_are_kept_if_they_cannot_be_drawn(monkeypatch, without_gpus, brigade, tmp_path):
     def run(function, workload, variants, **how):
         return [{variant["label"]: json.dumps(make_profile(work=())).encode() for variant in variants}] * 2
