@@ -1,8 +1,9 @@
 """Spend the first minutes on a machine with GPUs well: python3 tools/gpu_first_run.py OUT [--minutes 9] [--skip N]
 
 The steps come in the order of what they teach per second. Each has a limit of its own. OUT gets a report, report.md,
-and the logs. Every line is written at once, so a run that is killed keeps what it has found. One GPU is enough: ranks
-share it. The command needs this repository and a Python with torch, pytest and rich; it needs no set-up and no network.
+the logs, and the files of `brigade trace`. Every line is written at once, so a run that is killed keeps what it has
+found. One GPU is enough: ranks share it. The command needs this repository and a Python with torch, pytest and rich; it
+needs no set-up and no network.
 
 docs/gpu_runs/README.md says how a report gets into the repository.
 """
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +65,8 @@ def list_opening_steps(out: Path, backend: str) -> list[Step]:
 def list_steps(out: Path, backend: str) -> list[Step]:
     """Return the steps that `--skip` counts."""
 
-    def probe(name: str, limit_s: float, *names: str) -> Step:
-        return Step(name, limit_s, "probes.log", make_probe_command(out, backend, *names))
+    def probe(name: str, limit_s: float, *names: str, beside: bool = True) -> Step:
+        return Step(name, limit_s, "probes.log", make_probe_command(out, backend, *names), beside=beside)
 
     brigade, shared = [sys.executable, "-m", "brigade.cli"], ["--backend", backend, "--share-gpu"]
     pytest = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--durations=0"]
@@ -82,25 +84,29 @@ def list_steps(out: Path, backend: str) -> list[Step]:
     log = make_probe_command(out, backend, "nccl-log")
     debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH"}
     bench = ["bench", "--target", "solutions", "--modules", "1,4,5,8,11", "--rounds", "8"]
+    trace = ["trace", "4", "--target", "solutions", "--torch", "--out", str(out / "trace")]
     mutants = [*pytest, "tests/toolkit/test_mutants.py", "-m", "sample", "--everything"]
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     steps = [
-        probe("measurements", 150, "memory", "times", "sums", "kernels", "bytes"),
-        probe("lone all-reduce", 60, "lone-all_reduce"),
+        probe("measurements", 150, "memory", "times", "sums", "kernels", "bytes", beside=False),
+        probe("lone all-reduce", 60, "lone-all_reduce", beside=False),
         Step("NCCL's own log", 60, "nccl.log", log, environment=debug),
         Step("grade module 1 as root", 120, "grade.log", grade, full_marks),
         check(3, beside=False),
         Step("benchmark", 120, "checks.log", [*brigade, *bench, *shared]),
-        probe("missing launch", 90, "missing-launch"),
-        Step("the same with a cluster's variables", 120, "grade.log", grade, full_marks, OF_A_CLUSTER),
-        probe("hang under torchrun", 120, "torchrun"),
-        probe("lone all-to-all", 60, "lone-all_to_all"),
+        Step("trace", 90, "checks.log", [*brigade, *trace, *shared]),
         check(3, "module 3 beside others"),
+        probe("missing launch", 120, "missing-launch"),
+        Step("grade with a cluster's variables", 120, "grade.log", grade, full_marks, OF_A_CLUSTER, beside=True),
+        probe("hang under torchrun", 180, "torchrun"),
+        probe("lone all-to-all", 90, "lone-all_to_all"),
         *map(check, FIRST_MODULES),
         # This step takes longest, so the last modules run beside it.
         Step("sample of mutants", 1200, "checks.log", mutants, beside=True),
         *map(check, others),
     ]
+    if find_spec("matplotlib") is None:
+        steps = [step for step in steps if step.name != "trace"]
     return [step for step in steps if is_root or step.log != "grade.log"]
 
 
