@@ -52,7 +52,10 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     rounds = f"steps per variant; the first {WARMUP} are not timed (default: 30, or 35 on an emulated link)"
     add(parser, "--rounds N", rounds, ENOUGH_ROUNDS)
     add(parser, "--size", "the size of the model (default: tiny)", choices=SIZES, default="tiny")
-    batch = "sequences per step on all ranks together (default: 8, or 24 on an emulated link)"
+    batch = (
+        "sequences per step on all ranks together (default: 8, or 24 on an emulated link, "
+        "rounded up to a multiple of the ranks)"
+    )
     add(parser, "--batch N", batch, AT_LEAST_ONE)
     add(parser, "--time N", "tokens per sequence (default: 64, or 128 on an emulated link)", AT_LEAST_ONE)
     buckets = "the size of the buckets in MiB, or several sizes to compare (default: 1)"
@@ -84,7 +87,7 @@ def run_bench(options: argparse.Namespace) -> int:
     network = choose_link(options, world_size)
     wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
     workload = replace(
-        ladder.EMULATED if network["link"] else ladder.Workload(),
+        ladder.fit_batch(ladder.EMULATED if network["link"] else ladder.Workload(), world_size),
         size=tiny_lm.SIZES[options.size],
         bucket_mb=options.bucket_mb[0],
         **network,

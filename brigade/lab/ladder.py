@@ -69,6 +69,11 @@ class Workload:
 EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
 
 
+def fit_batch(workload: Workload, world_size: int) -> Workload:
+    """Return the workload with the smallest batch that is not smaller, and that `world_size` ranks can split."""
+    return replace(workload, batch_size=math.ceil(workload.batch_size / world_size) * world_size)
+
+
 @dataclass(frozen=True)
 class Variant:
     """The classes that average gradients and take the step, each as (package, name). A package may be "torch".

@@ -52,7 +52,7 @@ def brigade(brigade):
         (["--comm-ratio", 1, "--backend", "nccl"], "an emulated link needs the backend gloo"),
         (["--comm-ratio", 1, "--nodes", 3], "--nodes 3: 2 ranks do not form 3 equal nodes"),
         (["--ranks", 0], "--ranks 0: expected at least 1"),
-        (["--ranks", 3], "3 ranks cannot split a batch of 8 sequences equally"),
+        (["--ranks", 3, "--batch", 8], "3 ranks cannot split a batch of 8 sequences equally"),
         (["--rounds", 6], "--rounds 6: expected at least 7, because 5 are not timed"),
         (["--bucket-mb", 1, 0], "--bucket-mb 0: expected a number above 0"),
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),
@@ -86,6 +86,58 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     assert lab.choose_ranks(wanted[1]) == (8, "nccl"), "two of eight ranks are on this machine"
     with pytest.raises(CourseError, match="--ranks 3: torchrun has started 8"):
         lab.choose_ranks(wanted[2])
+
+
+DOCUMENTS = [*sorted((ROOT / "slurm").iterdir()), *sorted((ROOT / "docs").glob("*.md"))]
+NUMBER_OF_RANKS = {
+    r"--nproc-per-node (\d+)": r"--nnodes (\d+)",
+    r"#SBATCH --gpus-per-node=(\d+)": r"#SBATCH --nodes=(\d+)",
+    r"brigade bench .*--ranks (\d+)": "nothing else",
+}
+
+
+def find_world_sizes(text):
+    """Return the numbers of ranks that the commands of a document or of a Slurm script run a benchmark with."""
+    commands = [text] if text.startswith("#!") else re.sub(r"\\\n", "", text).splitlines()
+    return [
+        int(own[1]) * int(others[1] if (others := re.search(nodes, command)) else 1)
+        for command in commands
+        for ranks, nodes in NUMBER_OF_RANKS.items()
+        if " bench " in command and (own := re.search(ranks, command))
+    ]
+
+
+def test_the_default_batch_fits_all_ranks_that_the_documents_start():
+    sizes = {path.name: find_world_sizes(path.read_text()) for path in DOCUMENTS}
+    assert sizes["bench.sbatch"] == [16]
+    assert sizes["clusters.md"] == [8, 8, 8, 16]
+    for world_size in {*range(1, 65), *(size for found in sizes.values() for size in found)}:
+        for workload in (ladder.Workload(), ladder.EMULATED):
+            batch_size = ladder.fit_batch(workload, world_size).batch_size
+            assert batch_size % world_size == 0
+            assert workload.batch_size <= batch_size < workload.batch_size + world_size
+
+
+@pytest.mark.parametrize(("options", "batch_size"), [((), 9), (("--batch", 6), 6), (("--comm-ratio", 1), 24)])
+def test_the_command_runs_with_any_number_of_ranks(options, batch_size, brigade, monkeypatch):
+    def run(workload, variants, sources, **how):
+        raise CourseError(f"a batch of {workload.batch_size} on {how['world_size']} ranks")
+
+    monkeypatch.setattr(ladder, "run_benchmark", run)
+    assert brigade("--ranks", 3, *options).stderr == f"brigade: a batch of {batch_size} on 3 ranks\n"
+
+
+def test_the_slurm_scripts_ask_for_cores_and_memory_and_bind_nothing():
+    """With one task per node, Slurm gives a task one core by default, and binds all ranks to it."""
+    for script in (ROOT / "slurm").iterdir():
+        text = script.read_text()
+        asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
+        gpus = int(asked.get("gpus") or asked["gpus-per-node"])
+        assert int(asked["cpus-per-task"]) >= 2 * gpus, "each rank has the autograd thread, too"
+        assert "mem" in asked
+        for call in re.findall(r"^srun (?:.*\\\n)*.*", text, re.MULTILINE):
+            assert "--cpu-bind=none" in call
+            assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in call, "srun does not inherit it (Slurm 22.05)"
 
 
 # ---- what it prints and writes
