@@ -256,7 +256,6 @@ def write_gpu_timelines(
     Also write the profile of each rank of each variant. Return these files.
     """
     from brigade.lab import gpu_timeline, ladder
-    from brigade.lab.notebook_plots import draw_timelines
 
     batch_size = gpu_timeline.WORKLOAD.batch_size // 2 * options.ranks
     bucket_mb = options.bucket_mb or gpu_timeline.WORKLOAD.bucket_mb
@@ -273,6 +272,8 @@ def write_gpu_timelines(
         name = f"profile-{'-'.join(variant.label.lower().split())}-rank{rank}.json"
         files.append(resolve_results_file(str(picture.parent / name)))
         files[-1].write_bytes(profiles[variant.label][rank])
+    from brigade.lab.notebook_plots import draw_timelines  # needs matplotlib, which the profiles do not
+
     timelines = gpu_timeline.make_timelines(profiles)
     draw_timelines(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
     trace.write_text(json.dumps(gpu_timeline.make_chrome_trace(timelines)))

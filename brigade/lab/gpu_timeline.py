@@ -14,17 +14,19 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from brigade.checks.tiny_lm import Size
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources
 from brigade.lab.ladder import PHASES, Variant, Workload, read_reference
-from brigade.lab.notebook_plots import LargeFigure, draw_timelines
 from brigade.lab.profiled_step import MARK, PROFILED, profile_steps
 from brigade.lab.timeline import Running, Span, Timeline, make_metadata, make_slice, merge_intervals
 from brigade.runner.machine import count_gpus
 from brigade.runner.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from brigade.lab.notebook_plots import LargeFigure
 
 # Large enough that a GPU computes longer than Python needs to launch the kernels.
 WORKLOAD = Workload(
@@ -97,6 +99,8 @@ def show_on_gpus(variants: Sequence[Variant], **changes: Any) -> LargeFigure | N
     `changes` replace fields of `WORKLOAD`. If there is no GPU, or if the profiler records no kernels, print one
     sentence and return None.
     """
+    from brigade.lab.notebook_plots import draw_timelines  # imported here, because the rest needs only torch
+
     gpus = count_gpus()
     if not gpus:
         print("This machine has no GPU that ranks can use. On GPUs, this cell draws the kernels of a step.")
