@@ -52,6 +52,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     rounds = f"steps per variant; the first {WARMUP} are not timed (default: 30, or 35 on an emulated link)"
     add(parser, "--rounds N", rounds, ENOUGH_ROUNDS)
     add(parser, "--size", "the size of the model (default: tiny)", choices=SIZES, default="tiny")
+    dtype = "the dtype of the parameters (default: float32); in bfloat16, losses are not compared with one process"
+    add(parser, "--dtype", dtype, choices=("float32", "bfloat16"), default="float32")
     batch = (
         "sequences per step on all ranks together (default: 8, or 24 on an emulated link, "
         "rounded up to a multiple of the ranks)"
@@ -106,12 +108,14 @@ def run_bench(options: argparse.Namespace) -> int:
         variants = ladder.add_torch_variants(variants)
     else:
         variants = [ladder.set_bucket_size(v, mb) for v in (*variants, ladder.TORCH_DDP) for mb in options.bucket_mb]
+    variants = [replace(variant, dtype=options.dtype) for variant in variants]
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
     if torchrun.is_torchrun():
         how["run"] = torchrun.run_on_torchrun
     elif options.target != "solutions":  # finds a deadlock within seconds instead of at the deadline
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
+        how["checks_losses"] = options.dtype == "float32"  # with fewer bits, right answers differ by rounding
         results = ladder.run_benchmark(workload, variants, sources, on_step=advance, **how)
     for make_table in (plots.make_time_table, plots.make_memory_table):
         console.print(make_table(results))

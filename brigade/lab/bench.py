@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -62,12 +63,13 @@ def save(ladder: Ladder, path: Path) -> None:
         },
         "ranks": ladder.world_size,
         "backend": ladder.backend,
+        "dtype": ladder.dtype,
         "workload": asdict(ladder.workload),
         "link": ladder.link and asdict(ladder.link) | {"all_reduce_ms": 1e3 * ladder.link_s},
         "backward_ms": 1e3 * ladder.backward_s,
         "real_all_reduce_ms": 1e3 * ladder.real_s,
         "quiet": ladder.verdict.describe(),
-        "expected_loss": ladder.expected_loss,
+        "expected_loss": None if math.isnan(ladder.expected_loss) else ladder.expected_loss,
         "computation": {
             "step_ms": asdict(compute_spread(ladder.computation.step_ms)),
             "rounds_ms": ladder.computation.step_ms,

@@ -164,9 +164,10 @@ class Measurement:
 class Ladder:
     """The results of `run_benchmark`.
 
-    `expected_loss` is the loss of one process, in nats per token. `computation` is the measurement of the same steps
-    without communication. `link` is the emulated link, made for `backward_s`, the time of backward alone. `real_s` is
-    the time of a real all-reduce of all gradients, which have `model_bytes` bytes together. `cpu_shares[rank]`
+    `expected_loss` is the loss of one process, in nats per token, or NaN if none has run. `computation` is the
+    measurement of the same steps without communication. `link` is the emulated link, made for `backward_s`, the time of
+    backward alone. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
+    `dtype` is that of the parameters of the computation alone. `cpu_shares[rank]`
     contains, for each timed round on CPUs, the part of a backward in which the rank had a processor core.
     """
 
@@ -181,6 +182,7 @@ class Ladder:
     real_s: float
     model_bytes: int
     cpu_shares: Sequence[Sequence[float]] = ()
+    dtype: str = "float32"
 
     @property
     def verdict(self) -> Verdict:
@@ -218,7 +220,9 @@ class Ladder:
         return [time / other for time, other in zip(variant.step_ms, self.get_measurement(base).step_ms)]
 
     def list_wrong_losses(self) -> list[str]:
-        """Return a sentence for every rank of a variant whose loss differs from that of one process."""
+        """Return a sentence for every rank of a variant whose loss differs from that of one process, if one has run."""
+        if math.isnan(self.expected_loss):
+            return []
         return [
             f"{variant.label} does not train as one process does: rank {rank} has a loss of {loss:.6f}, one process "
             f"has {self.expected_loss:.6f}; the allowed difference is {LOSS_TOLERANCE:g}"
@@ -286,9 +290,10 @@ def run_benchmark(
 ) -> Ladder:
     """Train all variants alternately, then train one process if `checks_losses`. Return the measurements.
 
+    The computation alone has the first variant's dtype.
     The other arguments are those of `run_variants`, which says what is raised.
     """
-    together = [*variants, COMPUTATION]
+    together = [*variants, replace(COMPUTATION, dtype=variants[0].dtype)]
     results = run_variants(workload, together, sources, **how)
     *measurements, computation = [make_measurement(workload, together, variant, results) for variant in together]
     expected_loss = math.nan
@@ -308,6 +313,7 @@ def run_benchmark(
         real_s=results[0]["real_s"],
         model_bytes=results[0]["model_bytes"],
         cpu_shares=[result["cpu_shares"] for result in results],
+        dtype=together[-1].dtype,
     )
 
 

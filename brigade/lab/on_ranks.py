@@ -160,7 +160,7 @@ def prepare_training(
 ) -> tuple[nn.Module, list[TrainingSetup], Callable[[int], list[Tensor]]]:
     """Return a model, a setup of each variant with the same weights, and a function that draws a batch of N sequences.
 
-    The function returns the tokens and the targets of all ranks, on the CPU.
+    The model has the first variant's dtype. The function returns the tokens and the targets of all ranks, on the CPU.
     """
     # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
     start = TinyLM(Size(**workload["size"])).to(device())
@@ -170,7 +170,11 @@ def prepare_training(
     texts = [corpus.read_text()]
     dist.broadcast_object_list(texts, device=device())  # another machine may have a different Python
     generator = torch.Generator().manual_seed(workload["seed"])
-    return start, setups, lambda size: corpus.draw_batch(texts[0], size, workload["time"], generator)
+    return (
+        start.to(getattr(torch, variants[0]["dtype"])),
+        setups,
+        lambda size: corpus.draw_batch(texts[0], size, workload["time"], generator),
+    )
 
 
 def take_own_part(batch: list[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 
@@ -96,6 +97,8 @@ def format_number(value: float, digits: int) -> str:
 
 def describe_losses(ladder: Ladder) -> str:
     """Return one sentence about the losses, for a ladder in which no loss is wrong."""
+    if math.isnan(ladder.expected_loss):
+        return "The losses are not compared with those of one process."
     return (
         f"All losses equal that of one process that trains on the whole batch, {ladder.expected_loss:.5f}, within "
         f"{LOSS_TOLERANCE:g}."
@@ -105,4 +108,5 @@ def describe_losses(ladder: Ladder) -> str:
 def describe_ranks(ladder: Ladder) -> str:
     """Return text such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
     ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"
-    return f"{ranks} ({ladder.backend}), {len(ladder.computation.step_ms)} timed steps each, interleaved"
+    dtype = "" if ladder.dtype == "float32" else f", {ladder.dtype}"
+    return f"{ranks} ({ladder.backend}{dtype}), {len(ladder.computation.step_ms)} timed steps each, interleaved"

@@ -227,6 +227,25 @@ def test_several_bucket_sizes_are_compared_in_one_run(brigade, tmp_path):
     assert all(label in table for label in labels) and max(map(len, table.splitlines())) <= 80
 
 
+def test_parameters_may_have_16_bits(brigade, tmp_path):
+    """The model has half of the bytes. Losses differ by rounding, so they are not compared."""
+    file = tmp_path / "bench.json"
+    done = brigade("--modules", "2,5", *SMALL, "--dtype", "bfloat16", "--json", file)
+    assert done.returncode == 0, done
+    assert "The losses are not compared with those of one process." in done.stdout
+    content = json.loads(file.read_text())
+    assert content["expected_loss"] is None
+    weights = sum(parameter.numel() for parameter in TinyLM(SIZES["tiny"]).parameters())
+    kept = {row["variant"]: row["kept_mb"] for row in content["rows"]}
+    assert {name: 1e6 * kind["parameters"] / weights for name, kind in kept.items()} == pytest.approx(
+        dict.fromkeys(kept, 2.0)
+    )
+    gradients = {name: 1e6 * kind["gradients"] / weights for name, kind in kept.items()}
+    assert gradients["2 FlatDDP"] == pytest.approx(2.0)
+    assert gradients["5 BufferedDDP"] == pytest.approx(4.0 + 2.0, rel=1e-3), "main gradients, and those for SGD"
+    assert content["dtype"] == "bfloat16" and "2 ranks (gloo, bfloat16)" in done.stdout
+
+
 def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
     submission = make_submission(tmp_path)
     path = submission / "measurements.json"
