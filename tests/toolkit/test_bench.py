@@ -18,7 +18,7 @@ import torch
 from given_clock import give_clock
 from lab_files import make_submission
 
-from brigade.checks.tiny_lm import SIZES, TinyLM
+from brigade.checks.tiny_lm import SIZES, TinyLM, make_tiny_lm
 from brigade.cli import lab
 from brigade.cli import main as cli
 from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
@@ -125,6 +125,20 @@ def test_the_command_runs_with_any_number_of_ranks(options, batch_size, brigade,
 
     monkeypatch.setattr(ladder, "run_benchmark", run)
     assert brigade("--ranks", 3, *options).stderr == f"brigade: a batch of {batch_size} on 3 ranks\n"
+
+
+def test_the_sizes_that_the_page_recommends_fit():
+    """A row names the largest size that fits with 10 % to spare, and what it takes."""
+    text = (ROOT / "docs" / "gpus.md").read_text()
+    table = re.findall(r"^\| (\d+) GB \(.*\) \| (\w+): ([\d.]+) GB \| (\w+): ([\d.]+) GB \|$", text, re.MULTILINE)
+    numels = {name: sum(weight.numel() for weight in make_tiny_lm(name, "meta").parameters()) for name in SIZES}
+    assert len(table) == 5
+    for room, *cells in table:
+        for num_models, name, stated in ((12, *cells[:2]), (5, *cells[2:])):
+            taken = {size: 16e-9 * num_models * numel for size, numel in numels.items()}
+            assert [size for size in taken if taken[size] <= 0.9 * int(room)][-1] == name
+            assert float(stated) == pytest.approx(taken[name], abs=0.051)
+    assert len(ladder.add_torch_variants(ladder.get_course_variants())) + 2 == 12
 
 
 def test_the_slurm_scripts_ask_for_cores_and_memory_and_bind_nothing():
