@@ -182,9 +182,10 @@ class FirstRun:
             stop(process)
         reader.join(GRACE_S)  # a process that has outlived the step may hold the pipe
         self._processes.discard(process)
-        if result == "passed" and not re.search(step.expects, "".join(lines)):
-            result = f"prints nothing like {step.expects}"
         last = next((text for line in reversed(lines) if (text := line.strip(" \n=")).strip("-+")), "")
+        if result == "passed" and step.expects:
+            expected = re.search(step.expects, "".join(lines))
+            result, last = ("passed", expected[0]) if expected else (f"prints nothing like {step.expects}", last)
         return self.add_result(step, number, result, time.monotonic() - began, last)
 
     def add_result(self, step: Step, number: str, result: str, seconds: float, last: str) -> bool:
