@@ -12,7 +12,15 @@ from brigade.course.modules import ROOT
 def documents() -> list[Path]:
     return [
         path
-        for pattern in ("*.md", "docs/*.md", "lessons/*/*.md", "solutions/*/*.md", "student/*.md", "notebooks/*.ipynb")
+        for pattern in (
+            "*.md",
+            "docs/*.md",
+            "docs/*/README.md",
+            "lessons/*/*.md",
+            "solutions/*/*.md",
+            "student/*.md",
+            "notebooks/*.ipynb",
+        )
         for path in sorted(ROOT.glob(pattern))
     ]
 

@@ -18,6 +18,13 @@ from nbclient import NotebookClient
 from brigade.cli.main import parse
 from brigade.course.modules import ROOT
 
+MEASURE = """import pathlib, sys
+out, option, minutes = sys.argv[1:]
+assert option == "--minutes"
+pathlib.Path(out).mkdir()
+print("measured for", minutes, "minutes")
+"""
+
 
 @pytest.mark.parametrize(
     ("name", "gpus", "expected"),
@@ -38,6 +45,8 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     notebook = nbformat.reads(re.sub("/kaggle/working|/content", ".", text), as_version=4)
     nbformat.validate(notebook)
     shutil.copytree(ROOT / "lessons", tmp_path / "clone" / "lessons")
+    (tmp_path / "clone" / "tools").mkdir()
+    (tmp_path / "clone" / "tools" / "gpu_first_run.py").write_text(MEASURE)
     program = "import sys; from brigade.cli.main import parse; parse(sys.argv[1:])"
     words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
     programs = {
@@ -58,6 +67,9 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     lines = "".join(output.get("text", "") for output in outputs).splitlines()
     assert {"pip install --quiet --no-deps --editable .", "pip install --quiet pytest rich"} < set(lines)
     assert expected in lines and {"brigade check 1", "brigade submit"} < set(lines)
+    if name == "kaggle":
+        assert ("measured for 30 minutes" if gpus else "There is no GPU, or this is the student edition.") in lines
+        assert any(tmp_path.rglob("gpu_run.zip")) == bool(gpus)
     [shown] = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {})]
     assert shown.startswith("# Module 1: ")
 

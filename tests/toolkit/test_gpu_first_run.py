@@ -111,3 +111,17 @@ def test_a_machine_without_gpus_is_refused(tmp_path):
     done = hang_guard.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--backend nccl needs a GPU, but " in done.stdout
+
+
+def test_the_documents_quote_the_reports():
+    """Every number with a unit in the section about measurements is in a report, which this program has written."""
+    text = (ROOT / "docs" / "gpus.md").read_text()
+    [section] = re.findall(r"^## Measured on GPUs\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    reports = [path for path in (ROOT / "docs" / "gpu_runs").glob("*.md") if path.name != "README.md"]
+    measured = " ".join(path.read_text() for path in reports)
+    quoted = re.findall(r"[\d.]*\d (?:ms|s|MiB|NCCL events)\b", " ".join(section.split()))
+    assert len(quoted) > 5
+    assert [quote for quote in quoted if f" {quote}" not in measured] == []
+    listed = (ROOT / "docs" / "gpu_runs" / "README.md").read_text()
+    assert [path.name for path in reports if f"({path.name})" not in listed] == []
+    assert all("`tools/gpu_first_run.py` has written this report." in path.read_text() for path in reports)
