@@ -65,8 +65,8 @@ def list_opening_steps(out: Path, backend: str) -> list[Step]:
 def list_steps(out: Path, backend: str) -> list[Step]:
     """Return the steps that `--skip` counts."""
 
-    def probe(name: str, limit_s: float, *names: str, beside: bool = True) -> Step:
-        return Step(name, limit_s, "probes.log", make_probe_command(out, backend, *names), beside=beside)
+    def probe(name: str, limit_s: float, *names: str, expects: str = "", beside: bool = True) -> Step:
+        return Step(name, limit_s, "probes.log", make_probe_command(out, backend, *names), expects, beside=beside)
 
     brigade, shared = [sys.executable, "-m", "brigade.cli"], ["--backend", backend, "--share-gpu"]
     pytest = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--durations=0"]
@@ -96,9 +96,9 @@ def list_steps(out: Path, backend: str) -> list[Step]:
         Step("benchmark", 120, "checks.log", [*brigade, *bench, *shared]),
         Step("trace", 90, "checks.log", [*brigade, *trace, *shared]),
         check(3, "module 3 beside others"),
-        probe("missing launch", 120, "missing-launch"),
+        probe("missing launch", 120, "missing-launch", expects="which rank 1 never launched"),
         Step("grade with a cluster's variables", 120, "grade.log", grade, full_marks, OF_A_CLUSTER, beside=True),
-        probe("hang under torchrun", 180, "torchrun"),
+        probe("hang under torchrun", 180, "torchrun", expects="rank 0 on HOST .*all_reduce #"),
         probe("lone all-to-all", 90, "lone-all_to_all"),
         *map(check, FIRST_MODULES),
         # This step takes longest, so the last modules run beside it.
@@ -178,7 +178,7 @@ class FirstRun:
             status = process.wait(limit_s)
             result = "passed" if status == 0 else f"status {status}"
         except subprocess.TimeoutExpired:
-            result = f"stopped after {limit_s:.0f} s"
+            result = f"{'cut off' if limit_s < step.limit_s else 'stopped'} after {limit_s:.0f} s"
             stop(process)
         reader.join(GRACE_S)  # a process that has outlived the step may hold the pipe
         self._processes.discard(process)

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from brigade.rank.api import device, student
+from brigade.rank.recording import phase
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 25.0
@@ -167,9 +169,12 @@ def skip_launches() -> None:
     wrapper = student("m03_overlapped_ddp", "OverlappedDDP")(model)
     if dist.get_rank() == 1:
         dist.all_reduce = lambda *args, **kwargs: SimpleNamespace(wait=lambda: None)
-    wrapper(torch.ones(2, 8, device=device())).sum().backward()
-    wrapper.finish_grad_sync()
-    synchronize()
+    loss = wrapper(torch.ones(2, 8, device=device())).sum()
+    with phase("backward"):
+        loss.backward()
+    with phase("finish"):
+        wrapper.finish_grad_sync()
+        synchronize()
 
 
 def synchronize() -> None:
@@ -364,7 +369,7 @@ def probe_torchrun(facts: Facts, backend: str) -> None:
     seconds = time.monotonic() - began
     print(done.stdout, done.stderr, sep="\n", flush=True)
     said = [line for line in done.stderr.splitlines() if line.startswith("brigade: ")]
-    text = " / ".join(said) or "nothing"
+    text = " / ".join(said).replace(socket.gethostname(), "HOST") or "nothing"
     case = "Under torchrun with a rank that hangs and --deadline 20"
     says = f"{case}, the course says after {seconds:.1f} s: {text}"
     facts.add("torchrun", [says], seconds=round(seconds, 2), status=done.returncode)
