@@ -121,7 +121,8 @@ def test_the_documents_quote_the_reports():
     measured = " ".join(path.read_text() for path in reports)
     quoted = re.findall(r"[\d.]*\d (?:ms|s|MiB|NCCL events)\b", " ".join(section.split()))
     assert len(quoted) > 5
-    assert [quote for quote in quoted if f" {quote}" not in measured] == []
+    in_tables = {f"{seconds} s" for seconds in re.findall(r"\| ([\d.]+) \|", measured)}
+    assert [quote for quote in quoted if f" {quote}" not in measured and quote not in in_tables] == []
     listed = (ROOT / "docs" / "gpu_runs" / "README.md").read_text()
     assert [path.name for path in reports if f"({path.name})" not in listed] == []
     assert all("`tools/gpu_first_run.py` has written this report." in path.read_text() for path in reports)
