@@ -27,7 +27,7 @@ from situations.kinds import KINDS, Kind
 from situations.ranks import execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation
 
-SHARE = 3  # without --everything, a situation runs on each third kind that it applies to, or on one if it is expensive
+SHARE = 6  # without --everything, a situation runs on each sixth kind that it applies to, or on one if it is expensive
 REFUSALS = ("RuntimeError", "ValueError", "TypeError", "NotImplementedError")
 
 

@@ -197,6 +197,7 @@ def test_the_numbers_are_those_of_the_run(measured):
     assert "All losses equal that of one process" in remarks
 
 
+@pytest.mark.extended
 def test_on_two_links_the_outer_one_carries_a_fraction(brigade, tmp_path):
     """Module 14 keeps twice the weights in two nodes."""
     file = tmp_path / "bench.json"

@@ -176,6 +176,7 @@ def test_what_needs_solutions_says_in_one_sentence_that_there_are_none(edition):
         assert said.startswith("brigade: this edition has no solutions") and said.count("\n") == 1
 
 
+@pytest.mark.extended
 def test_an_unlocked_module_replaces_the_students(edition, written):
     """With the reference from the instructor, a student who is stuck on module 1 can check module 2."""
     second = get_module(2)

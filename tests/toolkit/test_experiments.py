@@ -134,10 +134,14 @@ LONG = {
     "m08/masters",
     "m08/memory",
     "m08/traffic",
+    "m10/alive",
     "m11/against",
+    "m11/exposed",
+    "m11/peak",
     "m12/text",
     "m14/two_links",
     "m15/text",
+    "m16/train",
     "m16/wire",
 }
 
@@ -208,7 +212,8 @@ def test_without_torchrun_one_line_says_how_to_start():
     )
 
 
-@pytest.mark.parametrize("fault", ["skip", pytest.param("circle", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("fault", ["skip", "circle"])
 def test_dumps_of_a_broken_job_name_the_culprit(fault, tmp_path):
     """The dumps stored in tests/m13_post_mortem are what hang.py writes: the same calls, and the same finding."""
     folders = ROOT / "solutions/m13_post_mortem", POST_MORTEM

@@ -45,6 +45,7 @@ def read_files(course: Path) -> dict[str, bytes]:
     return {path.relative_to(course).as_posix(): path.read_bytes() for path in paths if not ignored & {*path.parts}}
 
 
+@pytest.mark.extended
 def test_a_module_is_added_and_removed(course):
     before = read_files(course)
     run(course, "-m", "tools.module", "99", "scratch")

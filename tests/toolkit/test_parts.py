@@ -28,7 +28,7 @@ HEADINGS = [
         entry,
         heading,
         id=f"{entry.number}-{find_last_part(heading)}",
-        marks=[pytest.mark.extended] * (entry.number > 6),  # make module runs it
+        marks=[pytest.mark.extended] * (entry.number > 3),  # make module runs it
     )
     for entry in MODULES
     for heading in dict.fromkeys(check.parts for check in list_checks(entry))

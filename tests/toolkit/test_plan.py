@@ -198,7 +198,11 @@ def lines(text):
 
 
 @pytest.mark.parametrize(
-    "options", ["--model gpt3-175b --dp 1024", "--model xl --dp 64 --node-size 8"], ids=["ranks", "nodes"]
+    "options",
+    [
+        pytest.param("--model gpt3-175b --dp 1024", id="ranks", marks=pytest.mark.extended),
+        pytest.param("--model xl --dp 64 --node-size 8", id="nodes"),
+    ],
 )
 def test_the_examples_in_the_document_are_what_the_command_prints(options, capsys):
     assert cli.main(["plan", *options.split()]) == 0
