@@ -4,6 +4,7 @@
 """
 
 import json
+from pathlib import Path
 
 import matplotlib.colors
 import matplotlib.image
@@ -14,6 +15,7 @@ from brigade.course.modules import CourseError, get_module
 from brigade.lab import gpu_timeline, ladder, timeline_plot
 from brigade.lab.profiled_step import MARK
 
+SNAPSHOTS = Path(__file__).parent / "snapshots"
 BASE_US = 1_790_857_026_000_000
 START_US = 5_000.0  # of the first rank's step, since the base
 MARKS_US = (-90.0, 0.0, 1000.0, 3000.0, 3500.0, 9000.0)  # since the start of the step
@@ -129,6 +131,27 @@ def test_the_ranks_of_a_step_have_one_clock(without_gpus, monkeypatch):
     first, second = (next(one for one in line.spans if one.rank == rank) for rank in range(2))
     assert first.start_ms - second.start_ms == pytest.approx(0.25, abs=1e-3)
     assert not line.note, "each rank has its own GPU"
+
+
+def test_a_recorded_profile_shows_what_overlaps(without_gpus):
+    """A step of module 3 on two ranks that shared an H200, without the events of the CPU's operations."""
+    recorded = [(SNAPSHOTS / f"h200_module_3_rank{rank}.json").read_bytes() for rank in range(2)]
+    [line] = gpu_timeline.make_timelines({"": recorded})
+    assert line.count == "21 NCCL kernels"
+    for rank in range(2):
+        nccl, others = (
+            [one for one in line.kernels if one.rank == rank and one.is_nccl == is_nccl] for is_nccl in (True, False)
+        )
+        assert {one.kind for one in nccl} == {"all_reduce"}
+        assert ({one.stream for one in nccl}, {one.stream for one in others}) == ({16}, {7})
+        assert all(one.end_ms <= after.start_ms for one, after in zip(nccl, nccl[1:])), "they run one after the other"
+        backward = [one for one in others if one.kind == "backward"]
+        assert len(backward) == 121 and max(one.launched_ms for one in nccl) < backward[-1].end_ms
+        beside = [
+            one for one in backward for other in nccl if one.start_ms < other.end_ms and other.start_ms < one.end_ms
+        ]
+        assert len(beside) > 100
+        assert 150 < line.compute_exposed_ms(rank) < nccl[-1].end_ms - nccl[0].start_ms
 
 
 def test_a_profile_without_kernels_is_explained():
