@@ -22,6 +22,7 @@ from brigade.runner import machine
 from brigade.runner.server import SERVER, ServerLost
 
 BROKEN_NOTE = "The check fails with the reference solution, too. It is not your mistake; please report it."
+FIRST_GPU = Path("/dev/nvidia0")
 HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other check runs
 
 
@@ -156,6 +157,19 @@ def prepare() -> None:
 def choose_backend() -> str:
     """Return "nccl" if there are at least two GPUs, else "gloo"."""
     return "nccl" if machine.count_gpus() >= 2 else "gloo"
+
+
+def find_uncounted_gpus() -> str:
+    """Return a sentence if there are GPUs that `choose_backend` cannot count, otherwise "".
+
+    Without NVIDIA's management library (NVML), torch counts GPUs with CUDA, which finds none after `prepare`.
+    """
+    if not FIRST_GPU.exists() or machine.read_driver_version():
+        return ""
+    return (
+        "NVIDIA's management library (NVML) does not answer, so GPUs are not counted and the checks use gloo. "
+        "--backend nccl uses the GPUs."
+    )
 
 
 def make_repeat_command(check: GradedCheck, target: str | Path, conditions: Conditions, prior_source: str) -> str:

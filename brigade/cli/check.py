@@ -14,7 +14,7 @@ from rich.text import Text
 
 from brigade.checks import render
 from brigade.checks.collect import Check, collect
-from brigade.checks.run import Conditions, choose_backend, prepare, run_checks, start_server
+from brigade.checks.run import Conditions, choose_backend, find_uncounted_gpus, prepare, run_checks, start_server
 from brigade.checks.verdict import NOT_RUN, Outcome
 from brigade.cli.console import console, shorten
 from brigade.cli.options import add, add_prior, add_target
@@ -117,6 +117,8 @@ def run_check(options: argparse.Namespace) -> int:
         if len(entries) > 1:
             raise CourseError("--debug needs the number of one module, as in `brigade check 3 --debug`")
         console.print("--debug runs one rank without a deadline, so mistakes that need several ranks are not detected.")
+    if not options.backend and (remark := find_uncounted_gpus()):
+        console.print(remark)
     if not options.watch:
         return check_once(entries, options, {})
     if options.seed is None:

@@ -138,7 +138,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                 if please_look:
                     formats.write(please_look, formats.format_findings(state.findings))
                 if ranks.SERVER.sandbox:
-                    notes += isolation.verify_isolation()
+                    notes += isolation.verify_isolation(options.backend)
                 state.notes = [*notes, *remarks]
                 grading.grade(
                     directory,

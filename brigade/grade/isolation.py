@@ -14,6 +14,8 @@ from brigade.course.modules import ROOT, CourseError
 from brigade.runner import ranks
 from brigade.sandbox import enter, users
 
+DEVICES = Path("/dev")
+OPEN_TO_ALL = stat.S_IROTH | stat.S_IWOTH
 UNFILTERED = (
     "Graded without a filter for system calls, because libseccomp.so.2 (package libseccomp2) is missing, or the "
     "kernel refuses filters: a submission may have left data in the kernel for the next submission."
@@ -48,11 +50,16 @@ def may_isolate() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
-def verify_isolation() -> list[str]:
+def verify_isolation(backend: str) -> list[str]:
     """Test the isolation with a rank that runs no submission. Raise CourseError if it does not work.
 
     Return notes on protections that this machine does not have.
     """
+    if backend == "nccl" and (closed := list_closed_devices()):
+        raise CourseError(
+            f"the user of the ranks cannot open {closed[0]}: run `chmod o+rw {shlex.join(closed)}`, or grade with "
+            "--backend gloo"
+        )
     close_off([ROOT / name for name in enter.SECRETS])
     try:
         [found] = ranks.run_ranks(enter.probe, world_size=1)
@@ -68,6 +75,14 @@ def verify_isolation() -> list[str]:
             "its packages where everybody may read them"
         )
     return [] if found["is_filtered"] else [UNFILTERED]
+
+
+def list_closed_devices() -> list[str]:
+    """Return NVIDIA's device files that only root or a group may use. The user of the ranks is in no group."""
+    devices = [
+        path for pattern in ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm") for path in sorted(DEVICES.glob(pattern))
+    ]
+    return [str(path) for path in devices if path.stat().st_mode & OPEN_TO_ALL != OPEN_TO_ALL]
 
 
 def close_off(paths: Iterable[Path]) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from in_ranks import basics as functions
 
+from brigade.checks import run
+from brigade.cli import check
 from brigade.cli.main import main
 from brigade.course.modules import ROOT, CourseError
 from brigade.rank.main import TF32_VARIABLES, forbid_tf32
@@ -112,6 +114,20 @@ def test_a_machine_without_a_usable_gpu_gets_one_line(case, pretend, capsys, rec
         error = capsys.readouterr().err
         assert said in error and "needs a GPU" in error and error.count("\n") == 1, error
     assert not list(recwarn)
+
+
+def test_gpus_that_cannot_be_counted_get_one_line(pretend, tmp_path, monkeypatch, capsys):
+    """As in a container that may compute with the GPUs, but has no library to manage them."""
+    pretend(0, driver=0)
+    monkeypatch.setattr(run, "FIRST_GPU", tmp_path / "nvidia0")
+    monkeypatch.setattr(check, "check_once", lambda *arguments: 0)
+    assert main(["check", "1"]) == 0 and capsys.readouterr().out == ""
+    run.FIRST_GPU.touch()
+    assert main(["check", "1"]) == 0
+    assert "the checks use gloo. --backend nccl uses the GPUs." in " ".join(capsys.readouterr().out.split())
+    assert main(["check", "1", "--backend", "gloo"]) == 0 and capsys.readouterr().out == ""
+    pretend(1)
+    assert main(["check", "1"]) == 0 and capsys.readouterr().out == ""
 
 
 def test_more_ranks_than_gpus_get_one_line(pretend, capsys):

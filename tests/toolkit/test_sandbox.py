@@ -202,7 +202,26 @@ def test_packages_that_the_user_cannot_read_are_named_with_the_remedy(path, monk
     monkeypatch.setattr(ranks, "run_ranks", lambda *arguments, **options: [found])
     opened = path if path.startswith("/opt") else shlex.quote(sys.prefix)
     with pytest.raises(CourseError, match=re.escape(f"cannot read {path}: run `chmod -R go+rX {opened}`, or install")):
-        isolation.verify_isolation()
+        isolation.verify_isolation("gloo")
+
+
+def test_devices_that_the_user_cannot_open_are_named_with_the_remedy(tmp_path, monkeypatch):
+    """Some machines let only a group use GPUs."""
+    found = {"uid": 64_100, "secrets": [], "unreachable": [], "is_filtered": True}
+    monkeypatch.setattr(isolation, "close_off", lambda paths: None)
+    monkeypatch.setattr(ranks, "run_ranks", lambda *arguments, **options: [found])
+    monkeypatch.setattr(isolation, "DEVICES", tmp_path)
+    modes = {"nvidia0": 0o660, "nvidia1": 0o666, "nvidiactl": 0o664, "nvidia-modeset": 0o600}
+    for name, mode in modes.items():
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    closed = f"{tmp_path}/nvidia0 {tmp_path}/nvidiactl"
+    with pytest.raises(CourseError, match=re.escape(f"cannot open {tmp_path}/nvidia0: run `chmod o+rw {closed}`, or")):
+        isolation.verify_isolation("nccl")
+    assert isolation.verify_isolation("gloo") == []
+    for name in modes:
+        (tmp_path / name).chmod(0o666)
+    assert isolation.verify_isolation("nccl") == []
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="files of another user need root")

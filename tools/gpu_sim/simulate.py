@@ -46,6 +46,8 @@ def list_steps(deadline: str) -> list[Step]:
     steps.append(Step("checks with gloo", 1, [*pytest, "--backend", "gloo", *checks], without_cuda=True))
     steps.append(Step("torchrun: benchmark", 2, [*torchrun, *brigade, "bench", "--target", "solutions"], said="nccl"))
     steps.append(Step("torchrun: launch.py", 2, [*torchrun, "lessons/m00_ring/launch.py"], said="on cuda:1"))
+    hang = ["python", "-m", "tools.gpu_probes", "out/gpu_sim", "torchrun"]
+    steps.append(Step("torchrun: a rank hangs", 2, hang, said=r"rank 0 on HOST has done nothing for 20 s; it .*#\d+"))
     if os.geteuid() == 0:
         grade = ["python", *brigade, "grade", "--submission", "solutions", "--out", "out/gpu_sim.json", *nccl]
         steps += [
