@@ -395,6 +395,7 @@ def main() -> int:
     parser.add_argument("names", nargs="+", choices=PROBES, metavar="NAME", help=", ".join(PROBES))
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names:
         try:
             PROBES[name](Facts(options.out), options.backend)
