@@ -96,7 +96,7 @@ def list_steps(out: Path, backend: str) -> list[Step]:
         Step("benchmark", 120, "checks.log", [*brigade, *bench, *shared]),
         Step("trace", 90, "checks.log", [*brigade, *trace, *shared]),
         check(3, "module 3 beside others"),
-        probe("missing launch", 120, "missing-launch", expects="which rank 1 never launched"),
+        probe("missing launch", 120, "missing-launch", expects="rank 1 never launched"),
         Step("grade with a cluster's variables", 120, "grade.log", grade, full_marks, OF_A_CLUSTER, beside=True),
         probe("hang under torchrun", 180, "torchrun", expects="rank 0 on HOST .*all_reduce #"),
         probe("lone all-to-all", 90, "lone-all_to_all"),
