@@ -28,13 +28,15 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import read
 from brigade.events import Event
-from brigade.runner.machine import count_gpus
+from brigade.runner.machine import count_cores, count_gpus
 from brigade.runner.ranks import SERVER, RunOptions, make_requests
 
 if TYPE_CHECKING:
     from IPython.display import Markdown
 
 START_S = 60.0
+DEADLINE_S = 30.0  # of a cell, if there is a core for each rank
+RANKS_ON_CPU = 2  # if `start_ranks` does not say how many
 ENDED = "ended"
 CELL = "<cell>"  # the name of the file of a cell's code, in tracebacks
 
@@ -46,12 +48,13 @@ class RanksError(Exception):
         return str(self).splitlines()
 
 
-def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float = 30.0) -> Ranks:
+def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float | None = None) -> Ranks:
     """Start `n` ranks, which replace ranks that were started before. In a notebook, `%%px` then runs on them.
 
     If `n` is None, start one rank per GPU, or two ranks if there are fewer than two GPUs. Ranks use NCCL if there are
     at least two GPUs and one for each rank, and gloo otherwise. `mode` is "record", "strict" (`strict.py`) or "emulate"
-    (`emulated_link.py`). `deadline_s` applies to each cell. Raise RanksError if the ranks do not start.
+    (`emulated_link.py`), which is always on the CPU. `deadline_s` applies to each cell. It is 30 s by default, or more
+    if ranks share cores. Raise RanksError if the ranks do not start.
     """
     global _running
     if _running:
@@ -76,14 +79,14 @@ _running: Ranks | None = None
 class Ranks:
     """The ranks of a notebook, returned by `start_ranks`. The object is also a context manager."""
 
-    def __init__(self, n: int | None, mode: str, deadline_s: float):
+    def __init__(self, n: int | None, mode: str, deadline_s: float | None):
         SERVER.start()  # imports torch at the same time as this process
         from brigade.runner.monitor import Monitor
 
-        gpus = count_gpus()
-        self.world_size = n or (gpus if gpus >= 2 else 2)
+        gpus = 0 if mode == "emulate" else count_gpus()  # an emulated link carries CPU tensors
+        self.world_size = n or (gpus if gpus >= 2 else RANKS_ON_CPU)
         self.backend = "nccl" if gpus >= max(2, self.world_size) else "gloo"
-        self.deadline_s = deadline_s
+        self.deadline_s = deadline_s or DEADLINE_S * max(1.0, self.world_size / count_cores())
         how = RunOptions(world_size=self.world_size, backend=self.backend, mode=mode)
         sources = {name: text for entry in MODULES for name, text in read("solutions", entry.number).items()}
         packages = {"solutions": sources}

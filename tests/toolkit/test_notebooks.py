@@ -21,6 +21,7 @@ from nbclient.exceptions import CellExecutionError
 
 from brigade.course.modules import ROOT, get_module
 from brigade.events import launches
+from brigade.lab import notebook as lab_notebook
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_plots import draw_bars
 from brigade.lab.quiet import Verdict
@@ -128,6 +129,13 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
     assert not find_left_behind(temporary)
     with pytest.raises(RanksError, match="the ranks have ended"):
         two_ranks.run("1")
+
+
+def test_an_emulated_link_is_on_the_cpu_even_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab_notebook, "count_gpus", lambda: 8)
+    with start_ranks(mode="emulate") as ranks:
+        assert repr(ranks) == "2 ranks on gloo"
+        ranks.run("import torch, torch.distributed as dist\ndist.barrier()")
 
 
 def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
