@@ -102,7 +102,7 @@ gpu-check:
 	$(PYTHON) tools/gpu_first_run.py out/gpu_run --backend $(BACKEND) $(GPU_OPTIONS)
 
 gpu-sim:
-	$(PYTHON) tools/gpu_sim/simulate.py $(GPU_OPTIONS)
+	$(PYTHON) -m tools.gpu_sim.simulate $(GPU_OPTIONS)
 
 promises: setup
 	$(BIN)/python -m tools.promises

@@ -17,7 +17,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 # Processes whose environment is cleared read their settings here.
-env | grep -E '^(FAKE_GPUS|FAKE_CUDA_LOG|FAKE_DRIVER|FAKENCCL_(DELAY_US|LOG|RENDEZVOUS|VERSION))=' > "$venv/fake_gpu/settings"
+env | grep -E '^(FAKE_(GPUS|CUDA_LOG|DRIVER|NVML|ULPS)|FAKENCCL_(DELAY_US|LOG|RENDEZVOUS|RING|VERSION))=' > "$venv/fake_gpu/settings"
 find "$venv/fake_gpu" -mindepth 1 -maxdepth 1 -type d -mmin +60 -exec rm -rf {} +
 
 "$@"

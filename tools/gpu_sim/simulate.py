@@ -1,4 +1,4 @@
-"""Run everything that uses NCCL on simulated GPUs, and print one table: python3 tools/gpu_sim/simulate.py
+"""Run everything that uses NCCL on simulated GPUs, and print one table: python3 -m tools.gpu_sim.simulate
 
 `build.sh` first creates a virtual environment with the CUDA build of torch and fake NVIDIA libraries, which takes a
 download of 0.6 GB and a few minutes. The simulation shows neither times nor kernel counts: see docs/gpu_check.md.
@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.gpu_first_run import OF_A_CLUSTER
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
@@ -27,31 +29,62 @@ class Step(NamedTuple):
     command: list[str]
     said: str = ""
     without_cuda: bool = False  # no process may initialise CUDA
+    environment: dict[str, str] = {}
 
 
-def list_steps(deadline: str) -> list[Step]:
-    """Return the steps."""
+def list_steps(deadline: str, out: str) -> list[Step]:
+    """Return the steps, the short ones first. They may write files to the directory `out`."""
     pytest = ["python", "-m", "pytest", "-q", "--target", "solutions", "--deadline", deadline]
     nccl = ["--backend", "nccl", "--share-gpu"]
     checks = [str(path) for path in sorted((ROOT / "tests").glob("test_m[0-9]*.py"))]
     mutants = "tests/toolkit/test_mutants.py"
     brigade = ["-m", "brigade.cli"]
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2"]
-    steps = []
-    for gpus in (1, 2, 4):
+    grade = ["python", *brigade, "grade", "--submission", "solutions", "--out", f"{out}/grades.json", *nccl]
+    full_marks = r"\b(\d+) of \1 points"
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node"]
+    probe = ["python", "-m", "tools.gpu_probes", out]
+    is_root = os.geteuid() == 0
+    steps = [
+        Step("the fakes", 1, [*pytest, "-p", "no:cacheprovider", "tools/gpu_sim/test_fakes.py"]),
+        # What a real GPU says (docs/gpu_runs): a lone launch blocks, unless the ranks were connected before.
+        Step(
+            "lone launches", 1, [*probe, "lone-all_reduce"], said=r"not returned after[^.]*\.\n.*returned after 0\.\d"
+        ),
+        Step(
+            "a missing launch",
+            1,
+            [*probe, "missing-launch"],
+            said=r"=1 .*deadlock.*which rank 1 never launched(?s:.*)=0 .*deadlock",
+        ),
+        Step(
+            "a hang under torchrun",
+            2,
+            [*probe, "torchrun"],
+            said=r"rank 0 on HOST has done nothing for 20 s; it .*#\d+",
+        ),
+        Step("without NVML", 2, [*pytest, *nccl, checks[1]], environment={"FAKE_NVML": "0"}),
+        Step("a cluster's variables", 1, [*pytest, *nccl, *checks[1:4]], environment=OF_A_CLUSTER),
+    ]
+    for name, value in OF_A_CLUSTER.items() if is_root else ():
+        command = [*grade, "--modules", "1", "--limit", "900"]
+        steps.append(Step(f"grade with {name}", 1, command, said=full_marks, environment={name: value}))
+    steps.append(Step("torchrun: launch.py", 2, [*torchrun, "2", "lessons/m00_ring/launch.py"], said="on cuda:1"))
+    bench = [*brigade, "bench", "--target", "solutions"]
+    steps.append(Step("torchrun: benchmark", 2, [*torchrun, "2", *bench], said="nccl"))
+    short = ["--modules", "1", "--rounds", "4"]
+    steps.append(Step("torchrun: 16 ranks", 16, [*torchrun, "16", *bench, *short], said="16 ranks"))
+    for gpus in (1, 2, 8):
+        steps.append(Step("notebooks", gpus, ["python", "-m", "tools.notebook_figures", "--out", f"{out}/{gpus}_gpus"]))
+    for gpus in (1, 2, 4, 8):
         steps.append(Step("checks", gpus, [*pytest, *nccl, *checks]))
+    for gpus in (1, 2, 4):  # with eight GPUs, the mutants' ranks use the same ones as with four
         steps.append(Step("sample of mutants", gpus, [*pytest, *nccl, mutants, "-m", "sample", "--everything"]))
     styles = "right_variant or another_style"
     steps.append(Step("other styles", 1, [*pytest, *nccl, mutants, "-k", styles]))
     steps.append(Step("checks with gloo", 1, [*pytest, "--backend", "gloo", *checks], without_cuda=True))
-    steps.append(Step("torchrun: benchmark", 2, [*torchrun, *brigade, "bench", "--target", "solutions"], said="nccl"))
-    steps.append(Step("torchrun: launch.py", 2, [*torchrun, "lessons/m00_ring/launch.py"], said="on cuda:1"))
-    hang = ["python", "-m", "tools.gpu_probes", "out/gpu_sim", "torchrun"]
-    steps.append(Step("torchrun: a rank hangs", 2, hang, said=r"rank 0 on HOST has done nothing for 20 s; it .*#\d+"))
-    if os.geteuid() == 0:
-        grade = ["python", *brigade, "grade", "--submission", "solutions", "--out", "out/gpu_sim.json", *nccl]
+    if is_root:
         steps += [
-            Step(f"grade {part}", 1, [*grade, "--limit", "7200", "--part", part], said=r"(\d+) of \1 points")
+            Step(f"grade {part}", 1, [*grade, "--limit", "7200", "--part", part], said=full_marks)
             for part in ("warm-up", "core", "advanced", "beyond")
         ]
     return steps
@@ -61,7 +94,7 @@ def run_step(step: Step, directory: str, log: Path) -> str:
     """Run one step. Return what is wrong, or ""."""
     cuda_log = log.with_suffix(".cuda")
     cuda_log.unlink(missing_ok=True)
-    environment = os.environ | {"FAKE_GPUS": str(step.gpus), "FAKE_CUDA_LOG": str(cuda_log)}
+    environment = os.environ | {"FAKE_GPUS": str(step.gpus), "FAKE_CUDA_LOG": str(cuda_log)} | step.environment
     with log.open("w") as output:
         command = [HERE / "run.sh", directory, *step.command]
         status = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output).returncode
@@ -80,11 +113,12 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only steps whose name contains this text")
     options = parser.parse_args()
     subprocess.run([HERE / "build.sh", options.dir], check=True)
-    logs = Path(options.dir) / "logs"
-    logs.mkdir(exist_ok=True)
+    logs, results = Path(options.dir) / "logs", Path(options.dir) / "results"
+    for directory in (logs, results):
+        directory.mkdir(exist_ok=True)
     print("| step | GPUs | result | seconds |\n|---|---|---|---|")
     problems = []
-    for index, step in enumerate(list_steps(options.deadline)):
+    for index, step in enumerate(list_steps(options.deadline, str(results))):
         if options.only in step.name:
             started = time.monotonic()
             problems.append(run_step(step, options.dir, logs / f"{index:02}.txt"))

@@ -17,7 +17,10 @@ int count_gpus() { return static_cast<int>(find_number("FAKE_GPUS", 1)); }
 
 extern "C" {
 
-int nvmlInit_v2() { return find_number("FAKE_DRIVER", 13000) ? kSuccess : kDriverNotLoaded; }
+int nvmlInit_v2() {
+  const bool works = find_number("FAKE_DRIVER", 13000) && find_number("FAKE_NVML", 1);
+  return works ? kSuccess : kDriverNotLoaded;
+}
 
 int nvmlInit() { return nvmlInit_v2(); }
 
