@@ -17,6 +17,7 @@ class RankRecord:
         self._num_earlier = 0  # launches of earlier calls
         self.launches: list[Event] = []
         self.waiting: Event | None = None  # the launch that the rank waits for or is in, or a "connect" event
+        self.queued: dict[int, Event] = {}  # launches on CUDA that the rank has not waited for, by index
 
     def add(self, event: Event) -> None:
         """Add the rank's next event. Leave it out of its call if it belongs to a launch of an earlier call."""
@@ -33,8 +34,11 @@ class RankRecord:
             self.waiting = event
         elif event["kind"] in ("done", "connected"):
             self.waiting = None
-        elif event["kind"] == "called" and self.waiting is self.launches[event["index"]]:
-            self.waiting = None  # another thread may wait for another launch
+            self.queued.pop(event.get("index"), None)
+        elif event["kind"] == "called":
+            self.queued[event["index"]] = launch = self.launches[event["index"]]
+            if self.waiting is launch:  # another thread may wait for another launch
+                self.waiting = None
 
     def end_call(self) -> None:
         """Let later events belong to the next call."""
@@ -88,10 +92,17 @@ class Progress:
             self._series.setdefault(make_key(rank, event), []).append(event)
             self.mismatch = self.mismatch or self._find_mismatch(rank, event)
 
-    def describe_activity(self, rank: int) -> str:
-        """Describe what a rank is doing and, if it waits for a message, what its peer waits for instead."""
+    def describe_activity(self, rank: int, settled: Collection[int] = ()) -> str:
+        """Describe what a rank is doing and, if it waits for a message, what its peer waits for instead.
+
+        Name the launch that makes it impossible for the rank to finish: see `find_lost_launch`.
+        """
         missing = self.find_missing_peers(rank)
         text = self.ranks[rank].describe_activity(missing)
+        if lost := self.find_lost_launch(rank, settled):
+            peers = [peer for peer in self._find_peers_without(rank, lost) if peer in settled]
+            names = " and ".join(f"rank {peer}" for peer in peers)
+            return f"{text}, but {names} never launched {describe(lost)}"
         other = self.ranks[missing[0]].waiting if missing else None
         if other and other["kind"] == "launch" and self.ranks[rank].waiting.get("op") in OPPOSITES:
             text += f" because it waits in {describe(other, with_data=False)}"
@@ -104,8 +115,22 @@ class Progress:
         send, so nobody is missing then. A run that hangs in this way ends only at the deadline.
         """
         launch = self.ranks[rank].waiting
-        if launch is None:
-            return []
+        return self._find_peers_without(rank, launch) if launch else []
+
+    def find_lost_launch(self, rank: int, settled: Collection[int]) -> Event | None:
+        """Return the first launch on CUDA that can never complete, if the rank does not wait for a launch.
+
+        A peer in `settled` has not launched it. Its kernel waits on the GPU, so the rank never ends, and CUDA may block
+        the rank before it reaches a wait: to load a kernel that is used for the first time, or to allocate memory.
+        """
+        record = self.ranks[rank]
+        if record.waiting or rank in settled:
+            return None
+        lost = (one for one in record.queued.values() if {*self._find_peers_without(rank, one)} & {*settled})
+        return next(lost, None)
+
+    def _find_peers_without(self, rank: int, launch: Event) -> list[int]:
+        """Return the peers that have not launched their part of a launch of this rank."""
         group, op, peer = launch["group"], launch.get("op"), launch.get("peer")
         if op not in OPPOSITES:
             keys = {peer: make_key(peer, launch) for peer in launch["ranks"] if 0 <= peer < len(self.ranks)}
@@ -124,7 +149,9 @@ class Progress:
         launch what others wait for.
         """
         unsettled = [rank for rank in range(len(self.ranks)) if rank not in settled]
-        return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
+        return bool(unsettled) and all(
+            self.find_missing_peers(rank) or self.find_lost_launch(rank, settled) for rank in unsettled
+        )
 
     def find_unequal_message(self) -> Mismatch | None:
         """Return the first message whose receiver expects a different length, or None. Tags are not compared."""

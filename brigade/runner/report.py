@@ -104,10 +104,12 @@ def describe_failure(
     kind: str, ranks: Sequence[RankProcess], progress: Progress, deadline_s: float | None, packages: dict[str, Sources]
 ) -> RankFailure:
     """Return the exception that reports a run that has failed and ended. `kind`: see `runner/monitor.py`."""
-    lines = [describe_rank(rank, progress, packages) for rank in ranks]
+    settled = [rank.number for rank in ranks if rank.is_settled]
+    lines = [describe_rank(rank, progress, packages, settled) for rank in ranks]
     waits = [rank.record.waiting for rank in ranks if not rank.is_settled]
     connecting = [bool(event) and event["kind"] == "connect" for event in waits]
-    waiting = {event["op"] for event in waits if event and event["kind"] == "launch"}
+    lost = [progress.find_lost_launch(rank.number, settled) for rank in ranks]
+    waiting = {event["op"] for event in [*waits, *lost] if event and event["kind"] == "launch"}
     if kind == "failed":
         failure = describe_culprit(ranks, lines)
     elif kind == "mismatch":
@@ -160,8 +162,10 @@ def describe_culprit(ranks: Sequence[RankProcess], lines: list[str]) -> RankFail
     return RankFailure("died", f"rank {culprit.number} died without a result ({how})", lines, culprit.number, how)
 
 
-def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sources]) -> str:
-    """Describe a rank in one line, for example:
+def describe_rank(
+    rank: RankProcess, progress: Progress, packages: dict[str, Sources], settled: Sequence[int] = ()
+) -> str:
+    """Describe a rank in one line. `settled` are the ranks that have finished or failed. For example:
 
     rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
 
@@ -177,7 +181,7 @@ def describe_rank(rank: RankProcess, progress: Progress, packages: dict[str, Sou
     if where := find_import(rank, packages):  # the end of an earlier event may not have arrived yet
         return f"rank {rank.number} is importing {where}"
     line = locate(rank.resting_stack, packages)
-    return f"rank {rank.number} {progress.describe_activity(rank.number)}" + (f", at {line}" if line else "")
+    return f"rank {rank.number} {progress.describe_activity(rank.number, settled)}" + (f", at {line}" if line else "")
 
 
 def find_import(rank: RankProcess, packages: dict[str, Sources]) -> str:

@@ -26,7 +26,7 @@ class Run:
         self.progress = Progress(3)
         for rank, action, what, numbers in (re.fullmatch(r"(.)(.)(\D?)(.*)", word).groups() for word in script.split()):
             if action in KINDS:
-                self.progress.add(int(rank), {"kind": KINDS[action], "index": int(numbers)})
+                self.progress.add(int(rank), {"kind": KINDS[action], "phase": "finish", "index": int(numbers)})
                 continue
             op = {"s": "send", "r": "recv"}.get(what)
             peer = {"op": op, "peer": int(numbers) if numbers else None} if op else {}
@@ -36,7 +36,7 @@ class Run:
     def launch(self, rank, group, ranks, op="all_reduce", numel=3, peer=None):
         index = len(self.progress.ranks[rank].launches)
         event = {"kind": "launch", "index": index, "group": group, "ranks": list(ranks), "op": op, "peer": peer}
-        common = {"dtype": "float32", "numel": numel, "nbytes": 4 * numel, "reduce_op": "SUM"}
+        common = {"phase": "backward", "dtype": "float32", "numel": numel, "nbytes": 4 * numel, "reduce_op": "SUM"}
         common |= dict.fromkeys(("name", "root", "line", "caller"))
         self.progress.add(rank, event | common)
         return index
@@ -76,6 +76,36 @@ def test_for_whom_each_rank_waits(script, settled, missing):
     assert [progress.find_missing_peers(rank) for rank in range(3)] == missing
     unsettled = [missing[rank] for rank in range(3) if rank not in settled]
     assert progress.is_deadlocked(settled) == (bool(unsettled) and all(unsettled))
+
+
+@pytest.mark.parametrize(
+    ("script", "settled", "lost"),
+    [
+        ("0>a01 0c0 0e0 0>a01 0c1 0e1", [1, 2], 0),  # CUDA may block rank 0 before it reaches the wait
+        ("0>a01 0c0 0e0 0>a01 0c1 0e1 1>a01", [1, 2], 1),
+        ("0>a01 0c0 0e0 0>a01 0c1 0e1 1>a01 1>a01", [1, 2], None),  # rank 0 is busy
+        ("0>a01 0c0 0e0", [2], None),  # rank 1 may launch it later
+        ("0>a01 0c0 0e0 1!b01", [2], None),  # so it may, if rank 0 launches in group b
+        ("0>a01", [1, 2], None),  # not on CUDA: rank 0 may forget the handle, and finish
+        ("0>a01 0>a01 0c0 0e0 0c1 0e1 0w0 0d0 1>a01", [1, 2], 1),  # it has waited for the first one
+        ("0>a01 0c0 0e0", [0, 1, 2], None),
+    ],
+)
+def test_a_launch_on_cuda_that_a_finished_peer_left_out_is_lost(script, settled, lost):
+    progress = Run(script).progress
+    found = progress.find_lost_launch(0, settled)
+    assert (found and found["index"]) == lost
+    assert progress.is_deadlocked(settled) == (lost is not None)
+    if found:
+        said = f", but rank 1 never launched all_reduce #{lost} (float32, 12 B)"
+        assert progress.describe_activity(0, settled).endswith(said)
+    assert "never launched" not in progress.describe_activity(0)
+
+
+def test_a_lost_launch_and_a_wait_for_the_same_peer_are_a_deadlock():
+    progress = Run("0>a012 0c0 0e0 2!a012").progress
+    assert not progress.is_deadlocked([])
+    assert progress.is_deadlocked([1])
 
 
 # ---- mismatches
