@@ -58,7 +58,7 @@ def make_job(buckets_per_group=1, **arguments):
     return {"package": "m06_coalesced", "wrapper": "CoalescedDDP", "arguments": arguments}
 
 
-@pytest.mark.parts("Part (a): coalesce")
+@pytest.mark.parts("Part (b): coalesce")
 @pytest.mark.points(1)
 def test_coalesce_is_one_launch(submission):
     """The collectives in a coalesce block become one launch when the block ends, and handle.wait() completes them."""
@@ -137,7 +137,7 @@ def test_coalesce_refuses_mixtures(submission):
         expect_equal(f"a block {what}", actual, expected, evidence=Evidence(cause))
 
 
-@pytest.mark.parts("Parts (b) to (d): the two halves of an all-reduce")
+@pytest.mark.parts("Parts (a), (c) and (d): the two halves of an all-reduce")
 @pytest.mark.points(2)
 def test_bucket_group(submission):
     """A BucketGroup averages this rank's shards of its buckets in one launch, and gathers parameters in another."""

@@ -87,7 +87,7 @@ def test_backward_schedule(submission):
             expect(is_right, right, f"it returned {actions}", why)
 
 
-# ---- part (c): a flat shard
+# ---- parts (c) to (e): a flat shard
 
 
 @pytest.mark.parts("Parts (c) to (e): a flat shard")
@@ -125,7 +125,7 @@ def test_each_rank_has_its_part(submission):
         )
 
 
-# ---- part (d): the wrapper
+# ---- parts (f) to (n): the wrapper
 
 
 @pytest.mark.parts("Parts (f) to (n): the wrapper")

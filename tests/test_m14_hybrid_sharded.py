@@ -170,24 +170,6 @@ def test_overlap(submission):
             expect_overlap(events, launched, grid, 1 + ("forward" in own), at)
 
 
-@pytest.mark.parts("Part (f): accumulation, and what module 11 promises")
-@pytest.mark.points(3)
-@pytest.mark.needs("test_weights_equal_plain_training")
-def test_no_replica_sync(submission):
-    """In no_replica_sync, gradients are reduced inside the node and added up. The next finish averages the sum."""
-    orders = [IN_BLOCKS, NESTED, QUIET, UNSYNCED, IN_BLOCKS, REPEATED, CROSSED]
-    options = DOUBLE | {"steps": len(orders), "micro_batches": 3, "orders": orders}
-    few = {"steps": 2, "orders": orders[:2]}
-    settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
-    for case, grid, results in run_cases(submission, scenarios.accumulate, settings, **options):
-        for at, events, launched in list_steps(results.events, len(case.batches[0]), case.group):
-            expect_accumulation(events, launched, orders[at["step"]], grid, at)
-        evidence = partial(diagnosis.explain_nodes, results, grid)
-        suspects = partial(diagnosis.suspect_forgotten, case, options["orders"])
-        what = "weights after steps of three micro-batches"
-        expect_trained(results, case, what, evidence=evidence, hypotheses=suspects)
-
-
 @pytest.mark.points(1)
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_unusual_orders(submission):
@@ -225,6 +207,24 @@ def test_clipping_and_checkpoints(submission):
     jobs = Grid(whole, 1).make_jobs(part=1, load=(saved[0]["weights"], saved[0]["optimizer"]))
     [resumed] = submission.run_each(scenarios.train, [jobs])
     expect_trained(resumed, whole, "weights after shard groups of one rank load it and take 2 steps")
+
+
+@pytest.mark.parts("Part (f): accumulation")
+@pytest.mark.points(3)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_no_replica_sync(submission):
+    """In no_replica_sync, gradients are reduced inside the node and added up. The next finish averages the sum."""
+    orders = [IN_BLOCKS, NESTED, QUIET, UNSYNCED, IN_BLOCKS, REPEATED, CROSSED]
+    options = DOUBLE | {"steps": len(orders), "micro_batches": 3, "orders": orders}
+    few = {"steps": 2, "orders": orders[:2]}
+    settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
+    for case, grid, results in run_cases(submission, scenarios.accumulate, settings, **options):
+        for at, events, launched in list_steps(results.events, len(case.batches[0]), case.group):
+            expect_accumulation(events, launched, orders[at["step"]], grid, at)
+        evidence = partial(diagnosis.explain_nodes, results, grid)
+        suspects = partial(diagnosis.suspect_forgotten, case, options["orders"])
+        what = "weights after steps of three micro-batches"
+        expect_trained(results, case, what, evidence=evidence, hypotheses=suspects)
 
 
 # ---- what the checks use

@@ -40,8 +40,8 @@ class GradSyncMixin:
         even after an exception. The next `finish_grad_sync` averages what was accumulated inside. A block silences one
         wrapper only, and nothing else does: in eval mode, gradients are averaged as well.
         """
-        # TODO: part (a)
-        raise NotImplementedError("module 3, part (a)")
+        # TODO: part (d)
+        raise NotImplementedError("module 3, part (d)")
 
 
 class OverlappedDDP(GradSyncMixin, Wrapper):
@@ -59,8 +59,8 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         self.trainable = find_trainable(module)
         broadcast_module_state(module, process_group)
         # Make backward call `launch` for each trainable parameter.
-        # TODO: part (b)
-        raise NotImplementedError("module 3, part (b)")
+        # TODO: part (a)
+        raise NotImplementedError("module 3, part (a)")
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -72,8 +72,8 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective. A
         wrapper that averages this backward as well, instead of raising an error, is right, too.
         """
-        # TODO: part (c)
-        raise NotImplementedError("module 3, part (c)")
+        # TODO: part (b)
+        raise NotImplementedError("module 3, part (b)")
 
     def finish_grad_sync(self) -> None:
         """Wait for every all-reduce of this step. Afterwards, each gradient is the average over the group.
@@ -83,5 +83,5 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         self.require_same_parameters()
         if any(parameter.grad is None for parameter in self.in_flight):
             raise RuntimeError(CLEARED)
-        # TODO: part (d)
-        raise NotImplementedError("module 3, part (d)")
+        # TODO: part (c)
+        raise NotImplementedError("module 3, part (c)")

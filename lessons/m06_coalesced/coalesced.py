@@ -45,8 +45,8 @@ def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]
     # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
     group = process_group or dist.group.WORLD
     captured = c10d._world.pg_coalesce_state
-    # TODO: part (a)
-    raise NotImplementedError("module 6, part (a)")
+    # TODO: part (b)
+    raise NotImplementedError("module 6, part (b)")
 
 
 class BucketGroup:
@@ -74,8 +74,8 @@ class BucketGroup:
         `data` may be a different tensor in each call, because `GradBuffer.reallocate` replaces the flat tensors.
         """
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        # TODO: part (b)
-        raise NotImplementedError("module 6, part (b)")
+        # TODO: part (a)
+        raise NotImplementedError("module 6, part (a)")
 
     def start_grad_sync(self) -> None:
         """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, with one launch.

@@ -139,13 +139,13 @@ class FlatShard:
         """
         if not self.shard.requires_grad:
             return
-        # TODO: part (f)
-        raise NotImplementedError("module 11, part (f)")
+        # TODO: part (j)
+        raise NotImplementedError("module 11, part (j)")
 
     def finish_reduce(self) -> None:
         """Wait for the reduce-scatter and add the average to shard.grad. Release the memory of the full gradients."""
-        # TODO: part (g)
-        raise NotImplementedError("module 11, part (g)")
+        # TODO: part (k)
+        raise NotImplementedError("module 11, part (k)")
 
 
 def make_flat_shards(params: Iterable[nn.Parameter], *options) -> list[FlatShard]:

@@ -169,8 +169,8 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
             raise RuntimeError("a step that raised has left gradients: call finish_grad_sync first, then zero_grad")
         is_due = torch.is_grad_enabled() or self.phase is Phase.DUE  # then a backward needs the root
         # Start a pass with the schedule of a forward, and wait for the root.
-        # TODO: part (h)
-        raise NotImplementedError("module 11, part (h)")
+        # TODO: part (f)
+        raise NotImplementedError("module 11, part (f)")
         output = self.module(*args, **kwargs)
         self.end_pass(Phase.DUE if is_due else Phase.IDLE)
         return output
@@ -184,8 +184,8 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         """Create the schedule of a backward, and start its first gathers."""
         # Which actions must a backward omit without reshard_after_forward? Which does it postpone inside no_sync, for
         # the finish? A backward outside no_sync reduces everything that is in p.grad.
-        # TODO: part (i)
-        raise NotImplementedError("module 11, part (i)")
+        # TODO: part (l)
+        raise NotImplementedError("module 11, part (l)")
 
     def start_pass(self, phase: Phase, actions: Iterable[tuple[str, int]]) -> None:
         """Complete what an exception has left of an earlier pass. Then start the first gathers of a new one."""
@@ -209,24 +209,24 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         reduces them as the other ranks do.
         """
         # Leaving a unit performs all actions before the next "compute", which is then the first action that is left.
-        # TODO: part (j)
-        raise NotImplementedError("module 11, part (j)")
+        # TODO: part (g)
+        raise NotImplementedError("module 11, part (g)")
 
     def leave(self, unit: int | None) -> None:
         """If `unit` is the current unit, free it, then perform the actions before the next "compute".
 
         During forward, do not free weights that the corresponding backward uses without gathering them again.
         """
-        # TODO: part (k)
-        raise NotImplementedError("module 11, part (k)")
+        # TODO: part (h)
+        raise NotImplementedError("module 11, part (h)")
 
     def perform_next(self) -> None:
         """Perform the actions before the next "compute". None of them waits for the collective that it starts.
 
         At most one unit's reduction is in flight: wait for it before the next one starts.
         """
-        # TODO: part (l)
-        raise NotImplementedError("module 11, part (l)")
+        # TODO: part (i)
+        raise NotImplementedError("module 11, part (i)")
 
     def finish_reduce(self) -> None:
         """Wait for the reductions in flight: those of one unit, if there are any."""

@@ -40,7 +40,7 @@ class GradSyncMixin:
         even after an exception. The next `finish_grad_sync` averages what was accumulated inside. A block silences one
         wrapper only, and nothing else does: in eval mode, gradients are averaged as well.
         """
-        ### BEGIN SOLUTION part (a)
+        ### BEGIN SOLUTION part (d)
         before, self.require_grad_sync = self.require_grad_sync, False
         try:
             yield
@@ -64,7 +64,7 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         self.trainable = find_trainable(module)
         broadcast_module_state(module, process_group)
         # Make backward call `launch` for each trainable parameter.
-        ### BEGIN SOLUTION part (b)
+        ### BEGIN SOLUTION part (a)
         self.in_flight: dict[nn.Parameter, dist.Work] = {}
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -81,7 +81,7 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective. A
         wrapper that averages this backward as well, instead of raising an error, is right, too.
         """
-        ### BEGIN SOLUTION part (c)
+        ### BEGIN SOLUTION part (b)
         if parameter in self.in_flight:
             raise RuntimeError(SECOND_BACKWARD)
         if self.require_grad_sync:
@@ -97,7 +97,7 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         self.require_same_parameters()
         if any(parameter.grad is None for parameter in self.in_flight):
             raise RuntimeError(CLEARED)
-        ### BEGIN SOLUTION part (d)
+        ### BEGIN SOLUTION part (c)
         for parameter in self.module.parameters():
             if parameter.grad is not None and parameter not in self.in_flight:
                 self.launch(parameter)

@@ -45,7 +45,7 @@ def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]
     # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
     group = process_group or dist.group.WORLD
     captured = c10d._world.pg_coalesce_state
-    ### BEGIN SOLUTION part (a)
+    ### BEGIN SOLUTION part (b)
     if group in captured:
         raise RuntimeError("coalesce: blocks of one group cannot be nested")
     try:
@@ -89,7 +89,7 @@ class BucketGroup:
         `data` may be a different tensor in each call, because `GradBuffer.reallocate` replaces the flat tensors.
         """
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        ### BEGIN SOLUTION part (b)
+        ### BEGIN SOLUTION part (a)
         ranges = [self.buffer.layout.bucket_ranges[index] for index in self.bucket_indices]
         buckets = [data[start:end] for start, end in ranges]  # (bucket numel,)
         return [(bucket.chunk(size)[rank], bucket) for bucket in buckets]  # (bucket numel / size,), (bucket numel,)

@@ -81,7 +81,7 @@ class PrefetchedDDP(CachedDDP):
     def forward(self, *args, **kwargs):
         # No hook runs for a module that is never called, such as a ParameterList or a layer whose weight another module
         # reads. Wait here for the groups of every module that has not been called yet.
-        ### BEGIN SOLUTION part (d)
+        ### BEGIN SOLUTION part (e)
         for owner, groups in self.groups_of.items():
             if owner not in self.called:
                 self.wait_for(groups)
@@ -120,7 +120,7 @@ class PrefetchedZeroOptimizer(ZeroOptimizer):
 
     def share_weights(self) -> None:
         """Launch the all-gathers of the weights without waiting for them."""
-        ### BEGIN SOLUTION part (e)
+        ### BEGIN SOLUTION part (d)
         self.start_sharing()
         ### END SOLUTION
 

@@ -148,7 +148,7 @@ class FlatShard:
         """
         if not self.shard.requires_grad:
             return
-        ### BEGIN SOLUTION part (f)
+        ### BEGIN SOLUTION part (j)
         full_grad = torch.zeros_like(self.full, dtype=self.reduce_dtype)
         for parameter, view in zip(self.params, self.make_views(full_grad)):
             if parameter.grad is not None:
@@ -161,7 +161,7 @@ class FlatShard:
 
     def finish_reduce(self) -> None:
         """Wait for the reduce-scatter and add the average to shard.grad. Release the memory of the full gradients."""
-        ### BEGIN SOLUTION part (g)
+        ### BEGIN SOLUTION part (k)
         handle, _, part = self.reduction
         handle.wait()
         self.shard.grad = part.to(self.shard.dtype) if self.shard.grad is None else self.shard.grad.add_(part)

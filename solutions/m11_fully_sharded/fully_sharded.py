@@ -169,7 +169,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
             raise RuntimeError("a step that raised has left gradients: call finish_grad_sync first, then zero_grad")
         is_due = torch.is_grad_enabled() or self.phase is Phase.DUE  # then a backward needs the root
         # Start a pass with the schedule of a forward, and wait for the root.
-        ### BEGIN SOLUTION part (h)
+        ### BEGIN SOLUTION part (f)
         self.start_pass(Phase.FORWARD, plan_schedule(len(self.units), self.prefetch, backward=False))
         self.reach(0)
         ### END SOLUTION
@@ -192,7 +192,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         """Create the schedule of a backward, and start its first gathers."""
         # Which actions must a backward omit without reshard_after_forward? Which does it postpone inside no_sync, for
         # the finish? A backward outside no_sync reduces everything that is in p.grad.
-        ### BEGIN SOLUTION part (i)
+        ### BEGIN SOLUTION part (l)
         actions = plan_schedule(len(self.units), self.prefetch, backward=True)
         actions = [action for action in actions if action[0] != "gather" or self.reshard_after_forward]
         self.postponed = [action for action in actions if action[0] == "reduce" and not self.require_grad_sync]
@@ -221,7 +221,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         reduces them as the other ranks do.
         """
         # Leaving a unit performs all actions before the next "compute", which is then the first action that is left.
-        ### BEGIN SOLUTION part (j)
+        ### BEGIN SOLUTION part (g)
         self.leave(self.current)
         while self.schedule:
             _, self.current = self.schedule.popleft()
@@ -237,7 +237,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
 
         During forward, do not free weights that the corresponding backward uses without gathering them again.
         """
-        ### BEGIN SOLUTION part (k)
+        ### BEGIN SOLUTION part (h)
         if unit is None or unit != self.current:
             return
         self.current = None
@@ -252,7 +252,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
 
         At most one unit's reduction is in flight: wait for it before the next one starts.
         """
-        ### BEGIN SOLUTION part (l)
+        ### BEGIN SOLUTION part (i)
         while self.schedule and self.schedule[0][0] != "compute":
             action, unit = self.schedule.popleft()
             if action == "reduce":

@@ -64,7 +64,7 @@ FINISH = "        for parameter in self.module.parameters():"
         (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["check", "1", "--target", __file__], "is not a directory"),
         (["check", "1", "--only", "zebra"], "module 1 has no such check. --only can select parameters_start_equal, "),
-        (["check", "6", "--until", "1"], "; --until can select these parts: a, d, f, g"),
+        (["check", "6", "--until", "1"], "; --until can select these parts: b, d, f, g"),
         (["check", "--debug"], "--debug needs the number of one module"),
         (["hint", "99"], "there is no module 99"),
         (["reset", "x"], "there is no module x"),

@@ -1,4 +1,7 @@
-"""The parts of a module: its checks are in the order of the parts, so a student sees progress after each part."""
+"""The parts of a module: their letters give the order of the reading, the hints and the checks.
+
+So a student sees progress after each part.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,27 @@ def write_until(entry: Module, letter: str) -> dict[str, str]:
         return block[0] if find_last_part(block[2]) <= letter else skeletons.make_todo(entry, block)
 
     return {path.name: skeletons.BLOCK.sub(keep, (ROOT / "solutions" / path).read_text()) for path in entry.paths}
+
+
+def list_letters(text: str) -> list[str]:
+    """Return the letters of the parts in a text's bold labels, such as **(b)** or **Parts (d) to (f).**, once each."""
+    letters = []
+    for label in re.findall(r"\*\*(?:Parts? )?(\(\w\)[^*]*)\*\*", text):
+        first, *others = re.findall(r"\((\w)\)", label)
+        is_range = ") to (" in label
+        letters += [chr(code) for code in range(ord(first), ord(others[0]) + 1)] if is_range else [first, *others]
+    return list(dict.fromkeys(letters))
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_letters_give_the_order_of_the_reading(entry):
+    """The reading, each step of the hints, and the headings of the checks mention the parts in alphabetical order."""
+    written = "".join(skeletons.make_skeletons(entry).values())
+    parts = sorted(re.findall(r"# TODO: part \((\w)\)", written))
+    steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
+    assert [list_letters((entry.lesson / "README.md").read_text()), *map(list_letters, steps)] == [parts] * 4
+    last = [find_last_part(heading) for heading in dict.fromkeys(check.parts for check in list_checks(entry))]
+    assert last == [""] or last == sorted(set(last)) and last[-1] == parts[-1]
 
 
 HEADINGS = [
