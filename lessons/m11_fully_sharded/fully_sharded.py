@@ -109,28 +109,28 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         """Return this rank's trainable flat parameters."""
         return [flat.shard for flat in self.flats if flat.shard.requires_grad]
 
-    # ---- hooks: how far forward and backward have come
+    # ---- hooks: how far forward and backward have come; torch.compile does not compile them
 
+    @torch.compiler.disable
     def pre_forward(self, unit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """Prepare the forward of a unit, also if backward computes it again. Return the arguments to use."""
         if unit != self.current:
             name = type(module).__name__
-            if self.phase is not Phase.FORWARD:
-                raise RuntimeError(
-                    f"{name} runs outside ddp(x), or again in backward, as in an activation checkpoint with "
-                    "use_reentrant=True: pass use_reentrant=False"
-                )
+            if self.phase not in (Phase.FORWARD, Phase.BACKWARD):
+                raise RuntimeError(f"{name} runs outside ddp(x)")
             if ("compute", unit) not in self.schedule:
                 raise RuntimeError(
-                    f"a unit runs once per forward, in registration order: {name} runs again or too late"
+                    "a unit runs once per forward, in registration order, and is alone in its activation checkpoint: "
+                    f"{name} runs again or too late"
                 )
-            self.reach(unit)
+            self.reach(unit)  # in backward: a checkpoint computes the unit again before its output has a gradient
         tensors = find_tensors((args, kwargs))
         call_in_backward(tensors, partial(self.leave, unit))
         if self.phase is Phase.FORWARD:
             self.origins[unit] = {tensor.grad_fn for tensor in tensors}
         return self.cast_inputs(args, kwargs) if self.compute_dtype else (args, kwargs)
 
+    @torch.compiler.disable
     def post_forward(self, unit: int, module: nn.Module, args: tuple, output: Any) -> None:
         """Leave a unit after its forward, but not if backward computes the unit again."""
         if self.phase is Phase.FORWARD:
@@ -149,12 +149,12 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         if self.phase is Phase.DUE:
             self.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.end_pass, Phase.IDLE))
-        if self.phase is not Phase.BACKWARD or ("compute", unit) not in self.schedule:
+        if self.phase is not Phase.BACKWARD or (unit != self.current and ("compute", unit) not in self.schedule):
             raise RuntimeError(
                 "this backward belongs to an earlier or to a second forward, or is the second one of its forward: the "
                 "weights are freed"
             )
-        if unit != 0:
+        if unit not in (0, self.current):
             self.reach(unit)
 
     def require_in_time(self, unit: int, _: nn.Parameter) -> None:

@@ -329,7 +329,7 @@ def checkpoint_twice(run: Run) -> None:
 @situation(
     "ms-swift #3171",
     "Two activation checkpoints of a block are reentrant, so the block has two backward passes.",
-    refused="use_reentrant=True",
+    refused=("use_reentrant=True", *ONCE),
     imports_compiler=True,
 )
 def reentrant_twice(run: Run) -> None:

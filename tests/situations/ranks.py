@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import warnings
 from typing import Any
@@ -20,6 +21,8 @@ def run_situation(name: str, kind_name: str) -> dict[str, Any]:
     At the end, the ranks tell each other whether they raised one, so that a program which leaves a peer waiting ends
     here and not in the next one.
     """
+    if SITUATIONS[name].imports_compiler:
+        importlib.import_module("torch._dynamo.eval_frame")  # instead of the stub, which lets decorators do nothing
     [kind] = [kind for kind in KINDS if kind.name == kind_name]
     result = execute(name, kind, dist.get_rank())
     refusals = torch.tensor(float("error" in result))

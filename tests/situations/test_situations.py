@@ -118,6 +118,7 @@ def test_right_or_refused(kind, package, request):
     options = request.config.option
     names = select(kind, options.everything or options.situation or options.module)
     names = [name for name in names if options.situation in (None, name)]
+    names.sort(key=lambda name: not SITUATIONS[name].imports_compiler)  # the compiler comes before the wrappers
     results = run_on(kind, names)
     faults = {name: find_fault(name, kind, result) for name, result in zip(names, results)}
     faults = {name: fault for name, fault in faults.items() if fault}
