@@ -161,14 +161,16 @@ def test_bucket_group(submission):
         )
         layout = compute_layout([value.numel() for value in own[0]["params"]], BUCKET_NUMEL, len(groups[0]))
         lengths = [sum(end - start for start, end in (layout["bucket_ranges"][i] for i in g)) for g in indices]
+        all_grads = [tensors["grads"] for tensors in own]
         for group in groups:
             group_results = [results[rank] for rank in group]
             with replace_cause(partial(diagnosis.find_wrong_buckets, results.events[group[0]], lengths)):
-                expect_averaged_shards(group_results, [own[rank]["grads"] for rank in group], layout, [0, 2, 1], group)
+                grads, records = ([values[rank] for rank in group] for values in (all_grads, results.events))
+                expect_averaged_shards(group_results, grads, layout, [0, 2, 1], group, records)
             expect_gathered_shards(group_results, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
             with replace_cause(lambda failed: diagnosis.STALE_SHARDS):
                 moved = [result["moved"] for result in group_results]
-                expect_averaged_shards(moved, [own[rank]["grads"] for rank in group], layout, [0, 2, 1], group)
+                expect_averaged_shards(moved, grads, layout, [0, 2, 1], group, records)
                 expect_gathered_shards(moved, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
             for rank, result in zip(group, group_results):
                 expected = [(dtype, numel) for numel in lengths]
@@ -214,6 +216,7 @@ def test_shards_without_gather(submission):
             layout,
             range(len(layout["bucket_ranges"])),
             case.group,
+            [results.events[rank] for rank in case.group],
         )
         expect_weights(results, case)
 
@@ -376,8 +379,11 @@ def locate_shard(layout, bucket, index, size):
     return slice(start + index * length, start + (index + 1) * length)
 
 
-def expect_averaged_shards(results, grads, layout, buckets, group):
-    """Expect the averages in shard i of each bucket of results[i]["grad_data"]; rank group[i] had `grads[i]`."""
+def expect_averaged_shards(results, grads, layout, buckets, group, records):
+    """Expect the averages in shard i of each bucket of results[i]["grad_data"].
+
+    Rank group[i] had the gradients `grads[i]`, and has the record `records[i]`.
+    """
     size = len(group)
     own = [flatten_into_buffer(layout, tensors) for tensors in grads]
     average = sum(own) / size
@@ -390,7 +396,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group):
             return {f"shard {index} of bucket {b}": whole[locate_shard(layout, b, index, size)] for b in buckets}
 
         is_subgroup = list(group) != list(range(size))
-        why = partial(diagnosis.suspect_shards, own, average, index, cut, is_subgroup)
+        why = partial(diagnosis.suspect_shards, own, average, actual, index, cut, records[index], is_subgroup)
         what = f"after finish_grad_sync, rank r of a group of size {size} has the averages in shard r of each bucket"
         expect_equal(what, [cut(actual)], cut(average), ranks=[rank], hypotheses=why)
 

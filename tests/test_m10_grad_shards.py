@@ -238,7 +238,7 @@ def expect_unsharded(submission, jobs, case, recipe, results):
     expect_no_gradient(results, case)
     steps, name = len(case.batches[0]), recipe["optimizer"]
     what = f"weights after {steps} steps of {name} equal those of the plain optimizer ({case.model} model)"
-    why = partial(diagnosis.suspect_mistakes, case, recipe)
+    why = partial(diagnosis.suspect_mistakes, case, recipe, results.events[case.group[0]])
     with replace_cause(partial(diagnosis.explain_clearing, submission, jobs)):
         expect_trained(what, results, weights, case.start(), why, ranks=case.group)
     if norms:

@@ -600,7 +600,7 @@ def expect_averages(results, case, finishes):
             f"after finish_grad_sync the shards have the average of the gradients{more}",
             [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
             case.gradients(),
-            hypotheses=partial(diagnosis.suspect_gradients, case),
+            hypotheses=partial(diagnosis.suspect_gradients, case, results.events[0]),
             scale=case.largest_entries(),
             tolerance=ONE_STEP,
         )
@@ -686,8 +686,9 @@ def expect_overlap(events, launched, units, prefetch, at):
     right = f"a step of {count} units gathers {count} in forward and {count - 1} in backward, and reduces {count}"
     is_right = [len(forward), len(backward), len(reduced)] == [count, count - 1, count]
     expect(is_right, right, summarize(launched, 30), **at)
-    for launch in launched:
-        expect(not launch.sync, "every launch is asynchronous", f"{launch.op} is not", diagnosis.SYNC, **at)
+    for launch in forward + backward + reduced:
+        right = "every gather and every reduction is asynchronous"
+        expect(not launch.sync, right, f"{launch.op} is not", diagnosis.SYNC, **at)
     late = {"forward": diagnosis.LATE_GATHER, "backward": diagnosis.OTHER_PREFETCH.format("begin_backward")}
     directions = (  # with the unit that must not compute before a gather, and after what a rank may wait for it
         ("forward", zip(range(1, count), forward[1:]), lambda unit: max(unit - prefetch, 1), computes, leaves),

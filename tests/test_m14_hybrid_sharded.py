@@ -131,7 +131,7 @@ def test_weights_equal_plain_training(submission):
             [grid.join([results[rank]["gradients"][0] for rank in node]) for node in grid.nodes],
             case.gradients(),
             ranks=[node[0] for node in grid.nodes],
-            hypotheses=partial(diagnosis.suspect_gradients, case, grid.shards),
+            hypotheses=partial(diagnosis.suspect_gradients, case, grid.shards, results.events[case.group[0]]),
             evidence=partial(diagnosis.find_mistake, results.events, grid),
             scale=case.largest_entries(),
             tolerance=ONE_STEP,

@@ -314,7 +314,8 @@ def test_state_dict(submission):
             expect(saved["groups"] == groups, right, f"it has {saved['groups']}", rank=rank)
         right = "the momentum in state_dict is that of one process"
         actual = [results[rank]["saved"]["momentum"] for rank in problem.job["group"]]
-        why = partial(diagnosis.suspect_momentum, problem, numbers, momentum)
+        events = results.events[problem.job["group"][0]]
+        why = partial(diagnosis.suspect_momentum, problem, numbers, momentum, events)
         expect_equal(right, actual, momentum, ranks=problem.job["group"], tolerance=EXACT, hypotheses=why)
 
 

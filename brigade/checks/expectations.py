@@ -22,7 +22,7 @@ from brigade.checks.diagnose.evidence import (
     format_ranks,
     join_names,
 )
-from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, explain_tensors
+from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, agree_by_name, explain_tensors
 from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict
 from brigade.events import (
     Event,
@@ -46,6 +46,7 @@ USUAL_LAUNCHES = (
     "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of this module "
     "names."
 )
+OVER_PRESENT = "the average is taken over the ranks that have a gradient. None counts as zeros."
 
 
 def expect(condition: bool, expected: str, got: str, likely_cause: str | Callable[[], str] = "", **place: Any) -> None:
@@ -122,22 +123,37 @@ def expect_gradients(
     *,
     hypotheses: Hypotheses | Callable[[], Hypotheses] | None = None,
     tolerance: Mapping[torch.dtype, float] | float = ONE_STEP,
+    padded: int = 0,
 ) -> None:
-    """Expect every rank of the case's group to have the averaged gradients after the first finish_grad_sync."""
+    """Expect every rank of the case's group to have the averaged gradients after the first finish_grad_sync.
+
+    If the wrapper reduces buffers, `padded` is the number of their elements.
+    """
     size = len(case.group)
 
     def make_hypotheses() -> Hypotheses:
         local = [case.gradients([rank]) for rank in case.group]
         divided = [{name: None if g is None else g / size for name, g in grads.items()} for grads in local]
         launched = [launch for rank in case.group for launch in launches(results.events[rank])]
-        why = find_unreduced(results.events, case)
+        own = [results[rank]["gradients"][0] for rank in case.group]
+        why = "it is not reduced, or the result does not reach it."
         if all(launch.step is None for launch in launched):
             why = "nothing is reduced."
-        why = why or "only a copy of it is reduced, or the result is not copied back."
-        return dict(evaluate(hypotheses) or {}) | {
-            f"each rank still has its own gradient: {why}": local,
-            f"each rank has its own gradient, divided by {size}: {why}": divided,
-        }
+        elif lost := find_unreduced(results.events, case, padded):
+            why = lost
+        elif any(all(map(agree_by_name, own, values)) for values in (local, divided)):
+            why = "only a copy of it is reduced, or the result is not copied back."
+        present = {name: sum(grads[name] is not None for grads in local) or size for name in local[0]}
+        over_present = {name: None if g is None else g * size / present[name] for name, g in case.gradients().items()}
+        has_absent = min(present.values(), default=size) < size
+        return (
+            ({OVER_PRESENT: [over_present] * size} if has_absent else {})
+            | dict(evaluate(hypotheses) or {})
+            | {
+                f"each rank still has its own gradient: {why}": local,
+                f"each rank has its own gradient, divided by {size}: {why}": divided,
+            }
+        )
 
     expect_equal(
         what or f"after finish_grad_sync, every gradient is the average over {format_ranks(case.group)}",

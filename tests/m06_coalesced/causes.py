@@ -2,8 +2,11 @@
 
 from collections import Counter
 
-from brigade.checks.diagnose.evidence import find_leftover
+import torch
+
+from brigade.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged
 from brigade.checks.diagnose.exceptions import Symptom
+from brigade.checks.diagnose.tensors import agree
 from brigade.events import launches
 from brigade.progress import Progress
 
@@ -110,22 +113,30 @@ def suspect_capturing(inputs):
     return {cause: [{"the result": value} for value in inputs]}
 
 
-def suspect_shards(local, average, index, cut, is_subgroup):
-    """Return what mistakes leave in shard `index`, the shard of this rank.
+def suspect_shards(local, average, actual, index, cut, events, is_subgroup):
+    """Return what mistakes leave in shard `index`, the shard of the rank with this record, which has `actual`.
 
     `local` are the flat gradients of the group's ranks, and `cut` takes the shard out of a flat tensor.
     """
-    size = len(local)
+    size, launched = len(local), [x for x in launches(events) if x.op == "reduce_scatter"]
     if size == 1:
         return {}
     or_by_world = ", or by the world size" * is_subgroup
+    own, got = (torch.cat(list(cut(flat).values())) for flat in (local[index], actual))
+    where = f"the rank's own gradients. {VIEWS}"
+    divided = f"the rank's own gradients, divided by {size}. {VIEWS}"
+    if not launched:
+        where = "the rank's own gradients, because nothing is reduced."
+    elif not agree(own, got) and not agree(own / size, got):
+        where = divided = "the rank's own gradients for some buckets, and the averages for others."
+    summed = f"the shard is exactly {size}× too large: gradients are summed over the ranks, not averaged."
     hypotheses = {
-        f"the shard contains the rank's own gradients. {VIEWS}": local[index],
-        f"the shard contains the rank's own gradients, divided by {size}. {VIEWS}": local[index] / size,
-        f"the shard is exactly {size}× too large: gradients are summed over the ranks, not averaged.": average * size,
+        f"the shard contains {where}": local[index],
+        f"the shard contains {divided}": local[index] / size,
+        TOO_LARGE.format("the shard is", size) if is_averaged(launched) else summed: average * size,
         f"the shard is exactly {size}× too small: gradients are divided twice{or_by_world}.": average / size,
-        "the shard is divided inside the coalesce block, but the reduction starts only when the block ends. Divide "
-        "the bucket before the launch, or the shard after the wait.": average * size
+        "each rank divides only its own shard, and the reduction starts later, in a coalesce block when it ends. "
+        "Divide the bucket before the launch, or the shard after the wait.": average * size
         - local[index]
         + local[index] / size,
     }

@@ -14,7 +14,10 @@ OLD_VIEWS = "the cache keeps views of the old tensor in addition to views of the
 OTHER_SHARD = (
     "a rank uses the shard of another rank. Shard r of a bucket belongs to rank r, in grad_data and in param_data."
 )
-COPIES = "each rank still has its own gradient: the cached tensors are copies instead of views, or nothing is reduced."
+COPIES = (
+    "each rank still has its own gradient. Either its bucket is not reduced, for example because a cached view belongs "
+    "to another bucket, or the result goes to a copy instead of a view."
+)
 
 
 def find_wrong_view(failed):

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
+from brigade.checks.diagnose.evidence import TOO_LARGE, is_averaged
 from brigade.checks.diagnose.exceptions import Symptom
 from brigade.checks.diagnose.tensors import agree
-from brigade.checks.expectations import expect_equal, format_ranks, join_names
+from brigade.checks.expectations import OVER_PRESENT, expect_equal, format_ranks, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
 from m02_flat_ddp.causes import OTHER_DTYPE
@@ -224,9 +225,19 @@ def suspect_first_step(case, job, actual, events):
     hypotheses = {}
     if wrong := find_wrong_root(case, events):
         hypotheses[f"{wrong}. {OTHER_ROOT[0].upper()}{OTHER_ROOT[1:]}"] = actual
+    is_linear = job["optimizer"] == "SGD"  # its first step is proportional to the gradient
+
+    def scale_step(factors):
+        return [{name: start[name] + factors[name] * (one[name] - start[name]) for name in one}] * size
+
+    if is_linear:
+        local = [case.gradients([rank]) for rank in case.group]
+        present = {name: sum(grads.get(name) is not None for grads in local) or size for name in one}
+        if min(present.values()) < size:
+            hypotheses[OVER_PRESENT] = scale_step({name: size / present[name] for name in one})
     hypotheses[own_gradient] = owners
-    for factor, cause in list_factors(size, case.world_size):
-        hypotheses[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
+    for factor, how in list_factors(launches(events, 0), size, case.world_size) if is_linear else ():
+        hypotheses[f"the first step is {how}"] = scale_step(dict.fromkeys(one, factor))
     if any(not torch.equal(tensors[name], start[name]) for name in frozen for tensors in actual):
         hypotheses["the optimizer steps a frozen parameter, so weight decay changes it. Its gradient must be None."] = [
             {name: (tensors if name in frozen else one)[name] for name in one} for tensors in actual
@@ -235,15 +246,22 @@ def suspect_first_step(case, job, actual, events):
     return hypotheses | {NOT_SHARED: [unshared] * size, NO_OWNER: [start] * size}
 
 
-def list_factors(size, world_size):
-    """Return (factor, cause) of each way to divide wrongly by the number of ranks, in a group of `size` ranks."""
+def list_factors(launched, size, world_size):
+    """Return (factor, text) of each way to divide wrongly by the number of ranks, in a group of `size` ranks.
+
+    A step or a norm is "2× too large", for example, and `launched` are the launches of the step. A learning rate can be
+    wrong by the same factor, so a text compares the result with that of a mistake.
+    """
+    summed = f"{size}× too large, as if gradients were summed over the ranks, not averaged."
+    if is_averaged(launched):
+        summed = TOO_LARGE.format("", size).lstrip()
     factors = (
-        (size, f"gradients are {size}× too large: they are summed over the ranks, not averaged."),
-        (size / world_size, f"gradients are divided by the world size ({world_size})."),
-        (1 / size, f"gradients are {size}× too small: they are divided twice."),
-        (size / 2, f"gradients are divided by 2, but the group has {size} ranks."),
+        (size, summed),
+        (size / world_size, f"as if gradients were divided by the world size ({world_size})."),
+        (1 / size, f"{size}× too small, as if gradients were divided twice."),
+        (size / 2, f"as if gradients were divided by 2, but the group has {size} ranks."),
     )
-    return [(factor, cause) for factor, cause in factors if factor != 1]
+    return [(factor, text) for factor, text in factors if factor != 1]
 
 
 def suspect_scheduling(kind, job, names):
@@ -359,9 +377,9 @@ def explain_norm(case, job, events, norms, expected):
     if any(map(math.isnan, norms)):
         return "the norm is NaN: a gradient is read before the handle of its reduction is waited on."
     size = len(case.group)
-    for factor, cause in list_factors(size, case.world_size):
+    for factor, how in list_factors(launches(events, 0), size, case.world_size):
         if all(math.isclose(norm, factor * expected, rel_tol=1e-4) for norm in norms):
-            return cause
+            return f"the norm is {how}"
     own = [train_unsharded(case, job, [rank], steps=1)["norms"][0] for rank in case.group]
     if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(norms, own)):
         return "this is the norm of the rank's own gradients. clip_grad_norm_ must reduce them first."

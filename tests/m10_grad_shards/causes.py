@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from functools import partial
 
-from brigade.checks.diagnose.evidence import find_wrong_group
+from brigade.checks.diagnose.evidence import TOO_LARGE, find_wrong_group, is_averaged
 from brigade.checks.expectations import join_names
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
@@ -165,11 +165,16 @@ def explain_volume(launched, op, numel, dtype, is_wider):
     return "something is sent twice." if total > numel else "some buckets are missing."
 
 
-def suspect_mistakes(case, recipe):
-    """Return causes, and the weights to which each of them leads: mistakes in averaging and clearing gradients."""
+def suspect_mistakes(case, recipe, events):
+    """Return causes, and the weights to which each of them leads: mistakes in averaging and clearing gradients.
+
+    `events` is the record of one of the ranks.
+    """
     size = len(case.group)
+    has_average = is_averaged([x for x in launches(events) if x.op == "reduce_scatter"])
+    too_large = TOO_LARGE.format("the weights change as if gradients were", size)
     changes = {
-        SUMMED: {"loss_scale": size},
+        too_large if has_average else SUMMED: {"loss_scale": size},
         "gradients are divided twice by the number of ranks.": {"loss_scale": 1 / size},
         NEVER_CLEARED: {"never_zero": True},
     }

@@ -8,7 +8,13 @@ from collections import Counter
 import torch
 
 from brigade.checks import edge_case_models
-from brigade.checks.diagnose.evidence import find_no_sync_launches, find_wrong_group, join_names
+from brigade.checks.diagnose.evidence import (
+    TOO_LARGE,
+    find_no_sync_launches,
+    find_wrong_group,
+    is_averaged,
+    join_names,
+)
 from brigade.checks.diagnose.exceptions import Symptom
 from brigade.checks.verdict import USUAL_CAUSE
 from brigade.events import launches
@@ -71,10 +77,10 @@ ONE_RANK_STAYS = "a wrapper with one rank must free full weights, too."
 NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
 OTHER_PREFETCH = "if plan_schedule passes its checks, `{}` does not give it the wrapper's `prefetch`."
-COPIES = "there are copies of full weights besides the parameters."
+COPIES = "there are copies of full weights besides the parameters, or full gradients before any backward."
 KEPT_SHARDS = "after the finish, as much memory as all shards take is used for more than shards() and their gradients."
 LATE_RELEASE = "full gradients are kept too long. Release them when their reduction ends, before the next one starts."
-SYNC = "the launch blocks. Use async_op=True."
+SYNC = "the launch blocks, because it is made without async_op=True."
 LATE_GATHER = "the gather is launched too late: the schedule has it `prefetch` units ahead."
 EARLY_WAIT = "a gather is awaited where it is launched. Wait for it only before its unit computes."
 EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run until the next unit has computed."
@@ -211,11 +217,13 @@ def suspect_parts(case, units):
     return {cause: [join_shards(shards, units, case)] for cause, shards in hypotheses.items()}
 
 
-def suspect_gradients(case):
-    """Return the gradients that the shards would have after some mistakes."""
+def suspect_gradients(case, events):
+    """Return the gradients that the shards would have after some mistakes. `events` is the record of a rank."""
+    has_average = is_averaged([x for x in launches(events) if x.op == "reduce_scatter"])
+    too_large = TOO_LARGE.format("gradients are", len(case.group)) if has_average else SUMMED
     summed = {name: None if g is None else g * len(case.group) for name, g in case.gradients().items()}
     divided = {name: None if g is None else g / len(case.group) for name, g in case.gradients().items()}
-    return {SUMMED: [summed], DIVIDED_TWICE: [divided], OVERWRITTEN: [case.gradients(micro=slice(-1, None))]}
+    return {too_large: [summed], DIVIDED_TWICE: [divided], OVERWRITTEN: [case.gradients(micro=slice(-1, None))]}
 
 
 def suspect_casts(case, compute_dtype, reduce_dtype, which):

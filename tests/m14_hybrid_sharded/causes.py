@@ -2,7 +2,7 @@
 
 import copy
 
-from brigade.checks.diagnose.evidence import Evidence
+from brigade.checks.diagnose.evidence import TOO_LARGE, Evidence, is_averaged
 from brigade.events import launches
 from m11_fully_sharded.expected import train_plain
 from m14_hybrid_sharded.scenario import REPEATED
@@ -24,7 +24,7 @@ NO_REPLICAS = "with one replica there is nothing to average across nodes, so lau
 ON_SHARD_GROUP = "the gradient is all-reduced in the shard group. Use the replica group."
 ON_DEFAULT_GROUP = "the gradient is all-reduced in the default group, with other shards. Use the replica group."
 IN_FINISH = "all all-reduces are launched in the finish. Launch each in shard_reduced, when its average is there."
-SYNC = "the launch blocks. Use async_op=True."
+SYNC = "the launch blocks, because it is made without async_op=True."
 AWAITED_AT_ONCE = "the all-reduce is awaited where it is launched, so nothing overlaps. Wait for it in the finish."
 AWAITED_IN_UNIT = "the all-reduce of one dtype of a unit is awaited for that of another dtype. Wait in the finish."
 BLOCK_IGNORED = "a backward in no_replica_sync crosses: its flag is not tested, or an inner block sets it again."
@@ -91,13 +91,15 @@ def suspect_start(case, shards):
     }
 
 
-def suspect_gradients(case, shards):
-    """Return the gradients that the nodes have after some mistakes."""
+def suspect_gradients(case, shards, events):
+    """Return the gradients that the nodes have after some mistakes. `events` is the record of a rank."""
     nodes = [case.group[start : start + shards] for start in range(0, len(case.group), shards)]
     replicas, average = len(nodes), case.gradients()
     hypotheses = {NOT_CROSSED: [case.gradients(node) for node in nodes]} if replicas > 1 else {}
     by_world = len(case.group) / case.world_size
-    for cause, factor in ((SUMMED, replicas), (DIVIDED_TWICE, 1 / shards), (BY_WORLD, by_world)):
+    has_average = is_averaged([x for x in launches(events) if x.op == "all_reduce" and x.step is not None])
+    too_large = TOO_LARGE.format("gradients are", replicas) if has_average else SUMMED
+    for cause, factor in ((too_large, replicas), (DIVIDED_TWICE, 1 / shards), (BY_WORLD, by_world)):
         if replicas > 1 and factor != 1:
             hypotheses[cause] = [{name: None if g is None else g * factor for name, g in average.items()}] * replicas
     return hypotheses

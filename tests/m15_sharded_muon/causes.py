@@ -6,6 +6,8 @@ from itertools import zip_longest
 
 import torch
 
+from brigade.checks.diagnose.evidence import TOO_LARGE, is_averaged
+from brigade.checks.expectations import OVER_PRESENT
 from brigade.checks.verdict import USUAL_CAUSE
 from brigade.events import launches
 from m15_sharded_muon.expected import average, count_cost, orthogonalize
@@ -40,9 +42,7 @@ MISTAKES = {  # causes: options that replace a part of FORMULA
     "a matrix whose gradient is None on all ranks is skipped. Zeros count: its momentum goes on.": {
         "average": lambda grads, zeros: average(grads, zeros) if any(g is not None for g in grads) else None
     },
-    "the average is taken over the ranks that have a gradient. None counts as zeros.": {
-        "average": lambda grads, zeros: average([g for g in grads if g is not None] or [None], zeros)
-    },
+    OVER_PRESENT: {"average": lambda grads, zeros: average([g for g in grads if g is not None] or [None], zeros)},
     "the momentum is orthogonalized. The formula asks for g + momentum · m.": {"nesterov": False},
     "the update is not scaled by sqrt(max(1, rows / columns)).": {"ratio": lambda rows, columns: 1},
     "the update of a matrix with more columns than rows is scaled. Only one with more rows is.": {
@@ -137,11 +137,12 @@ def suspect_weights(problem, step, right, weights_by_rank):
     }
 
 
-def suspect_momentum(problem, numbers, right):
-    """Return causes, and the momentum in state_dict to which each of them leads."""
+def suspect_momentum(problem, numbers, right, events):
+    """Return causes, and the momentum in state_dict to which each of them leads. `events` is the record of a rank."""
     size = len(problem.job["group"])
+    has_average = is_averaged([x for x in launches(events) if x.op == "reduce_scatter"])
     factors = {
-        SUM: lambda i: size,
+        TOO_LARGE.format("the momentum is", size) if has_average else SUM: lambda i: size,
         WORLD: lambda i: size / len(problem.gradients),
         LERP: lambda i: 1 - problem.get_options(i, 0)["momentum"],
     }

@@ -127,7 +127,10 @@ def suspect_mistakes(case):
     size = len(case.group)
     summed = {name: None if grad is None else grad * size for name, grad in case.gradients().items()}
     last = case.gradients(micro=slice(-1, None))
-    hypotheses = {f"the gradients are summed over {size} ranks but not divided.": [summed] * size}
+    hypotheses = {
+        f"the gradients are {size}× too large, as if they were summed over {size} ranks but not divided.": [summed]
+        * size
+    }
     if len(case.batches[0][0]) > 1:
         hypotheses["the gradients accumulated inside no_sync are lost."] = [last] * size
     return hypotheses if size > 1 else {}

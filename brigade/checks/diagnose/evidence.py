@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from brigade.events import Event, Launch, follow_steps, launches, list_backward_passes, list_ready_gradients
+from brigade.events import Event, Launch, drop_flags, follow_steps, launches, list_backward_passes, list_ready_gradients
 from brigade.progress import make_signature
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
 
+TOO_LARGE = "{} {}× too large, although every reduction has ReduceOp.AVG."
 GATHERING = ("state_dict", "full_state_dict")  # methods that look local, but gather shards from every rank
 
 
@@ -121,6 +122,11 @@ def find_unreduced(events: Sequence[Sequence[Event]], case: Case, padded: int = 
             what = "buffers" if padded else "gradients"
             return f"the step reduces only {carried} elements, but all {what} together have {numel}."
     return ""
+
+
+def is_averaged(launched: Sequence[Launch]) -> bool:
+    """Return whether all of these launches that reduce have ReduceOp.AVG, so that no sum lacks its division."""
+    return {launch.reduce_op for launch in drop_flags(launched)} - {None} == {"AVG"}
 
 
 def find_leftover(events: Sequence[Event]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence
+from brigade.checks.diagnose.evidence import TOO_LARGE, Evidence, is_averaged
 
 Tensors = Mapping[str, "Tensor | None"]
 
@@ -118,8 +118,12 @@ def one_factor(compared: Comparison) -> str:
     factor, size = factors[0], len(compared.actual)
     world_size = compared.evidence.world_size or size
     twice = f", or it is divided by {size} twice." if size * size == world_size else "."
+    summed = f"is exactly {size}× too large: it is summed over the ranks but not divided by the group size"
+    summed += ", or it is counted twice." if size == 2 else "."
+    if is_averaged(compared.evidence.launched or ()):
+        summed = TOO_LARGE.format("is exactly", size)
     known = [  # the factor of each mistake
-        (size, f"is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
+        (size, summed),
         (size / world_size, f"is divided by the world size ({world_size}) instead of the group size ({size}){twice}"),
         (1 / size, f"is exactly {size}× too small: it is divided twice."),
         (size / 2, f"is divided by 2, but the group has {size} rank{'s' * (size > 1)}."),
@@ -190,6 +194,11 @@ def agree(one: Tensor | None, other: Tensor | None) -> bool:
     if one.shape != other.shape:
         return False
     return torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-7, equal_nan=True)
+
+
+def agree_by_name(some: Tensors, others: Tensors) -> bool:
+    """Return whether all tensors of `others` agree with those of the same names in `some`."""
+    return all(agree(some.get(name), other) for name, other in others.items())
 
 
 def find_factor(actual: Tensor | None, expected: Tensor) -> float | None:
