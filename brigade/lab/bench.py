@@ -20,12 +20,17 @@ from brigade.course.submission import Snapshot, Sources, select_named
 from brigade.lab.ladder import TORCH_ZERO, Ladder, Measurement, compute_spread, get_variant
 from brigade.lab.quiet import MAX_REAL_SHARE
 
+ONE_AFTER_THE_OTHER = (
+    "The variants were measured one after the other, because the GPU has too little memory for all of them at once: "
+    "ratios compare runs of different minutes."
+)
+
 
 def summarize(ladder: Ladder, variant: Measurement) -> dict[str, Any]:
     """Return the results of one variant for JSON. Times are in ms on the slowest rank, and one MB is 10^6 bytes.
 
     `exposed_ms` and `ratio`, which is relative to torch DDP with the same buckets, are computed within each round, from
-    the `rounds_ms` of this variant and of the other one.
+    the `rounds_ms` of this variant and its `computation_rounds_ms`, or the `rounds_ms` of the other one.
     `outer_mb` is the part of `sent_mb` that goes to other nodes. Memory is measured on the fullest rank, between steps
     and at the peak of a step; at the peak, gradients include buckets and other buffers for communication.
     """
@@ -45,6 +50,7 @@ def summarize(ladder: Ladder, variant: Measurement) -> dict[str, Any]:
         "peak_mb": {kind: nbytes / 1e6 for kind, nbytes in variant.peak_bytes.items()},
         "losses": variant.losses,
         "rounds_ms": variant.step_ms,
+        "computation_rounds_ms": ladder.get_computation_ms(variant),
     }
 
 
@@ -69,6 +75,7 @@ def save(ladder: Ladder, path: Path) -> None:
         "backward_ms": 1e3 * ladder.backward_s,
         "real_all_reduce_ms": 1e3 * ladder.real_s,
         "quiet": ladder.verdict.describe(),
+        "interleaved": ladder.is_interleaved,
         "expected_loss": None if math.isnan(ladder.expected_loss) else ladder.expected_loss,
         "computation": {
             "step_ms": asdict(compute_spread(ladder.computation.step_ms)),
@@ -80,9 +87,10 @@ def save(ladder: Ladder, path: Path) -> None:
 
 
 def list_remarks(ladder: Ladder) -> list[str]:
-    """Return remarks about the link, its emulation, and comparisons between variants."""
+    """Return remarks about the order of the variants, the link, its emulation, and comparisons between variants."""
+    order = [] if ladder.is_interleaved else [ONE_AFTER_THE_OTHER]
     if ladder.world_size == 1:
-        return []
+        return order
     gradients = f"an all-reduce of all gradients ({ladder.model_bytes / 1e6:.2f} MB)"
     backward = f"backward alone takes {1e3 * ladder.backward_s:.1f} ms"
     if ladder.link:
@@ -107,7 +115,7 @@ def list_remarks(ladder: Ladder) -> list[str]:
             remarks.append(
                 f"{label} relative to {base}: step time {ratio.median:.2f} [{ratio.lower:.2f}-{ratio.upper:.2f}]."
             )
-    return remarks
+    return [*order, *remarks]
 
 
 def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sources, list[str]]:

@@ -8,6 +8,9 @@
 All variants run in the same ranks (`on_ranks.train`) and alternate. In each round, every variant takes one step on the
 same batch, after a barrier, in an order that is shuffled for every round. A slow moment of the machine therefore
 affects all variants, and ratios are taken within a round. Times of different runs are not comparable.
+
+If a GPU has too little memory for all variants, they run one after the other, each beside the computation alone. The
+exposed time is then still taken within a round, but ratios compare runs of different minutes (`is_interleaved`).
 """
 
 from __future__ import annotations
@@ -115,6 +118,11 @@ class Spread:
         return (self.upper - self.lower) / self.median
 
 
+def compute_step_ms(marks: Sequence[Sequence[Sequence[float]]]) -> list[float]:
+    """Return the step time of the slowest rank, in ms, for each round of `Measurement.marks`."""
+    return [max(1e3 * (times[-1] - times[0]) for times in ranks) for ranks in zip(*marks)]
+
+
 def compute_spread(values: Sequence[float]) -> Spread:
     """Return the median and the quartiles of `values`, which contain one value per round."""
     quantiles = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
@@ -128,6 +136,7 @@ class Measurement:
     `collectives`, `sent_bytes` and `outer_bytes` are means over ranks, per step. `kept_bytes` and `peak_bytes` are the
     bytes between steps and at the peak of a step, by kind and on the fullest rank (see `memory_accounting.py`).
     `copied_bytes`, `allocated_bytes` and `new_views` are what the submission's own lines do in one step on rank 0.
+    `computation_marks` are the marks of the computation alone, if it was measured beside this variant only.
     """
 
     label: str
@@ -142,22 +151,16 @@ class Measurement:
     allocated_bytes: int = 0
     new_views: int = 0
     bucket_mb: float | None = None
+    computation_marks: list[list[list[float]]] | None = None
 
     @property
     def step_ms(self) -> list[float]:
         """The step time of the slowest rank, for each round."""
-        return [max(1e3 * (marks[-1] - marks[0]) for marks in ranks) for ranks in zip(*self.marks)]
+        return compute_step_ms(self.marks)
 
     @property
     def median_ms(self) -> float:
         return median(self.step_ms)
-
-    def compute_exposed_ms(self, alone: Measurement) -> list[float]:
-        """Return, for each round, how much longer the step took than `alone`, the step without communication.
-
-        `Ladder.compute_exposed` says why the difference is taken within a round.
-        """
-        return [whole - computation for whole, computation in zip(self.step_ms, alone.step_ms)]
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,16 @@ class Ladder:
     dtype: str = "float32"
 
     @property
+    def is_interleaved(self) -> bool:
+        """Whether the variants alternated. If not, the rounds of two variants have nothing in common but the batch."""
+        return all(one.computation_marks is None for one in self.variants)
+
+    def get_computation_ms(self, variant: Measurement) -> list[float]:
+        """Return, for each round, the step time of the computation alone that ran beside this variant, in ms."""
+        marks = variant.computation_marks
+        return self.computation.step_ms if marks is None else compute_step_ms(marks)
+
+    @property
     def verdict(self) -> Verdict:
         """Whether the machine was quiet during the timed rounds."""
         measured = [one.step_ms for one in (*self.variants, self.computation)]
@@ -198,7 +211,8 @@ class Ladder:
         each other closely, so a slow moment of the machine changes both, and hardly their difference. The difference of
         two medians would compare steps of different rounds. An exposed time can be negative after a noisy run.
         """
-        return compute_spread(variant.compute_exposed_ms(self.computation))
+        pairs = zip(variant.step_ms, self.get_computation_ms(variant))
+        return compute_spread([whole - computation for whole, computation in pairs])
 
     @property
     def link_s(self) -> float | None:
@@ -352,8 +366,11 @@ def run_variants(
     if workload.link and backend != "gloo":
         raise CourseError(f"an emulated link needs the backend gloo: {backend} does not wait on the CPU")
 
+    followed = {None}  # steps of the computation alone can come several times
+
     def follow(rank: int, event: Event) -> None:
-        if on_step and rank == 0 and event.get("kind") == "step" and event["step"] is not None:
+        if on_step and rank == 0 and event.get("kind") == "step" and event["step"] not in followed:
+            followed.add(event["step"])
             on_step()
 
     return run(
@@ -390,18 +407,22 @@ def make_measurement(
         if launch.step in timed and launch.phase != STEP_BEFORE
     ]
     num_steps = len(results) * len(timed)
+    marks = {
+        name: [rank[name][workload.warmup :] for rank in ranks] if ranks[0].get(name) else None
+        for name in ("marks", "computation_marks")
+    }
     fullest = {
         name: max((rank[name] for rank in ranks), key=lambda nbytes: sum(nbytes.values()))
         for name in ("kept_bytes", "peak_bytes")
     }
     return Measurement(
         label=variant.label,
-        marks=[rank["marks"][workload.warmup :] for rank in ranks],
         collectives=len(sent) / num_steps,
         sent_bytes=sum(nbytes for nbytes, _ in sent) / num_steps,
         outer_bytes=sum(nbytes for nbytes, is_outer in sent if is_outer) / num_steps,
         losses=[rank["loss"] for rank in ranks],
         bucket_mb=variant.bucket_mb,
+        **marks,
         **fullest,
         **ranks[0]["operations"],
     )

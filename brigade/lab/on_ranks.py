@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import random
+import socket
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from types import FrameType
@@ -28,12 +31,14 @@ from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, read_link
-from brigade.rank.memory import list_tensors
+from brigade.rank.memory import LiveMemory, list_tensors
 from brigade.rank.recording import is_self_copy
 
 OVERLAPPING = ("PrefetchedDDP",)  # see `TrainingSetup.overlaps`
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
 FP32_BYTES = 4
+BYTES_PER_WEIGHT = 16  # of a variant in fp32: the weight, its gradient, its momentum, and its part of a flat gradient
+SPARE = 0.1  # the part of a GPU's free memory that no variant may need
 CALIBRATION = 9  # the median backward of this many rounds sets the link, because a busy machine's speed changes
 HELD_OUT = 16  # sequences on which the final loss is computed
 COPIES = {"_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack"}
@@ -127,21 +132,134 @@ def train(workload: dict, variants: list[dict]) -> dict:
 
     Also return "cpu_shares", this rank's part of `Ladder.cpu_shares`, and the fields "link", "backward_s", "real_s" and
     "model_bytes" of `ladder.Ladder`.
+
+    The variants alternate, unless the GPU has too little memory for all of them. Then they run one after the other.
+    Variants without a wrapper and an optimizer, such as the computation alone, run again beside each of the others.
+    The result of these others then has the marks of the computation beside it as "computation_marks". All other results
+    are those of the first run.
     """
     if dist.get_world_size() == 1:
         torch.set_num_threads(1)  # this run is not timed, and a second thread slows it down on a busy machine
-    start, setups, draw_batch = prepare_training(workload, variants)
-    calibration = Calibration(start, workload["link"])
+    start, text = make_start(workload)
+    indices = range(len(variants))
+    computations = [index for index in indices if not variants[index]["wrapper"] and not variants[index]["optimizer"]]
+    others = [index for index in indices if index not in computations]
+    if len(others) < 2 or can_alternate(workload, variants, start, text):
+        return run_alternately(workload, variants, indices, start, text)
+    results = [run_alternately(workload, variants, [index, *computations], start, text) for index in others]
+    measured = {}
+    for result in results:
+        own, *alone = result["variants"].values()
+        own["computation_marks"] = alone[0]["marks"] if alone else None
+        measured = result["variants"] | measured
+    return results[0] | {"variants": measured}
+
+
+def can_alternate(workload: dict, variants: Sequence[dict], start: nn.Module, text: str) -> bool:
+    """Return whether the memory of every rank has room for all variants at once. The ranks agree."""
+    free_bytes = measure_free_bytes()
+    if free_bytes is None:
+        return True
+    step_bytes = explain_full_gpu(
+        "one step of the model", lambda: measure_step_bytes(workload, copy_model(start, variants[0]), text)
+    )
+    release_memory()
+    numel = sum(parameter.numel() for parameter in start.parameters())
+    has_room = torch.tensor(int(fits_in_memory(free_bytes, step_bytes, numel, len(variants)))).to(device())
+    dist.all_reduce(has_room, dist.ReduceOp.MIN)
+    return bool(has_room.item())
+
+
+def measure_step_bytes(workload: dict, model: nn.Module, text: str) -> int:
+    """Return the bytes of a forward and a backward of the model at the peak, weights and gradients included."""
+    tokens, targets = take_own_part(make_draw_batch(workload, text)(workload["batch_size"]))
+    with LiveMemory(model.parameters()) as memory:
+        language_loss(model(tokens), targets).backward()
+    return memory.peak
+
+
+def fits_in_memory(free_bytes: int, step_bytes: int, numel: int, num_variants: int) -> bool:
+    """Return whether this many variants of a model with `numel` weights fit into the free memory, with some to spare.
+
+    `step_bytes` is what `measure_step_bytes` returns.
+    """
+    return step_bytes + BYTES_PER_WEIGHT * numel * num_variants <= (1 - SPARE) * free_bytes
+
+
+def measure_free_bytes() -> int | None:
+    """Return this rank's share of the memory that is free on its GPU, or None on a CPU. All ranks call this together.
+
+    Ranks that share a GPU share its memory equally.
+    """
+    if device().type == "cpu":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device())
+    return free_bytes // count_ranks_with(f"{socket.gethostname()} {torch.cuda.get_device_properties(device()).uuid}")
+
+
+def count_ranks_with(name: str) -> int:
+    """Return how many ranks, including this one, call this function with this name. All ranks call it together."""
+    names = torch.zeros(dist.get_world_size(), dtype=torch.int64)  # a number for the name of each rank
+    names[dist.get_rank()] = zlib.crc32(name.encode())
+    names = names.to(device())
+    dist.all_reduce(names)
+    return int((names == names[dist.get_rank()]).sum())
+
+
+def explain_full_gpu(what: str, call: Callable[[], Any]) -> Any:
+    """Return what `call` returns. If the GPU has too little memory for it, raise MemoryError, which names `what`."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        sentence = f"the GPU has too little free memory for {what}: choose a smaller size or batch"
+        raise MemoryError(sentence) from None
+
+
+def remove_gradient_hooks(model: nn.Module) -> None:
+    """Remove the hooks that a wrapper has registered on parameters.
+
+    Python's garbage collector does not see torch's own reference to these hooks. If a hook refers to the parameter, for
+    example because it is a method of the wrapper, the model and all that the wrapper owns would remain in memory.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_leaf:
+            for register in (parameter.register_post_accumulate_grad_hook, parameter.register_hook):
+                register(lambda _: None).hooks_dict_ref().clear()  # the hooks that were registered before, too
+
+
+def release_memory() -> None:
+    """Return the memory of objects that are no longer used to the GPU, if there is one."""
+    gc.collect()  # wrappers and their hooks refer to each other
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def run_alternately(workload: dict, variants: list[dict], indices: Sequence[int], start: nn.Module, text: str) -> dict:
+    """Take all steps of the variants with these indices, which alternate. Return the results as `train` does.
+
+    `start` and `text` are what `make_start` returns. On a GPU, no memory of the variants remains in use.
+    """
+    labels = [variants[index]["label"] for index in indices]
+    results = explain_full_gpu(", ".join(labels), lambda: take_all_steps(workload, variants, indices, start, text))
+    release_memory()
+    return results
+
+
+def take_all_steps(workload: dict, variants: list[dict], indices: Sequence[int], start: nn.Module, text: str) -> dict:
+    """Do what `run_alternately` describes, except that memory remains in use."""
+    setups, draw_batch = prepare_training(workload, [variants[index] for index in indices], start, text)
+    calibration = Calibration(copy_model(start, variants[indices[0]]), workload["link"])
     for turn in range(workload["rounds"]):
         batch = take_own_part(draw_batch(workload["batch_size"]))
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
         if workload["limit_s"] and calibration.elapsed_s > workload["limit_s"] and turn > workload["warmup"]:
             break
-        for index in random.Random(turn).sample(range(len(setups)), len(setups)):
-            setup = setups[index]
+        for place in random.Random(turn).sample(range(len(setups)), len(setups)):
+            setup = setups[place]
             dist.barrier()
-            recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
+            recording.note("step", step=turn * len(variants) + indices[place], variant=setup.label)
             repeat_step_before(setup)
             if workload["named"]:
                 recording.name_parameters(setup.model)
@@ -152,29 +270,42 @@ def train(workload: dict, variants: list[dict]) -> dict:
     emulated_link.use(None)
     held_out = [tensor.to(device()) for tensor in draw_batch(HELD_OUT)]
     measured = {setup.label: measure_variant(setup, *held_out) for setup in setups}
+    for setup in setups:
+        remove_gradient_hooks(setup.model)
     return {"variants": measured, **calibration.get_results(workload["warmup"])}
 
 
-def prepare_training(
-    workload: dict, variants: list[dict]
-) -> tuple[nn.Module, list[TrainingSetup], Callable[[int], list[Tensor]]]:
-    """Return a model, a setup of each variant with the same weights, and a function that draws a batch of N sequences.
-
-    The model has the first variant's dtype. The function returns the tokens and the targets of all ranks, on the CPU.
-    """
+def make_start(workload: dict) -> tuple[nn.Module, str]:
+    """Return the model from which this rank's variants start, on the CPU and in fp32, and the text to train on."""
     # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
-    start = TinyLM(Size(**workload["size"])).to(device())
-    with recording.phase("construct"):
-        models = [copy.deepcopy(start).to(getattr(torch, variant["dtype"])) for variant in variants]
-        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models)]
+    start = TinyLM(Size(**workload["size"]))
     texts = [corpus.read_text()]
     dist.broadcast_object_list(texts, device=device())  # another machine may have a different Python
+    return start, texts[0]
+
+
+def prepare_training(
+    workload: dict, variants: Sequence[dict], start: nn.Module, text: str
+) -> tuple[list[TrainingSetup], Callable[[int], list[Tensor]]]:
+    """Return a setup of each variant with the weights of `start`, and a function that draws a batch of N sequences.
+
+    The function returns the tokens and the targets of all ranks, on the CPU.
+    """
+    with recording.phase("construct"):
+        models = [copy_model(start, variant) for variant in variants]
+        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models)]
+    return setups, make_draw_batch(workload, text)
+
+
+def copy_model(start: nn.Module, variant: dict) -> nn.Module:
+    """Return a copy of a model on the rank's device, in the variant's dtype."""
+    return copy.deepcopy(start).to(device(), getattr(torch, variant["dtype"]))
+
+
+def make_draw_batch(workload: dict, text: str) -> Callable[[int], list[Tensor]]:
+    """Return the function that `prepare_training` describes. Every such function draws the same batches."""
     generator = torch.Generator().manual_seed(workload["seed"])
-    return (
-        start.to(getattr(torch, variants[0]["dtype"])),
-        setups,
-        lambda size: corpus.draw_batch(texts[0], size, workload["time"], generator),
-    )
+    return lambda size: corpus.draw_batch(text, size, workload["time"], generator)
 
 
 def take_own_part(batch: list[Tensor]) -> list[Tensor]:
@@ -325,6 +456,9 @@ def take_step(
     marks.append(mark())
     with recording.phase("step"):
         setup.optimizer.step()
-        if device().type == "cuda":  # collectives that the next step will wait for may still run, as on the CPU
+        if device().type == "cuda":
+            # The step includes all communication that it needs: a wait makes this stream wait, and so does a collective
+            # with async_op=False. Collectives that the next step waits for, such as module 9's all-gathers, may still
+            # run, as on the CPU. `torch.cuda.synchronize` would wait for them, too.
             torch.cuda.current_stream().synchronize()
     return [*marks, mark()]

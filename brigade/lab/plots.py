@@ -109,4 +109,5 @@ def describe_ranks(ladder: Ladder) -> str:
     """Return text such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
     ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"
     dtype = "" if ladder.dtype == "float32" else f", {ladder.dtype}"
-    return f"{ranks} ({ladder.backend}{dtype}), {len(ladder.computation.step_ms)} timed steps each, interleaved"
+    order = "interleaved" if ladder.is_interleaved else "one variant after the other"
+    return f"{ranks} ({ladder.backend}{dtype}), {len(ladder.computation.step_ms)} timed steps each, {order}"

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from brigade.lab.on_ranks import (
     TrainingSetup,
+    make_start,
     prepare_training,
     repeat_step_before,
     synchronize,
@@ -32,7 +33,7 @@ def profile_steps(workload: dict, variants: list[dict]) -> dict[str, bytes]:
     called `MARK`: one before the launches that belong to the step before, and five that `take_step` makes.
     The first steps are not profiled: CUDA loads a kernel when it is first used, which delays the launches behind it.
     """
-    _, setups, draw_batch = prepare_training(workload, variants)
+    setups, draw_batch = prepare_training(workload, variants, *make_start(workload))
     profiles = {}
     for turn in range(workload["rounds"]):
         batch = take_own_part(draw_batch(workload["batch_size"]))

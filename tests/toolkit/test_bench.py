@@ -9,25 +9,29 @@ import os
 import re
 import socket
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import hang_guard
 import psutil
 import pytest
 import torch
 from given_clock import give_clock
+from in_ranks import little_memory
 from lab_files import make_submission
 
 from brigade.checks.tiny_lm import SIZES, TinyLM, make_tiny_lm
 from brigade.cli import lab
 from brigade.cli import main as cli
 from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
-from brigade.lab import bench, ladder, on_ranks, torchrun
+from brigade.course.submission import read
+from brigade.lab import bench, ladder, on_ranks, plots, torchrun
 from brigade.progress import RankRecord
 from brigade.rank.emulated_link import Link
+from brigade.runner.ranks import run_ranks
 from brigade.runner.report import RankFailure
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
+ALL_REDUCE = r"( +)(dist\.all_reduce\(.*\))"
 NO_GRADIENTS = {"parameters": 1, "gradients": 1, "optimizer state": 1}
 
 
@@ -130,11 +134,12 @@ def test_the_command_runs_with_any_number_of_ranks(options, batch_size, brigade,
 def test_the_sizes_that_the_page_recommends_fit():
     """A row names the largest size that fits with 10 % to spare, and what it takes."""
     text = (ROOT / "docs" / "gpus.md").read_text()
-    table = re.findall(r"^\| (\d+) GB \(.*\) \| (\w+): ([\d.]+) GB \| (\w+): ([\d.]+) GB \|$", text, re.MULTILINE)
+    cell = r"\| (\w+): ([\d.]+) GB "
+    table = re.findall(rf"^\| (\d+) GB \(.*\) {cell * 3}\|$", text, re.MULTILINE)
     numels = {name: sum(weight.numel() for weight in make_tiny_lm(name, "meta").parameters()) for name in SIZES}
     assert len(table) == 5
     for room, *cells in table:
-        for num_models, name, stated in ((12, *cells[:2]), (5, *cells[2:])):
+        for num_models, name, stated in zip((12, 5, 3), cells[::2], cells[1::2]):
             taken = {size: 16e-9 * num_models * numel for size, numel in numels.items()}
             assert [size for size in taken if taken[size] <= 0.9 * int(room)][-1] == name
             assert float(stated) == pytest.approx(taken[name], abs=0.051)
@@ -275,6 +280,78 @@ def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
     assert "results cannot be written to or through a link" in brigade("--target", submission, "--save").stderr
 
 
+# ---- variants that do not fit into memory together
+
+
+@pytest.mark.parametrize(("free_bytes", "is_enough"), [(222_223, True), (222_222, False), (0, False)])
+def test_variants_fit_if_a_tenth_is_spare(free_bytes, is_enough):
+    """12 variants of 1000 weights take 192 kB, and a step 8 kB."""
+    assert on_ranks.fits_in_memory(free_bytes, 8_000, numel=1_000, num_variants=12) == is_enough
+
+
+def test_a_step_takes_weights_gradients_and_the_activations_of_its_tokens():
+    nbytes = sum(parameter.nbytes for parameter in TinyLM(SIZES["tiny"]).parameters())
+    few, many = (
+        run_ranks(little_memory.measure_step, asdict(ladder.Workload(batch_size=2, time=time)), world_size=2)
+        for time in (1, 64)
+    )
+    assert few[0] == few[1] and 2 * nbytes <= few[0] < 2.1 * nbytes
+    logits = 64 * 256 * 4  # of one rank's sequence, in fp32
+    assert many[0] - few[0] > 2 * logits
+
+
+def test_ranks_that_share_a_gpu_are_counted():
+    assert list(run_ranks(little_memory.count_with_names, ["a", "b", "a"], world_size=3)) == [2, 1, 2]
+
+
+def run_with_memory(monkeypatch, train, numbers=(1, 8, 9), **how):
+    """Return a short benchmark of modules and torch DDP, in which `train` replaces that of the ladder."""
+    monkeypatch.setattr(ladder, "train", train)
+    workload = ladder.Workload(batch_size=2, time=8, rounds=4, warmup=1)
+    variants = [*(ladder.get_variant(get_module(number)) for number in numbers), ladder.TORCH_DDP]
+    return ladder.run_benchmark(workload, variants, **how)
+
+
+def test_variants_that_do_not_fit_run_one_after_the_other(monkeypatch, tmp_path):
+    """They train as they do together, and each has its own computation alone. One rank decides for all."""
+    steps = []
+    together = run_with_memory(monkeypatch, little_memory.train_with_plenty)
+    alone = run_with_memory(monkeypatch, little_memory.train_with_little, on_step=lambda: steps.append(1))
+    assert together.is_interleaved and not alone.is_interleaved
+    assert alone.list_wrong_losses() == []
+    assert len(steps) == ladder.count_steps(alone.workload, alone.variants)
+    names = ("label", "losses", "collectives", "sent_bytes", "kept_bytes", "peak_bytes", "copied_bytes", "new_views")
+    for one, other in zip([*alone.variants, alone.computation], [*together.variants, together.computation]):
+        for name in names:
+            assert getattr(one, name) == getattr(other, name), (one.label, name)
+        assert len(one.step_ms) == len(other.step_ms) == 3
+    computations = [alone.get_computation_ms(one) for one in alone.variants]
+    assert computations[0] == alone.computation.step_ms
+    assert [len(times) for times in computations] == [3] * 4 and len({*map(tuple, computations)}) == 4
+    for results, order in ((together, "interleaved"), (alone, "one variant after the other")):
+        bench.save(results, tmp_path / "bench.json")
+        content = json.loads((tmp_path / "bench.json").read_text())
+        assert content["interleaved"] == results.is_interleaved == (bench.ONE_AFTER_THE_OTHER not in say(results))
+        assert plots.describe_ranks(results).endswith(f" timed steps each, {order}")
+        for row in content["rows"]:
+            exposed = [a - b for a, b in zip(row["rounds_ms"], row["computation_rounds_ms"])]
+            assert row["exposed_ms"]["median"] == pytest.approx(sorted(exposed)[1])
+
+
+def say(results):
+    return " ".join(bench.list_remarks(results))
+
+
+def test_a_gpu_without_memory_is_one_sentence(tmp_path):
+    full = "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
+    submission = make_submission(tmp_path, [(1, ALL_REDUCE, rf"\1{full}")])
+    variants = [ladder.get_variant(get_module(1)), ladder.TORCH_DDP]
+    with pytest.raises(RankFailure) as caught:
+        ladder.run_variants(ladder.Workload(batch_size=2, time=8), variants, read(submission, 1))
+    what = "the GPU has too little free memory for 1 NaiveDDP, torch DDP: choose a smaller size or batch"
+    assert re.fullmatch(f"rank [01] raised MemoryError: {what}", str(caught.value))
+
+
 # ---- submissions
 
 
@@ -299,9 +376,6 @@ def test_a_submission_that_trains_otherwise_fails(brigade, tmp_path):
     assert "1 NaiveDDP does not train as one process does: rank 1 has a loss of" in done.stdout
 
 
-ALL_REDUCE = r"( +)(dist\.all_reduce\(.*\))"
-
-
 def test_a_submission_that_deadlocks_is_stopped_soon(brigade, tmp_path):
     mistake = r"\1if dist.get_rank(self.process_group) == 0:\n\1    \2"
     done = brigade("--target", make_submission(tmp_path, [(1, ALL_REDUCE, mistake)]), "--modules", 1, *SMALL)
@@ -312,15 +386,15 @@ def test_a_submission_that_deadlocks_is_stopped_soon(brigade, tmp_path):
 # ---- ranks of torchrun
 
 
-def under_torchrun(tmp_path, *arguments):
+def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.cli")):
     """Run `brigade bench` on two ranks that torchrun starts. Return its exit status, output and errors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = hang_guard.run(
-        [*run, "-m", "brigade.cli", "bench", "--target", "solutions", *arguments],
+        [*run, *program, "bench", "--target", "solutions", *arguments],
         cwd=ROOT,
-        env=environment | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -338,6 +412,30 @@ def test_torchrun_gives_the_losses_of_a_local_run(measured, tmp_path):
         assert [row[name] for row in results] == [row[name] for row in local]
     assert done.stdout.count("Step time: 2 ranks (gloo)") == 1, "only rank 0 prints"
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"
+
+
+LITTLE_MEMORY = """
+import sys
+
+from brigade.cli import main
+from brigade.lab import on_ranks
+
+on_ranks.measure_free_bytes = lambda: 1
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.extended
+def test_under_torchrun_variants_that_do_not_fit_run_one_after_the_other(measured, tmp_path):
+    program, file = tmp_path / "program.py", tmp_path / "bench.json"
+    program.write_text(LITTLE_MEMORY)
+    done = under_torchrun(tmp_path, "--modules", "1,8", *SMALL, "--json", file, program=[program])
+    assert done.returncode == 0, done.stderr
+    assert bench.ONE_AFTER_THE_OTHER in " ".join(done.stdout.split())
+    assert "All losses equal that of one process" in done.stdout
+    results, local = (content["rows"] for content in (json.loads(file.read_text()), measured[0]))
+    for name in ("variant", "losses", "collectives", "sent_mb", "kept_mb", "peak_mb"):
+        assert [row[name] for row in results] == [row[name] for row in local], name
 
 
 def test_under_torchrun_no_link_is_emulated(monkeypatch):
