@@ -3,7 +3,7 @@
 Each notebook runs from top to bottom in a process of its own, with little work per measurement. On a machine with
 several GPUs, `start_ranks()` starts a rank on each; otherwise, it starts `--ranks` on the CPU. The figures are written
 to `--out`. A fault is a cell that raises an exception or lets a rank print a warning, a text that is cut off or that
-overlaps another one, and a bar or a box that is thinner than a pixel.
+overlaps another one, a bar or a box that is thinner than a pixel, and a figure that is higher than a screen.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from brigade.checks.tiny_lm import SIZES
 from brigade.course.modules import MODULES, ROOT
-from brigade.lab import notebook
+from brigade.lab import gpu_timeline, ladder, notebook
 from brigade.lab.notebook_plots import SHOWN_DPI, LargeFigure
 
 OVERVIEW = "00_overview"
+SCREEN = 1000  # the height of a screen in pixels
 LONG_S = 900.0  # a busy machine must not change what this program says
 WARNING = re.compile(r"^\[W\d|Warning: ", re.MULTILINE)  # of C++ and of Python
 
@@ -47,7 +50,14 @@ def list_names(numbers: Sequence[int] = ()) -> list[str]:
 
 def shorten(source: str) -> str:
     """Return a cell that measures less: enough to see that it runs."""
-    return re.sub(r"\brounds=\d+", "rounds=4, time=32", source).replace("2**30", "2**20")
+    return re.sub(r"\brounds=\d+", "rounds=4, time=32", source).replace("largest = 2**30", "largest = 2**20")
+
+
+def shrink_workloads() -> None:
+    """Give GPUs little to do: enough to see that it runs."""
+    small = {"size": SIZES["tiny"], "time": 32, "rounds": 4, "warmup": 1}
+    ladder.ON_GPUS = replace(ladder.ON_GPUS, **small)
+    gpu_timeline.WORKLOAD = replace(gpu_timeline.WORKLOAD, **small)
 
 
 # ---- Reading a figure
@@ -61,6 +71,9 @@ def list_faults(figure: Figure) -> list[str]:
     renderer = canvas.get_renderer()
     boxes = [(quote(text), text.get_window_extent(renderer)) for text in texts if text.get_text().strip()]
     faults = [f"{name} is cut off" for name, box in boxes if not contains(figure.bbox, box)]
+    height = figure.get_figheight() * SHOWN_DPI
+    if height > SCREEN:
+        faults.append(f"it is {height:.0f} pixels high")
     for (name, box), (other, other_box) in itertools.combinations(boxes, 2):
         common = Bbox.intersection(box, other_box)
         if common and min(common.width, common.height) > 1:
@@ -169,6 +182,7 @@ def main() -> int:
     if options.name:
         notebook.RANKS_ON_CPU = options.ranks
         notebook.DEADLINE_S = notebook.START_S = LONG_S
+        shrink_workloads()
         faults = run_notebook(options.name, out)
         print(*(f"FAULT {options.name}, {fault}" for fault in faults), sep="\n")
         return int(bool(faults))

@@ -40,6 +40,7 @@ DEADLINE_S = 300.0
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events that ran on the GPU
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of the calls that queued them
 GAP_S = 2e-5  # shorter gaps between kernels are ignored
+SHOWN_RANKS = 2  # in a notebook: eight do not fit on a screen
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send_recv")
 SHARED = "Several ranks share a GPU: these times say nothing about speed."
 
@@ -112,7 +113,7 @@ def show_on_gpus(variants: Sequence[Variant], **changes: Any) -> LargeFigure | N
     except CourseError as error:
         print(error)
         return None
-    return draw_timelines(timelines, [f"{timeline.label}, {timeline.count}" for timeline in timelines])
+    return draw_timelines(timelines, [f"{timeline.label}, {timeline.count}" for timeline in timelines], SHOWN_RANKS)
 
 
 def record_profiles(

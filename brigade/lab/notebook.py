@@ -168,9 +168,16 @@ VARIABLES = {"__name__": "__main__"}  # which the cells of a rank share
 
 def perform(code: str, mode: str) -> bytes:
     """Run a cell in a rank. Return, as a pickle, ("ended", value) or ("raised ValueError: ...", traceback)."""
+    import torch
+
+    from brigade.rank.api import device
+
     linecache.cache[CELL] = len(code), None, code.splitlines(keepends=True), CELL  # for tracebacks
     try:
-        return pickle.dumps((ENDED, eval(compile(code, CELL, mode), VARIABLES)))
+        value = eval(compile(code, CELL, mode), VARIABLES)
+        if device().type == "cuda":
+            torch.cuda.synchronize()  # a collective that a peer never launches must hang in its own cell
+        return pickle.dumps((ENDED, value))
     except BaseException as error:
         lines = traceback.format_exception(error.with_traceback(error.__traceback__.tb_next))
         return pickle.dumps((f"raised {type(error).__name__}: {error}", "".join(lines)))

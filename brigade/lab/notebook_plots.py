@@ -10,6 +10,7 @@ import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import matplotlib
@@ -291,20 +292,26 @@ def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) ->
     return draw_grid(rows, title=phase, columns=columns, xlabel="events in backward, in order", meanings=meanings)
 
 
-def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> LargeFigure:
+def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str], most_ranks: int | None = None) -> LargeFigure:
     """Draw the timelines one below the other, on one time axis. The length of each step is below its title.
 
-    The figure's `values` are these lengths, in ms.
+    The figure's `values` are these lengths, in ms. If `most_ranks` is given, draw only the first ranks.
     """
-    heights = [*map(compute_height, timelines)]
+    world_size = timelines[0].world_size
+    num_ranks = min(world_size, most_ranks or world_size)
+    drawn = [replace(timeline, world_size=num_ranks) for timeline in timelines]
+    heights = [*map(compute_height, drawn)]
     with matplotlib.rc_context(STYLE | {"font.size": 12, "axes.titlesize": 13}):
         height = 1.4 + sum(0.64 + 0.4 * height for height in heights)
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
         panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, timeline, title in zip(panels, timelines, titles):
-            draw_panel(axes, timeline)
+        for axes, timeline, shown, title in zip(panels, timelines, drawn, titles):
+            draw_panel(axes, shown)
             axes.set_title(f"{title}\n{timeline.lengths}")
-        panels[-1].set(xlim=(0, 1.01 * max(timeline.end_ms for timeline in timelines)), xlabel="time (ms)")
+        place = "on the CPU, with an emulated link" if timelines[0].link else "on GPUs"
+        some = f"; ranks 0 to {num_ranks - 1} of {world_size}" if num_ranks < world_size else ""
+        xlabel = f"time (ms) {place}{some}"
+        panels[-1].set(xlim=(0, 1.01 * max(timeline.end_ms for timeline in timelines)), xlabel=xlabel)
         figure.values = {title: timeline.end_ms for title, timeline in zip(titles, timelines)}
         figure.show_verdict(timelines[0].verdict)  # which all timelines of a run share, as the note
         if timelines[0].note:
