@@ -308,9 +308,9 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str], most_ra
         for axes, timeline, shown, title in zip(panels, timelines, drawn, titles):
             draw_panel(axes, shown)
             axes.set_title(f"{title}\n{timeline.lengths}")
-        place = "on the CPU, with an emulated link" if timelines[0].link else "on GPUs"
+        place = "" if timelines[0].link else " on GPUs"
         some = f"; ranks 0 to {num_ranks - 1} of {world_size}" if num_ranks < world_size else ""
-        xlabel = f"time (ms) {place}{some}"
+        xlabel = f"time (ms){place}{some}"
         panels[-1].set(xlim=(0, 1.01 * max(timeline.end_ms for timeline in timelines)), xlabel=xlabel)
         figure.values = {title: timeline.end_ms for title, timeline in zip(titles, timelines)}
         figure.show_verdict(timelines[0].verdict)  # which all timelines of a run share, as the note

@@ -105,15 +105,9 @@ def describe_losses(ladder: Ladder) -> str:
     )
 
 
-def describe_place(ladder: Ladder) -> str:
-    """Return where the ranks have run, such as: 2 ranks on the CPU (gloo), emulated link"""
-    link = ", emulated link" if ladder.link else ""
-    return f"{ladder.world_size} ranks on {ladder.device} ({ladder.backend}){link}"
-
-
 def describe_ranks(ladder: Ladder) -> str:
     """Return text such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
     ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"
     dtype = "" if ladder.dtype == "float32" else f", {ladder.dtype}"
-    order = "interleaved" if ladder.is_interleaved else "one variant after the other"
+    order = "interleaved" if ladder.is_interleaved else "in sequence"
     return f"{ranks} ({ladder.backend}{dtype}), {len(ladder.computation.step_ms)} timed steps each, {order}"

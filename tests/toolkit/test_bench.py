@@ -328,7 +328,7 @@ def test_variants_that_do_not_fit_run_one_after_the_other(monkeypatch, tmp_path)
     computations = [alone.get_computation_ms(one) for one in alone.variants]
     assert computations[0] == alone.computation.step_ms
     assert [len(times) for times in computations] == [3] * 4 and len({*map(tuple, computations)}) == 4
-    for results, order in ((together, "interleaved"), (alone, "one variant after the other")):
+    for results, order in ((together, "interleaved"), (alone, "in sequence")):
         bench.save(results, tmp_path / "bench.json")
         content = json.loads((tmp_path / "bench.json").read_text())
         assert content["interleaved"] == results.is_interleaved == (bench.ONE_AFTER_THE_OTHER not in say(results))
