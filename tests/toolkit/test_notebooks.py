@@ -136,6 +136,7 @@ def test_an_emulated_link_is_on_the_cpu_even_beside_gpus(monkeypatch: pytest.Mon
     with start_ranks(mode="emulate") as ranks:
         assert repr(ranks) == "2 ranks on gloo"
         ranks.run("import torch, torch.distributed as dist\ndist.barrier()")
+    SERVER.close()  # the next test looks for processes that are left
 
 
 def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
