@@ -228,8 +228,8 @@ def write_timelines(
     from brigade.lab import ladder, timeline
     from brigade.lab.notebook_plots import draw_timelines
 
-    batch_size = timeline.WORKLOAD.batch_size // 2 * options.ranks
-    workload = replace(timeline.WORKLOAD, batch_size=batch_size, bucket_mb=options.bucket_mb or 1.0, **network)
+    workload = ladder.scale_batch(timeline.WORKLOAD, options.ranks)
+    workload = replace(workload, bucket_mb=options.bucket_mb or 1.0, **network)
     how = {"world_size": options.ranks, "deadline": TRACE_S}
     if options.target != "solutions":
         ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
@@ -261,11 +261,8 @@ def write_gpu_timelines(
     """
     from brigade.lab import gpu_timeline, ladder
 
-    batch_size = gpu_timeline.WORKLOAD.batch_size // 2 * options.ranks
-    bucket_mb = options.bucket_mb or gpu_timeline.WORKLOAD.bucket_mb
-    workload = replace(
-        gpu_timeline.WORKLOAD, batch_size=batch_size, bucket_mb=bucket_mb, node_size=network["node_size"]
-    )
+    workload = ladder.scale_batch(gpu_timeline.WORKLOAD, options.ranks)
+    workload = replace(workload, bucket_mb=options.bucket_mb or workload.bucket_mb, node_size=network["node_size"])
     how = {"world_size": options.ranks, "share_gpu": options.share_gpu, "deadline": TRACE_S}
     if options.target != "solutions":
         brief = replace(workload, batch_size=options.ranks, time=8)

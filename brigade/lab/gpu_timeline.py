@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from brigade.checks.tiny_lm import Size
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources
-from brigade.lab.ladder import PHASES, Variant, Workload, read_reference
+from brigade.lab.ladder import PHASES, Variant, Workload, read_reference, scale_batch
 from brigade.lab.profiled_step import MARK, PROFILED, profile_steps
 from brigade.lab.timeline import Running, Span, Timeline, make_metadata, make_slice, merge_intervals
 from brigade.runner.machine import count_gpus
@@ -107,7 +107,7 @@ def show_on_gpus(variants: Sequence[Variant], **changes: Any) -> LargeFigure | N
         print("This machine has no GPU that ranks can use. On GPUs, this cell draws the kernels of a step.")
         return None
     world_size = max(2, gpus)
-    workload = replace(WORKLOAD, batch_size=WORKLOAD.batch_size // 2 * world_size, **changes)
+    workload = replace(scale_batch(WORKLOAD, world_size), **changes)
     try:
         timelines = trace_on_gpus(variants, workload=workload, world_size=world_size, share_gpu=gpus < world_size)
     except CourseError as error:
@@ -129,7 +129,7 @@ def record_profiles(
     `sources` defaults to the solutions. `options` are passed to `run_ranks`, whose errors are raised. Also raise
     CourseError if the ranks cannot share a batch.
     """
-    workload = workload or replace(WORKLOAD, batch_size=WORKLOAD.batch_size // 2 * world_size)
+    workload = workload or scale_batch(WORKLOAD, world_size)
     if workload.batch_size % world_size:
         raise CourseError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
     results = run_ranks(

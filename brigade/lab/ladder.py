@@ -77,6 +77,11 @@ def fit_batch(workload: Workload, world_size: int) -> Workload:
     return replace(workload, batch_size=math.ceil(workload.batch_size / world_size) * world_size)
 
 
+def scale_batch(workload: Workload, world_size: int) -> Workload:
+    """Return a workload for two ranks with a batch that gives each of `world_size` ranks as much to do."""
+    return replace(workload, batch_size=workload.batch_size // 2 * world_size)
+
+
 @dataclass(frozen=True)
 class Variant:
     """The classes that average gradients and take the step, each as (package, name). A package may be "torch".
