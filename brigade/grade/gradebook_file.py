@@ -53,7 +53,7 @@ class GradebookFile:
         present, rows, delimiter, first_line = read_table(self.path) if self.path.exists() else ([], [], ",", "")
         gradebook.refuse_several_parts([*graded, *gradebook.list_modules(rows)])
         if rows:
-            gradebook.check_columns(self.path, present, gradebook.KEYS)
+            gradebook.check_columns(self.path, present, [*gradebook.KEYS, *gradebook.list_needed(self.path)])
         entries, with_written = gradebook.list_modules([*rows, *fresh]), gradebook.list_modules(rows, "written")
         before = read_table(self.record).rows if self.record.exists() else []
         keys = {get_key(row) for row in rows}

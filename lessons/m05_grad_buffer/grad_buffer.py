@@ -201,6 +201,12 @@ class BufferedDDP(GradSyncMixin, Wrapper):
             unit.buffer.accumulate_into_buffer(i)
         unit.start_grad_sync()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, including those in main_grad, which a plain optimizer's `zero_grad` does not know."""
+        for buffer in self.grad_buffers:
+            buffer.has_accumulated = [False] * len(buffer.params)
+        super().zero_grad(set_to_none)
+
     def require_same_gradients(self) -> None:
         """Raise RuntimeError if the parameters, or gradients that are launched, are not those of the step."""
         self.require_same_parameters()

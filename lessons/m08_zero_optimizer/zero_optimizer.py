@@ -222,7 +222,8 @@ class ZeroOptimizer(OuterOptimizer):
     Raise ValueError if the optimizer is not elementwise. Without `param_groups`, there is one parameter group with all
     parameters. The constructor turns off `ddp.gather_grads`. Call `ddp.finish_grad_sync()` before `clip_grad_norm_` and
     `step`, once, with no backward in between, and `zero_grad` before the next backward. Load weights before you
-    construct the optimizer, because the constructor copies the fp32 main parameters from them.
+    construct the optimizer, because the constructor copies the fp32 main parameters from them. The next step
+    overwrites 16-bit weights that are loaded later.
     """
 
     def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):

@@ -35,7 +35,10 @@ def find_trainable(module: nn.Module) -> dict[nn.Parameter, str]:
     """Return the trainable parameters of a module with their names.
 
     Raise ValueError for an embedding with `max_norm`. It scales rows of its weight in forward, other ones on each rank.
+    Raise it for a model that is in a wrapper already, too, because the hooks of both would average its gradients.
     """
+    if any(isinstance(part, Wrapper) for part in module.modules()):
+        raise ValueError("a part of the model is in a wrapper already: wrap the whole model once")
     embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
     if any(embedding.max_norm is not None for embedding in embeddings):
         raise ValueError("an embedding with max_norm changes its weight in forward, differently on each rank")

@@ -128,7 +128,9 @@ class BucketGroup:
         self.param_handle = self.start_all_gather(self.buffer.param_data)
 
     def finish_param_sync(self) -> None:
-        """Wait until the parameters of the group are complete."""
+        """Wait until the parameters of the group are complete. Raise RuntimeError if no all-gather was started."""
+        if self.param_handle is None:
+            raise RuntimeError("no all-gather of the parameters was started: call start_param_sync first")
         self.param_handle.wait()
 
 

@@ -144,6 +144,7 @@ def without(*names: str) -> frozenset[str]:
 
 
 BUFFERED = (("bucket_numel", 40),)
+WIDE = (*BUFFERED, ("grad_dtype", torch.float64))  # gradients accumulate in main_grad
 GROUPED = (*BUFFERED, ("buckets_per_group", 2))
 M07, M08 = "m07_cached_shards", "m08_zero_optimizer"
 SHARDED = without("any_optimizer", "reads_grads")  # p.grad is no average: the optimizer has its shards
@@ -155,6 +156,7 @@ KINDS = [
     Kind("m03", 3, "m03_overlapped_ddp", without(), "OverlappedDDP"),
     Kind("m04", 4, "m04_bucketed_ddp", without(), "BucketedDDP", (("bucket_cap_mb", 400 / 2**20),)),
     Kind("m05", 5, "m05_grad_buffer", without(), "BufferedDDP", BUFFERED),
+    Kind("m05w", 5, "m05_grad_buffer", without("dtypes"), "BufferedDDP", WIDE, None, 1e-3, torch.float32),
     Kind("m06", 6, "m06_coalesced", without(), "CoalescedDDP", GROUPED),
     Kind("m07", 7, M07, without(), "CachedDDP", GROUPED),
     Kind("m08a", 8, M08, without("wrapper", "reads_grads", "states"), None, (), (M08, "ShardedOptimizer")),

@@ -177,6 +177,19 @@ def accumulated(run: Run) -> None:
         optimizer.step()
 
 
+@situation("accelerate #1299", "The gradients of a micro-batch are thrown away.", needs="no_sync")
+def given_up(run: Run) -> None:
+    ddp, optimizer = run.prepare(Net())
+    for x, y in run.batches(3):
+        with ddp.no_sync():
+            F.mse_loss(ddp(-x), y).backward()
+        ddp.zero_grad()
+        optimizer.zero_grad()
+        F.mse_loss(ddp(x), y).backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+
+
 @situation("stylegan2-ada #233", "Forward is inside no_sync, and backward is outside.", needs="no_sync")
 def forward_in_no_sync(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
@@ -360,7 +373,10 @@ def evaluation_on_a_rank(run: Run) -> None:
     "Hooks step while backward is running.",
     refused=FIRST,
     needs="reads_grads",
-    not_for=dict.fromkeys(("m01", "m02"), "nothing is in flight, so it is a step without the finish"),
+    not_for={
+        **dict.fromkeys(("m01", "m02"), "nothing is in flight, so it is a step without the finish"),
+        "m05w": "the gradients are in main_grad until the finish",
+    },
 )
 def step_in_backward(run: Run) -> None:
     model = Net()

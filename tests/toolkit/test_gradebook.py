@@ -7,6 +7,7 @@ import pytest
 from brigade.cli import main as cli
 from brigade.course.modules import CourseError, get_module
 from brigade.grade import classroom, gradebook, roster
+from brigade.grade.gradebook_file import GradebookFile
 
 HAND_MADE = "key,name,email,section\nteam1,Ada L,=ada@x.org,A\n,Jane Doe,jane@x.org,B\n,Carl M,carl@x.org,B\n"
 CANVAS = (
@@ -246,6 +247,18 @@ def test_a_renamed_column_stops_and_changes_nothing(action, column, edited, tmp_
     assert cli.main(["gradebook", *action, "edited.csv", "--out", "none.csv"]) == 2
     line = f"brigade: edited.csv has no column '{column}', so nothing was changed; if it has been renamed"
     assert capfd.readouterr().err.startswith(line) and not (tmp_path / "none.csv").exists()
+
+
+def test_grading_again_does_not_write_beside_a_renamed_column(tmp_path):
+    path = tmp_path / "gradebook.csv"
+    results = gradebook.get_results_path(path)
+    results.mkdir()
+    row = {"student": "ada", "submission": "a", "score": "8", "max": "8", "module 1": "8"}
+    GradebookFile(path, results).update([row], [get_module("1")])
+    path.write_text(renamed := path.read_text().replace("module 1", "naive DDP"))
+    with pytest.raises(CourseError, match="no column 'module 1', so nothing was changed"):
+        GradebookFile(path, results).update([row], [get_module("1")])
+    assert path.read_text() == renamed
 
 
 def test_a_first_line_that_names_the_delimiter_is_read(term, tmp_path):
