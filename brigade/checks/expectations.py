@@ -276,8 +276,11 @@ def expect_equal(
         names = sorted({entry.name for entry in wrong}, key=list(expected).index)
         where = format_ranks(sorted({ranks[entry.index] for entry in wrong}))
         got += f".\nWrong on {where}: {join_names(names)} ({len(names)} of {len(expected)} tensors)"
-    compared = Comparison(actual, expected, wrong, evaluate(hypotheses) or {}, evaluate(evidence) or Evidence())
-    cause, hypothesis = explain_tensors(compared)
+    if any(entry.actual is not None and entry.actual.is_complex() for entry in wrong):  # of which no explanation knows
+        cause, hypothesis = "the tensor is complex, and it must be real.", ""
+    else:
+        compared = Comparison(actual, expected, wrong, evaluate(hypotheses) or {}, evaluate(evidence) or Evidence())
+        cause, hypothesis = explain_tensors(compared)
     raise CheckFailed(Verdict(what, got, cause, hypothesis, rank=ranks[first.index], parameter=first.name))
 
 
@@ -312,20 +315,24 @@ def find_differences(
 
 def largest_entry(tensor: Tensor) -> float:
     """Return the largest absolute entry, or 0 if the tensor is empty."""
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return float(widen(tensor).abs().max()) if tensor.numel() else 0.0
 
 
 def absolute_difference(actual: Tensor | None, expected: Tensor) -> Tensor:
     """Return the absolute differences as a flat float64 tensor, with NaN where the actual value is NaN."""
-    wide = expected.flatten().to(torch.float64)
-    return (wide - (0 if actual is None else actual.flatten().to(torch.float64))).abs()
+    return (widen(expected) - (0 if actual is None else widen(actual))).abs().flatten()
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return the tensor in float64, or in complex128 if it is complex, so that no imaginary part is lost."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def format_distinct(*numbers: float) -> list[str]:
     """Format numbers for a message, with at least six digits, and more if unequal numbers would look the same."""
     for digits in range(6, 18):  # 17 digits distinguish any two float64 numbers
         texts = [f"{number:.{digits}g}" for number in numbers]
-        if len(set(texts)) >= len({repr(float(number)) for number in numbers}):
+        if len(set(texts)) >= len({repr(complex(number)) for number in numbers}):
             break
     return texts
 

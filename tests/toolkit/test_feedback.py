@@ -158,3 +158,11 @@ def test_unequal_numbers_print_differently(numbers, texts):
     formatted = format_distinct(*numbers)
     assert (len(set(formatted)) == 1) == (len(set(map(repr, map(float, numbers)))) == 1)
     assert formatted == texts
+
+
+def test_an_imaginary_part_is_wrong():
+    """A complex gradient whose real part is right is not the gradient."""
+    expected: Tensors = {"weight": torch.tensor([1.0, 2.0])}
+    expect_equal("equal", [{"weight": torch.tensor([1.0 + 0j, 2.0])}], expected)
+    told = verdict([{"weight": torch.tensor([1.0 + 0j, 2.0 + 3j])}], expected)
+    assert "entry 1 is 2+3j, expected 2" in told.got
