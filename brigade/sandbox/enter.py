@@ -4,9 +4,10 @@ A rank calls `enter` before it receives the submission. docs/isolation.md lists 
 not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
-user and process ids of its own, and can change no file outside its own directories. The kernel also refuses sockets,
-terminals, futexes between processes, file locks and notifications about files. Other ranks use NCCL, and find each
-other through a file in the run's directory.
+user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel.
+The kernel also refuses sockets, terminals, futexes between processes, file locks, notifications about files, and calls
+that tell which pages of a file are in memory, or drop them. Other ranks use NCCL, and find each other through a file in
+the run's directory.
 
 If namespaces are not allowed (in most containers), hidden paths are not masked. Instead, the grader has removed the
 permissions on them (`grade/isolation.py`), and the network and the disk are open.
@@ -47,6 +48,8 @@ REFUSED = ["add_key", "request_key", "keyctl", "shmget", "msgget", "semget", "mq
 REFUSED += ["process_vm_readv", "process_vm_writev"]
 REFUSED_OFFLINE: list[str | int] = ["socket", "socketpair", "io_uring_setup", "flock", "inotify_init", "inotify_init1"]
 REFUSED_OFFLINE += ["fanotify_init", 449, 454, 455, 456]  # futex_waitv, futex_wake, futex_wait, futex_requeue
+# Which pages of a file are in memory is a message, for other ranks and for later runs. 451 is cachestat.
+REFUSED_OFFLINE += ["fadvise64", "readahead", "preadv2", "pwritev2", "mincore", 451]
 MOUNT_SETATTR, CLONE3 = 442, 435
 AT_RECURSIVE, MOUNT_ATTR_RDONLY = 0x8000, 0x1
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
@@ -218,6 +221,8 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     if not settings["offline"]:  # NCCL uses fast transports only between ranks that have the same /dev/shm
         privates.discard(os.path.realpath("/dev/shm"))
     covers = {str(ROOT), TERMINALS, *map(os.path.realpath, settings["hidden"]), *privates}
+    if settings["offline"]:  # counters of the kernel, which a rank can change and another can read
+        covers.add("/sys")
     above = {parent for path in needed for parent in Path(path).parents}
     covers |= {str(path) for path in above if not path.stat().st_mode & stat.S_IXOTH}  # which the user cannot enter
     covers = {path for path in covers if os.path.isdir(path)}
@@ -234,8 +239,10 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
             os.close(handle)
     if settings["offline"]:
         mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode=700,uid={uid},gid={uid}")
-    with contextlib.suppress(OSError):
-        mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
+    for options in ["hidepid=2,subset=pid"] * settings["offline"] + ["hidepid=2"]:  # kernels before 5.8 know no subset
+        with contextlib.suppress(OSError):
+            mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+            break
 
 
 def is_below(path: str, directory: str) -> bool:

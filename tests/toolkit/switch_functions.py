@@ -83,6 +83,11 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("lock", lambda: fcntl.lockf(file, fcntl.LOCK_SH))
     attempt("notify", lambda: fcntl.fcntl(os.open("/usr", os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS))
     attempt("terminal", os.openpty)
+    attempt("drop pages", lambda: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
+    attempt("pages in memory", lambda: os.preadv(file, [bytearray(1)], 0, os.RWF_NOWAIT))
+    found["counters"] = [
+        str(path) for path in (Path("/proc/meminfo"), Path("/proc/sys"), *Path("/sys").glob("*")) if path.exists()
+    ]
     found["pid"] = os.getpid(), os.getppid()
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):
         attempt(f"write {place}", lambda place=place: Path(place, f"from-{rank}").write_text("secret"))

@@ -153,10 +153,11 @@ def test_offline_ranks_reach_nobody(tmp_path):
             SERVER.sandbox = None
             SERVER.close()
     for result in found:
-        refused = ("internet", "unix", "socketpair", "flock", "lock", "notify")
+        refused = ("internet", "unix", "socketpair", "flock", "lock", "notify", "drop pages", "pages in memory")
         assert [result[name] for name in refused] == ["EPERM"] * len(refused)
         assert result["terminal"] in ("ENODEV", "ENOENT"), "its number tells how many the other rank has opened"
         assert result["pid"] == (1, 0), "priorities and other properties of processes are messages"
         assert result["files"] == [], "a rank sees a file of the other rank"
+        assert result["counters"] == [], "a rank can change them, and another can read them"
         assert result["processes"] == []
     assert found[0]["uid"] != found[1]["uid"]
