@@ -1,19 +1,20 @@
 """Build out/gradescope.zip, which an instructor uploads to Gradescope: python -m tools.gradescope
 
-Arguments other than --help are options of `brigade grade`, which Gradescope uses for every submission. Without
-`--seed`, this command draws a seed. The archive contains the seed in a file of its own, so that all uploads are graded
-with the same cases. Students do not see it.
+Arguments other than --help are options of `brigade grade`, which Gradescope uses for every submission. The archive
+contains a secret in a file of its own, from which and from an upload the random cases of the upload follow. So equal
+uploads get equal points. Students do not see the secret.
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from brigade.cli.grade import draw_seed, read_seed, select_graded_modules
+from brigade.cli.grade import read_secret, select_graded_modules
 from brigade.cli.main import parse
 from brigade.course import validation
 from brigade.course.modules import ROOT, CourseError
@@ -35,33 +36,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Example: python -m tools.gradescope --modules 1-4 --limit 300",
     )
-    what = "default: a seed that nobody can guess"
-    parser.add_argument("--seed", type=read_seed, default=draw_seed(), metavar="N", help=what)
+    what = "the secret of an earlier archive, so that equal uploads get equal points again (default: a new one)"
+    parser.add_argument("--secret", type=read_secret, default=secrets.token_hex().encode(), metavar="FILE", help=what)
     own, options = parser.parse_known_args(arguments)
-    return run_to_status("gradescope", lambda: make_archive(options, own.seed))
+    return run_to_status("gradescope", lambda: make_archive(options, own.secret))
 
 
-def make_archive(options: Sequence[str], seed: int) -> int:
+def make_archive(options: Sequence[str], secret: bytes) -> int:
     """Build the archive with options of `brigade grade`. Raise CourseError if they are wrong, or like `build`."""
     chosen = parse(["grade", "--submission", "", *options])
     if any(chosen.submission) or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
     select_graded_modules(chosen)  # refuses modules that do not exist
-    count = build(ARCHIVE, [*options, "--seed", "@seed"], seed)
+    count = build(ARCHIVE, [*options, "--secret", "secret"], secret)
     print(f"{ARCHIVE.relative_to(ROOT)} contains {count} files. Upload it as the autograder.")
-    print(f"All uploads are graded with seed {seed}, which students must not know.")
-    print(f"To use the same seed in a new archive, pass --seed {seed}.")
+    print(
+        "The random cases of an upload follow from it and from the archive's file `secret`, which students must not see."
+    )
+    print("To use the same secret in a new archive, take the file out of this one, and pass --secret FILE.")
     return 0
 
 
-def build(archive: Path, options: Sequence[str], seed: int) -> int:
+def build(archive: Path, options: Sequence[str], secret: bytes) -> int:
     """Write the zip and return the number of files in it. `options` are passed to `brigade grade` for every submission.
 
-    The options may read `seed` from the file of this name, which only root can read. Raise CourseError if the course is
+    The options may read `secret` from the file of this name, which only root can read. Raise CourseError if the course is
     inconsistent.
     """
     validation.validate_course()
-    texts = {"options": "".join(f"{word}\n" for word in options), "seed": f"{seed}\n"}
+    texts = {"options": "".join(f"{word}\n" for word in options), "secret": secret.decode()}
     texts["requirements.txt"] = student_edition.select_requirements(NEEDED_PACKAGES)
     contents = {Path(name): text.encode() for name, text in texts.items()}
     contents |= {Path(path.name): path.read_bytes() for path in sorted(SCRIPTS.iterdir())}
@@ -74,7 +77,7 @@ def build(archive: Path, options: Sequence[str], seed: int) -> int:
     with zipfile.ZipFile(archive, "w") as bundle:
         for path, content in contents.items():
             member = zipfile.ZipInfo(path.as_posix())  # dated 1980, so that equal contents make equal archives
-            mode = 0o755 if (SCRIPTS / path).exists() else 0o600 if path.name == "seed" else 0o644
+            mode = 0o755 if (SCRIPTS / path).exists() else 0o600 if path.name == "secret" else 0o644
             member.external_attr = mode << 16
             bundle.writestr(member, content, zipfile.ZIP_DEFLATED)
     return len(contents)

@@ -51,8 +51,12 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     prior = "where earlier modules come from: the submission (own), the reference, or the submission first and then, "
     prior += "for checks that fail, the reference (auto, the default)"
     add(parser, "--prior", prior, default="auto", choices=("auto", "own", "reference"))
-    seed = "repeat the random cases of the grading run that used this seed; @FILE reads it from a file"
-    add(parser, "--seed N", seed, type=read_seed)
+    cases = parser.add_mutually_exclusive_group()
+    seed = "repeat the random cases of the grading run that used this seed; with --class, it is the class's secret"
+    add(cases, "--seed N", seed, type=int)
+    secret = "with --submission: a file with a secret, from which and from the submission the random cases follow, so "
+    secret += "that equal submissions get equal points, and no other submission gets the same cases"
+    add(cases, "--secret FILE", secret, type=read_secret)
     add(parser, "--backend", "the backend (default: gloo)", default="gloo", choices=("gloo", "nccl"))
     add(parser, "--share-gpu", "put several NCCL ranks on one GPU")
     limit = "the time limit for one submission (default: 900)"
@@ -148,6 +152,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                     share_gpu=options.share_gpu,
                     total_s=options.limit,
                     on_change=follow,
+                    secret=options.secret,
                 )
         except CourseError as error:
             state.unreadable = str(error) if isinstance(error, incoming.Unreadable) else ""
@@ -165,12 +170,15 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     return 0
 
 
-def read_seed(text: str) -> int:
-    """Return the seed N, or the one in a file for @FILE."""
+def read_secret(name: str) -> bytes:
+    """Return the content of a file, without space around it. Raise ArgumentTypeError if there is none."""
     try:
-        return int(Path(text[1:]).read_text() if text.startswith("@") else text)
+        secret = Path(name).read_bytes().strip()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+    if not secret:
+        raise argparse.ArgumentTypeError(f"{name} is empty")
+    return secret
 
 
 def draw_seed() -> int:
@@ -180,8 +188,9 @@ def draw_seed() -> int:
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grade all submissions in --class and write --gradebook. Return the exit status."""
-    if not options.gradebook or options.out or options.format or options.please_look:
-        raise CourseError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --please-look")
+    if not options.gradebook or options.out or options.format or options.please_look or options.secret:
+        refused = "--out, --format, --please-look or --secret"
+        raise CourseError(f"--class needs --gradebook FILE.csv, and does not work with {refused}")
     directory = Path(options.class_directory).resolve()
     gradebook = resolve_results_file(options.gradebook, makes_parent=directory.is_dir())
     people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])
@@ -195,14 +204,14 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     with classroom.lock_gradebook(gradebook) as lock:
         results = get_results_path(gradebook)
         book = GradebookFile(gradebook, results)
-        seed_file = results / ".seed"  # one seed for all, in every run
-        if options.seed is not None or not seed_file.exists():
-            seed_file.write_text(str(draw_seed() if options.seed is None else options.seed))
-        classroom.read_states(everyone, [*passed_on, seed_file.read_text()])
+        secret_file = results / ".secret"  # one for all, in every run
+        if options.seed is not None or not secret_file.exists():
+            secret_file.write_text(secrets.token_hex() if options.seed is None else str(options.seed))
+        classroom.read_states(everyone, [*passed_on, secret_file.read_text()])
         before = {student: student.result["score"] for student in everyone if student.result}
         waiting = [student for student in everyone if student.is_waiting]
         kept = sum(student.result is not None and not student.is_waiting for student in everyone)
-        passed_on += ["--seed", f"@{seed_file}"]  # the ranks' user may be able to read command lines
+        passed_on += ["--secret", str(secret_file)]
         room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
         columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -234,7 +243,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
             lines += [f"an old page that somebody has changed, and that stays: {name}" for name in changed]
         lines += class_report.write_lists(gradebook, everyone, entries)
     report = Console(highlight=False, soft_wrap=True, markup=False)
-    report.print(f"All are graded with the seed in {seed_file}, which students must not know.")
+    report.print(f"The random cases follow from the secret in {secret_file}, which students must not know.")
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
     for line in lines:
         report.print(f"  {line}")

@@ -7,6 +7,9 @@ start, with zero points and the words "did not finish". A check keeps this resul
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
 from brigade.course.listing import GradedCheck
-from brigade.course.modules import get_module
+from brigade.course.modules import MODULES, CourseError, get_module
 from brigade.course.submission import Snapshot, list_earlier
 from brigade.grade.outcome import Grading
 
@@ -36,8 +39,11 @@ def grade(
     share_gpu: bool = False,
     total_s: float = TOTAL_S,
     on_change: Callable[[], None] = lambda: None,
+    secret: bytes | None = None,
 ) -> Grading:
     """Run all checks of `grading` on `target`, and return it. Call `on_change` before the first and after each check.
+
+    With a `secret`, the seed becomes that of `derive_seed`.
 
     `on_change` may raise OSError after a check, for example if the disk is full. The grading run then continues. Only
     exceptions of the first and the last call propagate. With `prior` "auto", an error costs points only once, because
@@ -45,10 +51,28 @@ def grade(
     """
     grading.outcomes = [Outcome(check) for check in collect([get_module(number) for number, _ in grading.modules()])]
     on_change()
-    Schedule(target, grading, prior, Conditions(grading.seed, backend, share_gpu), total_s, on_change).run()
+    snapshot = Snapshot(target)
+    if secret is not None:
+        grading.seed = derive_seed(secret, snapshot, max(number for number, _ in grading.modules()))
+    Schedule(snapshot, grading, prior, Conditions(grading.seed, backend, share_gpu), total_s, on_change).run()
     grading.finished = True
     on_change()
     return grading
+
+
+def derive_seed(secret: bytes, snapshot: Snapshot, last: int) -> int:
+    """Return a seed below 2^62 for the modules of a submission up to number `last`: HMAC-SHA256 of their texts.
+
+    Equal submissions get equal random cases, and so equal points. A submission that differs in one letter gets other
+    cases, so nothing that feedback tells about the cases of one helps another. Nobody finds the secret from a seed.
+    """
+    texts = {}
+    for entry in MODULES:
+        with contextlib.suppress(CourseError):  # what cannot be read gets no points
+            if entry.number <= last:
+                texts |= {name: text for name, (_, text) in snapshot.read_module(entry).items()}
+    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(hmac.digest(secret, digest, "sha256")[:8], "big") >> 2
 
 
 @dataclass
@@ -65,7 +89,7 @@ class Schedule:
     later modules use.
     """
 
-    target: Path
+    snapshot: Snapshot
     grading: Grading
     prior: str
     conditions: Conditions
@@ -80,7 +104,6 @@ class Schedule:
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         self.ends_at = self.began + self.total_s
-        self.snapshot = Snapshot(self.target)
         self.earlier = {n: list_earlier(self.snapshot, get_module(n)) for n, _ in self.grading.modules()}
 
     def run(self) -> None:

@@ -124,7 +124,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     assert (tmp_path / "feedback" / "ada (ada.zip).txt").read_text().startswith("ada (ada.zip)\n\n7 of 8 points\n")
     assert not list(tmp_path.glob(".*")) and {p.name for p in (tmp_path / "grades.csv.results").glob(".*")} == {
         ".lock",
-        ".seed",
+        ".secret",
     }
 
 
@@ -232,17 +232,17 @@ def test_a_submission_that_changes_while_it_is_graded_is_graded_again(stub, tmp_
     assert cli.main(command) == 0 and stub == ["ada"]
 
 
-def test_a_class_has_a_secret_seed(stub, tmp_path, capfd, monkeypatch):
+def test_a_class_has_a_secret(stub, tmp_path, capfd, monkeypatch):
     """It is drawn once, used again by a regrade, and not in what students or other users can read."""
-    command, seeds = small_class(tmp_path / "class", ada=8), []
-    monkeypatch.setattr(classroom, "grade_all", lambda waiting, command, **options: seeds.append(command))
+    command, used = small_class(tmp_path / "class", ada=8), []
+    monkeypatch.setattr(classroom, "grade_all", lambda waiting, command, **options: used.append(command[-2:]))
     for options in ([], [], ["--seed", "70000007"], []):
         assert cli.main([*command, *options, "--feedback", str(tmp_path / "feedback")]) == 1
-        file = Path(seeds[-1][-1].removeprefix("@"))
-        seeds[-1] = file.read_text()
-        assert seeds[-1] not in capfd.readouterr().out
-    assert seeds[0] == seeds[1] and int(seeds[0]) > 2**40 and seeds[2:] == ["70000007"] * 2
-    assert file.parent.stat().st_mode & 0o077 == 0
+        option, name = used[-1]
+        used[-1] = Path(name).read_text()
+        assert option == "--secret" and used[-1] not in capfd.readouterr().out
+    assert used[0] == used[1] and len(used[0]) == 64 and used[2:] == ["70000007"] * 2
+    assert Path(name).parent.stat().st_mode & 0o077 == 0
 
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):

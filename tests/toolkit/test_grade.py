@@ -23,6 +23,7 @@ from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, Part, list_checks
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, get_module, select_modules
+from brigade.course.submission import Snapshot
 from brigade.grade import formats, grading, isolation
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.runner import ranks
@@ -209,6 +210,53 @@ def test_a_seed_that_was_given_is_in_no_results(form, monkeypatch):
     assert ("1980804389831955265" in formats.WRITERS[form](state)) == (form != "gradescope")
     state.is_seed_secret = True
     assert "1980804389831955265" not in formats.WRITERS[form](state)
+
+
+def test_the_seed_follows_from_the_texts_and_the_secret(submit, monkeypatch):
+    """Equal texts get equal cases, and any other text gets others, also if only an earlier module differs."""
+    seeds = {}
+    for name, first, second, secret in (
+        ("equal", "x = 1\n", "y = 1\n", b"secret"),
+        ("again", "x = 1\n", "y = 1\n", b"secret"),
+        ("a comment", "x = 1\n", "y = 1\n#\n", b"secret"),
+        ("an earlier module", "x = 2\n", "y = 1\n", b"secret"),
+        ("another secret", "x = 1\n", "y = 1\n", b"other"),
+        ("broken", "x = 1\n", "y = (\n", b"secret"),
+    ):
+        place = submit({1: first, 2: second, 3: name}, name, upto=3)  # module 3 is not graded
+        seeds[name] = grading.derive_seed(secret, Snapshot(place), 2)
+    assert seeds.pop("equal") == seeds["again"] and len({*seeds.values()}) == len(seeds)
+    assert all(0 <= seed < 2**62 for seed in seeds.values()) and max(seeds.values()) > 2**40
+
+
+@pytest.mark.parametrize("form", formats.WRITERS)
+def test_no_output_contains_the_secret(form, submit, tmp_path, monkeypatch, capfd):
+    """Results may contain the seed, with which nobody grades another submission."""
+    for name, value in META.items():
+        monkeypatch.setenv(name, value)
+    secret, out = tmp_path / "class.secret", tmp_path / "out"
+    secret.write_text("fa1b5be4\n")
+    out.mkdir()
+    used = []
+    monkeypatch.setattr(grading.Schedule, "run", lambda self: used.append(self.conditions.seed))
+    place = submit({1: "x = 1\n"})
+    words = ["grade", "--submission", place, "--modules", "1", "--secret", secret, "--format", form]
+    for more in ([], ["--out", out / "results"]):
+        assert cli.main([str(word) for word in [*words, *more]]) == 0
+    assert used == [grading.derive_seed(b"fa1b5be4", Snapshot(place), 1)] * 2
+    shown = "".join(capfd.readouterr()) + "".join(path.read_text() for path in out.iterdir())
+    assert "fa1b5be4" not in shown and "".join(map(str, b"fa1b5be4")) not in shown
+    assert str(used[0]) in shown
+
+
+@pytest.mark.parametrize(("content", "line"), [(None, "No such file or directory"), (" \n", "is empty")])
+def test_a_secret_that_cannot_be_read_is_one_line(content, line, tmp_path, capfd):
+    secret = tmp_path / "class.secret"
+    if content:
+        secret.write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["grade", "--submission", str(tmp_path), "--secret", str(secret)])
+    assert line in capfd.readouterr().err
 
 
 def test_seed_repeats_a_grading(grade, submit):

@@ -22,7 +22,8 @@ from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.sandbox import enter
 from tools import gradescope as package
 
-OPTIONS = ["--modules", "1-2", "--seed", "@seed"]
+SECRET = "5e1f0c4d"
+OPTIONS = ["--modules", "1-2", "--secret", "secret"]
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
 
 # Appended to a right answer, which then fails if a rank sees what it must not see, or cannot import what it may.
@@ -42,7 +43,7 @@ for name in ("source/tests", "source/solutions", "results/results.json"):
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     path = tmp_path_factory.mktemp("package") / "out" / "gradescope.zip"
-    package.build(path, OPTIONS, 7)
+    package.build(path, OPTIONS, SECRET.encode())
     assert path.parent.stat().st_mode & 0o777 == 0o700
     return path
 
@@ -126,7 +127,7 @@ def solution(number):
 
 def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     names = zipfile.ZipFile(archive).namelist()
-    top = {"run_autograder", "setup.sh", "options", "LICENSE", "requirements.txt", "brigade", "lessons", "seed"}
+    top = {"run_autograder", "setup.sh", "options", "LICENSE", "requirements.txt", "brigade", "lessons", "secret"}
     top |= {"solutions", "tests"}
     assert {name.split("/")[0] for name in names} == top
     assert {entry.checks.relative_to(ROOT).as_posix() for entry in MODULES} <= set(names)
@@ -146,7 +147,7 @@ def test_only_its_owner_may_read_it_and_equal_courses_make_equal_zips(archive, t
     path = tmp_path / "out" / "again.zip"
     path.parent.mkdir(mode=0o700)
     path.symlink_to(tmp_path / "elsewhere")
-    package.build(path, OPTIONS, 7)
+    package.build(path, OPTIONS, SECRET.encode())
     assert not path.is_symlink() and (tmp_path / "elsewhere").read_text() == "precious"
     assert path.stat().st_mode & 0o777 == archive.stat().st_mode & 0o777 == 0o600
     assert path.read_bytes() == archive.read_bytes()
@@ -169,16 +170,18 @@ def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, ca
     assert status == 2 and line in capsys.readouterr().err
 
 
-def test_all_uploads_get_one_seed(monkeypatch, capsys):
-    """The seed is drawn when the archive is made, unless the instructor chooses one."""
+def test_all_uploads_get_one_secret(monkeypatch, capsys, tmp_path):
+    """The secret is drawn when the archive is made, unless the instructor has one."""
     built = []
-    monkeypatch.setattr(package, "build", lambda archive, options, seed: built.append((options, seed)) or 1)
-    for options in ([], [], ["--modules", "1", "--seed", "7"]):
+    monkeypatch.setattr(package, "build", lambda archive, options, secret: built.append((options, secret)) or 1)
+    (tmp_path / "own").write_text("the secret of an earlier archive\n")
+    for options in ([], [], ["--modules", "1", "--secret", str(tmp_path / "own")]):
         assert package.main(options) == 0
     (_, first), (_, second), given = built
-    assert given == (["--modules", "1", "--seed", "@seed"], 7)
-    assert first != second and min(first, second) > 2**40, "or students could find it by trying"
-    assert f"with seed {first}," in capsys.readouterr().out
+    assert given == (["--modules", "1", "--secret", "secret"], b"the secret of an earlier archive")
+    assert first != second and len(first) == len(second) == 64, "or students could find it by trying"
+    printed = capsys.readouterr().out
+    assert first.decode() not in printed and "an earlier archive" not in printed
 
 
 def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
@@ -209,10 +212,10 @@ def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
     assert set(mistake.checks) <= {test["tags"][1] for test in lost}, output
     assert {test["tags"][0] for test in lost} == {"module 2"}
     assert last["score"] == 16 - sum(test["max_score"] for test in lost)
-    assert "seed" not in last["output"] and "did not finish" not in last["output"]
-    assert "seed" not in output, "other uploads are graded with it"
+    assert SECRET not in results.read_text() + output and "did not finish" not in last["output"]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="Gradescope's containers run Linux as root")
 def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
     """The grader is root without CAP_SYS_ADMIN. A rank works, but cannot read tests, solutions or results."""

@@ -17,5 +17,5 @@ run python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Pyth
 run python3 -m venv .venv
 run .venv/bin/python -m pip install --quiet --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" "$(grep '^torch==' requirements.txt)"
 run .venv/bin/python -m pip install --quiet --requirement requirements.txt
-run chmod -R go-rwx tests solutions seed options
+run chmod -R go-rwx tests solutions secret options
 run .venv/bin/python -m brigade.cli grade --submission solutions --modules 1 # the build log then shows 8 of 8 points
