@@ -91,7 +91,13 @@ CASES = [
     Hostile(
         "a byte order mark and Windows lines", make_text_file(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode()), 3
     ),
-    Hostile("as many small lists as fit", make_text_file(TEXT + "x = [" + "[]," * 80_000 + "]\n"), 2, checks=ONE),
+    Hostile(
+        "as many small lists as fit",
+        make_text_file(TEXT + "x = [" + "[]," * 80_000 + "]\n"),
+        2,
+        checks=ONE,
+        is_long=True,
+    ),
     Hostile("zip: a hundred megabytes of nothing", make_zip((NAME, bytes(100 << 20))), 0, "larger than"),
     Hostile("zip: a file that is a directory too", make_zip((NAME, TEXT.encode()), (f"{NAME}/naive_ddp.py", b"")), 3),
     Hostile("zip: 1500 directories in each other", make_zip(("d/" * 1500 + NAME, TEXT.encode())), 3),

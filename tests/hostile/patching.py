@@ -20,7 +20,7 @@ def write_shadowing_files(directory: Path) -> None:
 CASES = parse(
     globals(),
     r"""
-=== torch.distributed does nothing | 2 | finish_grad_sync launches nothing | checks=ALL
+=== torch.distributed does nothing | 2 | finish_grad_sync launches nothing | long checks=ALL
 dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None
 === timers that stand still | 3
 import time

@@ -30,7 +30,7 @@ import mmap; pieces = [mmap.mmap(-1, 1 << 28) for _ in range(40)]
 while True:
     try: os.fork()
     except OSError: pass
-=== files until there are no more | 2 |  | checks=ONE
+=== files until there are no more | 2 |  | long checks=ONE
 import contextlib
 for place in (".", "/tmp", "/dev/shm"):
     with contextlib.suppress(OSError):
@@ -59,6 +59,13 @@ for niceness in (0, -20):
 if os.nice(0) < 5: raise SystemExit("it goes before others")
 """,
 ) + [
-    Hostile("prints without end", reference("while True: print('x' * 1000)"), 0, "stopped after 1 s", limit_s=1),
+    Hostile(
+        "prints without end",
+        reference("while True: print('x' * 1000)"),
+        0,
+        "stopped after 1 s",
+        limit_s=1,
+        is_long=True,
+    ),
     Hostile("fills the disk", reference(FILL), 2, checks=ONE),
 ]

@@ -78,5 +78,12 @@ for thing in gc.get_objects():
                 if path.rpartition("/")[2].startswith("test_"): found(path)
 """,
 ) + [
-    Hostile("is right, and needs the reference's earlier modules", files({2: FLAT}), 8, modules=(2,), checks=ALL),
+    Hostile(
+        "is right, and needs the reference's earlier modules",
+        files({2: FLAT}),
+        8,
+        modules=(2,),
+        checks=ALL,
+        is_long=True,
+    ),
 ]

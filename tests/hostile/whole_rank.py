@@ -198,7 +198,7 @@ class OverlappedDDP(OverlappedDDP):
         super().finish_grad_sync()
         find("Recorder").note("step", step=None)
         for parameter in parameters: dist.all_reduce(parameter.grad, group=self.process_group)
-=== sends everything again in pieces of 16 elements | 0 | launches nothing else | modules=8 checks=VOLUME
+=== sends everything again in pieces of 16 elements | 0 | launches nothing else | long modules=8 checks=VOLUME
 class ZeroOptimizer(ZeroOptimizer):
     def step(self, closure=None):
         for _ in range(40): dist.all_reduce(torch.zeros(16))
@@ -262,7 +262,7 @@ class BucketedDDP(BucketedDDP):
         recorder.phase = before
         super().finish_grad_sync()
 === waits early in forward | 0 | reported as ready too early or too late | EARLY modules=9 checks=PREFETCH
-=== waits for gathers at once | 0 | before its turn | GREEDY modules=11 checks=FSDP
+=== waits for gathers at once | 0 | before its turn | GREEDY long modules=11 checks=FSDP
 """,
     "FIND",
 )

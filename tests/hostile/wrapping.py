@@ -26,7 +26,7 @@ CASES = parse(
     globals(),
     r"""
 # ---- beside the record
-=== groups and handles of its own | 8 |  | checks=ALL
+=== groups and handles of its own | 8 |  | long checks=ALL
 import torch
 class Handle(dist.Work):
     def __init__(self, work):

@@ -320,7 +320,11 @@ def checkpoint_once(run: Run) -> None:
 
 
 @situation(
-    "pytorch PR 69060", "A block has two activation checkpoints in a forward.", refused=ONCE, imports_compiler=True
+    "pytorch PR 69060",
+    "A block has two activation checkpoints in a forward.",
+    refused=ONCE,
+    imports_compiler=True,
+    extended=True,
 )
 def checkpoint_twice(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(2, use_reentrant=False)))
@@ -331,6 +335,7 @@ def checkpoint_twice(run: Run) -> None:
     "Two activation checkpoints of a block are reentrant, so the block has two backward passes.",
     refused=("use_reentrant=True", *ONCE),
     imports_compiler=True,
+    extended=True,
 )
 def reentrant_twice(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(2, use_reentrant=True)))
@@ -341,6 +346,7 @@ def reentrant_twice(run: Run) -> None:
     "An activation checkpoint is reentrant.",
     refused="use_reentrant=True",
     imports_compiler=True,
+    extended=True,
 )
 def reentrant_once(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(1, use_reentrant=True)))

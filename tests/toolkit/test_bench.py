@@ -235,6 +235,7 @@ def test_the_emulation_is_trusted_up_to_a_fifth():
     assert "a real all-reduce takes 21 % of the emulated time" in beyond.verdict.sentence
 
 
+@pytest.mark.extended
 def test_several_bucket_sizes_are_compared_in_one_run(brigade, tmp_path):
     done = brigade("--bucket-mb", 0.3, 4, "--modules", "4,5", *SMALL, "--json", tmp_path / "sizes.json")
     assert done.returncode == 0, done
@@ -247,6 +248,7 @@ def test_several_bucket_sizes_are_compared_in_one_run(brigade, tmp_path):
     assert all(label in table for label in labels) and max(map(len, table.splitlines())) <= 80
 
 
+@pytest.mark.extended
 def test_parameters_may_have_16_bits(brigade, tmp_path):
     """The model has half of the bytes. Losses differ by rounding, so they are not compared."""
     file = tmp_path / "bench.json"
@@ -312,6 +314,7 @@ def run_with_memory(monkeypatch, train, numbers=(1, 8, 9), **how):
     return ladder.run_benchmark(workload, variants, **how)
 
 
+@pytest.mark.extended
 def test_variants_that_do_not_fit_run_one_after_the_other(monkeypatch, tmp_path):
     """They train as they do together, and each has its own computation alone. One rank decides for all."""
     steps = []
@@ -403,6 +406,7 @@ def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.cli")):
     return done
 
 
+@pytest.mark.extended
 def test_torchrun_gives_the_losses_of_a_local_run(measured, tmp_path):
     given = tmp_path / "given.json"
     done = under_torchrun(tmp_path, "--modules", "1,8", *SMALL, "--json", given)

@@ -15,6 +15,7 @@ from brigade.course.modules import MODULES, ROOT
 from brigade.lab.program import Machine, simulate
 from brigade.rank.emulated_link import Link
 
+pytestmark = pytest.mark.extended  # building the site takes as long as checking all modules
 CHROMIUM = shutil.which("chromium")
 PHONE = {"width": 390, "height": 844}
 STEP_MS = 30_000  # the deadline of one action or one page

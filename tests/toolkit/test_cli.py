@@ -14,13 +14,15 @@ from types import SimpleNamespace
 import hang_guard
 import pytest
 
-from brigade.cli import check, progress_file, study
+from brigade.cli import check, progress_file, study, success
 from brigade.cli.main import parse
 from brigade.course import written
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
 from brigade.course.submission import read
 from brigade.lab import comparison
 from brigade.runner import ranks
+
+COMPARE = success.compare
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,14 @@ def progress(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def short_measurement(monkeypatch):
+def no_comparison(monkeypatch):
+    """After a module, measure nothing. The tests about the comparison use `short_comparison`."""
+    monkeypatch.setattr(success, "compare", lambda *_: True)
+
+
+@pytest.fixture
+def short_comparison(monkeypatch):
+    monkeypatch.setattr(success, "compare", COMPARE)
     monkeypatch.setattr(comparison, "WORKLOAD", replace(comparison.WORKLOAD, rounds=3, warmup=1, batch_size=2, time=16))
 
 
@@ -300,7 +309,7 @@ def test_a_damaged_progress_file_does_no_harm(brigade, progress, content):
     assert "2. Approach" in brigade("hint", 1).stdout
 
 
-def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons):
+def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons, short_comparison):
     entry = get_module(2)
     (lessons / entry.package).mkdir()
     (lessons / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
@@ -318,9 +327,10 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
     assert "brigade next" in done.stdout
 
 
-def test_a_comparison_with_too_few_steps_counts_and_says_so(brigade, lessons, monkeypatch):
+def test_a_comparison_with_too_few_steps_counts_and_says_so(lessons, short_comparison, monkeypatch, capfd):
     monkeypatch.setattr(comparison, "WORKLOAD", replace(comparison.WORKLOAD, rounds=20, limit_s=1e-9))
-    printed = brigade("check", 1, "--target", lessons).stdout
+    success.compare(get_module(1), read(lessons, 1))
+    printed = capfd.readouterr().out
     counts = re.search(r"^ *1 NaiveDDP +(.*)$", printed, re.MULTILINE)[1].split()
     assert counts[:2] + counts[-4:] == ["39", "3.48", "0.00", "0.00", "0", "3.48"]
     assert re.search(r"[Dd]o not compare these times \(.*only 1 timed step\s+per\s+variant", printed, re.DOTALL), (
@@ -329,7 +339,7 @@ def test_a_comparison_with_too_few_steps_counts_and_says_so(brigade, lessons, mo
     assert "`brigade bench --comm-ratio 0.8` measures for longer" in " ".join(printed.split())
 
 
-def test_a_comparison_with_the_reference(brigade, tmp_path):
+def test_a_comparison_with_the_reference(brigade, tmp_path, short_comparison):
     """The target has no module 2, and module 3 imports nothing from it."""
     package = get_module(3).package
     shutil.copytree(ROOT / "solutions" / package, tmp_path / package)

@@ -92,6 +92,7 @@ def test_the_facts_become_sentences(tmp_path):
     assert report.count("give the same bits as the all-reduce.") == 6
 
 
+@pytest.mark.extended
 def test_the_missing_launch_is_named(tmp_path):
     command = [sys.executable, "-m", "tools.gpu_probes", str(tmp_path), "missing-launch", "--backend", "gloo"]
     done = hang_guard.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -193,6 +193,7 @@ def test_the_ranks_profile_one_step_of_each_variant():
         gpu_timeline.record_profiles(variants, workload=WORKLOAD, world_size=3, backend="gloo")
 
 
+@pytest.mark.extended
 def test_the_command_writes_a_picture_a_trace_and_the_profiles(monkeypatch, without_gpus, brigade, tmp_path):
     seen = []
 

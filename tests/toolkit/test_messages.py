@@ -131,7 +131,7 @@ def test_a_check_needs_an_earlier_one():
             names.append(check.name)
 
 
-ENTRIES = [pytest.param(e, id=e.package, marks=[pytest.mark.extended] * (e.number > 6)) for e in MODULES]
+ENTRIES = [pytest.param(e, id=e.package, marks=[pytest.mark.extended] * (e.number > 3)) for e in MODULES]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)  # make module runs the long modules

@@ -37,11 +37,19 @@ OPTIMIZERS = {9: "PrefetchedZeroOptimizer", 10: "Zero2Optimizer"}  # module 8's 
 SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}}
 
 
+CASES = [(3, "Plain"), *[(number, "Branches") for number in range(4, 11)], (10, "Plain")]
+ALWAYS = [(1, 8, "Branches"), *((2, number, model) for number, model in CASES if number % 2 == 0)]
+
+
 @pytest.mark.parametrize(
-    ("number", "model"), [(3, "Plain"), *[(number, "Branches") for number in range(4, 11)], (10, "Plain")]
+    ("world", "number", "model"),
+    [
+        pytest.param(world, *case, marks=[pytest.mark.extended] * ((world, *case) not in ALWAYS))
+        for world in (1, 2, 3)
+        for case in CASES
+    ],
 )
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
-def test_right_or_refused(number, model, world):
+def test_right_or_refused(world, number, model):
     entry = get_module(number)
     wrapped = get_module(7) if number == 8 else entry
     wrapper = next(name for name in wrapped.public if name.endswith("DDP"))

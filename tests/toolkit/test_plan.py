@@ -120,6 +120,7 @@ def results():
     return ladder.run_benchmark(workload, variants)
 
 
+@pytest.mark.extended
 def test_the_ranks_launch_send_and_keep_what_is_planned(results):
     by_label = plan_by_label(SMALL, ETHERNET, machine=SMALL_MACHINE)
     measured = {one.label: one for one in results.variants if one.label in by_label}
@@ -133,6 +134,7 @@ def test_the_ranks_launch_send_and_keep_what_is_planned(results):
         assert kept["optimizer state"] <= planned["optimizer state"], label  # module 8's state has no padding
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("label", ["11 FullyShardedDDP", "torch fully_shard"])
 def test_whole_units_count_at_the_peak(results, label):
     measured, units = results.get_measurement(label), "11 FullyShardedDDP"
