@@ -50,9 +50,7 @@ def make_archive(options: Sequence[str], secret: bytes) -> int:
     select_graded_modules(chosen)  # refuses modules that do not exist
     count = build(ARCHIVE, [*options, "--secret", "secret"], secret)
     print(f"{ARCHIVE.relative_to(ROOT)} contains {count} files. Upload it as the autograder.")
-    print(
-        "The random cases of an upload follow from it and from the archive's file `secret`, which students must not see."
-    )
+    print("The random cases of an upload follow from it and from the file `secret`, which students must not see.")
     print("To use the same secret in a new archive, take the file out of this one, and pass --secret FILE.")
     return 0
 
@@ -60,8 +58,8 @@ def make_archive(options: Sequence[str], secret: bytes) -> int:
 def build(archive: Path, options: Sequence[str], secret: bytes) -> int:
     """Write the zip and return the number of files in it. `options` are passed to `brigade grade` for every submission.
 
-    The options may read `secret` from the file of this name, which only root can read. Raise CourseError if the course is
-    inconsistent.
+    The options may read `secret` from the file of this name, which only root can read. Raise CourseError if the course
+    is inconsistent.
     """
     validation.validate_course()
     texts = {"options": "".join(f"{word}\n" for word in options), "secret": secret.decode()}
