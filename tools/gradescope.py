@@ -36,10 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Example: python -m tools.gradescope --modules 1-4 --limit 300",
     )
-    what = "the secret of an earlier archive, so that equal uploads get equal points again (default: a new one)"
-    parser.add_argument("--secret", type=read_secret, default=secrets.token_hex().encode(), metavar="FILE", help=what)
+    what = "a file with the secret, so that a later archive gives equal uploads equal points again; it is made if it "
+    parser.add_argument("--secret", type=Path, metavar="FILE", help=f"{what}does not exist (default: none)")
     own, options = parser.parse_known_args(arguments)
-    return run_to_status("gradescope", lambda: make_archive(options, own.secret))
+    return run_to_status("gradescope", lambda: make_archive(options, find_secret(own.secret)))
+
+
+def find_secret(path: Path | None) -> bytes:
+    """Return the secret in a file, or a new one, which is written to the file. Raise CourseError if that fails."""
+    new = secrets.token_hex().encode()
+    if path and not path.exists():
+        try:
+            path.touch(0o600)
+            path.write_bytes(new)
+        except OSError as error:
+            raise CourseError(f"--secret {path}: {error.strerror}") from None
+    return read_secret(path) if path else new
 
 
 def make_archive(options: Sequence[str], secret: bytes) -> int:
@@ -51,7 +63,6 @@ def make_archive(options: Sequence[str], secret: bytes) -> int:
     count = build(ARCHIVE, [*options, "--secret", "secret"], secret)
     print(f"{ARCHIVE.relative_to(ROOT)} contains {count} files. Upload it as the autograder.")
     print("The random cases of an upload follow from it and from the file `secret`, which students must not see.")
-    print("To use the same secret in a new archive, take the file out of this one, and pass --secret FILE.")
     return 0
 
 

@@ -56,7 +56,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     add(cases, "--seed N", seed, type=int)
     secret = "with --submission: a file with a secret, from which and from the submission the random cases follow, so "
     secret += "that equal submissions get equal points, and no other submission gets the same cases"
-    add(cases, "--secret FILE", secret, type=read_secret)
+    add(cases, "--secret FILE", secret, type=Path)
     add(parser, "--backend", "the backend (default: gloo)", default="gloo", choices=("gloo", "nccl"))
     add(parser, "--share-gpu", "put several NCCL ranks on one GPU")
     limit = "the time limit for one submission (default: 900)"
@@ -116,6 +116,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     please_look = resolve_results_file(options.please_look, options.submission)
     state = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
     state.is_seed_secret = options.seed is not None  # other submissions may be graded with it
+    secret = read_secret(options.secret) if options.secret else None
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -152,7 +153,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                     share_gpu=options.share_gpu,
                     total_s=options.limit,
                     on_change=follow,
-                    secret=options.secret,
+                    secret=secret,
                 )
         except CourseError as error:
             state.unreadable = str(error) if isinstance(error, incoming.Unreadable) else ""
@@ -170,14 +171,14 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     return 0
 
 
-def read_secret(name: str) -> bytes:
-    """Return the content of a file, without space around it. Raise ArgumentTypeError if there is none."""
+def read_secret(path: Path) -> bytes:
+    """Return the content of a file, without space around it. Raise CourseError if there is none."""
     try:
-        secret = Path(name).read_bytes().strip()
+        secret = path.read_bytes().strip()
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+        raise CourseError(f"--secret {path}: {error.strerror}") from None
     if not secret:
-        raise argparse.ArgumentTypeError(f"{name} is empty")
+        raise CourseError(f"--secret {path}: the file is empty")
     return secret
 
 

@@ -415,7 +415,7 @@ def test_a_correction_remains_one_if_the_grader_agrees_for_a_while(hand_made, tm
         (b"student;note\nada;J\xf6rg\n", "is not a CSV file in UTF-8"),
         (b"student,remark,remark\nada,a,b\n", "the heading 'remark' is there twice"),
         (b"student,,score\nada,mine,8\n", "a column has no heading"),
-        (b"student,submission,written 1\nada,ada,five\n", "ada: written 1 has 'five' instead of points"),
+        (b"student,submission,module 1,written 1\nada,ada,8,five\n", "ada: written 1 has 'five' instead of points"),
         (b"sep=;\nstudent;file\nada;ada\n", "grades.csv has no column 'submission', so nothing was changed"),
         (b"Student,submission\nada,ada\n", "grades.csv has no column 'student', so nothing was changed"),
         (b"student,module 9\nada,1\n", "the core and the advanced modules have separate totals"),

@@ -47,14 +47,14 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, clone / name)
     lesson = f"lessons/{FIRST.package}"
     for name in ("secret.md", "docs/secret.md", "brigade/grade/secret.py", "tests/secret.py", f"{lesson}/secret.txt"):
-        (clone / name).write_text("a secret that git tracks\n")
+        (clone / name).write_text("a planted secret that git tracks\n")
     git("init", "--quiet", cwd=clone)
     git("add", "--all", cwd=clone)
     for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
-        (clone / name).write_text("a secret of the maintainer's own\n")
-    (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
+        (clone / name).write_text("a planted secret of the maintainer's own\n")
+    (clone / "lessons" / FIRST.path).write_text("# a planted secret, half-written\n")
     answers = clone / lesson / "answers.md"
-    answers.write_text(answers.read_text() + "a secret, half-written\n")
+    answers.write_text(answers.read_text() + "a planted secret, half-written\n")
     assert run_command(clone, "tools.student_edition").startswith("out/student and out/student.zip contain ")
     made = clone / "out" / "student"
     with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:
@@ -107,7 +107,7 @@ def test_no_secret_is_in_it(edition):
     found = texts(edition)
     assert not [name for name in found if KEPT_OUT & {*Path(name).parts}]
     assert {name for name in found if name.startswith("notebooks/")} == {*BROWSER_NOTEBOOKS}
-    assert not [name for name, text in found.items() if "secret" in name or "a secret" in text]
+    assert not [name for name, text in found.items() if "secret" in name or "a planted secret" in text]
     assert not [name for name, text in found.items() if re.search("^mutant: ", text, re.MULTILINE)]
     marked = [name for name, text in found.items() if "### BEGIN SOLUTION" in text]
     assert not [name for name in marked if not name.startswith("brigade/course/")]

@@ -254,9 +254,9 @@ def test_a_secret_that_cannot_be_read_is_one_line(content, line, tmp_path, capfd
     secret = tmp_path / "class.secret"
     if content:
         secret.write_text(content)
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["grade", "--submission", str(tmp_path), "--secret", str(secret)])
-    assert line in capfd.readouterr().err
+    assert cli.main(["grade", "--submission", str(tmp_path), "--secret", str(secret)]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"brigade: --secret {secret}: ") and said.count("\n") == 1 and line in said
 
 
 def test_seed_repeats_a_grading(grade, submit):

@@ -175,9 +175,12 @@ def test_all_uploads_get_one_secret(monkeypatch, capsys, tmp_path):
     built = []
     monkeypatch.setattr(package, "build", lambda archive, options, secret: built.append((options, secret)) or 1)
     (tmp_path / "own").write_text("the secret of an earlier archive\n")
-    for options in ([], [], ["--modules", "1", "--secret", str(tmp_path / "own")]):
+    for options in ([], [], ["--secret", str(tmp_path / "new")], ["--modules", "1", "--secret", str(tmp_path / "own")]):
         assert package.main(options) == 0
-    (_, first), (_, second), given = built
+    (_, first), (_, second), (_, kept), given = built
+    assert (
+        kept == (tmp_path / "new").read_bytes() not in (first, second) and (tmp_path / "new").stat().st_mode & 0o77 == 0
+    )
     assert given == (["--modules", "1", "--secret", "secret"], b"the secret of an earlier archive")
     assert first != second and len(first) == len(second) == 64, "or students could find it by trying"
     printed = capsys.readouterr().out

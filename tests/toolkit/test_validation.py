@@ -91,5 +91,5 @@ def test_nothing_is_made_from_a_contradiction(tmp_path, monkeypatch, capsys):
 def test_what_checks_need_and_the_package_lacks_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(gradescope, "NEEDED", tuple(name for name in gradescope.NEEDED if "scenario" not in name))
     with pytest.raises(CourseError, match="cannot be imported: ImportError: cannot import name 'scenario'"):
-        gradescope.build(tmp_path / "gradescope.zip", [], 0)
+        gradescope.build(tmp_path / "gradescope.zip", [], b"secret")
     assert list(tmp_path.iterdir()) == []
