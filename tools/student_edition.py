@@ -23,7 +23,7 @@ from brigade.lab.experiment import run_to_status
 from tools.course_files import list_tracked_files
 
 # The files that the Gradescope package contains, too: the core, its commands and the checks.
-FOLDERS = ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "cli")
+FOLDERS = ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "testing", "cli")
 CORE = ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
 CHECKS = ("tests/test_m*.py", "tests/helpers/*.py")
 CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.txt"))
@@ -32,7 +32,7 @@ BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.js", *CHECKS)
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
-DOCUMENTS = ("browser", "bugs", "claims", "glossary", "gpus", "plan", "privacy")
+DOCUMENTS = ("browser", "bugs", "claims", "glossary", "gpus", "plan", "privacy", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS))
 INCLUDED += (*(f"lessons/*/{name}" for name in ("README.md", "hints.md", "*.png", "*.svg", "*.py")), "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt

@@ -1,0 +1,182 @@
+"""`brigade.testing`: claims about any distributed code say what is wrong, and its page shows what runs."""
+
+import inspect
+import linecache
+import os
+import re
+import sys
+import types
+
+import hang_guard
+import pytest
+import torch
+from in_ranks import claims
+
+from brigade.course.modules import ROOT
+from brigade.testing import PerRank, RankFailure, run
+from brigade.testing.plugin import ranks as ranks_fixture
+
+EXAMPLES = sorted((ROOT / "tests" / "examples").glob("test_*.py"))
+
+
+def test_the_page_shows_the_examples():
+    text = (ROOT / "docs" / "testing.md").read_text()
+    assert len(EXAMPLES) == 3
+    for path in EXAMPLES:
+        assert f"```python\n{path.read_text()}```" in text, f"docs/testing.md shows another {path.name}"
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Return what `claims.drive` did on two ranks."""
+    return run(claims.drive, PerRank([1.0, 2.0]))
+
+
+def test_what_a_driver_returns_and_prints(seen):
+    assert [each["rank"] for each in seen] == [0, 1] and seen.output == ["from 0\n", "from 1\n"]
+    assert torch.equal(seen[0]["sum"], torch.full((4,), 3.0))
+    seen.are_equal_on_all_ranks("sum")
+    with pytest.raises(AssertionError, match=r"rank 1: rank differs from rank 0"):
+        seen.are_equal_on_all_ranks("rank")
+    with pytest.raises(AssertionError, match=r"the result\['rank'\] differs from rank 0"):
+        seen.are_equal_on_all_ranks()
+
+
+def test_right_claims(seen):
+    hooked = seen.step(1)
+    assert hooked.gradients == ["2.bias", "2.weight", "0.bias", "0.weight"]
+    hooked.launches("all_reduce", count=4).are_asynchronous().are_awaited().come_before_gradient(+1)
+    hooked.launches().have_dtype(torch.float32).carry(4 * (4 * 4 + 4 + 2 * 4 + 2))
+    assert hooked.bytes_sent() == 4 * 30  # half of the bytes, to the other rank and back
+    assert [(each.rank, each.number) for each in seen.steps()] == [(rank, n) for rank in (0, 1) for n in (1, 0, 7)]
+    assert seen.kept_bytes("parameters") == seen.peak_bytes("gradients") == 4 * 30
+    assert seen.kept_bytes("optimizer state") == 4 * 30  # momentum
+    assert seen.kept_bytes() >= 3 * 4 * 30
+    assert len(seen.launches("broadcast", rank=1)) == 1, "outside of the steps"
+
+
+@pytest.mark.parametrize(
+    ("claim", "sentence"),
+    [
+        (lambda s: s.step(0, 1).launches(count=3), "rank 1, step 0: 4 launches (all_reduce of 2 float32, "),
+        (lambda s: s.step(0).launches("reduce_scatter", count=1), "no launches; all of them: 4 launches"),
+        (lambda s: s.step(0).launches().are_asynchronous(), "all_reduce #5 (2.bias, float32, 8 B) waits inside"),
+        (lambda s: s.step(0).launches().come_before_gradient(+1), "comes after backward: 4 of 4 gradients are ready"),
+        (lambda s: s.step(7).launches().are_awaited(), "step 7: nobody waits for all_reduce #"),
+        (lambda s: s.step(1).launches().have_dtype("bfloat16"), "(2.bias, float32, 8 B) carries float32"),
+        (lambda s: s.step(1).launches().carry(8), "120 bytes in 4 launches"),
+    ],
+)
+def test_wrong_claims_say_what_happened(claim, sentence, seen):
+    with pytest.raises(AssertionError) as caught:
+        claim(seen)
+    assert sentence in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(
+    ("misuse", "sentence"),
+    [
+        (lambda s: s.step(5), "rank 0 has no step 5"),
+        (lambda s: s.peak_bytes("weights"), "there is no kind 'weights': expected one of parameters, gradients"),
+        (lambda s: run(lambda: 1), "is not a function at the top level of a file"),
+        (lambda s: run(claims.drive, mode="fast"), "mode 'fast': expected one of strict, record"),
+        (lambda s: run(claims.drive, world_size=0), "world_size 0: expected a number of ranks from 1 on"),
+    ],
+)
+def test_misuse_is_one_sentence(misuse, sentence, seen):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        misuse(seen)
+
+
+def test_without_steps_and_watched_models_the_claims_say_what_is_missing():
+    bare = run(claims.do_little, world_size=1)
+    assert bare[0] is None
+    with pytest.raises(ValueError, match=re.escape("write `with step(0):` into the driver")):
+        list(bare.steps())
+    with pytest.raises(ValueError, match=re.escape("call watch(model) in the driver")):
+        bare.peak_bytes()
+    empty = run(claims.take_empty_step, world_size=1)
+    with pytest.raises(ValueError, match=re.escape("no gradient became ready: call watch(model)")):
+        empty.step(0).launches().come_before_gradient(+1)
+
+
+@pytest.mark.parametrize(
+    ("driver", "sentence"),
+    [
+        (claims.deadlock, "rank 0 waits in all_reduce #0"),
+        (claims.run_again, "run was called on a rank: in a script, write it below `if __name__ == '__main__':`"),
+        (claims.wait_in_cpp, "and the strict mode cannot see that: use the mode record"),
+    ],
+)
+def test_a_run_that_cannot_end_says_why(driver, sentence):
+    with pytest.raises(RankFailure, match=re.escape(sentence)):
+        run(driver)
+
+
+CELLS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+WIDTH = 3
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return double(super().forward(x))
+
+def double(x):
+    return 2 * x
+
+def drive(scale):
+    net = Net(WIDTH, 1)
+    with torch.no_grad():
+        net.weight.fill_(scale), net.bias.zero_()
+    total = net(torch.ones(1, WIDTH)).detach()
+    dist.all_reduce(total)
+    return total
+"""
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """Return a module like that of a notebook, in which CELLS have been executed."""
+    main = types.ModuleType("__main__")
+    linecache.cache["<cell>"] = len(CELLS), None, CELLS.splitlines(keepends=True), "<cell>"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(inspect, "getfile", lambda value, before=inspect.getfile: find_file(value, before))
+    exec(compile(CELLS, "<cell>", "exec"), main.__dict__)
+    return main
+
+
+def find_file(value, before):
+    """Return the file of a notebook's class, which IPython tells the module `inspect`."""
+    return "<cell>" if getattr(value, "__module__", "") == "__main__" and isinstance(value, type) else before(value)
+
+
+def test_a_driver_in_a_notebook_brings_what_it_uses_from_other_cells(notebook):
+    assert run(notebook.drive, 0.5, world_size=2)[1].item() == 2 * 2 * 0.5 * 3
+    notebook.WIDTH = torch.ones(3)
+    with pytest.raises(ValueError, match="drive uses WIDTH, a Tensor of the notebook, which ranks cannot get"):
+        run(notebook.drive, 0.5)
+
+
+@pytest.mark.extended
+def test_a_script_runs_from_any_directory(tmp_path):
+    (tmp_path / "mine.py").write_text("def answer():\n    return 42\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mine\nfrom brigade.testing import run\n\n\ndef drive():\n    return mine.answer()\n\n\n"
+        "if __name__ == '__main__':\n    print(list(run(drive, world_size=2)))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = hang_guard.run([sys.executable, script], cwd="/", env=environment, capture_output=True, text=True)
+    assert done.stdout == "[42, 42]\n", done
+
+
+def test_the_fixture_skips_a_test_that_has_too_few_gpus(monkeypatch):
+    marker = types.SimpleNamespace(args=["nccl"])
+    request = types.SimpleNamespace(node=types.SimpleNamespace(get_closest_marker=lambda name: marker))
+    monkeypatch.setattr("brigade.testing.plugin.count_gpus", lambda: 1)
+    run_on_gpus = ranks_fixture.__wrapped__(request)
+    with pytest.raises(pytest.skip.Exception, match="3 ranks need 3 GPUs; there are 1"):
+        run_on_gpus(claims.drive, world_size=3)
