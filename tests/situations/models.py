@@ -314,7 +314,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@situation("pytorch #84589", "A block has an activation checkpoint.", imports_compiler=True)
+@situation("pytorch #84589", "A block has an activation checkpoint.", imports_compiler=True, extended=True)
 def checkpoint_once(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(1, use_reentrant=False)))
 

@@ -372,6 +372,7 @@ def test_what_is_not_written_is_left_out(tmp_path):
     assert bench.select_written("solutions", CORE_MODULES)[0] == list(CORE_MODULES)
 
 
+@pytest.mark.extended
 def test_a_submission_that_trains_otherwise_fails(brigade, tmp_path):
     done = brigade("--target", make_submission(tmp_path, [(1, r"parameter\.grad /= .*", "pass")]), *SMALL)
     assert done.returncode == 1

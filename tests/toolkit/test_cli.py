@@ -339,6 +339,7 @@ def test_a_comparison_with_too_few_steps_counts_and_says_so(lessons, short_compa
     assert "`brigade bench --comm-ratio 0.8` measures for longer" in " ".join(printed.split())
 
 
+@pytest.mark.extended
 def test_a_comparison_with_the_reference(brigade, tmp_path, short_comparison):
     """The target has no module 2, and module 3 imports nothing from it."""
     package = get_module(3).package

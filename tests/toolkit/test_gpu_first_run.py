@@ -80,6 +80,7 @@ def test_few_files_come_back(tmp_path):
     assert len({step.log for step in steps} | {"report.md", "facts.jsonl"}) <= 7
 
 
+@pytest.mark.extended
 def test_the_facts_become_sentences(tmp_path):
     command = [sys.executable, "-m", "tools.gpu_probes", str(tmp_path), "machine", "sums", "--backend", "gloo"]
     done = hang_guard.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -239,6 +239,7 @@ def test_no_output_contains_the_secret(form, submit, tmp_path, monkeypatch, capf
     out.mkdir()
     used = []
     monkeypatch.setattr(grading.Schedule, "run", lambda self: used.append(self.conditions.seed))
+    monkeypatch.setattr(isolation, "may_isolate", lambda: False)
     place = submit({1: "x = 1\n"})
     words = ["grade", "--submission", place, "--modules", "1", "--secret", secret, "--format", form]
     for more in ([], ["--out", out / "results"]):

@@ -144,6 +144,7 @@ def test_whole_units_count_at_the_peak(results, label):
     assert kept + max(unit_bytes) <= peak <= kept + root_bytes + 2 * max(unit_bytes)
 
 
+@pytest.mark.extended
 def test_what_a_rank_keeps_is_what_is_counted():
     zero = ladder.get_variant(get_module(8))
     variants = [
