@@ -30,6 +30,7 @@ if os.path.expanduser("~") == "~":
     HOME = tempfile.TemporaryDirectory()
     os.environ["HOME"] = HOME.name
 
+pytest_plugins = ["brigade.testing.plugin"]  # for tests/examples
 LOOP = """docs experiments hints messages mutants new_module notebooks prose
 requests situations skeletons wrong_answers"""
 # The tests that take longest, by the beginnings of their names, so that no process is left alone with one at the end.
