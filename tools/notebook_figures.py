@@ -33,7 +33,7 @@ from matplotlib.transforms import Bbox
 
 from brigade.checks.tiny_lm import SIZES
 from brigade.course.modules import MODULES, ROOT
-from brigade.lab import gpu_timeline, notebook
+from brigade.lab import gpu_timeline, ladder, notebook
 from brigade.lab.notebook_plots import SHOWN_DPI, LargeFigure
 
 OVERVIEW = "00_overview"
@@ -50,12 +50,13 @@ def list_names(numbers: Sequence[int] = ()) -> list[str]:
 
 def shorten(source: str) -> str:
     """Return a cell that measures less: enough to see that it runs."""
-    return re.sub(r"\brounds=\d+", "rounds=4, time=32", source)
+    return re.sub(r"\brounds=\d+", "rounds=4, time=32", source).replace("largest = 2**30", "largest = 2**20")
 
 
-def shrink_workload() -> None:
+def shrink_workloads() -> None:
     """Give GPUs little to do: enough to see that it runs."""
     small = {"size": SIZES["tiny"], "time": 32, "rounds": 4, "warmup": 1}
+    ladder.ON_GPUS = replace(ladder.ON_GPUS, **small)
     gpu_timeline.WORKLOAD = replace(gpu_timeline.WORKLOAD, **small)
 
 
@@ -181,7 +182,7 @@ def main() -> int:
     if options.name:
         notebook.RANKS_ON_CPU = options.ranks
         notebook.DEADLINE_S = notebook.START_S = LONG_S
-        shrink_workload()
+        shrink_workloads()
         faults = run_notebook(options.name, out)
         print(*(f"FAULT {options.name}, {fault}" for fault in faults), sep="\n")
         return int(bool(faults))

@@ -31,6 +31,7 @@ from brigade.lab.memory_accounting import Bytes
 from brigade.lab.on_ranks import STEP_BEFORE, train
 from brigade.lab.quiet import Verdict, judge_machine
 from brigade.rank.emulated_link import Link, Pace, count_sent_bytes, read_link, spans_nodes
+from brigade.runner.machine import count_gpus
 from brigade.runner.ranks import RankResults, run_ranks
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
@@ -70,6 +71,18 @@ class Workload:
 # The workload for the emulated link. Its computation takes long enough that the real collectives take only a small
 # part of the emulated time. They still take processor time from the computation.
 EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
+
+
+# The workload for GPUs: the model is large enough that they compute longer than Python needs to launch the kernels, and
+# ten variants fit into 16 GB. Each rank gets 4 sequences of a batch.
+ON_GPUS = Workload(
+    size=Size(d_model=1024, d_ff=4096, layers=4, heads=16, vocabulary=256, context=512),
+    batch_size=4,
+    time=512,
+    rounds=20,
+    bucket_mb=25.0,
+    learning_rate=0.005,
+)
 
 
 def fit_batch(workload: Workload, world_size: int) -> Workload:
@@ -175,6 +188,7 @@ class Ladder:
     `expected_loss` is the loss of one process, in nats per token, or NaN if none has run. `computation` is the
     measurement of the same steps without communication. `link` is the emulated link, made for `backward_s`, the time of
     backward alone. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
+    `device` is what rank 0 computes on, such as "the CPU".
     `dtype` is that of the parameters of the computation alone. `cpu_shares[rank]`
     contains, for each timed round on CPUs, the part of a backward in which the rank had a processor core.
     """
@@ -191,6 +205,7 @@ class Ladder:
     model_bytes: int
     cpu_shares: Sequence[Sequence[float]] = ()
     dtype: str = "float32"
+    device: str = "the CPU"
 
     @property
     def is_interleaved(self) -> bool:
@@ -333,7 +348,20 @@ def run_benchmark(
         model_bytes=results[0]["model_bytes"],
         cpu_shares=[result["cpu_shares"] for result in results],
         dtype=together[-1].dtype,
+        device=results[0]["device"],
     )
+
+
+def run_here(emulated: Workload, variants: Sequence[Variant]) -> Ladder:
+    """Run a benchmark in a notebook: `ON_GPUS` with NCCL and a rank on each GPU, if there are at least two GPUs.
+
+    Otherwise, run `emulated` on two ranks on the CPU.
+    """
+    gpus = count_gpus()
+    if gpus < 2:
+        return run_benchmark(emulated, variants)
+    workload = replace(ON_GPUS, batch_size=ON_GPUS.batch_size * gpus)
+    return run_benchmark(workload, variants, world_size=gpus, backend="nccl")
 
 
 def judge_run(

@@ -130,8 +130,8 @@ def shard_fully(model: nn.Module) -> nn.Module:
 def train(workload: dict, variants: list[dict]) -> dict:
     """Take all steps of all variants. Return, by label, what `measure_variant` returns afterwards, as "variants".
 
-    Also return "cpu_shares", this rank's part of `Ladder.cpu_shares`, and the fields "link", "backward_s", "real_s" and
-    "model_bytes" of `ladder.Ladder`.
+    Also return "cpu_shares", this rank's part of `Ladder.cpu_shares`, and the fields "link", "backward_s", "real_s",
+    "model_bytes" and "device" of `ladder.Ladder`.
 
     The variants alternate, unless the GPU has too little memory for all of them. Then they run one after the other.
     Variants without a wrapper and an optimizer, such as the computation alone, run again beside each of the others.
@@ -272,7 +272,8 @@ def take_all_steps(workload: dict, variants: list[dict], indices: Sequence[int],
     measured = {setup.label: measure_variant(setup, *held_out) for setup in setups}
     for setup in setups:
         remove_gradient_hooks(setup.model)
-    return {"variants": measured, **calibration.get_results(workload["warmup"])}
+    name = torch.cuda.get_device_name() if device().type == "cuda" else "the CPU"
+    return {"variants": measured, "device": name, **calibration.get_results(workload["warmup"])}
 
 
 def make_start(workload: dict) -> tuple[nn.Module, str]:

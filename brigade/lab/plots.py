@@ -105,6 +105,12 @@ def describe_losses(ladder: Ladder) -> str:
     )
 
 
+def describe_place(ladder: Ladder) -> str:
+    """Return where the ranks have run, such as: 2 ranks on the CPU (gloo), emulated link"""
+    link = ", emulated link" if ladder.link else ""
+    return f"{ladder.world_size} ranks on {ladder.device} ({ladder.backend}){link}"
+
+
 def describe_ranks(ladder: Ladder) -> str:
     """Return text such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
     ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"

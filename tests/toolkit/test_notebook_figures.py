@@ -70,6 +70,8 @@ def test_a_notebook_does_little() -> None:
     assert (
         shorten("trace(workload=replace(WORKLOAD, rounds=7))") == "trace(workload=replace(WORKLOAD, rounds=4, time=32))"
     )
+    [cell] = (ROOT / "notebooks").glob("02_*.ipynb")
+    assert "largest = 2**30" in cell.read_text(), "1 GiB takes minutes on simulated GPUs"
 
 
 @pytest.mark.extended
