@@ -239,7 +239,8 @@ class Ladder:
         """The time of an all-reduce of all gradients on the emulated link, or None without a link."""
         if not self.link:
             return None
-        return self.link.between(range(self.world_size)).seconds("all_reduce", self.model_bytes, self.world_size)
+        num_nodes = self.link.count_nodes(range(self.world_size))
+        return self.link.seconds("all_reduce", self.model_bytes, self.world_size, num_nodes)
 
     def get_measurement(self, label: str) -> Measurement:
         """Return the measurement of the variant with this label."""

@@ -81,6 +81,7 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
             "unit_types": (Block,),
             "grad_dtype": torch.float32,  # for models in 16 bits
             "node_size": node_size,
+            "compute_dtype": workload.get("compute_dtype"),
             **groups,
         }
         sizes = {name: size for name, size in sizes.items() if name in accepted}

@@ -17,20 +17,29 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from brigade.checks.tiny_lm import Block
 from brigade.course.modules import ROOT, CourseError
 from brigade.course.submission import Sources
 from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import Bytes
-from brigade.rank.emulated_link import Link
 from brigade.runner.ranks import RankFailure, run_ranks
 
 DEADLINE_S = 300.0
 STORED = ROOT / "out" / "programs"  # the recorded steps, by a hash of everything that they depend on
+
+
+class Network(Protocol):
+    """What carries collectives: `emulated_link.Link` or `nccl.Network`. Groups have equally many ranks in each node."""
+
+    def count_nodes(self, ranks: Collection[int]) -> int:
+        """Return the number of nodes of these ranks."""
+
+    def seconds(self, op: str, nbytes: float, num_ranks: int, num_nodes: int) -> float:
+        """Return how many seconds a collective on a buffer of `nbytes` (all parts together) takes."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +47,24 @@ class Machine:
     """The speed of a rank, in seconds or in bytes of memory traffic per second.
 
     `backward_s[i]` is the time of the part of backward that ends with the gradient of parameter i. Parameters are in
-    the order of registration.
+    the order of registration. While a collective is under way, computation takes `contention` times longer than alone:
+    NCCL's kernels need some of the processors that matrix products use.
     """
 
     forward_s: float
     backward_s: tuple[float, ...]
     step_bytes_per_s: float
     copy_bytes_per_s: float
+    contention: float = 0.0
 
     def compute_s(self, kind: str, parameter: int) -> float:
         """Return the time of a parameter's layer in "forward" or "backward", which have equal shares."""
         share = self.backward_s[parameter]
-        return share if kind == "backward" else self.forward_s * share / (sum(self.backward_s) or 1.0)
+        return share if kind == "backward" else self.forward_s * share / self._total_s
+
+    @functools.cached_property
+    def _total_s(self) -> float:
+        return sum(self.backward_s) or 1.0
 
 
 Groups = list[tuple[bool, list[list[int]]]]
@@ -72,6 +87,9 @@ class Setting:
     consists of `node_size` ranks (None: all ranks). The optimizer keeps `state_values` values per element: two are
     AdamW's, without its step counter, and one is SGD's momentum. Gradients become ready in the reverse order of the
     parameters' registration, as in TinyLM.
+
+    If there is a `compute_dtype`, wrappers that accept one have parameters in fp32, and all others have `dtype`. A step
+    has several `micro_batches`, all but the last one inside `no_sync`.
     """
 
     groups: Groups
@@ -80,6 +98,8 @@ class Setting:
     dtype: str = "float32"
     node_size: int | None = None
     state_values: int = 2
+    compute_dtype: str | None = None
+    micro_batches: int = 1
 
     @property
     def numel(self) -> int:
@@ -95,6 +115,11 @@ class Launch(NamedTuple):
     nbytes: float
     num_ranks: int
     last_rank: int
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the group, which have equal distances."""
+        return range(0, self.last_rank + 1, self.last_rank // (self.num_ranks - 1) if self.num_ranks > 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -150,28 +175,43 @@ def hash_content(*content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def simulate(instructions: Sequence[Sequence[Any]], machine: Machine, network: Link | None) -> float:
-    """Return how many seconds the instructions take. Launches of previous steps are complete.
+class Times(NamedTuple):
+    """The seconds of a step, and how much longer computation takes in it because of collectives under way."""
 
-    As in `emulated_link.py`, a collective starts when all ranks have launched it (here, at the same time) and the link
-    is free. It occupies the link for its latency plus its bytes divided by the bandwidth. Without a network, return the
-    time of the step's own computation: copies belong to communication.
+    step_s: float
+    slowed_s: float
+
+
+def simulate(instructions: Sequence[Sequence[Any]], machine: Machine, network: Network | None) -> Times:
+    """Return how long the instructions take. Launches of previous steps are complete.
+
+    As in `emulated_link.py`, a collective starts when all ranks have launched it (here, at the same time) and its part
+    of the network, inside a node or between nodes, is free. Without a network, return the time of the step's own
+    computation: copies belong to communication.
     """
-    now = 0.0
-    free: dict[Link, float] = defaultdict(float)
+    now = slowed_s = 0.0
+    free: dict[bool, float] = defaultdict(float)
     ends: dict[int, float] = {}  # by the number of the launch
+    nodes: dict[range, int] = {}
     for kind, *values in instructions:
         if network and kind == "launch":
             launch = Launch(*values)
-            link = network.between((0, launch.last_rank))
-            free[link] = max(now, free[link]) + link.seconds(launch.op, launch.nbytes, launch.num_ranks)
-            ends[launch.number] = free[link]
+            if (ranks := launch.ranks) not in nodes:
+                nodes[ranks] = network.count_nodes(ranks)
+            num_nodes = nodes[ranks]
+            start = max(now, free[num_nodes > 1])
+            end = start + network.seconds(launch.op, launch.nbytes, launch.num_ranks, num_nodes)
+            free[num_nodes > 1] = ends[launch.number] = end
         elif network and kind == "wait":
             now = max(now, ends[values[0]])
         elif kind in ("forward", "backward"):
-            now += machine.compute_s(kind, values[0])
+            seconds = machine.compute_s(kind, values[0])
+            busy_s = max(0.0, max(free.values(), default=0.0) - now)  # a rank launches nothing while it computes
+            done_s = min(seconds, busy_s / (1 + machine.contention))  # of `seconds`, until the network is idle
+            now += seconds + done_s * machine.contention
+            slowed_s += done_s * machine.contention
         elif kind == "step":
             now += values[0] / machine.step_bytes_per_s
         elif network and kind == "copy":
             now += values[0] / machine.copy_bytes_per_s
-    return now
+    return Times(now, slowed_s)

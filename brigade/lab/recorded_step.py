@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block
 from brigade.lab.memory_accounting import Bytes, count_kept_bytes
-from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission
+from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission, load_class
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import RecordingGroup
 
@@ -268,23 +269,31 @@ def record_step(log: Log, variant: dict[str, Any], setting: dict[str, Any]) -> R
     is_ddp = bool(variant["wrapper"]) and variant["wrapper"][1] == "DistributedDataParallel"
     if is_ddp:
         variant = variant | {"arguments": {"init_sync": False}}  # otherwise it compares what all ranks send
-    model = make_model(log, setting["groups"], getattr(torch, setting["dtype"]))
+    compute_dtype = setting["compute_dtype"] and getattr(torch, setting["compute_dtype"])
+    wrapper = variant["wrapper"] and load_class(*variant["wrapper"])
+    is_mixed = compute_dtype and "compute_dtype" in inspect.signature(wrapper or nn.Module).parameters
+    model = make_model(log, setting["groups"], torch.float32 if is_mixed else getattr(torch, setting["dtype"]))
     workload = setting | {"learning_rate": 0.1, "optimizer": make_optimizer(setting["state_values"], log)}
+    workload["compute_dtype"] = compute_dtype
     with log:
         setup = build_setup(variant, model, workload)
     for turn in range(STEPS + is_ddp):
         with log if is_ddp or turn == STEPS - 1 else contextlib.nullcontext():
-            take_step(log, setup)
+            take_step(log, setup, setting["micro_batches"])
     instructions = [one for one in log.instructions if not log.is_pending(one)]
     return instructions, count_kept_bytes(setup.model, setup.wrapper, setup.optimizer)
 
 
-def take_step(log: Log, setup: TrainingSetup) -> None:
-    """Take a training step as `on_ranks.take_step` does."""
+def take_step(log: Log, setup: TrainingSetup, micro_batches: int) -> None:
+    """Take a training step as `on_ranks.take_step` does, with all micro-batches except the last one in `no_sync`."""
     log.begin_step()
     setup.optimizer.zero_grad()
-    loss = setup.wrapper(torch.empty(1, device="meta"))
-    loss.backward()
+    for i in range(micro_batches):
+        is_last = i == micro_batches - 1
+        if not is_last and not hasattr(setup.wrapper, "no_sync"):
+            raise TypeError("it has no no_sync for micro-batches")
+        with contextlib.nullcontext() if is_last else setup.wrapper.no_sync():
+            setup.wrapper(torch.empty(1, device="meta")).backward()
     log.wait_for_futures()
     if hasattr(setup.wrapper, "finish_grad_sync"):
         setup.wrapper.finish_grad_sync()

@@ -178,7 +178,8 @@ def trace(
     link = read_link(results[0]["link"])
     measurements = [make_measurement(workload, variants, variant, results) for variant in variants]
     cpu_shares = [result["cpu_shares"] for result in results]
-    link_s = link.between(range(world_size)).seconds("all_reduce", results[0]["model_bytes"], world_size)
+    num_nodes = link.count_nodes(range(world_size))
+    link_s = link.seconds("all_reduce", results[0]["model_bytes"], world_size, num_nodes)
     verdict = judge_run([one.step_ms for one in measurements], cpu_shares, results[0]["real_s"] / link_s)
     timelines = []
     for variant, measurement in zip(variants, measurements):
@@ -221,11 +222,11 @@ def merge_intervals(
 
 def make_collectives(rank: int, launched: Sequence[Launch], zero: float, network: Link) -> list[Collective]:
     """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`."""
-    free: dict[Link, float] = {}  # when the last collective of each link ended, which may be later than expected
+    free: dict[bool, float] = {}  # when the last collective inside a node, or between nodes, ended, maybe late
     counts: Counter[str] = Counter()
     collectives = []
     for launch in launched:
-        link = network.between(launch.ranks)
+        link = network.count_nodes(launch.ranks) > 1
         start = max(launch.began or launch.start, free.get(link, 0.0))
         free[link] = max(start, launch.end)
         collectives.append(

@@ -61,18 +61,20 @@ def spans_nodes(ranks: Collection[int], node_size: int) -> bool:
 class Link:
     """The connection from each rank to the next: seconds per message, and bytes per second in each direction.
 
-    If there is an `outer` link, it connects groups of ranks that span nodes, and this link all others. A node is
-    `node_size` consecutive ranks.
+    If there is an `outer` link, it connects the nodes, which consist of `node_size` consecutive ranks, and this link
+    connects the ranks of a node. A ring over several nodes has messages of both kinds. Each rank has a network card,
+    and a group uses `cards` of those of its ranks in a node at the same time: NCCL has a ring for each card.
     """
 
     latency_s: float
     bytes_per_s: float
     outer: Link | None = None
     node_size: int = 1
+    cards: int = 1
 
-    def between(self, ranks: Collection[int]) -> Link:
-        """Return the link that connects these ranks."""
-        return self.outer if self.outer and spans_nodes(ranks, self.node_size) else self
+    def count_nodes(self, ranks: Collection[int]) -> int:
+        """Return the number of nodes of these ranks (1 if there is no outer link)."""
+        return len({rank // self.node_size for rank in ranks}) if self.outer else 1
 
     @property
     def description(self) -> str:
@@ -80,16 +82,23 @@ class Link:
         text = f"{1e6 * self.latency_s:.1f} µs per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
         return text + (f" inside a node, and {self.outer.description} between nodes" if self.outer else "")
 
-    def seconds(self, op: str, nbytes: float, world_size: int) -> float:
+    def seconds(self, op: str, nbytes: float, num_ranks: int, num_nodes: int = 1) -> float:
         """Return how many seconds a collective, or a message between two ranks, takes.
 
-        `nbytes` counts the full buffer, all parts together.
+        `nbytes` counts the full buffer, all parts together. The ranks are in `num_nodes` nodes, equally many in each.
         """
-        if world_size == 1:
+        if num_ranks == 1:
             return 0.0
-        messages = RINGS.get(op, (1, 1))[0] * (world_size - 1)
-        wire_bytes = count_sent_bytes(op, nbytes, world_size) if op in RINGS else nbytes
-        return messages * self.latency_s + wire_bytes / self.bytes_per_s
+        rounds = RINGS.get(op, (1, 1))[0]
+        wire_bytes = count_sent_bytes(op, nbytes, num_ranks) if op in RINGS else nbytes
+        if num_nodes == 1 or self.outer is None:
+            return rounds * (num_ranks - 1) * self.latency_s + wire_bytes / self.bytes_per_s
+        between = rounds * (num_nodes - 1)
+        latency_s = (rounds * (num_ranks - 1) - between) * self.latency_s + between * self.outer.latency_s
+        bytes_per_s = self.outer.bytes_per_s * min(self.cards, num_ranks // num_nodes)
+        if num_ranks > num_nodes:
+            bytes_per_s = min(bytes_per_s, self.bytes_per_s)
+        return latency_s + wire_bytes / bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -198,12 +207,12 @@ class LaunchSeries:
 
     def _reserve(self, number: int, network: Link, op: str, nbytes: float) -> None:
         """Reserve the links for a launch that all its ranks have called, in the directions in which it carries data."""
-        link = network.between(self._ranks)
-        first = 2 * _shared.world_size if link is network.outer else 0
+        num_nodes = network.count_nodes(self._ranks)
+        first = 2 * _shared.world_size if num_nodes > 1 else 0
         directions = [first + rank for rank in self._senders]
         directions += [first + _shared.world_size + rank for rank in self._receivers]
         start = max(time.perf_counter(), *(_shared.free_at[direction] for direction in directions))
-        end = start + link.seconds(op, nbytes, len(self._ranks))
+        end = start + network.seconds(op, nbytes, len(self._ranks), num_nodes)
         for direction in directions:
             _shared.free_at[direction] = end
         self._numbers[3 * number + 1] = start

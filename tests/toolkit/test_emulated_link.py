@@ -111,8 +111,9 @@ def replay(events, link):
         assert sorted(launches) == sorted(ranks)
         for together in zip(*launches.values(), strict=True):
             launch = together[0][0]
-            own = link.between(ranks)
-            seconds = own.seconds(launch["op"], launch["nbytes"], len(ranks))
+            num_nodes = link.count_nodes(ranks)
+            own = num_nodes > 1
+            seconds = link.seconds(launch["op"], launch["nbytes"], len(ranks), num_nodes)
             slowest = max(launch["time"] for launch, _ in together)
             began = {end["began"] for _, end in together}
             ends = [end["time"] for _, end in together]

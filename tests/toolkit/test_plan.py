@@ -1,19 +1,24 @@
 """The plan is correct in cases computed by hand, and predicts the launches, bytes and memory of real ranks."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 
-from brigade.checks.tiny_lm import Size
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM
 from brigade.cli import main as cli
 from brigade.course.modules import ROOT, TRAINING_MODULES, get_module
 from brigade.lab import ladder, plan
-from brigade.lab.program import Machine, Setting, list_groups, record
+from brigade.lab.devices import CONTENTION
+from brigade.lab.nccl import HOPPER, Network
+from brigade.lab.program import Machine, Setting, list_groups, record, simulate
+from brigade.lab.shapes import MODELS, Shape
 from brigade.rank.emulated_link import Link, Pace
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
-PARAMETERS = list(plan.make_model(SIZE).parameters())
+SHAPE = Shape(**asdict(SIZE))
+NUM_PARAMETERS = 1 + 9 * SIZE.layers + 2
 BUCKET_MB = 0.1
 LINK = Link(latency_s=0.01, bytes_per_s=1024)
 ETHERNET = Link(latency_s=1e-5, bytes_per_s=1e10)
@@ -35,9 +40,9 @@ def plan_by_label(setting, link, *labels, machine=MACHINE):
 
 def plan_model(name, world_size, bucket_mb, *labels, dtype="float32"):
     """Return the setting in which a model is trained with AdamW, and the planned steps by label."""
-    model = plan.make_model(plan.MODELS[name])
-    machine = plan.make_machine(plan.count_backward_flops(model, 1024, min(1024, model.size.context)), 1e14, 1e12)
-    setting = Setting(list_groups(model), world_size, bucket_mb, dtype)
+    shape = MODELS[name]
+    machine = plan.make_machine(shape.count_forward_flops(1024, min(1024, shape.context)), 1e14, 1e12)
+    setting = Setting(shape.make_groups(), world_size, bucket_mb, dtype)
     return setting, plan_by_label(setting, ETHERNET, *labels, machine=machine)
 
 
@@ -89,12 +94,69 @@ def test_a_step_on_two_links_that_was_computed_by_hand():
     network = replace(LINK, outer=Link(0.1, 512), node_size=2)
     labels = ("2 FlatDDP", "11 FullyShardedDDP", "14 HybridShardedDDP")
     flat, fully, hybrid = map(plan_by_label(setting, network, *labels).get, labels)
-    assert flat.step_s == pytest.approx(6 + 6 * 0.1 + 2 * 3 / 4 * 1536 / 512 + 1)
-    assert fully.outer_bytes == fully.sent_bytes and flat.outer_bytes == flat.sent_bytes == 1.5 * 1536
+    # Of six messages, two go to the other node. One of the two ranks of a node sends these.
+    assert flat.step_s == pytest.approx(6 + 4 * 0.01 + 2 * 0.1 + 2 * 3 / 4 * 1536 / 512 + 1)
+    assert flat.sent_bytes == 1.5 * 1536
+    assert (fully.outer_bytes, flat.outer_bytes) == (fully.sent_bytes / 2, flat.sent_bytes / 2)
     # Backward ends 0.26 s late, as in module 11. The first all-reduce is launched then, the second 0.51 s later.
     assert hybrid.step_s == pytest.approx(1.51 + 0.26 + 5 + (0.2 + 0.5) + (0.2 + 1) + 1 / 2)
     assert hybrid.outer_bytes == 1536 / 2
     assert hybrid.sent_bytes - hybrid.outer_bytes == fully.sent_bytes * (1 / 2) / (3 / 4)
+
+
+def test_computation_takes_longer_while_a_collective_is_under_way():
+    machine = replace(MACHINE, contention=0.5)
+    program = [("backward", 1), ("launch", 0, "all_reduce", 1024, 2, 1), ("backward", 0), ("wait", 0)]
+    # The all-reduce takes 1.02 s, in which 0.68 s of 2 s of computation are done.
+    assert simulate(program, machine, LINK) == pytest.approx((3 + 1.02 + 2 - 1.02 / 1.5, 1.02 / 3))
+    assert simulate(program, machine, None) == (5, 0)
+
+
+def test_a_ring_for_each_card_of_a_node():
+    """A group uses as many cards as it has ranks in a node, at most `cards`, and is no faster than the inner link."""
+    link = Link(0.0, 1e9, Link(0.0, 1e8), node_size=4)
+    rates = {
+        (cards, per_node): 1e9 / replace(link, cards=cards).seconds("broadcast", 1e9, 2 * per_node, 2)
+        for cards in (1, 4, 16)
+        for per_node in (1, 4)
+    }
+    assert rates == pytest.approx({(1, 1): 1e8, (1, 4): 1e8, (4, 1): 1e8, (4, 4): 4e8, (16, 1): 1e8, (16, 4): 4e8})
+    fast = replace(link, outer=Link(0.0, 1e12), cards=4)
+    assert fast.seconds("broadcast", 1e9, 8, 2) == pytest.approx(1.0)
+
+
+def test_a_shape_has_the_parameters_of_its_model():
+    for size in (SIZE, SIZES["xl"]):
+        with torch.device("meta"):
+            model = TinyLM(size)
+        shape = Shape(**asdict(size))
+        assert shape.make_groups() == list_groups(model)
+        assert len(shape.count_forward_flops(8, 4)) == len([*model.parameters()])
+        assert shape.block_numel == sum(p.numel() for p in model.blocks[0].parameters())
+    llama = MODELS["llama3-8b"]  # 8.03 billion parameters, arXiv 2407.21783, table 3
+    assert Setting(llama.make_groups(), 8, 25).numel == pytest.approx(8.03e9, rel=1e-3)
+    assert sum(llama.count_forward_flops(1, 0)) == pytest.approx(
+        2 * (8.03e9 - llama.vocabulary * llama.d_model), rel=1e-3
+    )
+
+
+def test_the_activations_are_those_that_autograd_keeps():
+    torch.manual_seed(0)
+    model, tokens = TinyLM(SIZE), torch.randint(SIZE.vocabulary, (2, 32))
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        assert sum(kept.values()) == pytest.approx(SHAPE.count_activation_bytes(64, 4, False), rel=0.15)
+    loss.backward()
+    assert SHAPE.count_activation_bytes(64, 4, True) < SHAPE.count_activation_bytes(64, 4, False)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +168,8 @@ def test_the_buckets_of_the_xl_table(bucket_mb, closed_before, closed_after):
     assert {label: len(one.program.launches) for label, one in by_label.items()} == expected
 
 
-SMALL = Setting(list_groups(plan.make_model(SIZE)), 2, BUCKET_MB, state_values=1)
-SMALL_MACHINE = plan.make_machine([1] * len(PARAMETERS), 1e9, 1e9)
+SMALL = Setting(SHAPE.make_groups(), 2, BUCKET_MB, state_values=1)
+SMALL_MACHINE = plan.make_machine([1] * NUM_PARAMETERS, 1e9, 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +220,7 @@ def test_what_a_rank_keeps_is_what_is_counted():
         setting = replace(SMALL, bucket_mb=ladder.Workload.bucket_mb, dtype=variant.dtype, state_values=2)
         kept, measured = record([variant], setting)[variant.label].memory, counted[variant.label]
         steps = measured.pop("optimizer state") - kept.pop("optimizer state")  # AdamW's step counters, not in plans
-        assert kept == measured and 0 <= steps <= 4 * len(PARAMETERS), variant.label
+        assert kept == measured and 0 <= steps <= 4 * NUM_PARAMETERS, variant.label
 
 
 def test_the_formulas_of_zero_hold_for_large_models():
@@ -212,18 +274,65 @@ def test_the_examples_in_the_document_are_what_the_command_prints(options, capsy
     printed = lines(capsys.readouterr().out)
     assert max(map(len, printed.splitlines())) <= 80
     if "--node-size" in options:
-        assert "A node has 8 ranks." in printed and "(NVLink 4) carries" in " ".join(printed.split())
+        assert "A node has 8 ranks and 8 network cards" in printed and "(NVLink 4) carries" in " ".join(printed.split())
         printed = printed.partition("\n\nAssumptions:")[0]
     is_current = printed in lines(ROOT.joinpath("docs", "plan.md").read_text())
     assert is_current, f"docs/plan.md: replace the table below its command by what the command prints:\n{printed}"
 
 
+def print_plan(options, capsys):
+    assert cli.main(["plan", *options.split()]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_the_rate_of_a_link_and_the_time_of_backward_can_be_given(capsys):
-    options = ["--model", "tiny", "--dp", "2", "--dtype", "bf16", "--link", "8", "--backward-ms", "40"]
-    assert cli.main(["plan", *options]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "(8 Gbit/s) carries 1 GB/s in each direction" in printed and "fp32 main parameters" in printed
+    printed = print_plan("--model tiny --dp 2 --dtype bf16 --link 8 --backward-ms 40", capsys)
+    assert "one network card of 1 GB/s in each direction" in printed and "fp32 main parameters" in printed
     assert "Backward takes 40 ms, as measured." in printed
+    assert "published runs on 1 to 4 nodes whose computation was measured on fewer GPUs" in printed
+
+
+def test_a_plan_for_another_device_in_micro_batches_that_recompute(capsys):
+    """One network card per node makes the network slower, and everything that was assumed is printed."""
+    options = "--model tiny --dp 16 --node-size 8 --device a100 --tokens 4096 --micro-batches 2 --recompute --cards 1"
+    printed = print_plan(options, capsys)
+    assert "4,096 tokens per rank in 2 micro-batches, in sequences of 128" in printed
+    assert "52% of 19.5 TFLOPS (A100, fp32 without TF32), and recomputes each block. Forward takes a third" in printed
+    assert "A node has 8 ranks and 1 network card of 12.5 GB/s" in printed and "(NVLink 3)" in printed
+    assert "How wrong is this?" in printed and "What matters most" in printed and "Not planned: 2 FlatDDP" in printed
+
+
+def test_buckets_pay_off_on_512_ranks():
+    """The plan of a large model on NCCL's rings for each card advises neither one flat all-reduce nor no buckets."""
+    shape = MODELS["gpt3-6.7b"]
+    machine = plan.make_machine(shape.count_forward_flops(12_288, 2048), 0.4 * 989.4e12, 3350e9, contention=CONTENTION)
+    setting = Setting(shape.make_groups(), 512, 25, "bfloat16", node_size=8)
+    labels = ("2 FlatDDP", "3 OverlappedDDP", "torch DDP")
+    cards = {
+        cards: plan_by_label(setting, Network(HOPPER, 8, 50.0, cards), *labels, machine=machine) for cards in (1, 8)
+    }
+    flat, overlapped, bucketed = (cards[8][label].step_s for label in labels)
+    assert max(overlapped, bucketed) < flat
+    assert cards[1]["2 FlatDDP"].step_s > 1.25 * flat
+
+
+def test_a_step_has_micro_batches_and_mixed_precision():
+    """Only the last micro-batch reduces gradients. Module 11 keeps 16/N bytes per parameter, and gathers in bf16."""
+    labels = ("5 BufferedDDP", "11 FullyShardedDDP", "torch DDP")
+    variants = [one for one in plan.list_variants() if one.label in labels]
+    plain = record(variants, replace(SMALL, state_values=2))
+    twice = record(variants, replace(SMALL, state_values=2, micro_batches=2))
+    mixed = record(variants, replace(SMALL, state_values=2, dtype="bfloat16", compute_dtype="bfloat16"))
+    for label in ("5 BufferedDDP", "torch DDP"):
+        assert len(twice[label].launches) == len(plain[label].launches), label
+    sharded = "11 FullyShardedDDP"
+    reductions = [[one.op for one in programs[sharded].launches].count("reduce_scatter") for programs in (plain, twice)]
+    assert reductions[0] == reductions[1]
+    assert mixed[sharded].memory == plain[sharded].memory
+    gathers = [
+        sum(one.nbytes for one in programs[sharded].launches if one.op == "all_gather") for programs in (plain, mixed)
+    ]
+    assert gathers[1] == pytest.approx(gathers[0] / 2)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +340,13 @@ def test_the_rate_of_a_link_and_the_time_of_backward_can_be_given(capsys):
     [
         (["--model", "gpt4"], "--model gpt4: expected one of tiny, small, medium,"),
         (["--dp", "0"], "--dp 0: expected 1 to 4096 ranks"),
-        (["--link", "-1"], "--link -1: expected one of nvlink4, pcie4, 100gbe, 10gbe, or a rate in Gbit/s"),
-        (["--node-link", "string"], "--node-link string: expected one of nvlink4"),
+        (
+            ["--link", "-1"],
+            "--link -1: expected one of nvlink3, nvlink4, nvlink5, pcie3, pcie4, 100gbe, 10gbe, or a rate",
+        ),
+        (["--node-size", "4", "--node-link", "string"], "--node-link string: expected one of nvlink3"),
+        (["--device", "t4", "--dtype", "bf16"], "--dtype bf16: a T4 has no such matrix products"),
+        (["--tokens", "10", "--micro-batches", "3"], "--micro-batches 3: 10 tokens cannot be split so"),
         (["--bucket-mb", "nan"], "--bucket-mb nan: expected a number above 0"),
         (["--dp", "6", "--node-size", "4"], "--node-size 4: 6 ranks do not form such nodes"),
     ],

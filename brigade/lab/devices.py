@@ -1,0 +1,59 @@
+"""GPUs that plans know: peak rates, memory, links, and the fraction of the peak that published training runs reach.
+
+Peaks are those of dense matrices, from NVIDIA's datasheets, which list Tensor Cores "with sparsity", twice as fast.
+fp32 is the rate without Tensor Cores: torch does not use TF32 for matrices unless it is allowed (since torch 1.12,
+`torch.backends.cuda.matmul.allow_tf32`). With TF32, an A100 reaches 156 TFLOPS and an H100 494.7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from brigade.lab.nccl import AMPERE, BLACKWELL, HOPPER, PCIE3, PCIE4, Fabric
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """The fraction of the peak that computation reaches: what a plan assumes, and the lowest and highest published.
+
+    Recomputed operations count, and all positions of attention, as in HFU.
+    """
+
+    typical: float
+    low: float
+    high: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. `tflops` has the peak by dtype, and `memory_gbps` is in gigabytes per second."""
+
+    name: str
+    tflops: dict[str, float]
+    memory_gb: float
+    memory_gbps: float
+    fabric: Fabric
+    utilisation: Utilisation
+
+
+# How much longer computation takes while NCCL communicates: matrix products take 30 to 40 % longer on an H100 (pull
+# request 179937 of pytorch/pytorch). A study of A100 and H100 finds that all computation together takes 19 % longer on
+# average, and 40 % at most (arXiv 2507.03114).
+CONTENTION = 0.35
+
+# None of these sources is in docs/published.tsv, so that no plan is fitted to what it predicts.
+HOPPER_UTILISATION = Utilisation(
+    0.40, 0.33, 0.46, "38 to 43 % in Llama 3 (arXiv 2407.21783, table 4), and 3 to 5 beyond"
+)
+AMPERE_UTILISATION = Utilisation(0.52, 0.44, 0.60, "44 to 52 % in arXiv 2104.04473, table 1; 55 to 60 % in 2304.11277")
+ASSUMED_UTILISATION = Utilisation(0.40, 0.30, 0.50, "assumed: we know no published run")
+
+DEVICES = {
+    "h100": Device("H100", {"fp32": 67.0, "bf16": 989.4}, 80, 3350, HOPPER, HOPPER_UTILISATION),
+    "h200": Device("H200", {"fp32": 67.0, "bf16": 989.4}, 141, 4800, HOPPER, HOPPER_UTILISATION),
+    "b200": Device("B200", {"fp32": 75.0, "bf16": 2250.0}, 180, 8000, BLACKWELL, ASSUMED_UTILISATION),
+    "a100": Device("A100", {"fp32": 19.5, "bf16": 312.0}, 80, 2039, AMPERE, AMPERE_UTILISATION),
+    "l40s": Device("L40S", {"fp32": 91.6, "bf16": 362.0}, 48, 864, PCIE4, ASSUMED_UTILISATION),
+    "t4": Device("T4", {"fp32": 8.1}, 16, 320, PCIE3, ASSUMED_UTILISATION),  # it has no bf16
+}

@@ -1,0 +1,343 @@
+"""Published training runs and collectives, and what the planner predicts for them: how wrong is it?
+
+    rows = read_rows()                                        docs/published.tsv
+    errors = list_errors(rows)                                one for each row: predicted / measured - 1
+    print(describe_errors(errors))                            `make validate-plan`
+
+A training run is predicted twice: from the device's typical utilisation, and *calibrated*. The smallest run of each
+family then tells how fast the GPUs compute this model, and the others are predicted from it. Nothing else is fitted:
+the network is that of NCCL's tuner (`nccl.py`), and peaks and memory bandwidths are those of datasheets.
+
+The runs use torch's FSDP and the like. Their steps are planned with the schedule of module 11, which gathers one unit
+ahead (`make_sharded_program`; `tests/toolkit/test_published.py` compares it with what module 11 really does).
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from brigade.course.modules import ROOT
+from brigade.lab.devices import CONTENTION, DEVICES
+from brigade.lab.nccl import Network
+from brigade.lab.program import Machine, simulate
+from brigade.lab.shapes import MODELS, Shape
+
+PUBLISHED = ROOT / "docs" / "published.tsv"
+BYTES = {"bf16": 2, "fp32": 4}
+A100_40GB_GBPS = 1555.0  # memory bandwidth of the A100 with 40 GB; that with 80 GB has 2039 GB/s
+LARGE_BYTES = 256 * 2**20  # a collective on a larger buffer is limited by bandwidth rather than by latency
+TRAINING, COLLECTIVE = "training", "collective"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of docs/published.tsv. Rates of cards are in Gbit/s.
+
+    Of a training run, `subject` is the model, `sequence` and `micro_batch` give the tokens of a GPU and micro-batch,
+    `sharding` is "full", "keep" (units stay gathered after forward) or "hybrid" (a replica in each node), `gather` and
+    `reduce` are the dtypes on the wire, and `recompute` is the part of forward that backward repeats. Of a collective,
+    `subject` is the operation and `sequence` the bytes of the buffer. `held_back` is "yes" for rows that nobody
+    compared with the model before it was complete. `assumed` says what the source does not.
+    """
+
+    name: str
+    kind: str
+    family: str
+    device: str
+    gpus: int
+    node_size: int
+    cards: int
+    card_gbit: float
+    subject: str
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    sharding: str
+    gather: str
+    reduce: str
+    recompute: float
+    measured: float
+    unit: str
+    source: str
+    date: str
+    held_back: str
+    assumed: str
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return math.ceil(self.gpus / self.node_size)
+
+    @property
+    def measured_s(self) -> float:
+        """The measured seconds: of a training step, or of a collective."""
+        if self.unit == "ms":
+            return self.measured / 1e3
+        if self.kind == TRAINING:  # tokens/s/GPU
+            return self.sequence * self.micro_batch * self.accumulation / self.measured
+        factor = (2 if self.subject == "all_reduce" else 1) * (self.gpus - 1) / self.gpus
+        return self.sequence * factor / (self.measured * 1e9)  # of busbw, as nccl-tests defines it
+
+    @functools.cached_property
+    def network(self) -> Network:
+        """The network between these GPUs."""
+        fabric = DEVICES[self.device.partition("-")[0]].fabric
+        return Network(fabric, self.node_size, self.card_gbit / 8 or None, self.cards)
+
+
+def read_rows() -> list[Row]:
+    """Return the rows of docs/published.tsv."""
+    numbers: dict[str, Any] = {"recompute": float, "measured": float, "card_gbit": float}
+    numbers |= dict.fromkeys(("gpus", "node_size", "cards", "sequence", "micro_batch", "accumulation"), int)
+    with PUBLISHED.open(newline="") as file:
+        lines = [*csv.DictReader(file, delimiter="\t")]
+    return [
+        Row(
+            **{
+                name: numbers.get(name, str)("0" if value == "-" and name in numbers else value)
+                for name, value in line.items()
+            }
+        )
+        for line in lines
+    ]
+
+
+def make_sharded_program(
+    units: Sequence[int],
+    root: tuple[int, int],
+    world_size: int,
+    *,
+    node_size: int | None = None,
+    gather_bytes: int = 4,
+    reduce_bytes: int = 4,
+    micro_batches: int = 1,
+    reshard_after_forward: bool = True,
+    state_values: int = 2,
+) -> list[tuple[Any, ...]]:
+    """Return the instructions of one step with module 11, or with module 14 in nodes of `node_size` ranks.
+
+    `units` are the numbers of elements of the units, and `root` those of the embedding and of the head. Parameter 0 is
+    the embedding, parameter i the i-th unit, and the last one the head. Each micro-batch reduces its gradients, as
+    torch FSDP does outside `no_sync`. Gathers take `gather_bytes` per element and reductions `reduce_bytes`.
+    """
+    shard_size = node_size or world_size
+    program: list[tuple[Any, ...]] = []
+    numels = {0: sum(root)} | dict(enumerate(units, 1))  # by unit; unit 0 is the root
+    numbers: dict[tuple[str, int], int] = {}  # of launches, by operation and unit
+    count = itertools.count()
+    last_unit, head = len(units), len(units) + 1
+
+    def launch(op: str, unit: int) -> None:
+        numbers[op, unit] = next(count)
+        nbytes = numels[unit] * (gather_bytes if op == "all_gather" else reduce_bytes)
+        if op == "all_reduce":
+            ranks = world_size // shard_size
+            program.append(("launch", numbers[op, unit], op, nbytes / shard_size, ranks, (ranks - 1) * shard_size))
+        else:
+            program.append(("launch", numbers[op, unit], op, nbytes, shard_size, shard_size - 1))
+
+    def wait(op: str, unit: int) -> None:
+        program.append(("wait", numbers[op, unit]))
+
+    def copy(numel: int) -> None:  # into the buffer that is reduced
+        program.append(("copy", numel * (gather_bytes + reduce_bytes)))
+
+    def reduce(unit: int) -> None:
+        launch("reduce_scatter", unit)
+
+    def finish(unit: int) -> None:
+        wait("reduce_scatter", unit)
+        if world_size > shard_size:
+            launch("all_reduce", unit)
+
+    for _ in range(micro_batches):
+        launch("all_gather", 0)
+        if units:
+            launch("all_gather", 1)
+        wait("all_gather", 0)
+        program.append(("forward", 0))
+        for unit in range(1, last_unit + 1):
+            if unit < last_unit:
+                launch("all_gather", unit + 1)
+            wait("all_gather", unit)
+            program.append(("forward", unit))
+        program.append(("forward", head))
+        if reshard_after_forward:
+            for unit in (last_unit, last_unit - 1)[: len(units)]:
+                launch("all_gather", unit)
+        program.append(("backward", head))
+        for unit in range(last_unit, 0, -1):
+            if reshard_after_forward:
+                wait("all_gather", unit)
+            program.append(("backward", unit))
+            if reshard_after_forward and unit > 2:
+                launch("all_gather", unit - 2)
+            if unit < last_unit:
+                finish(unit + 1)
+            copy(numels[unit])
+            reduce(unit)
+        program.append(("backward", 0))
+        if units:
+            finish(1)
+        copy(root[0])
+        copy(root[1])
+        reduce(0)
+        finish(0)
+    if world_size > shard_size:
+        for unit in (*range(last_unit, 0, -1), 0):
+            wait("all_reduce", unit)
+    program.append(("step", (2 + 1 + 2 * state_values) * 4 * sum(numels.values()) / shard_size))
+    return program
+
+
+def make_parts(shape: Shape, sequence: int, tokens: int) -> tuple[list[int], tuple[int, int], list[float]]:
+    """Return a model's units and root for `make_sharded_program`, and the operations of forward for each parameter."""
+    attention = 4 * shape.heads * shape.d_head * sequence  # all pairs of positions, as in `Shape.count_forward_flops`
+    vocabulary = shape.vocabulary * shape.d_model
+    flops = [0.0, *[(2 * shape.block_numel + attention) * tokens] * shape.layers, 2.0 * vocabulary * tokens]
+    root = (0 if shape.is_tied else vocabulary, vocabulary)
+    return [shape.block_numel] * shape.layers, root, flops
+
+
+def make_machine(row: Row, forward_flops: Sequence[float], utilisation: float) -> Machine:
+    """Return the speed of one GPU of a run, for one micro-batch."""
+    device = DEVICES[row.device.partition("-")[0]]
+    memory = (A100_40GB_GBPS if row.device == "a100-40" else device.memory_gbps) * 1e9
+    seconds = [one / (utilisation * device.tflops["bf16"] * 1e12) for one in forward_flops]
+    backward = tuple((2 + row.recompute) * one for one in seconds)
+    return Machine(sum(seconds), backward, memory, memory, CONTENTION)
+
+
+def predict(row: Row, utilisation: float | None = None) -> float:
+    """Return the predicted seconds of a row. A run computes at `utilisation` (default: its device's typical one)."""
+    if row.kind == COLLECTIVE:
+        return row.network.seconds(row.subject, row.sequence, row.gpus, row.num_nodes)
+    return Run(row).predict(utilisation or DEVICES[row.device.partition("-")[0]].utilisation.typical)
+
+
+class Run:
+    """The programs of a training run: with one micro-batch, and with two if there are several."""
+
+    def __init__(self, row: Row):
+        self.row = row
+        units, root, self.flops = make_parts(MODELS[row.subject], row.sequence, row.sequence * row.micro_batch)
+        self.programs = [
+            make_sharded_program(
+                units,
+                root,
+                row.gpus,
+                node_size=row.node_size if row.sharding == "hybrid" else None,
+                gather_bytes=BYTES[row.gather],
+                reduce_bytes=BYTES[row.reduce],
+                micro_batches=micro_batches,
+                reshard_after_forward=row.sharding != "keep",
+            )
+            for micro_batches in range(1, min(row.accumulation, 2) + 1)
+        ]
+
+    def predict(self, utilisation: float) -> float:
+        """Return the seconds of a step. Every micro-batch after the first one takes as long as the second."""
+        machine = make_machine(self.row, self.flops, utilisation)
+        one, *two = (simulate(program, machine, self.row.network).step_s for program in self.programs)
+        return one + (self.row.accumulation - 1) * (two[0] - one) if two else one
+
+    def calibrate(self) -> float:
+        """Return the utilisation with which the predicted step takes as long as the measured one."""
+        utilisation = 0.4
+        for _ in range(8):  # computation is nearly all of a step, so this converges quickly
+            utilisation *= self.predict(utilisation) / self.row.measured_s
+        return utilisation
+
+
+class Error(NamedTuple):
+    """The error of a prediction, relative to what was measured: 0.1 means 10 % too long.
+
+    `calibrated` is None for collectives and for the run that calibrates its family.
+    """
+
+    row: Row
+    raw: float
+    calibrated: float | None
+    is_smallest: bool
+
+
+def list_errors(rows: Iterable[Row]) -> list[Error]:
+    """Return the errors of all rows, in their order."""
+    families: dict[str, list[Row]] = defaultdict(list)
+    rows = [*rows]
+    for row in rows:
+        if row.kind == TRAINING:
+            families[row.family].append(row)
+    smallest = {name: min(runs, key=lambda row: row.gpus) for name, runs in families.items()}
+    utilisations = {name: Run(row).calibrate() for name, row in smallest.items() if len(families[name]) > 1}
+    errors = []
+    for row in rows:
+        raw, calibrated = predict(row) / row.measured_s - 1, None
+        is_smallest = row is smallest.get(row.family)
+        if row.family in utilisations and not is_smallest:
+            calibrated = predict(row, utilisations[row.family]) / row.measured_s - 1
+        errors.append(Error(row, raw, calibrated, is_smallest))
+    return errors
+
+
+class ErrorBar(NamedTuple):
+    """How wrong predictions of one kind are: the number of rows, and the median and 90th percentile of their errors."""
+
+    count: int
+    median: float
+    most: float  # nine of ten rows have at most this error
+
+
+# The kinds of predictions. "guessed" means: with the device's typical utilisation; "calibrated": with one measured run.
+SEQUENCE, LARGE, SMALL = "calibrated, another sequence length", "collectives of 256 MiB or more", "smaller collectives"
+NODES = {4: "1 to 4 nodes", 16: "5 to 16 nodes", 64: "17 to 64 nodes"}
+
+# What `make validate-plan` prints, for plans to show. `tests/toolkit/test_published.py` fails if a median moves.
+ERROR_BARS = {
+    "calibrated, 1 to 4 nodes": ErrorBar(24, 0.024, 0.182),
+    "calibrated, 17 to 64 nodes": ErrorBar(12, 0.042, 0.089),
+    "calibrated, 5 to 16 nodes": ErrorBar(34, 0.028, 0.111),
+    SEQUENCE: ErrorBar(103, 0.036, 0.172),
+    LARGE: ErrorBar(35, 0.029, 0.186),
+    "guessed, 1 to 4 nodes": ErrorBar(169, 0.123, 0.384),
+    "guessed, 17 to 64 nodes": ErrorBar(12, 0.274, 0.413),
+    "guessed, 5 to 16 nodes": ErrorBar(40, 0.246, 0.411),
+    SMALL: ErrorBar(19, 0.533, 0.769),
+}
+
+
+def name_nodes(num_nodes: int) -> str:
+    """Return the kind of error bar for a number of nodes. Beyond the published ones, the last one is the best guess."""
+    return next((name for most, name in NODES.items() if num_nodes <= most), NODES[max(NODES)])
+
+
+def name_kinds(error: Error) -> dict[str, float]:
+    """Return the errors of a row by the kind of prediction."""
+    row = error.row
+    if row.kind == COLLECTIVE:
+        return {LARGE if row.sequence >= LARGE_BYTES else SMALL: error.raw}
+    nodes = name_nodes(row.num_nodes)
+    kinds = {f"guessed, {nodes}": error.raw}
+    if error.calibrated is not None:
+        kinds[SEQUENCE if row.family.startswith("sequence") else f"calibrated, {nodes}"] = error.calibrated
+    return kinds
+
+
+def measure_error_bars(errors: Iterable[Error]) -> dict[str, ErrorBar]:
+    """Return the error bar of each kind of prediction, sorted by kind."""
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for error in errors:
+        for kind, value in name_kinds(error).items():
+            sizes[kind].append(abs(value))
+    return {
+        kind: ErrorBar(len(values), median(values), sorted(values)[math.ceil(0.9 * len(values)) - 1])
+        for kind, values in sorted(sizes.items())
+    }

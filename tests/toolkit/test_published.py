@@ -1,0 +1,94 @@
+"""Predictions of published runs are as wrong as docs/plan.md and every plan say, and nothing is fitted to them."""
+
+from dataclasses import replace
+
+import pytest
+
+from brigade.course.modules import get_module
+from brigade.lab import devices, ladder, published
+from brigade.lab.program import Setting, record
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return published.read_rows()
+
+
+@pytest.fixture(scope="module")
+def errors(rows):
+    return published.list_errors(rows)
+
+
+def test_every_row_has_a_source_and_a_date(rows):
+    assert len(rows) >= 60 and len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert row.source.startswith("https://") and row.date[:3] == "202" and row.measured > 0, row.name
+        assert row.gpus % row.num_nodes == 0, row.name
+    assert {row.kind for row in rows} == {published.TRAINING, published.COLLECTIVE}
+
+
+def test_the_error_bars_that_plans_print(errors):
+    """No median moves by more than a point, and no 90th percentile by more than two."""
+    measured = published.measure_error_bars(errors)
+    assert measured.keys() == published.ERROR_BARS.keys()
+    for kind, bar in measured.items():
+        stored = published.ERROR_BARS[kind]
+        assert bar.count == stored.count, kind
+        assert (bar.median, bar.most) == (
+            pytest.approx(stored.median, abs=0.01),
+            pytest.approx(stored.most, abs=0.02),
+        ), kind
+
+
+def test_the_slowdown_from_128_to_512_gpus(rows, errors):
+    """Of six families, each within 8 %."""
+    predicted = {error.row.name: (1 + error.calibrated) * error.row.measured_s for error in errors if error.calibrated}
+    pairs = {}
+    for row in rows:
+        if row.device == "h100" and row.gpus in (128, 512) and row.family.startswith("mpt"):
+            pairs.setdefault(row.family, {})[row.gpus] = row
+    families = {name: both for name, both in pairs.items() if len(both) == 2}
+    assert len(families) == 6
+    for name, both in families.items():
+        measured = both[512].measured_s / both[128].measured_s
+        first = predicted.get(both[128].name, both[128].measured_s)  # the run that calibrates is exact
+        assert predicted[both[512].name] / first == pytest.approx(measured, rel=0.08), name
+
+
+def test_a_wrong_constant_is_noticed(rows, monkeypatch):
+    """The test of error bars can fail: with one card per node, as before, the predictions are much worse."""
+    one_card = [replace(row, cards=1) for row in rows if row.family == "mpt-13b h100"]
+    errors = published.list_errors(one_card)
+    assert max(error.calibrated for error in errors if error.calibrated) > 0.5
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_schedule_is_that_of_modules_11_and_14(keep, hybrid):
+    root, unit, world_size = 1024, 2048, 8
+    groups = [(False, [[root]]), *[(True, [[unit]])] * 4, (False, [[root]])]
+    variant = replace(
+        ladder.get_variant(get_module(14 if hybrid else 11)), arguments={"reshard_after_forward": not keep}
+    )
+    node_size = 4 if hybrid else None
+    recorded = record([variant], Setting(groups, world_size, 25, node_size=node_size))[variant.label]
+    first = recorded.launches[0].number
+    own = published.make_sharded_program(
+        [unit] * 4, (root, root), world_size, node_size=node_size, reshard_after_forward=not keep
+    )
+    assert normalise(recorded.instructions, first) == normalise(own, 0)
+
+
+def normalise(program, first):
+    """Return a program whose launches are numbered from 0. Copies are left out: their order means nothing."""
+    numbered = [
+        (kind, values[0] - first, *values[1:]) if kind in ("launch", "wait") else (kind, *values)
+        for kind, *values in program
+    ]
+    return [one for one in numbered if one[0] != "copy"]
+
+
+def test_the_devices_are_those_of_their_datasheets():
+    assert devices.DEVICES["h100"].tflops == {"fp32": 67.0, "bf16": 989.4}
+    for device in devices.DEVICES.values():
+        assert 0 < device.utilisation.low <= device.utilisation.typical <= device.utilisation.high < 1
