@@ -18,7 +18,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell -
     $(BIN)/lint-imports --no-logo && $(BIN)/brigade skeletons --check && $(BIN)/mypy
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim promises soak matrix rehearsal lint
+.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -37,6 +37,7 @@ help:
 	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL, and write a report to out/gpu_run;"
 	@echo "                      needs only a python3 with torch, pytest and rich"
 	@echo "make gpu-sim          do the same and more on simulated GPUs; downloads 0.6 GB, needs Linux on x86-64 and g++"
+	@echo "make validate-plan    compare the plans of docs/published.tsv with what was measured, in seconds and without a GPU"
 	@echo "make promises         measure what the course promises; do not run anything else at the same time"
 	@echo "make soak             run all graded checks with 30 seeds; takes about half an hour"
 	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
@@ -103,6 +104,9 @@ gpu-check:
 
 gpu-sim:
 	$(PYTHON) -m tools.gpu_sim.simulate $(GPU_OPTIONS)
+
+validate-plan: setup
+	$(BIN)/python -m tools.validate_plan
 
 promises: setup
 	$(BIN)/python -m tools.promises

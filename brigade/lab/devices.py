@@ -44,7 +44,7 @@ CONTENTION = 0.35
 
 # None of these sources is in docs/published.tsv, so that no plan is fitted to what it predicts.
 HOPPER_UTILISATION = Utilisation(
-    0.40, 0.33, 0.46, "38 to 43 % in Llama 3 (arXiv 2407.21783, table 4), and 3 to 5 beyond"
+    0.40, 0.33, 0.46, "38 to 43 % in Llama 3 (arXiv 2407.21783, table 4), and a little beyond"
 )
 AMPERE_UTILISATION = Utilisation(0.52, 0.44, 0.60, "44 to 52 % in arXiv 2104.04473, table 1; 55 to 60 % in 2304.11277")
 ASSUMED_UTILISATION = Utilisation(0.40, 0.30, 0.50, "assumed: we know no published run")

@@ -2,7 +2,7 @@
 
     programs = record([get_variant(get_module(4))], setting)       by label
     programs["4 BucketedDDP"].launches                             the collectives, in launch order
-    simulate(programs["4 BucketedDDP"].instructions, machine, link)            the seconds of a step
+    simulate(programs["4 BucketedDDP"].instructions, machine, network).step_s            the seconds of a step
 
 A program is recorded: `recorded_step.py` runs the variant's own code once in a rank, without memory and without peers.
 All ranks are assumed to do what rank 0 does, at the same time, so no collective waits for another rank to launch it.
@@ -21,7 +21,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-from brigade.checks.tiny_lm import Block
 from brigade.course.modules import ROOT, CourseError
 from brigade.course.submission import Sources
 from brigade.lab.ladder import Variant, read_reference
@@ -67,24 +66,16 @@ class Machine:
         return sum(self.backward_s) or 1.0
 
 
+# Of parameters: whether a group is a unit of module 11, and its shapes.
 Groups = list[tuple[bool, list[list[int]]]]
-
-
-def list_groups(model: Any) -> Groups:
-    """Return groups of a model's parameters, in order: whether a group is a unit of module 11, and its shapes."""
-    groups: Groups = []
-    for child in model.children():
-        units = [*child] if any(isinstance(block, Block) for block in child.children()) else [child]
-        groups += [(isinstance(unit, Block), [list(p.shape) for p in unit.parameters()]) for unit in units]
-    return groups
 
 
 @dataclass(frozen=True)
 class Setting:
     """The training run to record: the parameters, the ranks, the buckets and the optimizer.
 
-    `groups` are those of `list_groups`, and `bucket_mb` is in MiB. `dtype` is the name of the parameters' dtype. A node
-    consists of `node_size` ranks (None: all ranks). The optimizer keeps `state_values` values per element: two are
+    `groups` are in the order of registration, and `bucket_mb` is in MiB. `dtype` is the name of the parameters' dtype. A
+    node consists of `node_size` ranks (None: all ranks). The optimizer keeps `state_values` values per element: two are
     AdamW's, without its step counter, and one is SGD's momentum. Gradients become ready in the reverse order of the
     parameters' registration, as in TinyLM.
 

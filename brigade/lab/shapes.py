@@ -37,7 +37,7 @@ class Shape:
         return 2 * d * d + 2 * d * kv + 3 * d * self.d_ff + 2 * d
 
     def make_groups(self) -> Groups:
-        """Return the parameters' shapes as `program.list_groups` does for a TinyLM."""
+        """Return the shapes of the parameters, in the order in which a TinyLM registers them."""
         d, kv, f, vocabulary = self.d_model, (self.kv_heads or self.heads) * self.d_head, self.d_ff, self.vocabulary
         block = [[d], [d, d], [kv, d], [kv, d], [d, d], [d], [f, d], [f, d], [d, f]]
         ends = (False, [[vocabulary, d]])

@@ -14,9 +14,15 @@ const costModel = (() => {
     ["g0 g1 g2 g3 c0 g4 c1 c2 c3 c4", "g4 g3 g2 g1 c4 r4 c3 r3 c2 r2 c1 r1 c0 r0"],
   ];
 
-  /** Return the seconds that a ring algorithm takes. A link is {latencyS, bytesPerS}. */
+  /**
+   * Return the seconds that a collective takes. A link is {latencyS, bytesPerS, algorithm}. All-reduces can use a tree,
+   * in which data travels up and down; with two trees at once, as in NCCL, each rank sends the buffer twice.
+   */
   function computeSeconds(link, op, nbytes, worldSize) {
     if (worldSize === 1) return 0;
+    if (link.algorithm === "tree" && op === "all_reduce") {
+      return 2 * Math.floor(Math.log2(worldSize)) * link.latencyS + 2 * nbytes / link.bytesPerS;
+    }
     const rounds = op === "all_reduce" ? 2 : 1;
     const wireBytes = rounds * (worldSize - 1) / worldSize * nbytes;
     return rounds * (worldSize - 1) * link.latencyS + wireBytes / link.bytesPerS;

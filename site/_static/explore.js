@@ -13,7 +13,9 @@
     {name: "beta", label: "β, bandwidth of the link", unit: "Gbit/s", first: 100,
       values: [1, 2.5, 5, 10, 25, 50, 100, 200, 400, 800]},
     {name: "ranks", label: "N, number of ranks", unit: "", first: 64, values: [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]},
+    {name: "cards", label: "network cards of a node, each with a ring", unit: "", first: 1, values: [1, 2, 4, 8]},
   ];
+  const ALGORITHM = {name: "algorithm", label: "algorithm of the all-reduce", first: "ring", values: ["ring", "tree"]};
   const MANY = 80; // if there are more buckets, they are drawn without borders
   const LANE = 26;
 
@@ -218,7 +220,8 @@
 
   const MODELS = {
     buckets: {draw: drawBuckets, controls: [
-      {name: "bucket", label: "size of a bucket", unit: "MiB", first: 25, values: BUCKETS_MIB}, ...LINK_CONTROLS]},
+      {name: "bucket", label: "size of a bucket", unit: "MiB", first: 25, values: BUCKETS_MIB},
+      ...LINK_CONTROLS, ALGORITHM]},
     prefetch: {draw: drawPrefetch, controls: [
       {name: "prefetch", label: "prefetch", unit: "", first: 1, values: [0, 1, 2, 3]}, ...LINK_CONTROLS]},
   };
@@ -233,7 +236,8 @@
 
     function update() {
       if (!figures.clientWidth) return; // the page has no layout yet
-      const link = {latencyS: 1e-6 * settings.alpha, bytesPerS: 1.25e8 * settings.beta};
+      const bytesPerS = 1.25e8 * settings.beta * settings.cards;
+      const link = {latencyS: 1e-6 * settings.alpha, bytesPerS, algorithm: settings.algorithm};
       const drawn = draw({...settings, link}, figures.clientWidth);
       showNumbers(numbers, drawn.numbers);
       figures.replaceChildren(...drawn.figures);

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import hang_guard
 import pytest
@@ -123,6 +124,7 @@ def test_axe_finds_nothing_serious(page, site, scheme, request):
 
 
 GRAD_BYTES, BACKWARD_S = 400e6, 0.1
+OPS = ("all_reduce", "all_gather")
 
 
 def simulate_buckets(link, world_size, bucket_bytes):
@@ -134,7 +136,7 @@ def simulate_buckets(link, world_size, bucket_bytes):
         *(("wait", i) for i in range(count)),
     ]
     machine = Machine(0.0, (BACKWARD_S / count,) * count, 1.0, 1.0)
-    return simulate(instructions, machine, link) - BACKWARD_S, count
+    return simulate(instructions, machine, link).step_s - BACKWARD_S, count
 
 
 def test_the_model_in_the_browser_equals_pythons(page):
@@ -144,6 +146,9 @@ def test_the_model_in_the_browser_equals_pythons(page):
         found = page.evaluate("(given) => costModel.simulateBuckets(...given)", given)
         exposed_s, num_buckets = simulate_buckets(link, world_size, nbytes)
         assert (found["exposed"], found["numBuckets"]) == (pytest.approx(exposed_s), num_buckets)
+    tree = {"latencyS": 1e-5, "bytesPerS": 1e9, "algorithm": "tree"}
+    seconds = [page.evaluate("(given) => costModel.computeSeconds(...given)", [tree, op, 1e6, 64]) for op in OPS]
+    assert seconds == pytest.approx([2 * 6 * 1e-5 + 2 * 1e-3, 63 * 1e-5 + 63 / 64 * 1e-3])  # only all-reduces
 
 
 def test_the_sliders_change_the_figure_and_the_numbers(page, site):
@@ -163,6 +168,9 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     mib = move("buckets", "bucket", "ArrowRight")
     exposed_s, num_buckets = simulate_buckets(link, 64, mib * 2**20)
     assert bars.count() == 2 * num_buckets + 1 < many  # on the rank and on the link; one is exposed
+    expect("buckets", "exposed", f"{1e3 * exposed_s:.1f} ms")
+    move("buckets", "cards", "ArrowRight")
+    exposed_s, _ = simulate_buckets(replace(link, bytes_per_s=2 * link.bytes_per_s), 64, mib * 2**20)
     expect("buckets", "exposed", f"{1e3 * exposed_s:.1f} ms")
     before = page.inner_text("[data-model=prefetch] [data-name=peak]")
     move("prefetch", "prefetch", "ArrowLeft")

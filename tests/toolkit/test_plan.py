@@ -6,13 +6,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from brigade.checks.tiny_lm import SIZES, Size, TinyLM
+from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
 from brigade.cli import main as cli
 from brigade.course.modules import ROOT, TRAINING_MODULES, get_module
 from brigade.lab import ladder, plan
 from brigade.lab.devices import CONTENTION
 from brigade.lab.nccl import HOPPER, Network
-from brigade.lab.program import Machine, Setting, list_groups, record, simulate
+from brigade.lab.program import Machine, Setting, record, simulate
 from brigade.lab.shapes import MODELS, Shape
 from brigade.rank.emulated_link import Link, Pace
 
@@ -123,6 +123,14 @@ def test_a_ring_for_each_card_of_a_node():
     assert rates == pytest.approx({(1, 1): 1e8, (1, 4): 1e8, (4, 1): 1e8, (4, 4): 4e8, (16, 1): 1e8, (16, 4): 4e8})
     fast = replace(link, outer=Link(0.0, 1e12), cards=4)
     assert fast.seconds("broadcast", 1e9, 8, 2) == pytest.approx(1.0)
+
+
+def list_groups(model):
+    """Return the groups of a TinyLM's parameters, as `Setting.groups`."""
+    units = [
+        unit for child in model.children() for unit in (child if isinstance(child, torch.nn.ModuleList) else [child])
+    ]
+    return [(isinstance(unit, Block), [list(p.shape) for p in unit.parameters()]) for unit in units]
 
 
 def test_a_shape_has_the_parameters_of_its_model():
