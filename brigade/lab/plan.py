@@ -120,7 +120,7 @@ def make_plan_table(
 
     torch_s = next(step.step_s for step in steps if step.label == TORCH_DDP.label)
     time_unit, seconds = ("s", 1.0) if torch_s >= 1 else ("ms", 1e-3)
-    digits = 1 if torch_s / seconds >= 10 else 3
+    digits = 3 if torch_s / seconds < 10 else 1 if torch_s / seconds < 1000 else 0
     size_unit, size = ("GB", 1e9) if max(step.memory_bytes for step in steps) >= 1e10 else ("MB", 1e6)
     headings = [f"step\n{time_unit}", *(["range"] if bounds else []), "ratio to\ntorch DDP", f"exposed\n{time_unit}"]
     sizes = ["inside", "between", "memory"] if has_nodes else ["sent", "memory"]
