@@ -243,7 +243,7 @@ def describe_error(num_nodes: int, is_calibrated: bool) -> str:
         f"How wrong is this? Of {bar.count} published runs on {name_nodes(num_nodes)} {how}, the median error of a "
         f"step is {bar.median:.0%}, and nine of ten are within {bar.most:.0%}.{advice} Collectives of 256 MiB or more: "
         f"{collectives.median:.0%} ({collectives.most:.0%}); smaller ones can be several times slower than planned "
-        "(docs/plan.md, `make validate-plan`)."
+        "(docs/plan.md)."
     )
 
 

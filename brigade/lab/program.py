@@ -74,10 +74,10 @@ Groups = list[tuple[bool, list[list[int]]]]
 class Setting:
     """The training run to record: the parameters, the ranks, the buckets and the optimizer.
 
-    `groups` are in the order of registration, and `bucket_mb` is in MiB. `dtype` is the name of the parameters' dtype. A
-    node consists of `node_size` ranks (None: all ranks). The optimizer keeps `state_values` values per element: two are
-    AdamW's, without its step counter, and one is SGD's momentum. Gradients become ready in the reverse order of the
-    parameters' registration, as in TinyLM.
+    `groups` are in the order of registration, and `bucket_mb` is in MiB. `dtype` is the name of the parameters'
+    dtype. A node consists of `node_size` ranks (None: all ranks). The optimizer keeps `state_values` values per
+    element: two are AdamW's, without its step counter, and one is SGD's momentum. Gradients become ready in the
+    reverse order of the parameters' registration, as in TinyLM.
 
     If there is a `compute_dtype`, wrappers that accept one have parameters in fp32, and all others have `dtype`. A step
     has several `micro_batches`, all but the last one inside `no_sync`.
