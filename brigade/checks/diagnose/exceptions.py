@@ -85,7 +85,7 @@ SYMPTOMS = [
     Symptom("missing name", "NameError", " has no ", "this name from the skeleton was changed or deleted. "
             "`brigade reset` restores it."),
     Symptom("no module", "AttributeError", " object has no attribute 'module'", "the wrapper does not keep its "
-            "argument in self.module, which given code and later modules read.", line=r"find_trainable\(self\.module\)"),
+            "argument in self.module, which given code and later modules read.", line=r"find_trainable\(self"),
     Symptom("helper file", "ModuleNotFoundError", r"No module named '[\w.]+'$", explain_helper_file),
     Symptom("hook result", "", "hook returned|hooks should return", "a hook returns a value. It must return None."),
     Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
