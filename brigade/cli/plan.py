@@ -251,7 +251,7 @@ def describe_buckets(steps: list[PlannedStep]) -> str:
     """Return a sentence that says whether buckets are faster than one flat all-reduce, and why, or an empty one."""
     by_label = {step.label: step for step in steps}
     flat, bucketed = by_label.get("2 FlatDDP"), by_label.get("torch DDP")
-    if flat is None or bucketed is None or not flat.sent_bytes:
+    if flat is None or bucketed is None or not flat.sent_bytes or len(bucketed.program.launches) == 1:
         return ""
     gain = flat.step_s / bucketed.step_s - 1
     word = "shorter" if gain >= 0 else "longer"
