@@ -96,8 +96,9 @@ student: setup
 
 package: student
 	cp out/student.zip brigade/course/student.zip
+	cp solutions/m13_post_mortem/post_mortem.py brigade/course/post_mortem.py
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir out .
-	rm -rf build brigade/course/student.zip
+	rm -rf build brigade/course/student.zip brigade/course/post_mortem.py
 
 gpu-check:
 	$(PYTHON) tools/gpu_first_run.py out/gpu_run --backend $(BACKEND) $(GPU_OPTIONS)

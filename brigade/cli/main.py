@@ -48,6 +48,8 @@ COMMANDS = (
             needs_solutions=True),
     Command("bench", "lab", "Compare all core modules with torch in one run.", "brigade bench --comm-ratio 0.8"),
     Command("trace", "lab", "Draw one training step of a module as a timeline.", "brigade trace 4"),
+    Command("post-mortem", "post_mortem", "Name the rank that broke a job, from the flight recorders of its ranks.",
+            "brigade post-mortem dumps"),
     Command("plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"),
 )  # fmt: skip
 
@@ -69,8 +71,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
         if command.name in arguments[:1]:
             file = import_module(f"brigade.cli.{command.file}")
-            getattr(file, f"add_{command.name}_arguments")(added)
-            added.set_defaults(run=getattr(file, f"run_{command.name}"))
+            name = command.name.replace("-", "_")
+            getattr(file, f"add_{name}_arguments")(added)
+            added.set_defaults(run=getattr(file, f"run_{name}"))
     return top.parse_args(arguments)
 
 

@@ -76,6 +76,7 @@ def expect_brigade(arguments: list[str]) -> None:
     needed = {
         "init": ["DIR"],
         "update": ["DIR"],
+        "post-mortem": ["DIR"],
         "grade": ["--submission", "DIR"],
     }
     if len(arguments) == 1 or arguments[0] == "grade" and not {"--submission", "--class"} & {*arguments}:
