@@ -14,6 +14,7 @@ from m13_post_mortem import scenario as scenarios
 DUMPS = ROOT / "tests" / "m13_post_mortem" / "dumps"
 VERSIONS = ("2.11", "2.13", "2.15")  # of torch, which recorded the dumps
 CULPRITS = {"skip": "1", "blocked": "1", "size": "2", "circle": "12", "behind": "2", "ended": "0", "healthy": ""}
+CULPRITS["stuck"] = "01"
 REPETITIONS = 40  # of each kind of job
 FAULTS = (
     jobs.stay_healthy,
@@ -26,6 +27,9 @@ FAULTS = (
     jobs.fall_behind,
     jobs.stop_inside,
     jobs.wait_in_a_circle,
+    jobs.get_stuck,
+    jobs.record_nothing,
+    jobs.wait_elsewhere,
 )
 
 
@@ -58,7 +62,7 @@ def test_the_group_that_others_wait_for(submission):
     expect_divergence(submission, [jobs.lose_some(submission.rng, job) for job in drawn])
 
 
-@pytest.mark.parts("Parts (e) to (g): the culprit")
+@pytest.mark.parts("Parts (e) to (h): the culprit")
 @pytest.mark.points(2)
 def test_calls_that_differ(submission):
     """diagnose names the minority that launched another operation, size or dtype; without a majority, all of them."""
@@ -76,11 +80,12 @@ def test_missing_and_extra_calls(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_first_difference")
 def test_ranks_that_stop(submission):
-    """diagnose tells dead ranks, ranks that have ended, and ranks that are behind from ranks that wait."""
+    """diagnose tells dead ranks, ranks that have ended, and ranks that are behind from those that wait for them."""
     ends = [partial(jobs.stop_early, kind=kind) for kind in ("ended", "behind")]
     expect_finding(
         submission,
-        [jobs.stay_healthy, jobs.die, jobs.die_after_a_difference, *ends, jobs.fall_behind, jobs.stop_inside],
+        [jobs.stay_healthy, jobs.die, jobs.die_after_a_difference, *ends, jobs.fall_behind, jobs.stop_inside]
+        + [jobs.wait_elsewhere],
     )
 
 
@@ -90,18 +95,29 @@ def test_circles(submission):
     expect_finding(submission, [jobs.wait_in_a_circle])
 
 
-@pytest.mark.parts("Part (h): the program")
+@pytest.mark.points(1)
+def test_stuck(submission):
+    """If all members have made the same last call and some wait in it, diagnose says so instead of "healthy"."""
+    expect_finding(submission, [jobs.get_stuck, jobs.stay_healthy])
+
+
+@pytest.mark.points(1)
+def test_unseen(submission):
+    """A rank without a record is neither accused nor healthy: diagnose says that it was not seen."""
+    expect_finding(submission, [jobs.record_nothing, jobs.stay_healthy])
+
+
+@pytest.mark.parts("Part (i): the program")
 @pytest.mark.points(1)
 def test_program(submission):
     """main prints the finding of recorded dumps and a row per rank. It returns 0, 1, or 2 for an unreadable file."""
     [world] = submission.worlds(1)
     jobs = {(version, fault): dumps for version in VERSIONS for fault, dumps in read_dumps(version).items()}
-    [first, *others], [foreign, *_] = jobs["2.13", "skip"], jobs["2.13", "healthy"]
+    first, second, _ = jobs["2.13", "skip"]
     broken = {"truncated": first[:-1], "empty": "", "binary": "\x80\x02}q", "foreign": "[1, 2]", "missing": None}
-    broken["of another job"] = foreign
-    runs = [*jobs.values(), *([others[0], first, text] for text in broken.values())]
+    runs = [*jobs.values(), *([second, first, text] for text in broken.values())]
     [answers] = submission.run(scenarios.run_main, {"runs": runs}, world_size=world)
-    for ((version, name), dumps), (result, printed) in zip(jobs.items(), answers):
+    for ((version, name), dumps), (result, printed, _) in zip(jobs.items(), answers):
         where = f"for the dumps of hang.py {name}, torch {version}"
         right = 0 if name == "healthy" else 1
         expect(result == right, f"{where}, main returns {right}", f"it returned {result}")
@@ -111,14 +127,44 @@ def test_program(submission):
             is_right = any(all(word in line for word in words) for line in printed.splitlines())
             expect(is_right, f"{where}, main prints a line with {join_names(words)}", f"it printed {printed!r}")
         expect_words(printed, CULPRITS[name], f"{where}, the text")
-    for name, (result, printed) in zip(broken, answers[len(jobs) :]):
-        why = diagnosis.OTHER_JOB if name == "of another job" else diagnosis.UNREADABLE
-        right = f"for a third dump that is {name}, main returns 2 and prints this file's name"
-        wrong = f"it returned {result} and printed {printed!r}"
-        expect(result == 2 and "dump_2.json" in printed, right, wrong, why if result != 2 else "")
+    expect_refusals(broken, answers[len(jobs) :], diagnosis.UNREADABLE)
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_program")
+def test_jobs_folders_and_pages(submission):
+    """main refuses dumps of two jobs, accepts a folder instead of files, and writes the page that html asks for."""
+    [world] = submission.worlds(1)
+    first, second, third = read_dumps("2.13")["skip"]
+    record = json.loads(third)
+    foreign = {
+        "of a rank that has one already": first,
+        "of another world size": json.dumps(record | {"world_size": 4}),
+        "of a job with another name": json.dumps(record | {"job": "another"}),
+    }
+    runs = [[second, first, text] for text in foreign.values()]
+    [answers] = submission.run(scenarios.run_main, {"runs": runs}, world_size=world)
+    expect_refusals(foreign, answers, diagnosis.OTHER_JOB)
+    job = {"runs": [[first, second, third]], "as_folder": True, "with_page": True}
+    [[[result, printed, page]]] = submission.run(scenarios.run_main, job, world_size=world)
+    expect(
+        result == 1, "for a folder with three dumps, main returns 1", f"it returned {result} and printed {printed!r}"
+    )
+    expect_words(printed, CULPRITS["skip"], "for a folder with three dumps, the text")
+    expect(page is not None, "main writes the page to the file that html names", "there is no such file")
+    lines = {entry["line"] for entry in record["entries"]}
+    expect_words(page, [*CULPRITS["skip"], *lines, "all_reduce"], "the page")
 
 
 # ---- what the checks use
+
+
+def expect_refusals(texts, answers, likely_cause):
+    """Expect main to return 2 for each of these jobs, and to name the third file."""
+    for name, (result, printed, _) in zip(texts, answers):
+        right = f"for a third dump that is {name}, main returns 2 and prints this file's name"
+        wrong = f"it returned {result} and printed {printed!r}"
+        expect(result == 2 and "dump_2.json" in printed, right, wrong, likely_cause if result != 2 else "")
 
 
 def draw(submission, kinds, repetitions=REPETITIONS):
@@ -182,21 +228,35 @@ def expect_finding(submission, kinds):
         wrong = f"it found {got_kind!r} and the culprits {ranks}"
         why = partial(diagnosis.explain_finding, traces, kind, culprits, got_kind, ranks)
         expect((got_kind, ranks) == (kind, culprits), right, wrong, why)
-        has_place, words = kind not in ("dead", "healthy"), [str(rank) for rank in culprits]
-        group, number, row = jobs.choose_divergence(traces) if has_place else (None, None, {})
-        right = f"the finding {kind!r} has {'the place of find_divergence' if has_place else 'no place'}"
-        expect(place == [group, number], right, f"group and number are {place}")
+        has_place, words = kind not in ("dead", "unseen", "healthy"), [str(rank) for rank in culprits]
+        group, number, row = jobs.choose_place(kind, traces) if has_place else (None, None, {})
+        name = "the last call of its group" if kind == "stuck" else "the place of find_divergence"
+        right = f"the finding {kind!r} has {name if has_place else 'no place'}"
+        expect(place == [group, number] or kind == "unseen", right, f"group and number are {place}")
         calls = [call for call in row.values() if call]
         if kind == "circular":  # both places are in groups of two ranks, which wait for each other
             circle = [row for group, (_, row) in jobs.find_divergences(traces).items() if group != "0"]
             calls = [call for row in circle for call in row.values() if call]
         if has_place:
             words += [str(number), *(word for call in calls for word in (call["op"], call["line"]))]
+            words += [call["description"] or call["group"] for call in calls]
+        if kind in ("behind", "missing"):
+            expect_waits(text, [trace for trace in traces if trace["rank"] in culprits])
         if kind in ("ended", "behind"):
             lines = {t["calls"][-1]["line"] for t in traces if t["rank"] in culprits and t["calls"]}
             right = f"the text names the line of a culprit's last call, one of {sorted(lines)}"
             expect(not lines or any(line in text for line in lines), right, f"the text is {text!r}")
         expect_words(text, words, f"the text of the finding {kind!r}")
+
+
+def expect_waits(text, traces):
+    """Expect the text to say where each of these ranks waits, if it waits."""
+    for trace in traces:
+        unfinished = [call for call in (*trace["messages"], *trace["calls"]) if not call["is_complete"]]
+        says_it = any(call["op"] in text and call["line"] in text for call in unfinished)
+        places = " or ".join(f"{call['op']} at {call['line']}" for call in unfinished)
+        right = f"the text says where rank {trace['rank']} itself waits: in {places}"
+        expect(says_it or not unfinished, right, f"the text is {text!r}", diagnosis.NO_WAIT)
 
 
 def expect_words(text, words, what):

@@ -101,7 +101,7 @@ MODULES = (
            more_files=("plan.py", "flat_shard.py", "checkpoint.py")),
     Module(12, "m12_lockstep", "Ranks in lockstep", 15, 90, 4, ("assign_sequences", "LockstepLoop"),
            "every token counts once, and all ranks take the same steps", BEYOND, trains=False),
-    Module(13, "m13_post_mortem", "Post-mortem of a hang", 15, 90, 3,
+    Module(13, "m13_post_mortem", "Post-mortem of a hang", 18, 110, 3,
            ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
            BEYOND, trains=False),
     Module(14, "m14_hybrid_sharded", "Two links", 20, 90, 4, ("plan_grid", "plan_traffic", "HybridShardedDDP"),

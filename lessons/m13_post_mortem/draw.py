@@ -16,7 +16,9 @@ def draw(paths: list[str], out: Path) -> None:
     """Draw the traces of these dumps: equal calls have the same colour, and the place of the finding has a frame."""
     traces = sorted(map(load_trace, paths), key=lambda trace: trace.rank)
     finding = diagnose(traces)
-    group = finding.group or traces[0].calls[0].group
+    group = finding.group or next((call.group for trace in traces for call in trace.calls), None)
+    if group is None:
+        sys.exit("these dumps contain no call")
     rows = [[call for call in trace.calls if call.group == group][-12:] for trace in traces]
     kinds = list(dict.fromkeys(contents(call) for row in rows for call in row))
     numbers = sorted({call.number for row in rows for call in row})

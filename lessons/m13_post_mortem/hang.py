@@ -1,15 +1,17 @@
-"""Break a job of three ranks in one of seven ways, and dump what each rank recorded before it is stopped.
+"""Break a job of three ranks in one of eight ways, and dump what each rank recorded before it is stopped.
 
     torchrun --standalone --nproc-per-node 3 lessons/m13_post_mortem/hang.py A
     python lessons/m13_post_mortem/post_mortem.py dump_*.json
 
 After 3 seconds, a second thread of each rank writes `dump_RANK.json` to the working directory and ends the process. It
-must do so before the collective's time-out: after it, the recorder no longer shows who waited.
+must do so before the collective's time-out: after it, gloo's recorder no longer shows who waited. The dumps of the run
+before are removed first. `hang.py A nccl` runs the same on three GPUs.
 """
 
 import os
 import sys
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,7 +50,11 @@ def size(rank: int) -> None:
 
 def circle(rank: int) -> None:
     """Ranks 1 and 2 use two groups in opposite orders."""
-    first, second = dist.new_group([1, 2]), dist.new_group([1, 2])
+    first, second = (dist.new_group([1, 2], group_desc=name) for name in ("first", "second"))
+    dist.all_reduce(torch.ones(40))
+    if rank != 0:
+        dist.all_reduce(torch.ones(1), group=first)  # with NCCL, a group's first call is recorded only when all come
+        dist.all_reduce(torch.ones(1), group=second)
     if rank == 1:
         dist.all_reduce(torch.ones(10), group=first)
         dist.all_reduce(torch.ones(20), group=second)
@@ -78,16 +84,29 @@ def healthy(rank: int) -> None:
         dist.all_reduce(torch.ones(40))
 
 
-FUNCTIONS = dict(zip("ABCDEFG", (skip, blocked, size, circle, behind, ended, healthy)))  # names would be answers
+def stuck(rank: int) -> None:
+    """Rank 1 names another root than the others."""
+    dist.all_reduce(torch.ones(40))
+    dist.broadcast(torch.ones(8), src=1 if rank == 1 else 0)
+
+
+FUNCTIONS = dict(zip("ABCDEFGH", (skip, blocked, size, circle, behind, ended, healthy, stuck)))  # names are answers
 FAULTS = FUNCTIONS | {function.__name__: function for function in FUNCTIONS.values()}
 
 
 def main() -> None:
-    """Run the fault that the command line gives, by its letter or its name."""
-    if len(sys.argv) != 2 or sys.argv[1] not in FAULTS:
-        sys.exit(f"usage: torchrun --standalone --nproc-per-node 3 hang.py {{{','.join(FUNCTIONS)}}}")
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    """Run the fault that the command line gives, by its letter or its name, with gloo or NCCL."""
+    fault, backend = [*sys.argv[1:], "gloo"][:2]
+    if fault not in FAULTS or backend not in ("gloo", "nccl"):
+        sys.exit(f"usage: torchrun --standalone --nproc-per-node 3 hang.py {{{','.join(FUNCTIONS)}}} [nccl]")
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        for old in Path().glob("dump_*.json"):
+            old.unlink()
+    if backend == "nccl":
+        torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
     has_ended = threading.Event()
 
     def dump() -> None:
@@ -95,7 +114,9 @@ def main() -> None:
         os._exit(0)
 
     threading.Timer(WAIT_S, dump).start()
-    FAULTS[sys.argv[1]](rank)
+    FAULTS[fault](rank)
+    if backend == "nccl":
+        torch.cuda.synchronize()  # a launch returns at once
     has_ended.set()
     threading.Event().wait(10 * WAIT_S)  # so that torchrun does not stop the other ranks before they have dumped
 

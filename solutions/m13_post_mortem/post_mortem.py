@@ -6,32 +6,50 @@ names the culprit:
 
 1. `align` puts the calls with the same group and number side by side.
 2. `find_divergence` finds the first place where the calls differ, in the group for which nothing else is waiting.
-3. `diagnose` says which kind of mistake explains this place, and which ranks made it.
+3. `diagnose` says which kind of mistake explains this place, and which ranks made it, or what no record shows.
 4. `main` prints the finding: `python post_mortem.py dump_*.json`.
 
-No rank runs here, and nothing communicates. The cost is one pass over the calls of all ranks.
+No rank runs here, and nothing communicates. The cost is one pass over the calls of all ranks. To read dumps, only
+Python is needed.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import html as markup
+import io
 import json
+import os
 import pickle
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from heapq import merge
 from pathlib import Path
+from typing import Any
 
-SIZES_MAY_DIFFER = ("gather", "scatter", "alltoall", "all_to_all")  # operations whose ranks may pass different shapes
+# Operations whose ranks may pass different shapes.
+SIZES_MAY_DIFFER = ("gather", "scatter", "alltoall", "all_to_all", "all_gather_v", "reduce_scatter_v")
+RECORDED = ("process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "profiling_name", "input_sizes",
+            "input_dtypes", "output_dtypes", "state", "retired", "line")  # fmt: skip
+FOREIGN = re.compile(r"^<|[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3|[/\\]torch[/\\](distributed|nn|autograd)")
+MAX_RANKS = 1_000_000  # more are an error in a file
+COLOURS = ("#b3cde3", "#fbb4ae", "#ccebc5", "#decbe4", "#fed9a6", "#ffffcc", "#e5d8bd", "#fddaec")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as one rank launched it.
+    """One collective as one rank launched it, or one message.
 
     `ranks` are the members of `group`, as ranks of the world. `number` counts this rank's collectives in the group,
     from 1. `sizes` contains the shape of each input tensor; it is empty for operations whose ranks may pass different
-    shapes. `line` is the place of the call, such as "train.py:17".
+    shapes. If a rank launches several operations together, they are one call, and `op`, `sizes` and `dtype` list them
+    all. `line` is the place of the call, such as "train.py:17"; it is "" if the record does not contain it.
+    `description` is the group's name for people, such as "dp", or "".
     """
 
     group: str
@@ -41,14 +59,18 @@ class Call:
     sizes: tuple[tuple[int, ...], ...]
     dtype: str
     line: str
+    is_complete: bool = True
+    description: str = ""
 
 
 @dataclass(frozen=True)
 class Trace:
     """The calls of one rank in program order.
 
-    `has_ended`: the rank left its program normally. `num_lost`: so many of its first calls were overwritten in the
-    recorder's ring buffer.
+    `world_size` is 0 if the file does not contain it. `has_ended`: the rank left its program normally. `num_lost`: so
+    many of its first calls are not in the record, because its ring buffer has overwritten them. `messages`: the sends
+    and receives, in program order. They have numbers of their own and are not aligned. `job` is equal on all ranks of a
+    job, or "" if the file does not contain it.
     """
 
     rank: int
@@ -56,6 +78,8 @@ class Trace:
     calls: tuple[Call, ...]
     has_ended: bool = False
     num_lost: int = 0
+    messages: tuple[Call, ...] = ()
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Finding:
-    """What broke the job: the kind, the culprits (sorted), the place (None for "dead" and "healthy"), one sentence."""
+    """What broke the job: the kind, the culprits (sorted), the place, and the text.
+
+    `group` and `number` are the place, or None without one. For "unseen", `ranks` are those without a record.
+    """
 
     kind: str
     ranks: list[int]
@@ -81,62 +108,257 @@ class Finding:
     text: str
 
 
+# ---- given: write and read what torch's flight recorders contain
+
+
 def dump_trace(path: str | Path, has_ended: bool = False) -> None:
-    """Write this rank's flight recorder to `path` as JSON. Call it before a collective's time-out, from any thread.
+    """Write this rank's flight recorders to `path` as JSON. Call it before a collective's time-out, from any thread.
 
-    torch's own JSON has neither source lines nor, with gloo, the members of a group. So this function reads the pickle
-    that torch has just made in this process, keeps the first frame outside installed packages, and adds the members.
+    torch has one recorder for gloo and another for NCCL. Its own JSON has neither source lines nor, with gloo, the
+    members of a group. So this function merges the recorders, keeps one line for each call, and adds the members.
     """
-    import torch  # here, so that reading dumps needs no torch
-    import torch.distributed as dist
+    import torch.distributed as dist  # here, so that reading dumps needs no torch
 
-    record = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
-    packages = str(Path(torch.__file__).parents[1])
+    world = dist.distributed_c10d._world
+    processes = {name: group for group, name in world.pg_names.items()}
+    groups: dict[str, list[int]] = {}
+    records = list(_read_recorders())
+    for entry in (entry for record in records for entry in record.get("entries", [])):
+        name, description = entry["process_group"]
+        backends = set(re.findall(r":(\w+)", world.pg_backend_config.get(processes[name], "")))
+        # If a group has two backends, each of them counts its own calls.
+        key = f"{name} {entry['profiling_name'].split(':')[0]}" if len(backends) > 1 else name
+        groups[key] = dist.get_process_group_ranks(processes[name])
+        entry |= {"process_group": (key, description), "line": _find_line(entry.get("frames", []))}
+    entries = merge(*(record.get("entries", []) for record in records), key=lambda entry: entry["time_created_ns"])
+    dump = {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "has_ended": has_ended,
+        "num_lost": sum(map(_count_lost, records)),
+        "job": _identify_job(),
+        "groups": groups,
+        "entries": [{name: entry[name] for name in RECORDED} for entry in entries],
+    }
+    Path(path).write_text(json.dumps(dump))
 
-    def find_line(frames: list[dict]) -> str:
-        own = (frame for frame in frames if not frame["filename"].startswith((packages, "<")))
-        return next((f"{Path(frame['filename']).name}:{frame['line']}" for frame in own), "")
 
-    for entry in record.get("entries", []):
-        entry["line"] = find_line(entry.pop("frames", []))
-    names = dist.distributed_c10d._world.pg_names
-    record["groups"] = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
-    record |= {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "has_ended": has_ended}
-    Path(path).write_text(json.dumps(record))
+def _read_recorders() -> Iterator[dict]:
+    """Yield the record of each recorder that this torch has: gloo's, NCCL's, and that of the newer NCCL backend."""
+    from torch._C import _distributed_c10d as c10d
+
+    for name, options in (("_dump_fr_trace", {}), ("_dump_nccl_trace", {}), ("_dump_fr_trace", {"backend": "nccl2"})):
+        try:
+            dump = getattr(c10d, name)(True, True, False, **options)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            continue  # this torch lacks the recorder
+        yield pickle.loads(dump)  # torch has just made it in this process
+
+
+def _identify_job() -> str:
+    """Return the names that torchrun and Slurm give to this job. They are equal on all of its ranks."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def _find_line(frames: Sequence[dict]) -> str:
+    """Return the innermost line of the user's own code, such as "train.py:17"."""
+    own = (frame for frame in frames if not FOREIGN.search(frame["filename"]))
+    frame = next(own, frames[0] if frames else None)
+    return f"{Path(frame['filename']).name}:{frame['line']}" if frame else ""
+
+
+def _count_lost(record: Mapping[str, Any]) -> int:
+    """Return how many calls a recorder no longer has. If it has none, torch's counters say how many it made."""
+    if entries := record.get("entries"):
+        return int(entries[0]["record_id"])
+    counts = (int(status["last_enqueued_collective"]) for status in record.get("pg_status", {}).values())
+    return sum(max(count, 0) for count in counts)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads lists, dictionaries, numbers and texts. It loads no class and no function, so nothing is executed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise TypeError(f"it contains {module}.{name}")
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read a file of `dump_trace`. Raise OSError, or ValueError if it is not such a file. Nothing in it is executed."""
+    """Read a file of `dump_trace`, or torch's own dump of gloo, NCCL or nccl2: a pickle or JSON.
+
+    At a time-out, torch writes its dump to TORCH_FR_DUMP_TEMP_FILE plus the rank. The dump does not contain the rank,
+    so the file's name must end in it: nccl_trace_rank_3. Raise OSError, or ValueError with a hint if it is not such a
+    file. Nothing in it is executed.
+    """
+    data = Path(path).read_bytes()
+    if not data.strip():
+        raise ValueError("the file is empty: the process ended before it wrote its record")
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-        entries = record.get("entries", [])  # absent if the recorder is off
-        groups = {name: tuple(ranks) for name, ranks in record["groups"].items()}
-        return Trace(
-            rank=int(record["rank"]),
-            world_size=int(record["world_size"]),
-            calls=tuple(_read_call(entry, groups) for entry in entries if not entry["is_p2p"]),
-            has_ended=bool(record["has_ended"]),
-            num_lost=int(entries[0]["record_id"]) if entries else 0,
+        record = _Unpickler(io.BytesIO(data)).load() if data.startswith(b"\x80") else json.loads(data)
+    except TypeError as error:
+        raise ValueError(f"the file is a pickle of something else: {error}") from None
+    except (pickle.PickleError, EOFError, ValueError, LookupError, AttributeError, OverflowError, RecursionError):
+        ends = {b"\x80": b".", b"{": b"}"}
+        end = ends.get(data[:1])
+        if end and not data.rstrip().endswith(end):
+            raise ValueError("the file is truncated: the process ended while it wrote its record") from None
+        raise ValueError("the file is not a trace: it is neither JSON nor a pickle of torch's recorder") from None
+    if not isinstance(record, dict) or not record.keys() & {"groups", "pg_config"}:
+        raise ValueError("the file is a trace of something else: a flight recorder's contains groups and their calls")
+    try:
+        return _make_trace(record, Path(path).name)
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"the file is not a flight recorder's ({type(error).__name__}: {error})") from None
+
+
+def _make_trace(record: dict, name: str) -> Trace:
+    """Return the trace in a record of `dump_trace` or torch. `name` is the file's name."""
+    if "groups" in record:
+        groups = {key: tuple(map(int, ranks)) for key, ranks in record["groups"].items()}
+        rank, world_size = int(record["rank"]), int(record["world_size"])
+    else:
+        number = re.search(r"(\d+)(\.\w+)?$", name)
+        if not number:
+            raise ValueError("torch's dumps do not contain the rank, so the name must end in it: nccl_trace_rank_3")
+        # gloo's record has one entry, without a name. Its members are those of the world, or unknown.
+        config = {key or "0": info for key, info in record["pg_config"].items()}
+        groups = {key: tuple(map(int, json.loads(info["ranks"]))) for key, info in config.items()}
+        is_world = [key for key, info in config.items() if info["desc"] in ("default_pg", "")]
+        rank, world_size = int(number[1]), max((len(groups[key]) for key in is_world), default=0)
+    highest = max(rank, *map(max, filter(None, groups.values())), -1)
+    if not 0 <= rank <= highest < (world_size or MAX_RANKS) <= MAX_RANKS:
+        raise ValueError(f"the file is not a flight recorder's: it has a rank {highest} of {world_size}")
+    entries = record.get("entries", [])  # absent from torch's JSON if the recorder is off
+    unknown = {entry["process_group"][0] for entry in entries} - {key for key, ranks in groups.items() if ranks}
+    if unknown:
+        raise ValueError(
+            f"the file does not contain the members of group {', '.join(sorted(unknown))}: torch's own dump of gloo "
+            "lacks them if there are several groups, so use dump_trace"
         )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"not a file of dump_trace ({type(error).__name__}: {error})") from None
-
-
-def _read_call(entry: dict, groups: dict[str, tuple[int, ...]]) -> Call:
-    op = entry["profiling_name"].split(":")[-1]
-    sizes = () if op.startswith(SIZES_MAY_DIFFER) else entry["input_sizes"]
-    return Call(
-        group=entry["process_group"][0],
-        ranks=groups[entry["process_group"][0]],
-        number=int(entry["collective_seq_id"]),
-        op=op,
-        sizes=tuple(tuple(size) for size in sizes),
-        dtype=",".join(sorted(set(entry["input_dtypes"]))),
-        line=str(entry["line"]),
+    num_lost = int(record["num_lost"] if "num_lost" in record else _count_lost(record))
+    calls, messages = _read_entries(entries, groups, world_size, num_lost > 0)
+    first = _find_unbroken(calls)
+    kept = tuple(call for call in calls if call.number >= first[call.group])
+    return Trace(
+        rank=rank,
+        world_size=world_size,
+        calls=kept,
+        has_ended=bool(record.get("has_ended", False)),
+        num_lost=max(num_lost, *(number - 1 for number in first.values()), 0),
+        messages=tuple(messages),
+        job=str(record.get("job", "")),
     )
 
 
-# ---- given: the sentence of a finding
+def _read_entries(
+    entries: Sequence[dict], groups: Mapping[str, tuple[int, ...]], world_size: int, has_lost: bool
+) -> tuple[list[Call], list[Call]]:
+    """Return the calls and the messages of a record. Entries of one group that share a number are one call."""
+    blocks: dict[tuple[str, bool, int], list[dict]] = {}  # what was launched together, by group, kind and number
+    latest: dict[str, tuple[str, bool, int]] = {}  # each group's latest block
+    is_complete: dict[tuple[str, bool, int], bool] = {}  # for the blocks that end with an entry for all of the block
+    for entry in entries:
+        group, is_message = entry["process_group"][0], bool(entry["is_p2p"])
+        if entry["profiling_name"].endswith(":coalesced"):  # this entry's own number and kind may be those of others
+            if group in latest:
+                is_complete[latest[group]] = _is_complete(entry)
+            continue
+        latest[group] = (group, is_message, int(entry["p2p_seq_id" if is_message else "collective_seq_id"]))
+        blocks.setdefault(latest[group], []).append(entry)
+    oldest = next(iter(blocks), None)
+    if oldest and has_lost and (len(blocks[oldest]) > 1 or oldest in is_complete):
+        del blocks[oldest]  # the entries before it may be overwritten
+    names = {key: _name_group(key, ranks, world_size) for key, ranks in groups.items()}
+    calls: list[Call] = []
+    messages: list[Call] = []
+    for key, block in blocks.items():
+        group, is_message, number = key
+        completed = is_complete[key] if key in is_complete else all(map(_is_complete, block))
+        if is_message:
+            messages += [_make_call([one], names[group], groups[group], number, completed) for one in block]
+        else:
+            calls.append(_make_call(block, names[group], groups[group], number, completed))
+    return calls, messages
+
+
+def _is_complete(entry: Mapping[str, Any]) -> bool:
+    """Return whether a call is complete. gloo retires its calls; NCCL retires a started call also at a time-out."""
+    return entry["state"] == "completed" or (bool(entry["retired"]) and entry["state"] != "started")
+
+
+def _name_group(key: str, ranks: Sequence[int], world_size: int) -> str:
+    """Return a name that no other group has. torch gives one name to groups that one call has split off."""
+    listed = [*ranks[:4], "...", ranks[-1]] if len(ranks) > 6 else ranks
+    return key if len(ranks) == world_size else f"{key} [{', '.join(map(str, listed))}]"
+
+
+def _make_call(entries: Sequence[dict], group: str, ranks: tuple[int, ...], number: int, is_complete: bool) -> Call:
+    """Return the call that consists of these entries."""
+    op, sizes, dtype = _read_contents(entries[0])
+    if len(entries) > 1:
+        parts = [_read_contents(entry) for entry in entries]
+        op, sizes = ",".join(part[0] for part in parts), tuple(size for part in parts for size in part[1])
+        dtype = dtype if all(part[2] == dtype for part in parts) else ",".join(part[2] for part in parts)
+    line = entries[0].get("line")
+    description = entries[0]["process_group"][1]
+    return Call(
+        group,
+        ranks,
+        number,
+        op,
+        sizes,
+        dtype,
+        _find_line(entries[0].get("frames", [])) if line is None else str(line),
+        is_complete,
+        "" if description == "undefined" else str(description),
+    )
+
+
+def _read_contents(entry: Mapping[str, Any]) -> tuple[str, tuple[tuple[int, ...], ...], str]:
+    """Return op, sizes and dtype of an entry."""
+    op, is_uneven = _read_name(entry["profiling_name"])
+    if is_uneven:  # only the root of a gather or scatter has all tensors, but every rank has an input or an output
+        return op, (), ",".join(sorted({*entry["input_dtypes"], *entry["output_dtypes"]}))
+    dtypes = entry["input_dtypes"]
+    dtype = dtypes[0] if len(dtypes) == 1 else ",".join(sorted(set(dtypes)))
+    return op, tuple([tuple(map(int, size)) for size in entry["input_sizes"]]), dtype
+
+
+@cache
+def _read_name(name: str) -> tuple[str, bool]:
+    """Return the operation in a name such as "nccl:send 0->1", and whether its ranks may pass different shapes."""
+    op = name.split(":")[-1].split(" ")[0]
+    return op, op.startswith(SIZES_MAY_DIFFER)
+
+
+def _find_unbroken(calls: Iterable[Call]) -> dict[str, int]:
+    """Return from which number on a record has every call of a group. torch does not record every kind of call."""
+    numbers: dict[str, set[int]] = {}
+    for call in calls:
+        numbers.setdefault(call.group, set()).add(call.number)
+    first = {group: max(known) for group, known in numbers.items()}
+    for group, known in numbers.items():
+        while first[group] - 1 in known:
+            first[group] -= 1
+    return first
+
+
+def list_files(paths: Iterable[str | Path]) -> list[Path]:
+    """Return these files, and instead of a folder its files whose names end in a rank, such as dump_3.json.
+
+    Raise ValueError if a folder contains no such file.
+    """
+    files = []
+    for path in map(Path, paths):
+        ranks = {file: re.search(r"(\d+)(\.\w+)?$", file.name) for file in path.iterdir()} if path.is_dir() else {}
+        found = sorted((int(number[1]), file) for file, number in ranks.items() if number and file.is_file())
+        if path.is_dir() and not found:
+            raise ValueError(f"the folder {path} contains no dump: the name of a dump ends in its rank, as dump_0.json")
+        files += [file for _, file in found] or [path]
+    return files
+
+
+# ---- given: the text of a finding, and the page
 
 VERBS = {
     "missing": "skipped a call",
@@ -145,9 +367,32 @@ VERBS = {
     "different_size": "launched a call of a different size",
     "different_dtype": "launched a call with a different dtype",
     "dead": "left no trace: the process died, or its trace is not among these files",
+    "stuck": "did not complete a call that all members of the group launched",
+    "unexplained": "did not complete a call or a message, and no record says why",
+    "unseen": "recorded no call",
     "circular": "wait for each other in a circle and hold up calls",
     "ended": "ended without a call that other ranks wait in",
     "behind": "did not launch a call that other ranks wait in",
+}
+NEXT = {  # what to look at next
+    "missing": "Look for a branch before this line that not every rank takes: an if, an exception, a shorter loop.",
+    "extra": "Look for a branch before this line that not every rank takes: an if, an exception, a longer loop.",
+    "different_op": "Look for a branch before these lines that depends on the rank or on its data.",
+    "different_size": "Print the shape before this line on every rank: an uneven last batch, padding, another model.",
+    "different_dtype": "Print the dtype before this line on every rank: autocast, a loaded checkpoint.",
+    "dead": "Read the end of these ranks' logs, and the kernel's log: out of memory, a signal, a lost node.",
+    "stuck": "The calls agree in all that a recorder shows. It does not show the root, the reduce operation, split "
+    "sizes, the network and the GPU: compare the arguments at this line on all ranks, then test network and GPUs.",
+    "unexplained": "Look at what the other rank of a message does. If calls of these ranks' groups are overwritten, "
+    "a larger TORCH_FR_BUFFER_SIZE keeps more of them.",
+    "unseen": "Either these ranks have not come to their first call, or their recorder is off. Switch it on before "
+    "init_process_group with TORCH_FR_BUFFER_SIZE=2000 (0 is off). Only gloo, NCCL and nccl2 record their calls.",
+    "circular": "Use groups in one order on all ranks, or complete the calls of one group before those of another.",
+    "ended": "Compare the number of batches on all ranks, and look for a return or a break.",
+    "healthy": "If the job hangs all the same, it waits in something that is not recorded: with gloo, send, recv and "
+    "monitored_barrier; with NCCL, the first call of a group, until all of its members have launched it.",
+    "behind": "Print the stacks of these ranks (py-spy dump). If none of their calls is unfinished, they compute, load "
+    "data, or wait in a call that is not recorded: with gloo, send, recv and monitored_barrier.",
 }
 
 
@@ -157,23 +402,113 @@ def conclude(
     place: Divergence | None = None,
     calls: Iterable[Call] = (),
     last_lines: Sequence[str] = (),
+    waits: Mapping[int, Call | None] = {},
 ) -> Finding:
-    """Return the finding, with a sentence that names the culprits, the place, the different `calls` and last lines."""
+    """Return the finding. Its text names the culprits, the place, the different `calls`, and what to look at next.
+
+    `last_lines` are those of the culprits' last calls. `waits` contains the call in which a culprit itself waits.
+    """
+    group, number = (place.group, place.number) if place else (None, None)
     if kind == "healthy":
-        return Finding(kind, ranks, None, None, "No call is missing or different.")
-    text = f"{'Rank' if len(ranks) == 1 else 'Ranks'} {', '.join(map(str, ranks))} {VERBS[kind]}"
+        text = f"No call is missing or different, and none is unfinished.\n{NEXT[kind]}"
+        return Finding(kind, ranks, group, number, text)
+    advice = kind if place or kind != "stuck" else "unexplained"
+    text = f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shorten(ranks)} {VERBS[advice]}"
     if place:
-        different = {(*contents(call), call.line): call for call in calls}.values()
-        listed = [f"{call.op} {list(map(list, call.sizes))} {call.dtype} at {call.line}" for call in different]
-        text += f": call {place.number} of group {place.group}, {' / '.join(listed)}"
-    if last_lines:
-        text += f"; the last call before was at {', '.join(dict.fromkeys(last_lines))}"
-    return Finding(kind, ranks, place and place.group, place and place.number, text + ".")
+        named = {(call.group, *contents(call), call.line): call for call in calls}.values()
+        groups = {call.group: call for call in named}
+        labels = {group: label_group(call, groups.values()) for group, call in groups.items()}
+        if len(groups) == 1:
+            text += f": call {number} of group {labels[place.group]}, {' / '.join(map(describe, named))}"
+        else:
+            each = (f"call {call.number} of group {labels[call.group]}, {describe(call)}" for call in named)
+            text += f": {' / '.join(each)}"
+    if last_lines := [line for line in dict.fromkeys(last_lines) if line]:
+        text += f"; the last call before was at {shorten(last_lines)}"
+    where: dict[str, list[int]] = {}
+    for rank, call in waits.items():
+        if call:
+            where.setdefault(f"{call.op}{f' at {call.line}' * bool(call.line)}", []).append(rank)
+    for op, waiting in where.items():
+        is_one = len(waiting) == 1
+        text += f"; {'rank' if is_one else 'ranks'} {shorten(waiting)} {'waits' if is_one else 'wait'} in {op}"
+    return Finding(kind, ranks, group, number, f"{text}.\n{NEXT[advice]}")
 
 
 def contents(call: Call) -> tuple[str, tuple[tuple[int, ...], ...], str]:
     """Return what must be equal on all ranks. Calls with equal contents agree."""
     return call.op, call.sizes, call.dtype
+
+
+def shorten(values: Sequence[Any]) -> str:
+    """Return values as text, at most 20 of them."""
+    return ", ".join(map(str, values[:20])) + f" and {len(values) - 20} more" * (len(values) > 20)
+
+
+def describe(call: Call) -> str:
+    """Return a call as text, such as "all_reduce [[2]] Float at train.py:17"."""
+    ops, sizes = call.op.split(","), [str(list(size)) for size in call.sizes]
+    text = f"{shorten(ops)} [{shorten(sizes)}] {call.dtype}".rstrip()
+    return text + f" at {call.line}" * bool(call.line)
+
+
+def label_group(call: Call, others: Iterable[Call]) -> str:
+    """Return the name of a call's group for people. It differs from those of the other calls' groups."""
+    is_unique = all(other.group == call.group or other.description != call.description for other in others)
+    return call.description if call.description and is_unique else f"{call.description} {call.group}".strip()
+
+
+def find_wait(trace: Trace) -> Call | None:
+    """Return the first unfinished message of a rank, or else its first unfinished call, or None."""
+    return next((call for call in (*trace.messages, *trace.calls) if not call.is_complete), None)
+
+
+def write_page(path: str | Path, finding: Finding, traces: Sequence[Trace]) -> None:
+    """Write a page with the finding and a picture: the last ten calls of each rank in the finding's group.
+
+    Equal calls of a column have equal colours, and unfinished calls have a dashed border. At most 40 ranks are drawn,
+    the culprits first.
+    """
+    by_rank = {trace.rank: trace for trace in traces}
+    everybody = sorted(by_rank, key=lambda rank: (rank not in finding.ranks, rank))
+    shown = sorted(everybody[:40])
+    group = finding.group or next((call.group for rank in shown for call in by_rank[rank].calls), None)
+    rows = {rank: [call for call in by_rank[rank].calls if call.group == group][-10:] for rank in shown}
+    columns = sorted({call.number for row in rows.values() for call in row})
+    kinds: dict[int, list] = {number: [] for number in columns}
+    width, height = 150, 46
+    parts = []
+    for y, (rank, row) in enumerate(rows.items()):
+        weight = "bold" if rank in finding.ranks else "normal"
+        parts.append(f'<text x="4" y="{y * height + 52}" font-weight="{weight}">rank {rank}</text>')
+        for call in row:
+            if contents(call) not in kinds[call.number]:
+                kinds[call.number].append(contents(call))
+            colour = COLOURS[kinds[call.number].index(contents(call)) % len(COLOURS)]
+            x = 90 + columns.index(call.number) * width
+            dash = "" if call.is_complete else ' stroke-dasharray="5 3"'
+            parts.append(
+                f'<g><title>{markup.escape(describe(call))}</title><rect x="{x}" y="{y * height + 26}" '
+                f'width="{width - 8}" height="{height - 8}" fill="{colour}" stroke="#444"{dash}/>'
+                f'<text x="{x + 6}" y="{y * height + 42}">'
+                f'{markup.escape(call.op[:20])}</text><text x="{x + 6}" y="{y * height + 57}">'
+                f"{markup.escape(call.line[-20:])}</text></g>"
+            )
+    for x, number in enumerate(columns):
+        weight = "bold" if number == finding.number else "normal"
+        parts.append(f'<text x="{90 + x * width}" y="16" font-weight="{weight}">call {number}</text>')
+    size = f'width="{100 + len(columns) * width}" height="{30 + len(rows) * height}"'
+    caption = f"The last calls of each rank in group {group}. Calls with a dashed border are unfinished."
+    if hidden := len(by_rank) - len(shown):
+        caption += f" {hidden} more ranks are not drawn."
+    Path(path).write_text(
+        '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Post-mortem</title>'
+        "<style>body { font: 16px sans-serif; margin: 2em } svg { font-size: 12px }</style>"
+        f"<h1>{finding.kind.replace('_', ' ')}</h1>"
+        + "".join(f"<p>{markup.escape(line)}</p>" for line in (*finding.text.splitlines(), caption))
+        + f"<svg {size}>{''.join(parts)}</svg></html>\n",
+        encoding="utf-8",
+    )
 
 
 # ---- what you write
@@ -287,81 +622,139 @@ def find_difference(calls: Iterable[Call]) -> str:
     ### END SOLUTION
 
 
-def diagnose(traces: Sequence[Trace]) -> Finding:
-    """Return what broke the job. The place is that of `find_divergence`, or None for "dead" and "healthy".
+def find_stuck(traces: Sequence[Trace]) -> Divergence | None:
+    """Return the last call of a group in which some members wait although all members with a trace launched it.
 
-    The first kind that applies:
+    It is the last aligned call that is not complete on one of these members. `calls` has every member, as above. If
+    several groups have such a call, return the one with the smallest (number, group). Only call this if nothing
+    diverges.
+    """
+    # Earlier calls of the group may be unfinished too. The last one shows how far everybody came.
+    ### BEGIN SOLUTION part (g)
+    found = []
+    for group, rows in align(traces).items():
+        unfinished = [number for number, calls in rows.items() if not all(call.is_complete for call in calls.values())]
+        if unfinished:
+            calls = rows[max(unfinished)]
+            members = next(iter(calls.values())).ranks
+            found.append(Divergence(group, max(unfinished), {rank: calls.get(rank) for rank in members}))
+    return min(found, key=lambda one: (one.number, one.group), default=None)
+    ### END SOLUTION
+
+
+def diagnose(traces: Sequence[Trace]) -> Finding:
+    """Return what broke the job, or "healthy" if nothing is missing, different or unfinished.
+
+    The place is that of `find_divergence`, or that of `find_stuck` for "stuck". "dead", "unseen" and "healthy" have
+    none. The first kind that applies:
 
     - The calls at this place do not agree. The culprits are the ranks with a call outside the largest set of agreeing
       calls; if two sets are largest, all ranks with a call. With one largest set, the kind is "missing" or "extra" if
       `compare_tails` says so. Otherwise it is "different_op", "different_size" or "different_dtype", the first that
       differs.
-    - "dead": some ranks of the world have no trace. They are the culprits.
-    - "healthy": nothing diverges.
+    - "dead": some ranks of the world, or members of a group, have no trace. They are the culprits.
+    - "stuck": nothing diverges, some rank has not ended, and `find_stuck` finds a call. The culprits are the members on
+      which it is not complete.
+    - "unseen": some ranks with a trace have recorded neither a call nor a message. They are named.
+    - "healthy": nothing diverges. But if a call or a message is unfinished (`find_wait`) and some rank has not ended,
+      the kind is "stuck", without a place, and these ranks are named.
     - "circular": every divergence waits for another. The culprits are the members through which they wait.
     - "ended": members without the call have ended. They are the culprits.
     - "behind": the culprits are the members without the call.
 
-    The text is one sentence. It contains the culprits, the number, and op and line of each different call (for
-    "circular", those of all divergences); for "ended" and "behind" also the line of a culprit's last call.
+    The text contains the culprits and, with a place, its number, its group's description (or its name without one), and
+    op and line of each different call; for "circular", those of all divergences. It also contains the line of a
+    culprit's last call ("ended", "behind"), and where a culprit waits itself ("behind", "missing").
     """
     # `traces` may come in any order. In a circle, name the ranks that are absent from one call because of another one.
-    ### BEGIN SOLUTION part (g)
+    ### BEGIN SOLUTION part (h)
     by_rank = {trace.rank: trace for trace in traces}
     place = find_divergence(traces)
     made = {rank: call for rank, call in place.calls.items() if call} if place else {}
     sets = Counter(map(contents, made.values())).most_common()
+    waits = {rank: call for rank, trace in sorted(by_rank.items()) if (call := find_wait(trace))}
     if place and len(sets) > 1:
         has_majority = sets[0][1] > sets[1][1]
         others = [rank for rank, call in made.items() if has_majority and contents(call) == sets[0][0]]
         culprits = sorted(made.keys() - others)
         kind = compare_tails(by_rank, place, culprits, others) or find_difference(made.values())
-        return conclude(kind, culprits, place, made.values())
-    if dead := sorted(set(range(max(trace.world_size for trace in traces))) - by_rank.keys()):
+        own_waits = {rank: waits[rank] for rank in culprits if rank in waits and kind == "missing"}
+        return conclude(kind, culprits, place, made.values(), waits=own_waits)
+    groups = {call.group: call.ranks for trace in traces for call in trace.calls}
+    everybody = set(range(max(trace.world_size for trace in traces))).union(*groups.values())
+    if dead := sorted(everybody - by_rank.keys()):
         return conclude("dead", dead)
+    is_over = all(trace.has_ended for trace in traces)
+    if not place and not is_over and (stuck := find_stuck(traces)):
+        launched = {rank: call for rank, call in stuck.calls.items() if call}
+        culprits = sorted(rank for rank, call in launched.items() if not call.is_complete)
+        return conclude("stuck", culprits, stuck, launched.values())
+    if unseen := sorted(rank for rank, trace in by_rank.items() if not trace.calls and not trace.messages):
+        return conclude("unseen", unseen)
     if not place:
-        return conclude("healthy", [])
+        return conclude("stuck", list(waits), waits=waits) if waits and not is_over else conclude("healthy", [])
     divergences = list_divergences(traces)
     links = [[list_waiting_members(one, other) for other in divergences] for one in divergences]
     if all(map(any, links)):
-        culprits = {rank for row in links for ranks in row for rank in ranks}
+        culprits = sorted({rank for row in links for ranks in row for rank in ranks})
         calls = [call for one in divergences for call in one.calls.values() if call]
-        return conclude("circular", sorted(culprits), place, calls)
-    absent = sorted(rank for rank, call in place.calls.items() if not call)
+        return conclude("circular", culprits, place, calls)
+    absent = sorted(place.calls.keys() - made.keys())
     ended = [rank for rank in absent if by_rank[rank].has_ended]
     culprits = ended or absent
     last = [call.line for rank in culprits for call in by_rank[rank].calls[-1:]]
-    return conclude("ended" if ended else "behind", culprits, place, made.values(), last)
+    own_waits = {rank: waits[rank] for rank in culprits if rank in waits and not ended}
+    return conclude("ended" if ended else "behind", culprits, place, made.values(), last, own_waits)
     ### END SOLUTION
 
 
-def main(paths: Sequence[str]) -> int:
+def main(paths: Sequence[str], html: str | None = None) -> int:
     """Print the finding for these dumps and, for each trace, the rank with op and line of its last call.
 
-    Return 0 if nothing diverges, 1 for any other finding, and 2 after one sentence with the file's name if a dump
-    cannot be read, or if it is from another job: a dump before it has the same rank, or another world size.
+    A path may be a folder with dumps (`list_files`). With `html`, also write the page (`write_page`) to this file.
+    Return 0 if the finding is "healthy" and 1 for any other. Return 2 after one sentence with the file's name if a dump
+    cannot be read, if the page cannot be written, or if a dump is from another job than those before it: the same rank,
+    another world size, or another `job`. A world size of 0 and the job "" fit every other.
     """
-    # `load_trace` raises OSError or ValueError.
-    ### BEGIN SOLUTION part (h)
+    # `list_files` raises ValueError. `load_trace` and `write_page` raise OSError, and `load_trace` also ValueError.
+    ### BEGIN SOLUTION part (i)
     traces: list[Trace] = []
-    for path in paths:
+    try:
+        files = list_files(paths)
+    except (OSError, ValueError) as error:
+        print(error)
+        return 2
+    for path in files:
         try:
             trace = load_trace(path)
         except (OSError, ValueError) as error:
             print(f"{path} cannot be read: {error}")
             return 2
-        if any(trace.rank == other.rank or trace.world_size != other.world_size for other in traces):
-            print(f"{path} is a dump of another job than the files before it")
-            return 2
+        for other in traces:
+            sizes, jobs = {trace.world_size, other.world_size} - {0}, {trace.job, other.job} - {""}
+            if trace.rank == other.rank or len(sizes) > 1 or len(jobs) > 1:
+                print(f"{path} is a dump of another job than the files before it")
+                return 2
         traces.append(trace)
     finding = diagnose(traces)
     print(finding.text)
     for trace in sorted(traces, key=lambda trace: trace.rank):
         last = f"{trace.calls[-1].op} at {trace.calls[-1].line}" if trace.calls else "no call"
         print(f"rank {trace.rank}: {last}{' (ended)' if trace.has_ended else ''}")
+    if html:
+        try:
+            write_page(html, finding, traces)
+        except OSError as error:
+            print(f"{html} cannot be written: {error}")
+            return 2
     return 0 if finding.kind == "healthy" else 1
     ### END SOLUTION
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) if len(sys.argv) > 1 else "usage: post_mortem.py dump_0.json dump_1.json ...")
+    parser = argparse.ArgumentParser(description="Name the rank that broke a job, from the dumps of all ranks.")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a dump, or a folder with dumps")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with a picture of the calls")
+    options = parser.parse_args()
+    gc.disable()  # there may be millions of calls, and no cycles
+    sys.exit(main(options.paths, options.html))

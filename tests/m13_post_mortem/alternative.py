@@ -5,8 +5,9 @@ from collections import namedtuple
 from itertools import groupby
 from pathlib import Path
 
-Call = namedtuple("Call", "group ranks number op sizes dtype line")
-Trace = namedtuple("Trace", "rank world_size calls has_ended num_lost", defaults=(False, 0))
+FIELDS = "group ranks number op sizes dtype line is_complete description"
+Call = namedtuple("Call", FIELDS, defaults=(True, ""))
+Trace = namedtuple("Trace", "rank world_size calls has_ended num_lost messages job", defaults=(False, 0, (), ""))
 Divergence = namedtuple("Divergence", "group number calls")
 Finding = namedtuple("Finding", "kind ranks group number text")
 
@@ -19,11 +20,12 @@ def load_trace(path):
             name = entry["process_group"][0]
             sizes = tuple(map(tuple, entry["input_sizes"]))
             op, dtype = entry["profiling_name"].partition(":")[2], " ".join(entry["input_dtypes"])
-            calls.append(
-                Call(name, tuple(record["groups"][name]), entry["collective_seq_id"], op, sizes, dtype, entry["line"])
-            )
+            number, done = entry["collective_seq_id"], entry["retired"]
+            members = tuple(record["groups"][name])
+            calls.append(Call(name, members, number, op, sizes, dtype, entry["line"], done))
         lost = record["entries"][0]["record_id"] if calls else 0
-        return Trace(record["rank"], record["world_size"], tuple(calls), record["has_ended"], lost)
+        job = record.get("job", "")
+        return Trace(record["rank"], record["world_size"], tuple(calls), record["has_ended"], lost, (), job)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(repr(error)) from error
 
@@ -83,10 +85,21 @@ def diagnose(traces):
             ordered = sorted(by_contents.values(), key=len)
             most = ordered.pop() if len(ordered[-1]) > len(ordered[-2]) else []
             guilty = sorted(rank for ranks in ordered for rank in ranks)
-            return finish(kind_of(alive, place, most, guilty), guilty, place, [place])
+            kind = kind_of(alive, place, most, guilty)
+            return finish(kind, guilty, place, [place], list_waits(alive, guilty if kind == "missing" else []))
     silent = sorted(set(range(traces[0].world_size)) - set(alive))
     if silent:
         return Finding("dead", silent, None, None, f"No trace of {silent}.")
+    if place is None and not all(trace.has_ended for trace in traces):
+        last = [(number, group, row) for group, rows in align(traces).items() for number, row in rows.items()]
+        last = [one for one in last if not all(call.is_complete for call in one[2].values())]
+        if last:
+            number, group, row = max(last, key=lambda one: one[0])
+            slow = sorted(rank for rank, call in row.items() if not call.is_complete)
+            return finish("stuck", slow, Divergence(group, number, row), [Divergence(group, number, row)])
+    blank = sorted(rank for rank, trace in alive.items() if not trace.calls + trace.messages)
+    if blank:
+        return Finding("unseen", blank, None, None, f"TORCH_FR_BUFFER_SIZE must be above 0 on ranks {blank}.")
     if place is None:
         return Finding("healthy", [], None, None, "Nothing is wrong.")
     found = list(all_divergences(traces))
@@ -96,6 +109,7 @@ def diagnose(traces):
     gone = sorted(rank for rank in absentees(place) if alive[rank].has_ended)
     guilty = gone or sorted(absentees(place))
     last = [f"rank {rank} last called at {alive[rank].calls[-1].line}" for rank in guilty if alive[rank].calls]
+    last += list_waits(alive, [] if gone else guilty)
     return finish("ended" if gone else "behind", guilty, place, [place], last)
 
 
@@ -119,25 +133,43 @@ def kind_of(alive, place, most, guilty):
             return kind
 
 
+def list_waits(alive, ranks):
+    pending = {rank: [c for c in alive[rank].messages + alive[rank].calls if not c.is_complete] for rank in ranks}
+    return [f"rank {rank} waits in {calls[0].op} ({calls[0].line})" for rank, calls in pending.items() if calls]
+
+
 def finish(kind, guilty, place, places, more=()):
     calls = {f"{call.op} ({call.line})" for one in places for call in one.calls.values() if call}
-    words = [kind.replace("_", " "), f"ranks {guilty}", f"number {place.number}", *sorted(calls), *more]
+    names = {call.description or call.group for one in places for call in one.calls.values() if call}
+    words = [
+        f"groups {sorted(names)}",
+        kind.replace("_", " "),
+        f"ranks {guilty}",
+        f"number {place.number}",
+        *sorted(calls),
+        *more,
+    ]
     return Finding(kind, guilty, place.group, place.number, ", ".join(words))
 
 
-def main(paths):
+def main(paths, html=None):
+    files = [file for path in paths for file in (sorted(Path(path).iterdir()) if Path(path).is_dir() else [path])]
     traces = {}
-    for path in paths:
+    for path in files:
         try:
             trace = load_trace(path)
         except (OSError, ValueError):
             print("cannot read", path)
             return 2
-        if traces.setdefault(trace.rank, trace) is not trace or len({one.world_size for one in traces.values()}) > 1:
+        is_new = traces.setdefault(trace.rank, trace) is trace
+        if not is_new or len({(one.world_size, one.job) for one in traces.values()}) > 1:
             print("another job:", path)
             return 2
     finding = diagnose(list(traces.values()))
+    rows = [(rank, *(trace.calls[-1][3:7:3] if trace.calls else ["-"])) for rank, trace in sorted(traces.items())]
     print(finding.text)
-    for rank, trace in sorted(traces.items()):
-        print(rank, *(trace.calls[-1][3:7:3] if trace.calls else ["-"]))
+    for row in rows:
+        print(*row)
+    if html:
+        Path(html).write_text(f"<html><p>{finding.text}<pre>{rows}</pre></html>")
     return int(finding.kind != "healthy")

@@ -3,7 +3,8 @@
 from m13_post_mortem import expected as jobs
 
 UNREADABLE = "main does not catch both OSError and ValueError, or it returns another number."
-OTHER_JOB = "a rank has two dumps, so they are of different jobs, but main compares them."
+OTHER_JOB = "main compares dumps of different jobs."
+NO_WAIT = "the first unfinished call or message of the culprits is not passed to conclude."
 
 
 def explain_alignment(traces, got, expected):
@@ -43,6 +44,17 @@ def explain_place(traces, got, expected):
 
 def explain_finding(traces, kind, culprits, got_kind, ranks):
     """Explain why diagnose found another fault."""
+    silent = [t["rank"] for t in traces if not t["calls"]]
+    if got_kind == "healthy" and kind == "stuck":
+        return "calls agree on all ranks, but ranks still wait in the last one: is_complete is not looked at."
+    if got_kind == "stuck" and kind == "healthy" and all(t["has_ended"] for t in traces):
+        return "all ranks have ended, so nobody waits."
+    if kind == got_kind and kind == "stuck" and set(culprits) < set(ranks):
+        return "members that have completed the call are named together with those that wait."
+    if kind == "unseen" and set(ranks) & set(silent):
+        return "a rank that has recorded nothing is accused, although nobody knows what it did."
+    if kind == "unseen" and got_kind == "healthy":
+        return "a rank that has recorded nothing was not seen, so the job is not known to be healthy."
     if got_kind == "dead" and kind.startswith("different"):
         return "calls that do not agree come before dead ranks: the dead rank may be a victim."
     if kind == got_kind and kind == "ended" and set(culprits) < set(ranks):

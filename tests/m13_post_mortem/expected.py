@@ -4,6 +4,8 @@ A job is a tuple of its fault, its culprits and its traces, which are dictionari
 the reference.
 """
 
+from collections import Counter
+
 OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
 DTYPES = ("Float", "BFloat16", "Double")
 CONTENTS = ("op", "sizes", "dtype")
@@ -16,7 +18,8 @@ DIFFERENCES = dict(zip(CONTENTS, ("different_op", "different_size", "different_d
 def make_program(rng, world_size, num_groups=1, length=12):
     """Return groups {name: ranks} and a program: the calls that all members of each group make, in one order.
 
-    Every call of a job has another size and another line, so that no two calls agree by chance.
+    Every call of a job has another size and another line, so that no two calls agree by chance. Groups with an odd
+    number have a description.
     """
     groups = {"0": tuple(range(world_size))}
     for index in range(1, num_groups):
@@ -37,7 +40,10 @@ def make_program(rng, world_size, num_groups=1, length=12):
 
 
 def make_traces(groups, programs):
-    """Return a trace for each rank of `programs`, {rank: its calls}. Calls of other ranks' groups are left out."""
+    """Return a trace for each rank of `programs`, {rank: its calls}. Calls of other ranks' groups are left out.
+
+    A call is complete if all members have made it.
+    """
     world_size = len(groups["0"])
     traces = []
     for rank, program in programs.items():
@@ -47,9 +53,21 @@ def make_traces(groups, programs):
             group = call["group"]
             if rank in groups[group]:
                 numbers[group] += 1
-                calls.append(dict(call, ranks=groups[group], number=numbers[group]))
+                description = f"mesh_{group}" if int(group) % 2 else ""
+                calls.append(dict(call, ranks=groups[group], number=numbers[group], description=description))
         traces.append({"rank": rank, "world_size": world_size, "calls": calls, "has_ended": False, "num_lost": 0})
+        traces[-1] |= {"messages": [], "job": "a job"}
+    made = Counter((call["group"], call["number"]) for trace in traces for call in trace["calls"])
+    for call in (call for trace in traces for call in trace["calls"]):
+        call["is_complete"] = made[call["group"], call["number"]] == len(call["ranks"])
     return traces
+
+
+def add_message(trace, op, line, is_complete):
+    """Add a message to a trace, in the group of the whole world."""
+    message = {"group": "0", "ranks": tuple(range(trace["world_size"])), "number": len(trace["messages"]) + 1, "op": op}
+    message |= {"sizes": ((4,),), "dtype": "Float", "line": line, "is_complete": is_complete, "description": ""}
+    trace["messages"] = [*trace["messages"], message]
 
 
 def run_blocking(groups, programs):
@@ -115,6 +133,15 @@ def choose_divergence(traces):
     return None if chosen is None else (chosen, *found[chosen])
 
 
+def choose_place(kind, traces):
+    """Return the place of a finding: (group, number, {member: call or None})."""
+    if kind != "stuck":
+        return choose_divergence(traces)
+    unfinished = [key for key, row in align(traces).items() if not all(call["is_complete"] for call in row.values())]
+    group, number = max(unfinished, key=lambda key: key[1])  # these jobs have unfinished calls in one group
+    return group, number, align(traces)[group, number]
+
+
 # ---- jobs with one fault: (kind, culprits, traces); the place follows from the definitions
 
 
@@ -150,10 +177,14 @@ def change(rng, field, world_size=None, has_majority=True):
         rank: [*program[:place], other if rank in changed_ranks else old, *program[place + 1 :]]
         for rank in range(world_size)
     }
-    if rng.random() < 0.5:  # the calls block: nobody comes further
+    is_blocked = rng.random() < 0.5  # nobody comes further
+    if is_blocked:
         programs = {rank: calls[: place + 1] for rank, calls in programs.items()}
     culprits = changed_ranks if has_majority else list(range(world_size))
-    return DIFFERENCES[field], culprits, make_traces(groups, programs)
+    traces = make_traces(groups, programs)
+    for trace in traces:
+        trace["calls"][-1]["is_complete"] = not is_blocked
+    return DIFFERENCES[field], culprits, traces
 
 
 def die(rng):
@@ -172,7 +203,7 @@ def stop_early(rng, kind):
     groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
     stopped = sorted(rng.sample(range(world_size), rng.randint(1, world_size - 1)))
     stop = rng.randint(1, len(program) - 1)
-    program[stop]["group"] = "0"
+    program[stop]["group"] = program[0]["group"] = "0"  # every rank has a call
     reached = run_blocking(groups, {rank: program[: stop if rank in stopped else None] for rank in range(world_size)})
     traces = make_traces(groups, reached)
     ended = stopped if kind == "ended" else []
@@ -218,6 +249,7 @@ def wait_in_a_circle(rng):
     for call in rng.sample(program[:6], 3):
         call["group"] = rng.choice("12")
     program[6]["group"], program[7]["group"], program[8]["group"] = "1", "2", "0"
+    program[0]["group"] = "0"  # every rank has a call
     swapped = [*program[:6], program[7], program[6], *program[8:]]
     programs = {rank: swapped if rank == second else program for rank in range(world_size)}
     if bystanders := programs.keys() - pair:
@@ -227,10 +259,72 @@ def wait_in_a_circle(rng):
 
 
 def stay_healthy(rng):
-    """Return a job without a fault."""
+    """Return a job without a fault. In some, all ranks have ended, although calls were not complete at that time."""
     world_size = rng.randint(1, 6)
     groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
-    return "healthy", [], make_traces(groups, dict.fromkeys(range(world_size), program))
+    program[-1]["group"] = "0"  # so that every rank has a call
+    traces = make_traces(groups, dict.fromkeys(range(world_size), program))
+    if rng.random() < 0.5:
+        for trace in traces:
+            trace["has_ended"] = True
+            trace["calls"][-1]["is_complete"] = rng.random() < 0.5
+    return "healthy", [], traces
+
+
+def get_stuck(rng):
+    """Return a job in which all members of a group have made the same last call, but some of them wait in it."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
+    program[-2]["group"] = "0"  # so that every rank has a call
+    group = program[-1]["group"]
+    waiting = sorted(rng.sample(groups[group], rng.randint(1, len(groups[group]))))
+    traces = make_traces(groups, dict.fromkeys(range(world_size), program))
+    for trace in traces:
+        own = [call for call in trace["calls"] if call["group"] == group]
+        if trace["rank"] in waiting:
+            for call in own[-rng.choice((1, 1, 3)) :]:  # earlier asynchronous calls may wait, too
+                call["is_complete"] = False
+        elif rng.random() < 0.3:
+            trace["has_ended"] = True
+    return "stuck", waiting, traces
+
+
+def record_nothing(rng):
+    """Return a job in which no rank, or not every rank, has recorded a call."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2)))
+    if rng.random() < 0.5 and len(groups) > 1:  # nobody waits for the silent rank
+        silent = [rng.randrange(world_size)]
+        groups["0"] = tuple(range(world_size))
+        groups["1"] = tuple(rank for rank in range(world_size) if rank not in silent)
+        for call in program:
+            call["group"] = "1"
+    else:
+        silent = sorted(rng.sample(range(world_size), rng.choice((1, 1, world_size))))
+    traces = make_traces(groups, {rank: [] if rank in silent else program for rank in range(world_size)})
+    for trace in traces:
+        if trace["rank"] in silent:
+            trace["has_ended"] = rng.random() < 0.3
+            trace["num_lost"] = rng.choice((0, 0, 7))
+    return "unseen", silent, traces
+
+
+def wait_elsewhere(rng):
+    """Return a job in which a rank is behind because it waits in a message, or in a call that the others completed."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size)
+    culprit, stop = rng.randrange(world_size), rng.randint(2, len(program) - 1)
+    ends = {rank: stop + rng.randint(1, len(program) - stop) for rank in range(world_size)} | {culprit: stop}
+    traces = make_traces(groups, {rank: program[:end] for rank, end in ends.items()})
+    for trace in traces:
+        if trace["rank"] != culprit:
+            add_message(trace, rng.choice(("send", "recv")), "pipe.py:5", True)
+        elif rng.random() < 0.5:
+            add_message(trace, "recv", "pipe.py:8", True)
+            add_message(trace, "send", "pipe.py:9", False)
+        else:
+            trace["calls"][-1]["is_complete"] = False
+    return "behind", [culprit], traces
 
 
 def lose_some(rng, job):

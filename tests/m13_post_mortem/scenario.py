@@ -27,7 +27,10 @@ def make_traces(traces: list[dict]) -> list[Any]:
     def make_call(call: dict) -> Any:
         return call_type(**call | {"ranks": tuple(call["ranks"]), "sizes": tuple(map(tuple, call["sizes"]))})
 
-    return [trace_type(**trace | {"calls": tuple(map(make_call, trace["calls"]))}) for trace in traces]
+    return [
+        trace_type(**trace | {kind: tuple(map(make_call, trace[kind])) for kind in ("calls", "messages")})
+        for trace in traces
+    ]
 
 
 def describe_row(row: dict[int, Any]) -> list[list]:
@@ -45,18 +48,22 @@ PLAIN = {
 
 
 def run_main(job: dict[str, Any]) -> list[list]:
-    """Call main for each list of texts, with paths of such files. Return [result, printed text] for each list.
+    """Call main for each list of texts, with paths of such files. Return [result, printed text, page] for each list.
 
-    The names are dump_0.json and so on. A file whose text is None does not exist.
+    The names are dump_0.json and so on. A file whose text is None does not exist. `as_folder`: main gets the path of
+    their folder instead. `page` is the text of the HTML file, or None without one.
     """
     main = student(PACKAGE, "main")
     answers = []
     for files in job["runs"]:
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()) as printed:
-            paths = [Path(directory, f"dump_{number}.json") for number in range(len(files))]
+            folder, page = Path(directory, "dumps"), Path(directory, "page.html")
+            folder.mkdir()
+            paths = [folder / f"dump_{number}.json" for number in range(len(files))]
             for path, text in zip(paths, files):
                 if text is not None:
                     path.write_bytes(text.encode("latin-1"))
-            result = main([str(path) for path in paths])
-        answers.append([result, printed.getvalue()])
+            options = {"html": str(page)} if job.get("with_page") else {}
+            result = main([str(folder)] if job.get("as_folder") else [str(path) for path in paths], **options)
+            answers.append([result, printed.getvalue(), page.read_text() if page.is_file() else None])
     return answers
