@@ -23,7 +23,7 @@ def load_trace(path):
             number, done = entry["collective_seq_id"], entry["retired"]
             members = tuple(record["groups"][name])
             calls.append(Call(name, members, number, op, sizes, dtype, entry["line"], done))
-        lost = record["entries"][0]["record_id"] if calls else 0
+        lost = record["num_lost"] if "num_lost" in record else record["entries"][0]["record_id"] if calls else 0
         job = record.get("job", "")
         return Trace(record["rank"], record["world_size"], tuple(calls), record["has_ended"], lost, (), job)
     except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -201,7 +201,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
         assert not [output.text for output in outputs if output.get("name") == "stderr"]
         drawn = [output for output in outputs if "image/png" in output.get("data", {})]
         if "show_on_gpus(" not in cell.source:  # it draws only where there are GPUs
-            assert bool(drawn) == bool(re.search(r"^ *(?:display\()?draw_\w+\(", cell.source, re.MULTILINE))
+            assert bool(drawn) == bool(re.search(r"^ *(?:display\()?draw(?:_\w+)?\(", cell.source, re.MULTILINE))
     unknown = [sentence for sentence in list_contradictions(notebook) if "no figure shows" in sentence]
     assert not unknown, "a text names something that is in no figure"
     expect_nothing_left(temporary)
