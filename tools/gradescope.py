@@ -11,12 +11,12 @@ import argparse
 import secrets
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from brigade.cli.grade import read_secret, select_graded_modules
 from brigade.cli.main import parse
-from brigade.course import validation
+from brigade.course import listing, validation
 from brigade.course.modules import ROOT, CourseError
 from brigade.lab.experiment import run_to_status
 from tools import student_edition
@@ -60,17 +60,20 @@ def make_archive(options: Sequence[str], secret: bytes) -> int:
     if any(chosen.submission) or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
     select_graded_modules(chosen)  # refuses modules that do not exist
-    count = build(ARCHIVE, [*options, "--secret", "secret"], secret)
+    listing.set_extra(chosen.extra)  # refuses files that contain no checks
+    names = {given: f"tests/extra/{Path(given).name}" for given in chosen.extra}  # students cannot read `tests`
+    packed = {Path(name): Path(given).read_bytes() for given, name in names.items()}
+    count = build(ARCHIVE, [*(names.get(word, word) for word in options), "--secret", "secret"], secret, packed)
     print(f"{ARCHIVE.relative_to(ROOT)} contains {count} files. Upload it as the autograder.")
     print("The random cases of an upload follow from it and from the file `secret`, which students must not see.")
     return 0
 
 
-def build(archive: Path, options: Sequence[str], secret: bytes) -> int:
+def build(archive: Path, options: Sequence[str], secret: bytes, extra: Mapping[Path, bytes] | None = None) -> int:
     """Write the zip and return the number of files in it. `options` are passed to `brigade grade` for every submission.
 
-    The options may read `secret` from the file of this name, which only root can read. Raise CourseError if the course
-    is inconsistent.
+    `extra` are an instructor's own files, by their places in the archive. The options may read `secret` from the file
+    of this name, which only root can read. Raise CourseError if the course is inconsistent.
     """
     validation.validate_course()
     texts = {"options": "".join(f"{word}\n" for word in options), "secret": secret.decode()}
@@ -79,6 +82,7 @@ def build(archive: Path, options: Sequence[str], secret: bytes) -> int:
     contents |= {Path(path.name): path.read_bytes() for path in sorted(SCRIPTS.iterdir())}
     paths = sorted(path for pattern in NEEDED for path in ROOT.glob(pattern))
     contents |= {path.relative_to(ROOT): path.read_bytes() for path in paths}
+    contents |= extra or {}
     student_edition.try_imports(contents)
     archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)

@@ -16,12 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from brigade.checks.run import prepare
 from brigade.cli.options import ABOVE_ZERO, add, resolve_results_file
+from brigade.course import listing
 from brigade.course.modules import CORE, MODULES, CourseError, Module, select_modules
 from brigade.course.submission import find
 from brigade.grade import class_report, classroom, feedback, formats, grading, incoming, isolation, roster, static_look
 from brigade.grade.gradebook import Row, get_results_path, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import make_empty_grading
+from brigade.grade.term import Assignment
 from brigade.runner import machine, ranks
 
 PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
@@ -50,11 +52,15 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     add(selection, "--part", "all modules of a part (default: core)", default=CORE, choices=PARTS)
     prior = "where earlier modules come from: the submission (own), the reference, or the submission first and then, "
     prior += "for checks that fail, the reference (auto, the default)"
+    extra = "grade with the checks in these files of yours, too; each has a line such as MODULE = 3"
+    add(parser, "--extra FILE.py", extra, nargs="+", default=[])
+    when = "when students see results on Gradescope: those of --extra if it is given, otherwise all (default: visible)"
+    add(parser, "--visibility", when, choices=("visible", "after_due_date", "after_published", "hidden"))
     add(parser, "--prior", prior, default="auto", choices=("auto", "own", "reference"))
     cases = parser.add_mutually_exclusive_group()
     seed = "repeat the random cases of the grading run that used this seed; with --class, it is the class's secret"
     add(cases, "--seed N", seed, type=int)
-    secret = "with --submission: a file with a secret, from which and from the submission the random cases follow, so "
+    secret = "a file with a secret, from which and from the submission the random cases follow, so "
     secret += "that equal submissions get equal points, and no other submission gets the same cases"
     add(cases, "--secret FILE", secret, type=Path)
     add(parser, "--backend", "the backend (default: gloo)", default="gloo", choices=("gloo", "nccl"))
@@ -66,11 +72,16 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
 def run_grade(options: argparse.Namespace) -> int:
     """Grade, and return the exit status: 0 if every submission was graded, whatever its score, otherwise 1."""
     entries = select_graded_modules(options)
+    listing.set_extra(options.extra)
+    if isolation.may_isolate():  # submissions run as another user, who must not read what is hidden from students
+        isolation.close_off(listing.EXTRA)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
         machine.make_nccl_environments(2, options.share_gpu)
     with handle_sigterm_as_ctrl_c():
-        return run_class(options, entries, console) if options.class_directory else run_one(options, entries, console)
+        if options.class_directory:
+            return run_class(options, entries, console, getattr(options, "assignment", None))  # set by `brigade term`
+        return run_one(options, entries, console)
 
 
 def select_graded_modules(options: argparse.Namespace) -> list[Module]:
@@ -115,6 +126,9 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     out = resolve_results_file(options.out, options.submission)
     please_look = resolve_results_file(options.please_look, options.submission)
     state = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
+    if options.visibility and render is not formats.format_gradescope:
+        raise CourseError("--visibility works only with --format gradescope")
+    state.visibility = options.visibility
     state.is_seed_secret = options.seed is not None  # other submissions may be graded with it
     secret = read_secret(options.secret) if options.secret else None
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -187,28 +201,37 @@ def draw_seed() -> int:
     return secrets.randbits(62)
 
 
-def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
-    """Grade all submissions in --class and write --gradebook. Return the exit status."""
-    if not options.gradebook or options.out or options.format or options.please_look or options.secret:
-        refused = "--out, --format, --please-look or --secret"
+def run_class(
+    options: argparse.Namespace, entries: Sequence[Module], console: Console, assignment: Assignment | None = None
+) -> int:
+    """Grade all submissions in --class and write --gradebook. Return the exit status.
+
+    The `assignment` of a term, if there is one, says how much lateness takes off.
+    """
+    if not options.gradebook or options.out or options.format or options.please_look or options.visibility:
+        refused = "--out, --format, --please-look or --visibility"
         raise CourseError(f"--class needs --gradebook FILE.csv, and does not work with {refused}")
+    given = read_secret(options.secret).decode(errors="replace") if options.secret else str("" if options.seed is None else options.seed)
     directory = Path(options.class_directory).resolve()
     gradebook = resolve_results_file(options.gradebook, makes_parent=directory.is_dir())
     people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])
     ours = [Path(path).resolve() for path in (options.feedback, options.roster) if path]
     everyone = classroom.list_students(directory, gradebook, *ours, people=people)
+    judged = assignment.judge_all(everyone) if assignment else []
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
     passed_on += ["--share-gpu"] if options.share_gpu else []
+    passed_on += ["--extra", *map(str, listing.EXTRA)] if listing.EXTRA else []
     if isolation.may_isolate():  # without private mounts, one submission could read another
         isolation.close_off([directory])
     with classroom.lock_gradebook(gradebook) as lock:
         results = get_results_path(gradebook)
         book = GradebookFile(gradebook, results)
         secret_file = results / ".secret"  # one for all, in every run
-        if options.seed is not None or not secret_file.exists():
-            secret_file.write_text(secrets.token_hex() if options.seed is None else str(options.seed))
-        classroom.read_states(everyone, [*passed_on, secret_file.read_text()])
+        if given or not secret_file.exists():
+            secret_file.write_text(given or secrets.token_hex())
+        extra = [path.read_text() for path in listing.EXTRA]
+        classroom.read_states(everyone, [*passed_on, secret_file.read_text(), *extra])
         before = {student: student.result["score"] for student in everyone if student.result}
         waiting = [student for student in everyone if student.is_waiting]
         kept = sum(student.result is not None and not student.is_waiting for student in everyone)
@@ -234,12 +257,14 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
         save()
-        lines = class_report.list_lines(everyone, entries, people, before, book)
+        lines = class_report.list_lines(everyone, entries, people, before, book) + judged
         if ignored:
             lines.append(f"columns of the roster that are not used: {', '.join(ignored)}")
         lines += class_report.list_skipped(directory)
         if options.feedback:
-            count, changed = feedback.write_feedback(ours[0], everyone, book.rows, results / "feedback.json")
+            keep = assignment.counts if assignment else ""
+            record = results / "feedback.json"
+            count, changed = feedback.write_feedback(ours[0], everyone, book.rows, record, keep)
             lines.append(f"feedback for {count} students: {ours[0]}")
             lines += [f"an old page that somebody has changed, and that stays: {name}" for name in changed]
         lines += class_report.write_lists(gradebook, everyone, entries)

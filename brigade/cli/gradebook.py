@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from brigade.cli.options import add, resolve_results_file
+from brigade.course import listing
 from brigade.course.modules import CourseError
-from brigade.grade import formats, gradebook, merging
+from brigade.grade import formats, gradebook, marking, merging
 
 
 def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +43,34 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
     export.set_defaults(action=export_gradebook)
     for action in (merge, export):
         add(action, "--out FILE.csv", "the file to write", required=True)
+        extra = "files with checks of yours with which the class was graded, for the maximum of points"
+        add(action, "--extra FILE.py", extra, nargs="+", default=[])
+    marks = actions.add_parser(
+        "marks",
+        help="take the points for written answers from the pages of `brigade mark`",
+        description="Write the points and comments that pages of `brigade mark` saved into a gradebook.",
+        epilog="Example: brigade gradebook marks week1.csv week1-marks-1.json",
+    )
+    marks.add_argument("gradebook", metavar="FILE.csv", help="the gradebook of the assignment")
+    marks.add_argument("marks", metavar="MARKS.json", nargs="+", help="the files that the pages saved")
+    marks.set_defaults(action=take_marks, out=None, extra=[])
 
 
 def run_gradebook(options: argparse.Namespace) -> int:
     """Run the chosen action. Return the exit status 0."""
     out = resolve_results_file(options.out)
+    listing.set_extra(options.extra)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     options.action(options, out, console)
     return 0
+
+
+def take_marks(options: argparse.Namespace, _: None, console: Console) -> None:
+    """Write marks into the gradebook, and list what the instructor should know."""
+    lines = marking.write_marks(Path(options.gradebook), [Path(path) for path in options.marks])
+    console.print(f"written answers: {options.gradebook}")
+    for line in lines:
+        console.print(f"  {line}")
 
 
 def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -> None:
@@ -60,7 +81,7 @@ def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -
         tables[name], told = merging.read_gradebook(Path(name))
         lines += [f"{name}: {line}" for line in [*told, *merging.list_duplicates(tables[name])]]
     table, told = merging.merge(tables, options.keep, penalties)
-    formats.write(out, gradebook.BOM + gradebook.format_csv(gradebook.list_columns(table), table))
+    formats.write(out, gradebook.format_table(table))
     console.print(f"{count(len(table), 'student')} from {count(len(tables), 'gradebook')}: {out}")
     print_lines(console, [*lines, *told], options.keep)
 

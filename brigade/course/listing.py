@@ -5,11 +5,16 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from brigade.course.modules import Module
+from brigade.course.modules import CourseError, Module, get_module
+from brigade.course.syntax import find_syntax_error
 
+EXTRA: list[Path] = []  # the files with an instructor's own checks (`--extra`)
+MODULE = re.compile(r"^MODULE = (\d+)$", re.MULTILINE)  # in such a file: the module to which its checks belong
 PART = re.compile(r"module (\d+), part \((\w)\)")
 UNWRITTEN = re.compile(rf'raise NotImplementedError\("{PART.pattern}"\)')
 
@@ -43,6 +48,7 @@ class GradedCheck:
     `parts` is the heading above the check. It names the parts that the check needs, such as "Parts (b) to (d): shards".
     If the checks of the module have no headings, `parts` is "". `place` is the check's position in its module, from 1.
     `needs` is the name of an earlier check of the module: while that one fails, this one tells a student nothing new.
+    `file` is the file of an instructor's own check, otherwise "".
     """
 
     module: int
@@ -52,6 +58,7 @@ class GradedCheck:
     parts: str = ""
     place: int = 1
     needs: str = ""
+    file: str = ""
 
     @property
     def number(self) -> str:
@@ -65,8 +72,51 @@ def find_last_part(text: str) -> str:
 
 
 def list_checks(entry: Module) -> list[GradedCheck]:
-    """Return the graded checks of a module, in order."""
-    return list(parse_checks(entry.number, entry.checks.read_text()))
+    """Return the graded checks of a module, in order. An instructor's own are the last ones."""
+    checks = list(parse_checks(entry.number, entry.checks.read_text()))
+    for path in EXTRA:
+        text = path.read_text()
+        for check in parse_checks(entry.number, text) if MODULE.search(text)[1] == str(entry.number) else ():
+            checks.append(replace(check, place=len(checks) + 1, file=str(path)))
+    return checks
+
+
+def count_points(entries: Iterable[Module]) -> int:
+    """Return the points of all checks of these modules."""
+    return sum(check.points for entry in entries for check in list_checks(entry))
+
+
+def set_extra(paths: Iterable[str | Path]) -> None:
+    """Add the checks in these files to those of the course, instead of those in other files.
+
+    Raise CourseError, and change nothing, if a file is not Python, or its checks lack something.
+    """
+    files = [Path(path).resolve() for path in paths]
+    names: set[str] = set()
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CourseError(f"{file} cannot be read: {error}") from None
+        if message := find_syntax_error(file.name, text):
+            raise CourseError(message)
+        number = MODULE.search(text)
+        if not number:
+            raise CourseError(f"{file}: write a line such as MODULE = 3, the module to which the checks belong")
+        names |= {
+            check.name for check in parse_checks(get_module(number[1]).number, get_module(number[1]).checks.read_text())
+        }
+        functions = list_check_functions(ast.parse(text))
+        for function in functions:
+            name = function.name
+            if not isinstance(read_mark(function, "points"), int) or not ast.get_docstring(function):
+                raise CourseError(f"{file}: {name} needs @pytest.mark.points(2), and a docstring, which students read")
+            if name in names:
+                raise CourseError(f"{file}, line {function.lineno}: there is another check {name}; rename this one")
+            names.add(name)
+        if not functions:
+            raise CourseError(f"{file} contains no check: no function begins with test_")
+    EXTRA[:] = files
 
 
 @functools.lru_cache(maxsize=64)  # a grading run asks for the same checks again and again

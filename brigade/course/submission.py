@@ -33,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from brigade.course import listing
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
 from brigade.course.syntax import find_syntax_error, parse_tree
 
@@ -325,8 +326,8 @@ def prepare_for_ranks(sources: Sources) -> ForRanks:
 
 
 def is_sealed(path: str) -> bool:
-    """Return whether ranks get only this file's compiled code, because it is one of the course's solutions or tests."""
-    return any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
+    """Return whether ranks get only this file's compiled code: solutions, tests, and an instructor's own checks."""
+    return Path(path) in listing.EXTRA or any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
 
 
 @functools.lru_cache(maxsize=128)  # every check sends the same few files

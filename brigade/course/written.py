@@ -13,12 +13,20 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from brigade.course.modules import ROOT, CourseError, Module
 
 ANSWERS = "answers.md"  # beside the module, in lessons and in submissions
 MEASUREMENTS = "measurements.json"
 QUESTION = re.compile(r"^## Question (\d+)(?: \(([a-z ]+), (\d+) points?\))?\n\n> (.+)$", re.MULTILINE)
+
+ANSWER = re.compile(r"^## Question (\d+)[^\n]*\n(?:\s*^>[^\n]*\n?)?", re.MULTILINE)  # what precedes an answer
+MODEL = re.compile(r"^(\d+)\. (.+?)(?=^\d+\. |\Z)", re.MULTILINE | re.DOTALL)  # an answer in `solutions`
+RUBRIC = re.compile(r"\s*\*\*Rubric, \d+ points?:\*\*(.*)", re.DOTALL)
+ITEM = re.compile(r"(?:^|; )(\d) (?=for |if )")
+
+Task = dict[str, Any]  # a question: its module, number, text and points, the items of its rubric, and the model answer
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,24 @@ def format_template(entry: Module, questions: Iterable[Question]) -> str:
 def locate_measurements(target: Path) -> Path:
     """Return the path of the measurements file in a clone or a directory of modules. The file may not exist."""
     return (target / "lessons" if (target / "lessons").is_dir() else target) / MEASUREMENTS
+
+
+def list_tasks(entries: Iterable[Module]) -> list[Task]:
+    """Return the questions of these modules that have points."""
+    tasks = []
+    for entry in entries:
+        path = ROOT / "solutions" / entry.package / ANSWERS
+        models = dict(MODEL.findall(path.read_text())) if path.is_file() else {}
+        for question in (question for question in list_questions(entry) if question.points):
+            model, rubric = (RUBRIC.split(models.get(str(question.number), "")) + [""])[:2]
+            words = ITEM.split(" ".join(rubric.split()))[1:]
+            items = [(int(points), text.strip(" .")) for points, text in zip(words[::2], words[1::2])]
+            task = {"module": entry.number, "number": question.number, "text": question.text, "points": question.points}
+            tasks.append(task | {"rubric": items or [(1, "")] * question.points, "model": " ".join(model.split())})
+    return tasks
+
+
+def split_answers(text: str) -> dict[int, str]:
+    """Return the answers in a file of a module, by the number of the question."""
+    parts = ANSWER.split(text)
+    return {int(number): answer.strip() for number, answer in zip(parts[1::2], parts[2::2])}

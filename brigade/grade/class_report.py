@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +13,13 @@ from brigade.checks.verdict import NOT_RUN
 from brigade.course.modules import Module
 from brigade.grade import classroom, formats, gradebook, incoming, roster, similarity, uploads
 from brigade.grade.classroom import Student
+from brigade.grade.gradebook import EXTENSION, LATE, Row, format_points
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Person
+from brigade.grade.term import Assignment
 
+PAGE = Path(__file__).with_name("report.html")
+MOST_BINS = 10
 MOST_FAILED = 2  # checks of one module
 AND = "; "  # between names, which may contain commas
 
@@ -60,20 +65,40 @@ def list_failures(everyone: Iterable[Student], entries: Sequence[Module]) -> lis
 
     A student counts once, with the submission that has most points for the module.
     """
-    groups = group_by_student(everyone).values()
     lines = []
     for entry in entries:
-        tried = [found for group in groups if (found := find_best(group, entry))]
-        failed: dict[str, Counter[str]] = {}
-        for check in (check for checks in tried for check in checks):
-            if not check["score"] and not is_unwritten(check):
-                name = f"{check['number']}  {check['title'].rstrip('.')}"
-                failed.setdefault(name, Counter())[(check.get("verdict") or {}).get("likely_cause", "")] += 1
-        for name, causes in sorted(failed.items(), key=lambda item: -item[1].total())[:MOST_FAILED]:
-            line = f"{causes.total()} of {len(tried)} students who wrote module {entry.number} fail {name}"
-            known = [f" ({number}: {cause})" for cause, number in causes.most_common() if cause]
-            lines.append("".join([line, *known[:1]]))
+        tried, _, checks = count_results(everyone, entry)
+        failed = [(name, fails, cause) for name, _, fails, cause in checks if fails]
+        for name, fails, cause in sorted(failed, key=lambda item: -item[1])[:MOST_FAILED]:
+            why = f" ({cause})" if cause else ""
+            lines.append(f"{fails} of {tried} students who wrote module {entry.number} fail {name}{why}")
     return lines
+
+
+def count_results(everyone: Iterable[Student], entry: Module) -> tuple[int, list[str], list[tuple[str, int, int, str]]]:
+    """Return how many students wrote a module, the names of the others, and what is known about each of its checks.
+
+    That is its name, how many students passed and failed it, and the most frequent cause. A student counts once, with
+    the submission that has most points for the module.
+    """
+    tried, others = 0, []
+    passed: Counter[str] = Counter()
+    causes: dict[str, Counter[str]] = {}
+    for key, group in group_by_student(everyone).items():
+        best = find_best(group, entry)
+        tried += bool(best)
+        others += [key] if not best and any(student.result for student in group) else []
+        for check in (check for check in best if not is_unwritten(check)):
+            name = f"{check['number']}  {check['title'].rstrip('.')}"
+            passed[name] += bool(check["score"])
+            of_check = causes.setdefault(name, Counter())
+            if not check["score"]:
+                of_check[(check.get("verdict") or {}).get("likely_cause", "")] += 1
+    checks = []
+    for name, of_check in causes.items():
+        known = [f"{number}: {cause}" for cause, number in of_check.most_common() if cause]
+        checks.append((name, passed[name], of_check.total(), "".join(known[:1])))
+    return tried, others, checks
 
 
 def find_best(group: Iterable[Student], entry: Module) -> list[Mapping[str, Any]]:
@@ -97,6 +122,47 @@ def list_skipped(directory: Path) -> list[str]:
     """Return a line about hidden files in a class's directory and those of the system, which nobody has handed in."""
     names = sorted(path.name for path in directory.iterdir() if uploads.is_skipped(path))
     return [f"skipped, because no student hands in such files: {incoming.format_names(names)}"] * bool(names)
+
+
+def render_page(
+    title: str, assignment: Assignment, everyone: Sequence[Student], people: Sequence[Person], merged: Sequence[Row]
+) -> str:
+    """Return the report on an assignment as one self-contained page. `merged` has one row for each student."""
+    from jinja2 import Environment  # its import takes time
+
+    names = {roster.get_key(one): one["name"] or roster.get_key(one) for one in people}
+    scores = [score for row in merged if (score := gradebook.parse_number(row.get("score", ""))) is not None]
+    most = max((float(row["max"]) for row in merged), default=1.0)
+    num_bins = max(1, min(MOST_BINS, round(most)))
+    counts = Counter(min(num_bins - 1, max(0, int(num_bins * score / most))) for score in scores)
+    edges = [format_points(most * i / num_bins) for i in range(num_bins + 1)]
+    modules = []
+    for entry in assignment.entries:
+        tried, others, checks = count_results(everyone, entry)
+        modules.append((entry, tried, [names.get(key, key) for key in others], checks))
+    lists = {
+        "No submission": [names[roster.get_key(one)] for one in classroom.list_absent(everyone, people)],
+        "Nobody could read": [f"{s.name}: {s.unreadable}" for s in everyone if s.unreadable],
+        "Not graded yet": [s.name for s in everyone if not s.result and not s.unreadable],
+        "Not in the roster": [s.submission for s in everyone if not s.person],
+        "Late": [f"{s.name}: loses {s.columns[LATE]} %" for s in everyone if s.columns[LATE] not in ("", "0")],
+        "Extension": [f"{s.name}: until {s.columns[EXTENSION]}" for s in everyone if s.columns[EXTENSION]],
+    }
+    return (
+        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        .from_string(PAGE.read_text())
+        .render(
+            title=title,
+            rules=assignment.describe(),
+            bins=[(f"{low} to {high}", counts[i]) for i, (low, high) in enumerate(zip(edges, edges[1:]))],
+            highest=max([1, *counts.values()]),
+            scores=f"{len(scores)} of {len(people)}",
+            median=format_points(statistics.median(scores)) if scores else "none",
+            most=format_points(most),
+            modules=modules,
+            lists={heading: found for heading, found in lists.items() if found},
+        )
+    )
 
 
 def write_lists(path: Path, everyone: Sequence[Student], entries: Sequence[Module]) -> list[str]:

@@ -13,10 +13,10 @@ import hashlib
 import json
 import os
 import subprocess
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,14 @@ class Student:
     name: str  # of the student, or of the submission without its file extension; unique and printable
     person: Person | None = None
     notes: list[str] = field(default_factory=list)  # about the upload
+    uploaded: datetime | None = None  # see `uploads.Upload`, also for the next field
+    is_marked: bool | None = None
     unreadable: str = ""  # why nothing can be graded, in one sentence
     texts: dict[str, str] = field(default_factory=dict)  # of the module files, by name
     fingerprint: str = ""  # of everything that the results depend on
     is_waiting: bool = False  # whether it has to be graded
     result: dict[str, Any] | None = None  # of the last complete grading run
+    columns: Row = field(default_factory=dict)  # of a term: see `term.Assignment.judge`
 
     def __post_init__(self) -> None:
         self.made_from = self.results.with_suffix(".made-from")
@@ -92,7 +95,10 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     names = [f"{name} ({upload.name})" if names.count(name) > 1 else name for name, upload in zip(names, found)]
     results = [get_results_path(gradebook) / f"{limit_name(upload.name)}.json" for upload in found]
     students = zip(found, results, uploads.make_unique(names), persons)
-    return [Student(upload.paths, path, upload.name, name, one, upload.notes) for upload, path, name, one in students]
+    return [
+        Student(upload.paths, path, upload.name, name, one, upload.notes, upload.uploaded, upload.is_marked)
+        for upload, path, name, one in students
+    ]
 
 
 def limit_name(name: str) -> str:
@@ -113,16 +119,24 @@ def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
         if path.suffix in (".py", ".txt"):  # texts are the data of checks
             course.update(path.read_bytes())
     for student in everyone:
-        try:
+        with explain_unreadable(student):
             student.texts = read_texts(student)
-        except CourseError as error:
-            student.unreadable = str(error)
+        if student.unreadable:
             continue
         made_from = json.dumps([course.hexdigest(), *options, student.texts])
         student.fingerprint = hashlib.sha256(made_from.encode()).hexdigest()
         is_complete = student.made_from.exists() and student.results.exists()
         student.result = json.loads(student.results.read_text()) if is_complete else None
         student.is_waiting = not is_complete or student.made_from.read_text() != student.fingerprint
+
+
+@contextlib.contextmanager
+def explain_unreadable(student: Student) -> Iterator[None]:
+    """Keep the reason if a submission cannot be read inside the block."""
+    try:
+        yield
+    except CourseError as error:
+        student.unreadable = str(error)
 
 
 def read_texts(student: Student) -> dict[str, str]:
@@ -211,7 +225,9 @@ def make_table(everyone: Sequence[Student], entries: Sequence[Module], people: S
     The columns are the roster's fields, the total score, the scores of each module and check, and a note.
     """
     fields = roster.list_fields(people)
-    columns = ["student", "submission", *fields, "score", "max", *(f"module {entry.number}" for entry in entries)]
+    timing = dict.fromkeys(column for student in everyone for column in student.columns)
+    columns = ["student", "submission", *fields, *timing, "score", "max"]
+    columns += [f"module {entry.number}" for entry in entries]
     columns += [name_column(check.module, check.name) for entry in entries for check in list_checks(entry)]
     table = [make_row(student, fields) for student in everyone]
     for person in list_absent(everyone, people):
@@ -237,7 +253,7 @@ def make_row(student: Student, fields: Sequence[str]) -> Row:
     A student who is still waiting has no score, because earlier results come from other checks, options or modules.
     """
     row = {"student": student.key, "submission": student.submission}
-    row |= {name: student.person[name] for name in fields if student.person}
+    row |= {name: student.person[name] for name in fields if student.person} | student.columns
     notes = [*([roster.UNKNOWN] if fields and not student.person else []), *student.notes]
     result = student.result
     if student.unreadable:
@@ -254,11 +270,3 @@ def make_row(student: Student, fields: Sequence[str]) -> Row:
             row |= {name_column(entry.number, check["name"]): str(check["score"]) for check in checks}
         notes += result["notes"]
     return row | {"note": " / ".join(notes)}
-
-
-def write_findings(gradebook: Path, everyone: Sequence[Student]) -> list[str]:
-    """Write the findings in all submissions to one file. Return the names of the submissions with findings."""
-    texts = {s.name: s.findings.read_text() for s in everyone if s.findings.exists()}
-    watched = {name: textwrap.indent(text, "  ") for name, text in texts.items() if text}
-    formats.write(get_findings_path(gradebook), "\n".join(f"{name}\n{text}" for name, text in watched.items()))
-    return list(watched)

@@ -13,12 +13,13 @@ import re
 import unicodedata
 import zipfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from brigade.grade import formats, gradebook, roster, uploads
+from brigade.grade import formats, gradebook, merging, roster, uploads
 from brigade.grade.classroom import Student, limit_name
-from brigade.grade.gradebook import ADJUSTMENT, Row, format_points, parse_points, read_points
+from brigade.grade.gradebook import ADJUSTMENT, EXTENSION, LATE, UPLOADED, Row, format_points, parse_points, read_points
 from brigade.grade.gradebook_file import is_same
 
 PAGE = Path(__file__).with_name("feedback.html")  # the template for one student's feedback
@@ -29,12 +30,13 @@ MOODLE_ZIP, CANVAS_ZIP = "moodle.zip", "canvas.zip"
 
 
 def write_feedback(
-    directory: Path, everyone: Sequence[Student], rows: Mapping[str, Row], record: Path
+    directory: Path, everyone: Sequence[Student], rows: Mapping[str, Row], record: Path, keep: str = ""
 ) -> tuple[int, list[str]]:
     """Write each student's feedback to the directory. `rows` are those of the gradebook, by submission.
 
     `record` is a file that remembers what we have written, so that pages of an earlier run that this run does not write
-    can be removed. Return the number of students, and the names of old pages that stay, because somebody changed them.
+    can be removed. `keep` is the rule of a term by which points count, and a line of the page then says which do.
+    Return the number of students, and the names of old pages that stay, because somebody changed them.
     """
     from jinja2 import Environment  # its import takes time, and one submission's grader does not need it
 
@@ -43,19 +45,35 @@ def write_feedback(
     for student in sorted(everyone, key=lambda student: uploads.sort_key(student.submission), reverse=True):
         if student.result or student.unreadable:
             groups.setdefault(student.key, []).append(student)
+    merged = merging.merge({"": list(rows.values())}, keep, {})[0] if keep else []
+    counted = {row["student"]: format_counted(row) for row in merged}
     titles = {key: find_title(group) for key, group in groups.items()}
     names = uploads.make_unique(map(make_file_name, titles.values()), fold_name)
     files: dict[str, bytes] = {}
     archives: dict[str, dict[str, bytes]] = {MOODLE_ZIP: {}, CANVAS_ZIP: {}}
     for name, (key, group) in zip(names, groups.items()):
         reports = [make_report(student, rows.get(student.submission, {}), len(group) > 1) for student in group]
-        page = template.render(student=titles[key], reports=reports).encode(errors="replace")
-        text = "\n".join([titles[key], "", *map(format_report, reports)]).encode(errors="replace")
+        top = counted.get(key, [])
+        page = template.render(student=titles[key], reports=reports, top=top).encode(errors="replace")
+        text = "\n".join([titles[key], "", *top, *[""] * bool(top), *map(format_report, reports)]).encode(
+            errors="replace"
+        )
         files |= {f"{name}.txt": text, f"{name}.html": page}
         latest = max(group[0].paths, key=lambda path: uploads.sort_key(path.name))
         add_to_archives(archives, latest, text, page)
     files |= {name: make_zip(content) for name, content in archives.items() if content}
     return len(groups), replace_files(directory, files, record)
+
+
+def format_counted(row: Row) -> list[str]:
+    """Return a sentence on the points that count for a student, from the row of all uploads together."""
+    points = [
+        f"{kind} {entry.number}: {row[f'{kind} {entry.number}']} of {count([entry])}"
+        for kind, count in (("module", gradebook.sum_points), ("written", partial(gradebook.sum_points, [])))
+        for entry in gradebook.list_modules([row], kind)
+    ]
+    off = f", after {row['taken off']} points off for lateness" if row.get("taken off", "0") != "0" else ""
+    return [f"What counts: {', '.join(points)}{off}."] if points else []
 
 
 def find_title(group: Sequence[Student]) -> str:
@@ -121,7 +139,10 @@ def correct(result: Mapping[str, Any], row: Row) -> dict[str, Any]:
 def list_remarks(row: Row) -> list[str]:
     """Return what a person has added to a row of the gradebook for its student."""
     entries, written = gradebook.list_modules([row]), gradebook.list_modules([row], "written")
-    remarks = []
+    remarks = [f"Extension until {row[EXTENSION]}."] if row.get(EXTENSION) else []
+    if late := read_points(row, LATE):
+        came = f"This upload is late ({row[UPLOADED]})" if row.get(UPLOADED) else "This upload is late"
+        remarks.append(f"{came}: {f'it loses {format_points(late)} %' if late < 100 else 'it does not count'}.")
     for entry in written:
         points, most = read_points(row, f"written {entry.number}"), gradebook.sum_points([], [entry])
         remarks.append(f"Written answers to module {entry.number}: {format_points(points)} of {most} points.")

@@ -189,6 +189,10 @@ def format_gradescope(grading: Grading) -> str:
         }
         for check in result["checks"]
     ]
+    extra = [bool(outcome.check.file) for outcome in grading.outcomes]
+    for test, is_extra in zip(tests, extra):
+        if grading.visibility and (is_extra or not any(extra)):
+            test["visibility"] = grading.visibility
     if findings := format_findings(grading.findings):
         # Gradescope shows a hidden test only to instructors. Because it has no points, it does not hide the total:
         # https://gradescope-autograders.readthedocs.io/en/latest/specs/#controlling-test-case-visibility
@@ -198,7 +202,7 @@ def format_gradescope(grading: Grading) -> str:
     gradescope = {
         "score": result["score"],
         "execution_time": result["seconds"],
-        "output": "\n".join(list_heading(result)),
+        "output": "\n".join(list_heading(result)[bool(grading.visibility) :]),  # the score may tell what is hidden
         "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": tests,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from brigade.course import written
+from brigade.course import listing, written
 from brigade.course.modules import CourseError, Module, get_module
 
 BOM = "\ufeff"  # without it, Excel does not read a CSV file as UTF-8
@@ -20,6 +20,7 @@ BOM = "\ufeff"  # without it, Excel does not read a CSV file as UTF-8
 FORMULA = re.compile(r"(^|[;,|\t\r\n])(\s*)(?=[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])")
 NUMBER = re.compile(r"-?\d+([.,]\d+)?")
 OURS = re.compile(r"score|max|note|module \d+|\d+\..*")  # the columns that the grader computes
+UPLOADED, EXTENSION, LATE = "uploaded", "extension", "late"  # the columns of a term: see term.py
 ADJUSTMENT = "adjustment"  # a person's column: points to add, or below zero, to take off
 MOST_NAMED = 8  # columns in one message
 KEYS = ("student", "submission")  # the columns that say whose a row is
@@ -67,6 +68,11 @@ def format_csv(columns: Sequence[str], table: Sequence[Row], delimiter: str = ",
     writer.writeheader()
     writer.writerows(table)
     return text.getvalue()
+
+
+def format_table(table: Sequence[Row]) -> str:
+    """Return a table as the text of a CSV file that Excel reads as UTF-8."""
+    return BOM + format_csv(list_columns(table), table)
 
 
 def read_table(path: Path) -> Table:
@@ -177,6 +183,6 @@ def add_up(row: Row, entries: Sequence[Module], with_written: Sequence[Module]) 
     return {"score": format_points(score), "max": sum_points(graded, with_written)}
 
 
-def sum_points(entries: Sequence[Module], with_written: Sequence[Module]) -> str:
+def sum_points(entries: Sequence[Module], with_written: Sequence[Module] = ()) -> str:
     """Return the maximum of the points for these modules, and for the written answers to `with_written`."""
-    return str(sum(entry.points for entry in entries) + written.count_points(with_written))
+    return str(listing.count_points(entries) + written.count_points(with_written))

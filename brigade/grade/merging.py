@@ -13,7 +13,9 @@ from brigade.course.modules import CourseError
 from brigade.grade import gradebook, roster, uploads
 from brigade.grade.gradebook import (
     ADJUSTMENT,
+    LATE,
     OURS,
+    UPLOADED,
     Row,
     escape_formulas,
     format_csv,
@@ -88,7 +90,7 @@ def merge(
     gradebook.refuse_several_parts(list_modules(every_row))
     students: dict[str, list[Source]] = {}
     for name, table in gradebooks.items():
-        for row in sorted(table, key=lambda row: uploads.sort_key(row.get("submission", ""))):
+        for row in sorted(table, key=lambda row: (row.get(UPLOADED, ""), uploads.sort_key(row.get("submission", "")))):
             students.setdefault(row["student"], []).append((name, row))
     merged, lines = {}, []
     for student, rows in students.items():
@@ -103,26 +105,30 @@ def merge_rows(rows: Sequence[Source], keep: str, penalties: Mapping[str, float]
     every_row = [row for _, row in rows]
     counted: list[Row] = []  # the rows of which some points are kept
     points_of: Row = {}
-    remarks = []
+    remarks, off = [], 0.0
     for kind in ("module", "written"):
         for entry in list_modules(every_row, kind):
             column = f"{kind} {entry.number}"
             attempts = [(points, name, row) for name, row in rows if (points := read_points(row, column)) is not None]
-            attempts = [(points * (1 - penalties.get(name, 0) / 100), name, row) for points, name, row in attempts]
-            if keep == "best":
-                attempts.sort(key=lambda attempt: attempt[0])  # of equal points, the last ones stay last
+            attempts = [(points * get_rest(row, penalties.get(name, 0)), name, row) for points, name, row in attempts]
+            # Of equal points, and of uploads that are equally late, the last ones stay last.
+            attempts.sort(key=lambda attempt: attempt[0] if keep == "best" else get_rest(attempt[2]))
             points, name, row = attempts[-1]
             counted.append(row)
             points_of[column] = format_points(points)
             if kind == "module":
                 points_of |= {c: value for c, value in row.items() if c.startswith(f"{entry.number}.")}
+            if row.get(LATE) and (lost := (read_points(row, column) or 0) - points):
+                off += lost
+                remarks.append(f"{column}: {format_points(lost)} points off (late)")
             if penalties.get(name):
                 remarks.append(f"{column}: {format_points(penalties[name])} % off ({name})")
     labels = [label_row(name, row, rows, counted) for name, row in rows]
     whole: Row = {}
     for column in dict.fromkeys(column for row in every_row for column in row):
-        if not OURS.fullmatch(column) and column != ADJUSTMENT:
+        if not OURS.fullmatch(column) and column not in (ADJUSTMENT, LATE):  # which are applied here, once
             whole[column] = join_cells(column, rows, labels, counted)
+    whole |= {"taken off": format_points(off)} if any(LATE in row for row in every_row) else {}
     notes = [f"{label}: {row['note']}" for label, row in zip(labels, every_row) if row.get("note")]
     adjustments = [(label, row, read_points(row, ADJUSTMENT) or 0) for label, row in zip(labels, every_row)]
     lines += [
@@ -134,6 +140,14 @@ def merge_rows(rows: Sequence[Source], keep: str, penalties: Mapping[str, float]
         kept = [points for _, row, points in adjustments if not counted or row in counted]
         whole[ADJUSTMENT] = format_points(sum(kept))
     return whole | points_of | {"note": " / ".join([*notes, *remarks])}
+
+
+def get_rest(row: Row, penalty: float = 0.0) -> float:
+    """Return the fraction of the points that a row keeps after its lateness and another penalty in percent."""
+    late = read_points(row, LATE) or 0
+    if late > 100:
+        raise CourseError(f"{name_row(row)}: {LATE} is {row[LATE]}, but it is a percentage, at most 100")
+    return (1 - late / 100) * (1 - penalty / 100)
 
 
 def label_row(name: str, row: Row, rows: Sequence[Source], counted: Sequence[Row]) -> str:
@@ -195,7 +209,7 @@ def export(table: Sequence[Row], platform: str, keep: str) -> tuple[str, int, li
         )
     is_canvas = platform == "canvas"
     used = [*headings] if is_canvas else filled[:1]
-    possible = {f"Module {entry.number}": str(entry.points) for entry in list_modules(table)}
+    possible = {f"Module {entry.number}": gradebook.sum_points([entry]) for entry in list_modules(table)}
     for entry in list_modules(table, "written"):
         possible[f"Written {entry.number}"] = gradebook.sum_points([], [entry])
     merged, lines = merge({"": table}, keep, {})

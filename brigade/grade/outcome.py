@@ -27,6 +27,7 @@ class Grading:
     findings: list[str] = field(default_factory=list)  # for the instructor
     unreadable: str = ""  # why nothing can be graded
     finished: bool = False
+    visibility: str | None = None  # on Gradescope, of the results of an instructor's own checks, or of all
 
     @property
     def score(self) -> int:

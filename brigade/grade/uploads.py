@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 
 from brigade.course.modules import CourseError
@@ -18,6 +19,7 @@ from brigade.grade.formats import make_line
 ENDING = re.compile(rf"({'|'.join(map(re.escape, incoming.ARCHIVES))}|\.[^.]+)$", re.IGNORECASE)
 MODULE_FILES = "(module files)"  # ends the name of a submission of single module files
 LATE = "late (Canvas)"
+METADATA = "submission_metadata.yml"  # in an export from Gradescope
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Upload:
     name: str
     owner: str
     notes: list[str] = field(default_factory=list)
+    uploaded: datetime | None = None  # when, as far as the platform or the date of the file tells
+    is_marked: bool | None = None  # whether Canvas marked it as late; None if it is not from Canvas
 
 
 def list_uploads(directory: Path, ours: Collection[Path]) -> list[Upload]:
@@ -43,6 +47,7 @@ def list_uploads(directory: Path, ours: Collection[Path]) -> list[Upload]:
     if not any(path.is_dir() or path.name.lower().endswith((*incoming.ARCHIVES, ".py", ".ipynb")) for path in found):
         raise CourseError(f"there are no submissions in {directory}; it must contain one directory or zip per student")
     uploads, files = [], {}
+    metadata = read_metadata(directory)
     for path in found:
         if who := "" if path.is_dir() else find_owner(path.name):
             files.setdefault(who, []).append(path)
@@ -51,9 +56,11 @@ def list_uploads(directory: Path, ours: Collection[Path]) -> list[Upload]:
     for who, paths in files.items():
         uploads += join_files(who, paths)
     for upload in uploads:
-        upload.owner = make_line(upload.owner)
+        owner, upload.uploaded = metadata.get(upload.paths[0].name, (upload.owner, get_date(upload.paths)))
+        upload.owner = make_line(owner)
         matches = [match for path in upload.paths if (match := roster.CANVAS.fullmatch(make_line(path.name)))]
-        upload.notes += [LATE] * any(match["late"] for match in matches)
+        upload.is_marked = any(match["late"] for match in matches) if matches else None
+        upload.notes += [LATE] * bool(upload.is_marked)
     uploads.sort(key=lambda upload: upload.paths[0])
     for upload, name in zip(uploads, make_unique([make_line(upload.name) for upload in uploads])):
         upload.name = name
@@ -62,7 +69,31 @@ def list_uploads(directory: Path, ours: Collection[Path]) -> list[Upload]:
 
 def is_skipped(path: Path) -> bool:
     """Return whether an entry of a class's directory is not from a student, such as Thumbs.db."""
-    return incoming.is_hidden(path.name) or path.name in incoming.SKIPPED
+    return incoming.is_hidden(path.name) or path.name in (*incoming.SKIPPED, METADATA)
+
+
+def read_metadata(directory: Path) -> dict[str, tuple[str, datetime]]:
+    """Return what Gradescope's export says about each submission: whose it is, and when it was uploaded.
+
+    The export is YAML, with one block for each directory. Only its first submitter and its first time are read.
+    """
+    path = directory / METADATA
+    blocks = re.split(r"^(\S+):[ \t]*$", path.read_text(errors="replace") if path.is_file() else "", flags=re.MULTILINE)
+    found = {}
+    for name, block in zip(blocks[1::2], blocks[2::2]):
+        owner = re.search(r":(?:sid|email): ['\"]?([^\s'\"]+)", block)
+        time = re.search(r"^  :created_at: ['\"]?([\d-]+)[ T]([\d:]+)\S* ?(Z|[+-]\d\d:?\d\d)", block, re.MULTILINE)
+        if owner and time:
+            zone = "+00:00" if time[3] == "Z" else f"{time[3][:3]}:{time[3][-2:]}"
+            found[name] = owner[1], datetime.fromisoformat(f"{time[1]} {time[2]}{zone}")
+    return found
+
+
+def get_date(paths: Iterable[Path]) -> datetime:
+    """Return the date of the newest file of an upload."""
+    files = [path / name for path in paths for name in (incoming.walk(path) if path.is_dir() else [""])]
+    dates = [path.lstat().st_mtime for path in files or paths]
+    return datetime.fromtimestamp(max(dates), timezone.utc)
 
 
 def find_owner(name: str) -> str:

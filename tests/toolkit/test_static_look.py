@@ -6,7 +6,7 @@ import pytest
 
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.grade import classroom, formats
+from brigade.grade import class_report, classroom, formats
 from brigade.grade.outcome import Grading, Outcome
 from brigade.grade.static_look import HEADING, MOST_FINDINGS, NAMES, look, look_at
 
@@ -89,6 +89,7 @@ def test_a_class_has_a_file_of_findings_for_the_instructor(tmp_path):
     [ada, bob] = [classroom.Student(tmp_path / n, tmp_path / f"{n}.json", n, n) for n in ("ada", "bob")]
     ada.findings.write_text(formats.format_findings(["one", "two"]))
     bob.findings.write_text(formats.format_findings([]))
-    assert classroom.write_findings(tmp_path / "grades.csv", [ada, bob]) == ["ada"]
+    [line] = class_report.write_lists(tmp_path / "grades.csv", [ada, bob], [])
+    assert line.startswith("please look: ada (see ")
     text = (tmp_path / "grades.csv.please-look.txt").read_text()
     assert text.startswith("ada\n  For the instructor only.") and "bob" not in text and "\n  one\n  two\n" in text

@@ -1,0 +1,179 @@
+"""brigade oral: write a sheet for an oral exam from a student's own code.
+
+For each of two modules, the sheet names a statement of the student's whose removal makes a check fail. This is found by
+running the checks without it. A line that the skeleton contains is not the student's. Removing the definition of a name
+only makes the code end with an error, so other statements come first, and wrong results come before exceptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from brigade.checks.collect import Check, collect
+from brigade.checks.context import Conditions
+from brigade.checks.run import prepare, run_check
+from brigade.checks.verdict import Outcome
+from brigade.cli.options import add, resolve_results_file
+from brigade.course.modules import MODULES, CourseError, Module, select_modules
+from brigade.course.submission import Snapshot, Sources, find
+from brigade.course.syntax import parse_tree
+from brigade.grade import formats, incoming, isolation
+from brigade.runner import ranks
+
+NUM_MODULES = 2
+MOST_TRIED = 10  # statements of one module
+CONTEXT = 4  # lines shown before and after
+SEEDS = 1_000_000
+SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.Return, ast.Continue, ast.Break)
+WRONG = "the ranks end, with wrong numbers or other communication"
+ENDINGS = {
+    "deadlock": "no rank ends, because ranks wait for each other",
+    "deadline": "a rank does not end",
+    "mismatch": "ranks call different collectives",
+    "exception": "a rank raises an exception",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A statement of a module that matters, and the outcome of a check that fails without it."""
+
+    entry: Module
+    file: str
+    text: str
+    first: int  # the numbers of its first and last line
+    last: int
+    outcome: Outcome
+
+
+def add_oral_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade oral`."""
+    parser.add_argument("submission", metavar="SUBMISSION", help="a directory or an archive with the student's modules")
+    add(parser, "--modules LIST", "the modules to choose from, such as 1-4 (default: all that are there)", default="")
+    add(parser, "--seed N", "choose the same modules and lines again (default: other ones each time)", type=int)
+    add(parser, "--out FILE", "the file to write (default: print the sheet)")
+
+
+def run_oral(options: argparse.Namespace) -> int:
+    """Write the sheet. Raise CourseError if there is no statement about which it could ask."""
+    entries = select_modules(options.modules) if options.modules else MODULES
+    out = resolve_results_file(options.out, [options.submission])
+    seed = random.randrange(SEEDS) if options.seed is None else options.seed
+    hidden = filter(None, [options.submission, options.out])
+    with incoming.open_submission(options.submission) as (directory, _), isolation.isolate_ranks(hidden, "gloo"):
+        prepare()
+        if ranks.SERVER.sandbox:
+            isolation.verify_isolation("gloo")
+        questions = find_questions(directory, [entry for entry in entries if find(directory, entry)], seed)
+    if not questions:
+        raise CourseError(f"{options.submission}: no module passes a check that fails without one of its lines")
+    sheet = formats.make_printable(format_sheet(Path(options.submission).name, questions, seed))
+    if out:
+        formats.write(out, sheet)
+    else:
+        print(sheet, end="")
+    return 0
+
+
+def find_questions(directory: Path, entries: Sequence[Module], seed: int) -> list[Question]:
+    """Return questions on NUM_MODULES modules, or on fewer if no others have one. Equal seeds give equal questions."""
+    found: list[Question] = []
+    snapshot = Snapshot(directory)
+    for entry in random.Random(f"oral {seed}").sample(entries, len(entries)):
+        if len(found) < NUM_MODULES and (question := find_question(snapshot, entry, Conditions(seed))):
+            found.append(question)
+    return sorted(found, key=lambda question: question.entry.number)
+
+
+def find_question(snapshot: Snapshot, entry: Module, conditions: Conditions) -> Question | None:
+    """Return a question on one module, or None if it is not written, or none of the tried statements matters."""
+    try:
+        sources = snapshot.read(entry.number)
+    except CourseError:
+        return None
+    checks = [check for check in collect([entry]) if run_check(check, snapshot, conditions, sources=sources).passed]
+    rng, drawn, fallback = random.Random(f"oral {conditions.seed} {entry.number}"), [], None
+    for file in entry.paths:
+        name = f"{entry.package}.{file.stem}"
+        for first, last, is_last in list_statements(sources[name][1], file, entry) if name in sources else ():
+            drawn.append((is_last, rng.random(), name, first, last))
+    for *_, name, first, last in sorted(drawn)[:MOST_TRIED] if checks else ():
+        path, text = sources[name]
+        outcome = find_failure(checks, snapshot, conditions, {**sources, name: (path, remove(text, first, last))})
+        if outcome:
+            question = Question(entry, Path(path).name, text, first, last, outcome)
+            if not outcome.verdict.error:
+                return question
+            fallback = fallback or question
+    return fallback
+
+
+def list_statements(text: str, file: Path, entry: Module) -> list[tuple[int, int, bool]]:
+    """Return the student's simple statements in functions: first line, last line, and whether to try it last."""
+    given = {line.strip() for line in (entry.lesson / file.name).read_text().splitlines()}
+    lines = text.splitlines()
+    functions = [
+        node for node in ast.walk(parse_tree(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    found = set()
+    for node in (node for function in functions for node in ast.walk(function) if isinstance(node, SIMPLE)):
+        own = lines[node.lineno - 1 : node.end_lineno]
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_alone = not own[0].encode()[: node.col_offset].strip() and ";" not in own[-1]
+        if not is_text and is_alone and not {line.strip() for line in own} <= given:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", ast.Attribute())]
+            is_stored = all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets)
+            is_last = isinstance(node, ast.Return) or not (is_stored or isinstance(node, ast.AugAssign))
+            found.add((node.lineno, node.end_lineno, is_last))
+    return sorted(found)
+
+
+def remove(text: str, first: int, last: int) -> str:
+    """Return the text with `pass` instead of a statement. The numbers of the other lines stay the same."""
+    lines = text.splitlines()
+    indent = lines[first - 1][: len(lines[first - 1]) - len(lines[first - 1].lstrip())]
+    return "\n".join([*lines[: first - 1], f"{indent}pass", *[""] * (last - first), *lines[last:], ""])
+
+
+def find_failure(
+    checks: Sequence[Check], snapshot: Snapshot, conditions: Conditions, sources: Sources
+) -> Outcome | None:
+    """Return the outcome of the first check that fails, and not because it could not run; None if there is none."""
+    outcomes = (run_check(check, snapshot, conditions, sources=sources) for check in checks)
+    return next((outcome for outcome in outcomes if outcome.status == "failed"), None)
+
+
+def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:
+    """Return the sheet as text. What happens without the line is for the examiner."""
+    lines = [f"Oral exam: {title}", f"To write this sheet again: --seed {seed}", ""]
+    if len(questions) < NUM_MODULES:
+        lines += ["No other module passes a check that fails without one of its lines.", ""]
+    for place, question in enumerate(questions, 1):
+        outcome, first, last, number = question.outcome, question.first, question.last, question.entry.number
+        name = f"line {first}" if first == last else f"lines {first} to {last}"
+        shown = list(enumerate(question.text.splitlines(), 1))[max(0, first - CONTEXT - 1) : last + CONTEXT]
+        happens = ENDINGS.get("exception" if outcome.verdict.error else outcome.ending, WRONG)
+        lines += [
+            f"{place}. Module {number}, {question.entry.title}: {question.file}, {name}",
+            "",
+            *(f"   {'>' if first <= n <= last else ' '} {n:>4}  {text}".rstrip() for n, text in shown),
+            "",
+            "   Ask",
+            f"   - What does {name} do? When does it run in a training step, and on which ranks?",
+            f"   - We delete {name}. What happens in this check: {outcome.check.title}",
+            *(f"       ( ) {choice}" for choice in (*ENDINGS.values(), WRONG)),
+            "   - Which values or calls differ then, and on which ranks?",
+            "",
+            "   What happens (we ran the check without it)",
+            f"   - {happens[0].upper()}{happens[1:]}. Check {outcome.check.number} fails:",
+            *(f"       {line}" for line in str(outcome.verdict).splitlines()),
+            f"   - To see it again, delete {name}, and run: brigade check {number} --only "
+            f"{outcome.check.name.removeprefix('test_')} --seed {seed}",
+            "",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,676 @@
+"""brigade term, mark and oral: a term from one file, with gradings that are recorded instead of run."""
+
+import ast
+import csv
+import json
+import os
+import re
+import shutil
+import stat
+import zipfile
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from brigade.checks import collect
+from brigade.checks.verdict import Outcome, Verdict
+from brigade.cli import main as cli
+from brigade.cli import oral
+from brigade.course import listing, written
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.submission import prepare_for_ranks
+from brigade.grade import classroom, formats, gradebook, marking, uploads
+from brigade.grade.outcome import make_empty_grading
+from brigade.grade.term import read_term
+
+ZONE = timezone(timedelta(hours=1))
+DUE = datetime(2027, 2, 7, 23, 59, tzinfo=ZONE)
+SECRET = 481516234200
+ROSTER = """Student,ID,SIS User ID,SIS Login ID
+"Points Possible",,,
+"Lace, Ada",100,S100,ada
+"Kahn, Bob",101,S101,bob
+"Meyer, Carl",102,S102,carl
+"Nie, Dora",103,S103,dora
+"Ohm, Eve",104,S104,eve
+"""
+HEAD = """title = "Spring 2027"
+platform = "canvas"
+roster = "roster.csv"
+secret = "secret.txt"
+"""
+WEEK1 = """
+[[assignments]]
+name = "week1"
+modules = "1"
+due = 2027-02-07T23:59:00+01:00
+late = { percent = 20, days = 7 }
+"""
+EXTENSION = """
+[[extensions]]
+student = "S102"
+assignment = "week1"
+until = 2027-02-10T23:59:00+01:00
+"""
+CHECKS = [check.name for check in listing.list_checks(get_module(1))]
+
+
+def record(waiting, command, *, lock, on_finish, **options):
+    """Take the place of the graders: a submission has as many points as its module file says in its first line."""
+    for student in waiting:
+        points = int(next(iter(student.texts.values())).split()[1])
+        grading = make_empty_grading([get_module(1)], 1)
+        grading.is_seed_secret = grading.finished = True
+        result = formats.encode_grading(grading) | {"score": points, "notes": []}
+        for check in result["checks"]:
+            check["score"] = min(points, check["points"])
+            points -= check["score"]
+            cause = {"likely_cause": "the broadcast starts from the wrong rank."}
+            check |= {"status": "passed"} if check["score"] else {"status": "failed", "verdict": cause}
+        student.results.write_text(json.dumps(result))
+        student.is_waiting, student.result = False, result
+        formats.write(student.made_from, student.fingerprint)
+        on_finish(student)
+
+
+def hand_in(path, points, date=DUE, answers=""):
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as bundle:
+        bundle.writestr("lessons/m01_naive_ddp/naive_ddp.py", f"# {points} points\n")
+        if answers:
+            bundle.writestr("lessons/m01_naive_ddp/answers.md", answers)
+    os.utime(path, (date.timestamp(),) * 2)
+
+
+@pytest.fixture
+def term(tmp_path, monkeypatch):
+    """Five students and uploads from Canvas. Return a function that runs a command, which must succeed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(classroom, "grade_all", record)
+    (tmp_path / "roster.csv").write_text(ROSTER)
+    (tmp_path / "term.toml").write_text(HEAD + WEEK1 + EXTENSION)
+    for name, points in (("ada_100_1_a.zip", 3), ("ada_100_2_a-1.zip", 5), ("ada_LATE_100_3_a-2.zip", 8)):
+        hand_in(tmp_path / "week1" / name, points)
+    hand_in(tmp_path / "week1" / "bob_LATE_101_4_b.zip", 8)
+    hand_in(tmp_path / "week1" / "carl_LATE_102_5_c.zip", 8, DUE + timedelta(days=2))
+    (tmp_path / "week1" / "dora_103_6_d.rar").write_bytes(b"Rar!")
+
+    def run(*words, status=0):
+        assert cli.main(list(words)) == status
+
+    return run
+
+
+def read(name):
+    return {row.get("submission") or row.get("Student"): row for row in read_rows(name)}
+
+
+def read_rows(name):
+    return list(csv.DictReader(Path(name).read_text(encoding="utf-8-sig").splitlines()))
+
+
+def list_files(directory):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_mode) for path in directory.rglob("*")}
+
+
+# The file
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('title = "Spring 2027"', 'titel = "x"', "line 1: unknown key 'titel'; known keys are title, platform, roster"),
+        ('title = "Spring 2027"\n', "", ": 'title' is missing"),
+        ('title = "Spring 2027"', "title = 5", "line 1: 'title' has a wrong value; write a text"),
+        ('"canvas"', '"blackboard"', "line 2: platform is one of canvas, moodle"),
+        ("[[assignments]]", "[assignments]", "line 6: 'assignments' has a wrong value; begin each of its rows with"),
+        ("+01:00\nlate", "\nlate", "line 9: 'due' has no time zone; write it with its distance from UTC"),
+        ("2027-02-07T23:59:00+01:00", "2027-02-07", "line 9: 'due' has a wrong value; write it with its distance"),
+        ("days = 7", "day = 7", "line 10: unknown key 'day'; known keys are percent, days"),
+        ("percent = 20", "percent = 120", "line 10: percent is a number from 0 to 100"),
+        ('modules = "1"', 'modules = "0-1"', "line 8: the warm-up and the core modules have separate totals"),
+        ('modules = "1"', 'modules = "99"', "line 8: there is no module 99"),
+        ('name = "week1"', 'name = "../x"', "line 7: a name becomes a name of files"),
+        (EXTENSION, WEEK1, "line 13: there are two assignments 'week1'"),
+        ('"S102"', '"S999"', "line 13: roster.csv has no student 'S999', or several"),
+        ('assignment = "week1"', 'assignment = "week2"', "line 14: there is no assignment 'week2'"),
+        ("2027-02-10T", "2027-02-01T", "line 15: this extension ends before the work is due"),
+        ("2027-02-10T23:59:00+01:00", "2027-02-10T23:59:00", "line 15: 'until' has no time zone"),
+        (EXTENSION, EXTENSION * 2, "line 18: 'S102' has two extensions for 'week1'"),
+        ('secret = "secret.txt"', 'secret = "secret.txt', " is not a TOML file in UTF-8: Illegal character"),
+    ],
+)
+def test_a_mistake_in_the_file_gets_one_line_with_its_place(old, new, line, term, tmp_path, capfd):
+    text = HEAD + WEEK1 + EXTENSION
+    assert old in text
+    (tmp_path / "term.toml").write_text(text.replace(old, new, 1))
+    before = list_files(tmp_path)
+    for action in (["check"], ["grade", "week1"]):
+        term("term", *action, status=2)
+        printed = capfd.readouterr()
+        assert printed.out == "" and len(printed.err.splitlines()) == 1
+        assert re.match(rf"brigade: term.toml(, )?{re.escape(line)}", printed.err), printed.err
+    assert list_files(tmp_path) == before
+
+
+def test_a_student_in_two_rows_is_named(term, tmp_path, capfd):
+    (tmp_path / "roster.csv").write_text(ROSTER + '"Lace, Ada",105,S100,ada2\n')
+    term("term", "grade", "week1", status=2)
+    assert "roster.csv: two students have the id s100, so" in capfd.readouterr().err
+
+
+# Which upload counts
+
+
+def hours(number):
+    return DUE + timedelta(hours=number)
+
+
+@pytest.mark.parametrize(
+    ("key", "uploaded", "is_marked", "late"),
+    [
+        ("ada", hours(-1), None, ""),
+        ("ada", hours(0), None, ""),
+        ("ada", hours(1), None, "20"),
+        ("ada", hours(7 * 24), None, "20"),
+        ("ada", hours(7 * 24 + 1), None, "100"),
+        ("ada", hours(500), False, ""),  # from Canvas: the date of the download
+        ("ada", hours(500), True, "20"),
+        ("carl", hours(71), None, ""),  # an extension of three days
+        ("carl", hours(73), None, "20"),
+        ("carl", hours(3 * 24 + 7 * 24 + 1), None, "100"),
+        ("carl", hours(71), True, ""),
+        ("carl", hours(73), True, "20"),
+        ("carl", hours(73), False, ""),
+        ("carl", hours(-1).astimezone(timezone.utc), None, ""),
+    ],
+)
+def test_lateness_follows_from_the_time_the_marker_and_the_extension(key, uploaded, is_marked, late, term):
+    week1 = read_term(Path("term.toml")).assignments["week1"]
+    columns = week1.judge(key, uploaded, is_marked)
+    assert columns["late"] == late and bool(columns["extension"]) == (key == "carl")
+    is_known = is_marked is None or (is_marked and key == "carl")
+    assert columns["uploaded"] == (str(uploaded.astimezone(ZONE)) if is_known else "")
+
+
+def test_without_a_rule_late_work_does_not_count(term, tmp_path):
+    (tmp_path / "term.toml").write_text((HEAD + WEEK1).replace("late =", "# late ="))
+    week1 = read_term(Path("term.toml")).assignments["week1"]
+    assert [week1.judge("ada", hours(1), marked)["late"] for marked in (None, True)] == ["100", "100"]
+    assert week1.describe()[-1] == "Late work does not count."
+
+
+def test_gradescope_says_whose_an_upload_is_and_when_it_came(term, tmp_path):
+    directory = tmp_path / "export"
+    for number in (9001, 9002):
+        (directory / f"submission_{number}").mkdir(parents=True)
+        (directory / f"submission_{number}" / "naive_ddp.py").write_text("# 1\n")
+    block = """submission_{0}:
+  :submitters:
+  - :name: Somebody
+    :sid: '{1}'
+  :created_at: 2027-02-07 {2}
+  :history:
+  - :id: 1
+    :created_at: 2027-01-01 00:00:00 Z
+"""
+    texts = [block.format(9001, "S100", "22:59:30.123456789 Z"), block.format(9002, "S101", "17:00:00 -06:00")]
+    (directory / uploads.METADATA).write_text("---\n" + "".join(texts))
+    people = read_term(Path("term.toml")).people
+    everyone = classroom.list_students(directory, tmp_path / "x.csv", people=people)
+    assert [(s.key, s.uploaded - DUE, s.is_marked) for s in everyone] == [
+        ("ada", timedelta(seconds=30), None),
+        ("bob", timedelta(minutes=1), None),
+    ]
+
+
+# An assignment from its uploads to the export
+
+
+def test_an_assignment_is_run_from_the_file(term, tmp_path, capfd):
+    """Lateness is taken off once, the export has one row for each student, and the secret is in its file only."""
+    term("term", "check")
+    printed = capfd.readouterr().out
+    assert "Late work loses 20 % until 7 days after the deadline" in printed
+    assert "extension: carl until 2027-02-10 23:59:00+01:00" in printed
+    assert "6 uploads, 4 on time, 2 late" in printed and not (tmp_path / "secret.txt").exists()
+    (tmp_path / "secret.txt").write_text(f"{SECRET}\n")
+    (tmp_path / "secret.txt").chmod(0o600)
+    term("term", "grade", "week1", status=1)  # nobody can read Dora's upload
+    term("term", "export", "week1")
+    canvas = "Student,ID,SIS User ID,SIS Login ID,Section,Module 1\n"
+    assert (tmp_path / "week1-canvas.csv").read_text().replace("\r", "").startswith(canvas)
+    points = {name: row["Module 1"] for name, row in read("week1-canvas.csv").items()}
+    assert points == {
+        "Points Possible": "8",
+        "Lace, Ada": "5",  # not the late 8
+        "Kahn, Bob": "6.4",
+        "Meyer, Carl": "8",
+        "Nie, Dora": "",
+        "Ohm, Eve": "",
+    }
+    rows = read("week1.csv")
+    assert [rows["bob_LATE_101_4_b.zip"][column] for column in ("late", "score", "extension")] == ["20", "8", ""]
+    assert rows["carl_LATE_102_5_c.zip"]["extension"] == "2027-02-10 23:59:00+01:00"
+    [bob] = [row for row in read_rows("week1-final.csv") if row["student"] == "bob"]
+    assert (bob["score"], bob["taken off"]) == ("6.4", "1.6") and "1.6 points off (late)" in bob["note"]
+    term("gradebook", "merge", "week1-final.csv", "--keep", "last", "--out", "term.csv")  # at the end of the term
+    assert {row["student"]: row["score"] for row in read_rows("term.csv")}["bob"] == "6.4"
+    page = (tmp_path / "week1-feedback" / "Lace, Ada.html").read_text()
+    assert "What counts: module 1: 5 of 8." in page and "This upload is late: it loses 20 %." in page
+    text = (tmp_path / "week1-feedback" / "Kahn, Bob.txt").read_text()
+    assert "What counts: module 1: 6.4 of 8, after 1.6 points off for lateness." in text
+    printed = capfd.readouterr()
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("secret.txt", ".seed")]
+    assert str(SECRET) not in printed.out + printed.err
+    assert not any(str(SECRET).encode() in path.read_bytes() for path in files)
+
+
+def test_the_best_upload_counts_after_what_lateness_takes_off(term, tmp_path):
+    (tmp_path / "term.toml").write_text((HEAD + WEEK1).replace("late =", 'counts = "best"\nlate ='))
+    term("term", "grade", "week1", status=1)
+    term("term", "export", "week1")
+    assert read("week1-canvas.csv")["Lace, Ada"]["Module 1"] == "6.4"
+
+
+def test_moodle_gets_one_identifier_and_the_grades(term, tmp_path):
+    (tmp_path / "term.toml").write_text((HEAD + WEEK1).replace('"canvas"', '"moodle"'))
+    term("term", "grade", "week1", status=1)
+    term("term", "export", "week1")
+    assert read_rows("week1-moodle.csv")[:2] == [
+        {"ID number": "S100", "Module 1": "5"},
+        {"ID number": "S101", "Module 1": "6.4"},
+    ]
+    assert len(read_rows("week1-moodle.csv")) == 5
+
+
+def test_the_secret_is_drawn_once_and_only_its_owner_reads_it(term, tmp_path, capfd):
+    for _ in range(2):
+        term("term", "grade", "week1", status=1)
+        path = tmp_path / "secret.txt"
+        secrets = {path.read_text().strip(), (tmp_path / "week1.csv.results" / ".seed").read_text()}
+        assert len(secrets) == 1 and stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    term("term", "grade", "week1", status=2)
+    assert "other users can read" in capfd.readouterr().err
+    path.write_text("my secret")
+    term("term", "check", status=2)
+    printed = capfd.readouterr()
+    assert "does not contain one number" in printed.err and "my secret" not in printed.err + printed.out
+
+
+def test_an_interrupted_grading_loses_nothing_and_a_second_run_gives_the_same_file(term, tmp_path, monkeypatch):
+    term("term", "grade", "week1", status=1)
+    complete = (tmp_path / "week1.csv").read_bytes()
+    term("term", "grade", "week1", status=1)
+    assert (tmp_path / "week1.csv").read_bytes() == complete
+    shutil.rmtree(tmp_path / "week1.csv.results")
+    (tmp_path / "week1.csv").unlink()
+    graded = []
+
+    def interrupt(waiting, command, **options):
+        record(waiting[:2], command, **options)
+        graded.append(len(waiting))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(classroom, "grade_all", interrupt)
+        term("term", "grade", "week1", status=130)
+    monkeypatch.setattr(
+        classroom, "grade_all", lambda waiting, *a, **o: graded.append(len(waiting)) or record(waiting, *a, **o)
+    )
+    term("term", "grade", "week1", status=1)
+    assert graded == [5, 3] and (tmp_path / "week1.csv").read_bytes() == complete
+
+
+def edit(path, **changes):
+    """Write into cells of a gradebook as a person does. A key such as `bob__late` names a student and a column."""
+    columns, rows, *_ = gradebook.read_table(path)
+    for key, value in changes.items():
+        student, column = key.split("__")
+        next(row for row in rows if row["student"] == student)[column.replace("_", " ")] = value
+        columns += [column.replace("_", " ")] * (column.replace("_", " ") not in columns)
+    path.write_text(gradebook.format_csv(columns, rows), encoding="utf-8-sig")
+
+
+def test_what_a_person_wrote_counts_and_is_on_the_pages(term, tmp_path, capfd):
+    term("term", "grade", "week1", status=1)
+    mine = {"bob__late": "0", "bob__comment": "Well done.", "carl__module_1": "7", "carl__comment_1": "See line 3."}
+    edit(tmp_path / "week1.csv", **mine)
+    term("term", "grade", "week1", status=1)
+    assert "late is 0; the grader gave 20" in capfd.readouterr().out
+    rows = {row["student"]: row for row in read_rows("week1.csv")}
+    assert {key: rows[key.split("__")[0]][key.split("__")[1].replace("_", " ")] for key in mine} == mine
+    term("term", "export", "week1")
+    points = {name: row["Module 1"] for name, row in read("week1-canvas.csv").items()}
+    assert (points["Kahn, Bob"], points["Meyer, Carl"]) == ("8", "7")
+    bob, carl = ((tmp_path / "week1-feedback" / f"{name}.txt").read_text() for name in ("Kahn, Bob", "Meyer, Carl"))
+    assert "Comment: Well done." in bob and "late: it loses" not in bob
+    assert "7 points, corrected by a person; the grader gave 8." in carl and "Comment 1: See line 3." in carl
+    edit(tmp_path / "week1.csv", bob__late="yes")
+    term("term", "export", "week1", status=2)
+    assert "bob: late has 'yes' instead of points" in capfd.readouterr().err
+    edit(tmp_path / "week1.csv", bob__late="120")
+    term("term", "export", "week1", status=2)
+    assert "late is 120, but it is a percentage" in capfd.readouterr().err
+
+
+def test_the_report_says_what_an_instructor_needs(term, tmp_path, capfd):
+    term("term", "report", "week1", status=2)
+    assert "run `brigade term grade week1` first" in capfd.readouterr().err
+    hand_in(tmp_path / "week1" / "stranger.zip", 1)
+    term("term", "grade", "week1", status=1)
+    term("term", "report", "week1")
+    page = (tmp_path / "week1-report.html").read_text()
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.partition("<main>")[2]))
+    for words in (
+        "students have a score. The median is",
+        "Spring 2027: week1",
+        "No submission: 1 Ohm, Eve",
+        "Nobody could read: 1 Nie, Dora: dora_103_6_d.rar is a .rar file",
+        "Not in the roster: 1 stranger.zip",
+        "Late: 2",
+        "Extension: 1 Meyer, Carl: until 2027-02-10 23:59:00+01:00",
+        "4 students wrote it.",
+        "1: the broadcast starts from the wrong rank.",
+    ):
+        assert words in text, words
+    assert "http" not in page.replace("http-equiv", "")  # it loads nothing
+    again = page
+    term("term", "report", "week1")
+    assert (tmp_path / "week1-report.html").read_text() == again
+
+
+# Written answers
+
+ANSWERS = """# Module 1: written answers
+
+## Question 1 (derive, 2 points)
+
+> Two ranks?
+
+The weights are 1/6 and 1/10.
+
+## Question 2 (explain, 1 point)
+
+> All K parameters?
+
+
+## Question 3 (explain, 1 point)
+An answer </script> without the question.
+## Question 4 (derive, 2 points)
+
+> In a ring?
+> With a second line, which is not in the course's file.
+
+{}
+"""
+
+
+def read_page(name):
+    """Return the data of a page, which are on one line of it."""
+    return json.loads(re.search(r"^const data = (.*);$", Path(name).read_text(), re.MULTILINE)[1])
+
+
+def save_marks(name, page, marks):
+    """Write the file that a page saves, with points for some answers."""
+    given = {name: {"points": points, "comment": comment, "items": []} for name, (points, comment) in marks.items()}
+    Path(name).write_text(json.dumps({"title": page["title"], "all": page["all"], "marks": given}))
+
+
+@pytest.fixture
+def marked(term, tmp_path):
+    """A class in which Ada, with her last upload in time, and Bob have answers. Return the command's function."""
+    (tmp_path / "secret.txt").touch(0o600)
+    (tmp_path / "secret.txt").write_text(f"{SECRET}\n")
+    hand_in(tmp_path / "week1" / "ada_100_2_a-1.zip", 5, answers=ANSWERS.format("It takes 21.6 ms."))
+    hand_in(tmp_path / "week1" / "bob_LATE_101_4_b.zip", 8, answers=ANSWERS.format("No idea, says Bob."))
+    term("term", "grade", "week1", status=1)
+    return term
+
+
+def test_questions_have_the_items_of_their_rubric():
+    for entry in MODULES:
+        tasks = written.list_tasks([entry])
+        assert [task["points"] for task in tasks] == [q.points for q in written.list_questions(entry) if q.points]
+        for task in tasks:
+            assert sum(points for points, _ in task["rubric"]) == task["points"]
+            assert not entry.is_core or (task["model"] and all(text for _, text in task["rubric"]))
+    first = written.list_tasks([get_module(1)])[0]
+    assert first["rubric"][1] == (1, "for a correct remedy") and "Rubric" not in first["model"]
+
+
+def test_a_page_is_anonymous_and_has_some_answers_twice(marked, tmp_path):
+    marked("mark", "week1")
+    page, text = read_page("week1-mark-1.html"), (tmp_path / "week1-mark-1.html").read_text()
+    once = [answer for answer in page["answers"] if not answer["id"].endswith(marking.AGAIN)]
+    assert len(once) == 6 and len(page["answers"]) == 9  # two students and three answers; one of each two twice
+    assert "</script> without" not in text and "An answer </script> without the question." in str(page["answers"])
+    for private in ("ada", "Lace", "bob_", "Kahn", "S100", (tmp_path / "secret.txt").read_text().strip()):
+        assert private not in json.dumps(page), private
+    order = [answer["task"] for answer in page["answers"]]
+    assert order == sorted(order)  # question by question
+    marked("mark", "week1", "--markers", "2")
+    pages = [read_page(f"week1-mark-{number}.html") for number in (1, 2)]
+    places = {answer["id"]: page["marker"] for page in pages for answer in page["answers"]}
+    again = [name for name in places if name.endswith(marking.AGAIN)]
+    assert {*places} == {*page["all"]} and all(places[name] != places[name[:-2]] for name in again)
+
+
+def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, capfd):
+    marked("mark", "week1")
+    page = read_page("week1-mark-1.html")
+    points = {answer["id"]: (1, "") for answer in page["answers"]}
+    [bobs] = [one["id"] for one in page["answers"] if "Bob" in one["text"] and not one["id"].endswith(marking.AGAIN)]
+    twice = next(one for one in points if one.endswith(marking.AGAIN))
+    points |= {bobs: (0, "see the reading"), twice: (0, "")}
+    save_marks("part.json", page, {name: mark for name, mark in points.items() if name != bobs})
+    marked("gradebook", "marks", "week1.csv", "part.json")
+    printed = capfd.readouterr().out
+    assert "bob (bob_LATE_101_4_b.zip), module 1: not marked yet: question 4" in printed
+    assert "marked twice: 2 answers, 1 of them with equal points" in printed
+    save_marks("all.json", page, points)
+    marked("gradebook", "marks", "week1.csv", "all.json")
+    rows = read("week1.csv")
+    assert [rows[name]["written 1"] for name in ("ada_100_2_a-1.zip", "bob_LATE_101_4_b.zip")] == ["3", "2"]
+    comment = "By question: 1: 1 of 2; 2: 0 of 1 (no answer); 3: 1 of 1; 4: 0 of 2 (see the reading)"
+    assert rows["bob_LATE_101_4_b.zip"]["comment 1"] == comment and rows["ada_100_1_a.zip"]["written 1"] == ""
+    marked("term", "grade", "week1", status=1)
+    marked("term", "export", "week1")
+    canvas = read("week1-canvas.csv")
+    assert [canvas[name]["Written 1"] for name in ("Points Possible", "Lace, Ada", "Kahn, Bob")] == ["6", "3", "1.6"]
+    assert "Written answers to module 1: 3 of 6 points." in (tmp_path / "week1-feedback" / "Lace, Ada.txt").read_text()
+    # What a person has written since stays. What an earlier file gave can be corrected by another one.
+    edit(tmp_path / "week1.csv", bob__written_1="4")
+    points |= {
+        name: (0, "") for name in points if name.removesuffix(marking.AGAIN) == twice.removesuffix(marking.AGAIN)
+    }
+    save_marks("all.json", page, points)
+    marked("gradebook", "marks", "week1.csv", "all.json")
+    kept = [row["written 1"] for row in read_rows("week1.csv") if row["written 1"]]
+    assert "4" in kept and len(kept) == 2
+    assert list((tmp_path / "week1.csv.results" / "backups").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("[1]", "is not a file that a page of `brigade mark` saved"),
+        (
+            '{"all": ["x"], "marks": {"x": {"points": 1, "comment": ""}}}',
+            "no answer in these files belongs to a student",
+        ),
+        ("points", "a mark is below 0, or above the points of its question"),
+    ],
+)
+def test_marks_that_do_not_fit_change_nothing(content, line, marked, tmp_path, capfd):
+    marked("mark", "week1")
+    page = read_page("week1-mark-1.html")
+    save_marks("marks.json", page, dict.fromkeys(page["all"], (9, "")))
+    if content != "points":
+        (tmp_path / "marks.json").write_text(content)
+    before = (tmp_path / "week1.csv").read_bytes()
+    marked("gradebook", "marks", "week1.csv", "marks.json", status=2)
+    assert line in capfd.readouterr().err and (tmp_path / "week1.csv").read_bytes() == before
+
+
+# Oral exams
+
+CODE = '''"""A module."""
+import torch
+
+class Wrapper:
+    """A class."""
+
+    def start(self, values):
+        """A docstring."""
+        total = sum(values)
+        self.total = total; self.done = True
+        self.handles.append(
+            total
+        )
+        for value in values:
+            value += 1
+            if not value:
+                continue
+        given = 1
+        return total
+'''
+
+
+def test_a_students_own_statements_are_listed_and_removed(tmp_path):
+    entry = SimpleNamespace(lesson=tmp_path)
+    (tmp_path / "wrapper.py").write_text("def start():\n    given = 1\n")
+    found = oral.list_statements(CODE, Path("m01/wrapper.py"), entry)
+    assert found == [(9, 9, True), (11, 13, False), (15, 15, False), (17, 17, False), (19, 19, True)]
+    for first, last, _ in found:
+        changed = oral.remove(CODE, first, last)
+        ast.parse(changed)
+        assert len(changed.splitlines()) == len(CODE.splitlines()) and changed != CODE
+
+
+@pytest.fixture
+def known_checks(monkeypatch):
+    """Replace running a check: it passes unless `all_reduce` is gone, or, with an exception, `zeros_like`."""
+
+    def run(check, snapshot, conditions, sources):
+        text = sources["m01_naive_ddp.naive_ddp"][1]
+        error = "TypeError" if "torch.zeros_like" not in text else ""
+        if not error and "dist.all_reduce(" in text:
+            return Outcome(check, "passed")
+        return Outcome(check, "failed", Verdict("an average", "nothing", error=error))
+
+    monkeypatch.setattr(oral, "run_check", run)
+    monkeypatch.setattr(oral, "collect", lambda entries: [*listing.list_checks(entries[0])][:2])
+
+
+def test_a_sheet_names_a_line_that_a_check_needs(known_checks, tmp_path):
+    shutil.copytree(ROOT / "solutions" / "m01_naive_ddp", tmp_path / "m01_naive_ddp")
+    for seed in (3, 4):
+        first, again = ([*oral.find_questions(tmp_path, [get_module(1)], seed)] for _ in range(2))
+        assert first == again
+        [question] = first
+        lines = question.text.splitlines()[question.first - 1 : question.last]
+        assert "dist.all_reduce" in "\n".join(lines)  # and not the line whose removal raises an exception
+        sheet = oral.format_sheet("ada.zip", first, seed)
+        assert f"> {question.first:>4}  {lines[0]}" in sheet and "Check 1.1 fails:" in sheet
+        assert f"brigade check 1 --only parameters_start_equal --seed {seed}" in sheet
+
+
+def test_a_sheet_comes_from_running_the_students_code(tmp_path, capfd, monkeypatch):
+    """The check that it names passes, and fails without the line."""
+    monkeypatch.setattr(oral, "collect", lambda entries: collect.collect(entries)[1:3])
+    package = tmp_path / "ada" / "m01_naive_ddp"
+    shutil.copytree(ROOT / "solutions" / "m01_naive_ddp", package)
+    assert cli.main(["oral", str(tmp_path / "ada"), "--seed", "3"]) == 0
+    sheet = capfd.readouterr().out
+    number, name = int(re.search(r"> +(\d+)", sheet)[1]), re.search(r"--only (\w+)", sheet)[1]
+    check = ["check", "1", "--only", name, "--seed", "3", "--target", str(tmp_path / "ada")]
+    assert cli.main(check) == 0
+    file = package / "naive_ddp.py"
+    file.write_text(oral.remove(file.read_text(), number, number))
+    assert cli.main(check) == 1
+    (package / "naive_ddp.py").write_text("def f(:\n")
+    assert cli.main(["oral", str(tmp_path / "ada")]) == 2
+    assert "no module passes a check that fails without one of its lines" in capfd.readouterr().err
+
+
+# Checks of an instructor's own
+
+EXTRA = '''import pytest
+from helpers import training
+
+from brigade.checks.expectations import expect_gradients
+
+MODULE = 1
+
+
+@pytest.mark.points(2)
+def test_five_ranks(submission):
+    """On five ranks, every gradient is the average over the ranks."""
+    case = submission.case("Plain", world_size=5)
+    jobs = case.make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP")
+    expect_gradients(submission.run(training.train, jobs, world_size=5), case)
+'''
+
+
+@pytest.fixture
+def extra(tmp_path):
+    path = tmp_path / "my_checks.py"
+    path.write_text(EXTRA)
+    yield path
+    listing.set_extra([])
+
+
+def test_an_instructors_check_counts_and_ranks_do_not_get_its_text(extra, tmp_path, capfd):
+    out = tmp_path / "results.json"
+    command = ["grade", "--submission", str(ROOT / "solutions"), "--modules", "1", "--extra", str(extra)]
+    listing.set_extra([extra])
+    assert gradebook.sum_points([get_module(1)]) == "10"
+    [check] = [check for check in collect.collect([get_module(1)]) if check.file]
+    assert (check.number, check.points, check.name) == ("1.8", 2, "test_five_ranks")
+    assert prepare_for_ranks({"my_checks": (str(extra), EXTRA)})["my_checks"][1] == ""
+    state = make_empty_grading([get_module(1)], 1)
+    for visibility in (None, "after_due_date"):
+        state.visibility = visibility
+        shown = json.loads(formats.format_gradescope(state))
+        assert [test.get("visibility") for test in shown["tests"]] == [None] * 7 + [visibility]
+        assert ("0 of 10 points" in shown["output"]) == (visibility is None)
+    listing.set_extra([])
+    state = make_empty_grading([get_module(1)], 1)
+    state.visibility = "hidden"
+    assert {test["visibility"] for test in json.loads(formats.format_gradescope(state))["tests"]} == {"hidden"}
+    assert cli.main([*command, "--visibility", "hidden", "--format", "json", "--out", str(out)]) == 2
+    assert "--visibility works only with --format gradescope" in capfd.readouterr().err
+
+
+def test_an_instructors_check_runs(extra):
+    listing.set_extra([extra])
+    from brigade.checks.context import Conditions
+    from brigade.checks.run import run_check
+
+    [check] = [check for check in collect.collect([get_module(1)]) if check.file]
+    assert run_check(check, "solutions", Conditions(1)).passed
+    assert not run_check(check, "lessons", Conditions(1)).passed
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("MODULE = 1", "", "write a line such as MODULE = 3"),
+        ("MODULE = 1", "MODULE = 99", "there is no module 99"),
+        ("@pytest.mark.points(2)", "", "test_five_ranks needs @pytest.mark.points(2), and a docstring"),
+        ("test_five_ranks", "test_subgroups", "line 10: there is another check test_subgroups; rename this one"),
+        ("test_five_ranks", "five_ranks", "contains no check: no function begins with test_"),
+        ("def ", "def def ", "my_checks.py, line 10: invalid syntax"),
+    ],
+)
+def test_a_file_without_usable_checks_gets_one_line(old, new, line, extra):
+    listing.set_extra([extra])
+    extra.write_text(EXTRA.replace(old, new))
+    before = [*listing.EXTRA]
+    with pytest.raises(CourseError, match=re.escape(line)):
+        listing.set_extra([extra])
+    assert before == listing.EXTRA
