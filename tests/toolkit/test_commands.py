@@ -78,8 +78,11 @@ def expect_brigade(arguments: list[str]) -> None:
         "update": ["DIR"],
         "post-mortem": ["DIR"],
         "grade": ["--submission", "DIR"],
+        "mark": ["NAME"],
+        "term": ["NAME"],
     }
-    if len(arguments) == 1 or arguments[0] == "grade" and not {"--submission", "--class"} & {*arguments}:
+    is_action = arguments[0] == "term" and len(arguments) == 2 and arguments[1] != "check"
+    if len(arguments) == 1 or is_action or arguments[0] == "grade" and not {"--submission", "--class"} & {*arguments}:
         arguments = [*arguments, *needed.get(arguments[0], [])]
     cli.parse(arguments)  # or SystemExit
 
