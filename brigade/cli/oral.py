@@ -164,7 +164,7 @@ def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:
             *(f"   {'>' if first <= n <= last else ' '} {n:>4}  {text}".rstrip() for n, text in shown),
             "",
             "   Ask",
-            f"   - What does {name} do? When does it run in a training step, and on which ranks?",
+            f"   - What does {name} do? When does it run, and on which ranks?",
             f"   - We delete {name}. What happens in this check: {outcome.check.title}",
             *(f"       ( ) {choice}" for choice in (*ENDINGS.values(), WRONG)),
             "   - Which values or calls differ then, and on which ranks?",

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import hang_guard
 import pytest
+import test_term
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
@@ -17,6 +18,7 @@ from brigade.lab.program import Machine, simulate
 from brigade.rank.emulated_link import Link
 
 pytestmark = pytest.mark.extended  # building the site takes as long as checking all modules
+term, marked = test_term.term, test_term.marked  # fixtures
 CHROMIUM = shutil.which("chromium")
 PHONE = {"width": 390, "height": 844}
 STEP_MS = 30_000  # the deadline of one action or one page
@@ -195,3 +197,62 @@ def test_the_toys_show_a_sum_a_deadlock_and_a_mismatch(page, site):
     assert "Launch 2 is bucket 1 on rank 0 and bucket 2 on rank 1" in step("buckets")
     page.select_option("[data-toy=buckets] [name=rule]", "ordered")
     assert "the same buckets in the same order" in step("buckets")
+
+
+# The pages of a term
+
+
+def find_faults(page, file):
+    """Open a file on a phone. Return what axe finds there, and the boxes that scroll sideways."""
+    page.set_viewport_size(PHONE)
+    page.goto(file.as_uri())
+    violations = Axe().run(page, options=OFFLINE).response["violations"]
+    return [each["id"] for each in violations if each["impact"] in ("serious", "critical")] + find_sideways(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_pages_of_a_term_are_accessible_on_a_phone(page, marked, tmp_path, scheme):
+    marked("mark", "week1")
+    marked("term", "report", "week1")
+    page.emulate_media(color_scheme=scheme)
+    files = [tmp_path / "week1-report.html", tmp_path / "week1-mark-1.html", tmp_path / "week1-feedback/Lace, Ada.html"]
+    assert {file.name: find_faults(page, file) for file in files} == {file.name: [] for file in files}
+
+
+def test_answers_are_marked_by_keyboard_and_the_marks_are_read(page, marked, tmp_path):
+    """Marks survive a reload, and another browser goes on with the file. The gradebook gets points and comments."""
+    marked("mark", "week1")
+    url = (tmp_path / "week1-mark-1.html").as_uri()
+    page.goto(url)
+    press, progress = page.keyboard.press, page.locator("#progress")
+    for key in ("1", "2", "2", "Enter", "c"):
+        press(key)
+    page.keyboard.type("a 1 in a comment is no key")
+    press("Escape")
+    press("Enter")
+    assert progress.inner_text() == "Answer 3 of 9; 2 are marked."
+    page.reload()
+    assert progress.inner_text() == "Answer 3 of 9; 2 are marked."
+    for key in ("ArrowLeft", "ArrowLeft"):
+        press(key)
+    assert page.locator("#points").inner_text() == "1 of 2" and page.locator("input:checked").count() == 1
+    with page.expect_download() as saved:
+        press("s")
+    saved.value.save_as(tmp_path / "begun.json")
+    page.evaluate("localStorage.clear()")
+    page.reload()
+    assert progress.inner_text() == "Answer 1 of 9; 0 are marked."
+    page.set_input_files("#load", tmp_path / "begun.json")
+    page.wait_for_function("document.getElementById('progress').textContent.startsWith('Answer 3')")
+    page.locator("h1").click()
+    for _ in range(7):
+        press("1")
+        press("Enter")
+    assert "9 are marked. Marked twice: 3, with equal points:" in progress.inner_text()
+    with page.expect_download() as saved:
+        press("s")
+    assert saved.value.suggested_filename == "week1-marks-1.json"
+    saved.value.save_as(tmp_path / "week1-marks-1.json")
+    marked("gradebook", "marks", "week1.csv", "week1-marks-1.json")
+    text = (tmp_path / "week1.csv").read_text()
+    assert "written 1" in text and "a 1 in a comment is no key" in text
