@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from brigade.checks.collect import Check, collect
+from brigade.checks.collect import collect
 from brigade.checks.context import Conditions
 from brigade.checks.run import prepare, run_check
 from brigade.checks.verdict import Outcome
@@ -104,8 +104,10 @@ def find_question(snapshot: Snapshot, entry: Module, conditions: Conditions) -> 
             drawn.append((is_last, rng.random(), name, first, last))
     for *_, name, first, last in sorted(drawn)[:MOST_TRIED] if checks else ():
         path, text = sources[name]
-        outcome = find_failure(checks, snapshot, conditions, {**sources, name: (path, remove(text, first, last))})
-        if outcome:
+        changed: Sources = {**sources, name: (path, remove(text, first, last))}
+        outcomes = (run_check(check, snapshot, conditions, sources=changed) for check in checks)
+        # A check with another status could not run.
+        if outcome := next((outcome for outcome in outcomes if outcome.status == "failed"), None):
             question = Question(entry, Path(path).name, text, first, last, outcome)
             if not outcome.verdict.error:
                 return question
@@ -138,14 +140,6 @@ def remove(text: str, first: int, last: int) -> str:
     lines = text.splitlines()
     indent = lines[first - 1][: len(lines[first - 1]) - len(lines[first - 1].lstrip())]
     return "\n".join([*lines[: first - 1], f"{indent}pass", *[""] * (last - first), *lines[last:], ""])
-
-
-def find_failure(
-    checks: Sequence[Check], snapshot: Snapshot, conditions: Conditions, sources: Sources
-) -> Outcome | None:
-    """Return the outcome of the first check that fails, and not because it could not run; None if there is none."""
-    outcomes = (run_check(check, snapshot, conditions, sources=sources) for check in checks)
-    return next((outcome for outcome in outcomes if outcome.status == "failed"), None)
 
 
 def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:

@@ -120,7 +120,8 @@ def is_unwritten(check: Mapping[str, Any]) -> bool:
 
 def list_skipped(directory: Path) -> list[str]:
     """Return a line about hidden files in a class's directory and those of the system, which nobody has handed in."""
-    names = sorted(path.name for path in directory.iterdir() if uploads.is_skipped(path))
+    skipped = [path for path in directory.iterdir() if uploads.is_skipped(path) and path.name != uploads.METADATA]
+    names = sorted(path.name for path in skipped)
     return [f"skipped, because no student hands in such files: {incoming.format_names(names)}"] * bool(names)
 
 

@@ -13,7 +13,6 @@ import re
 import unicodedata
 import zipfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +66,12 @@ def write_feedback(
 
 def format_counted(row: Row) -> list[str]:
     """Return a sentence on the points that count for a student, from the row of all uploads together."""
-    points = [
-        f"{kind} {entry.number}: {row[f'{kind} {entry.number}']} of {count([entry])}"
-        for kind, count in (("module", gradebook.sum_points), ("written", partial(gradebook.sum_points, [])))
-        for entry in gradebook.list_modules([row], kind)
-    ]
+    most = {f"module {entry.number}": gradebook.sum_points([entry]) for entry in gradebook.list_modules([row])}
+    for entry in gradebook.list_modules([row], "written"):
+        most[f"written {entry.number}"] = gradebook.sum_points([], [entry])
+    points = ", ".join(f"{column}: {row[column]} of {possible}" for column, possible in most.items())
     off = f", after {row['taken off']} points off for lateness" if row.get("taken off", "0") != "0" else ""
-    return [f"What counts: {', '.join(points)}{off}."] if points else []
+    return [f"What counts: {points}{off}."] if points else []
 
 
 def find_title(group: Sequence[Student]) -> str:
@@ -95,12 +93,14 @@ def fold_name(name: str) -> str:
 
 def make_report(student: Student, row: Row, has_heading: bool) -> dict[str, Any]:
     """Return what the template and the text need to know about one submission."""
+    # In a term, Canvas's marker says less than the columns of the gradebook.
+    notes = [note for note in student.notes if not student.columns or note != uploads.LATE]
     heading = f"What you handed in: {student.submission}" if has_heading else ""
     if student.unreadable:
-        remarks = [*list_remarks(row), *student.notes]
+        remarks = [*list_remarks(row), *notes]
         return {"heading": heading, "unreadable": student.unreadable, "remarks": remarks, "modules": []}
     result = correct(student.result, row)
-    result["notes"] = [*student.notes, *result["notes"]]
+    result["notes"] = [*notes, *result["notes"]]
     remarks, modules = formats.list_heading(result)[1:], formats.list_modules(result)
     return {"heading": heading, "unreadable": "", "result": result, "remarks": remarks, "modules": modules}
 

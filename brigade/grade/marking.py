@@ -155,7 +155,11 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
             if known.isdisjoint(name for _, name in named):
                 continue
             who = f"{row['student']} ({row['submission']}), module {module}"
-            pairs += [(who, marks[n][0], marks[n + AGAIN][0]) for _, n in named if n + AGAIN in marks and n in marks]
+            pairs += [
+                (f"{who}, question {task['number']}", marks[n][0], marks[n + AGAIN][0])
+                for task, n in named
+                if n + AGAIN in marks and n in marks
+            ]
             if left := [str(task["number"]) for task, name in named if name in known and name not in marks]:
                 lines.append(f"{who}: not marked yet: question {', '.join(left)}")
                 continue

@@ -18,6 +18,7 @@ from mutants import find_mutant
 from packaging.requirements import Requirement
 
 from brigade.cli import main as cli
+from brigade.course import listing
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.sandbox import enter
 from tools import gradescope as package
@@ -37,6 +38,12 @@ if not os.path.exists(root + "/source/brigade"):
 for name in ("source/tests", "source/solutions", "results/results.json"):
     if os.access(os.path.join(root, name), os.R_OK):
         raise RuntimeError(name + " can be read")
+"""
+
+
+CHECK = """@pytest.mark.points(1)
+def test_mine(submission):
+    \"\"\"One more case.\"\"\"
 """
 
 
@@ -173,7 +180,7 @@ def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, ca
 def test_all_uploads_get_one_secret(monkeypatch, capsys, tmp_path):
     """The secret is drawn when the archive is made, unless the instructor has one."""
     built = []
-    monkeypatch.setattr(package, "build", lambda archive, options, secret: built.append((options, secret)) or 1)
+    monkeypatch.setattr(package, "build", lambda archive, options, secret, extra: built.append((options, secret)) or 1)
     (tmp_path / "own").write_text("the secret of an earlier archive\n")
     for options in ([], [], ["--secret", str(tmp_path / "new")], ["--modules", "1", "--secret", str(tmp_path / "own")]):
         assert package.main(options) == 0
@@ -185,6 +192,17 @@ def test_all_uploads_get_one_secret(monkeypatch, capsys, tmp_path):
     assert first != second and len(first) == len(second) == 64, "or students could find it by trying"
     printed = capsys.readouterr().out
     assert first.decode() not in printed and "an earlier archive" not in printed
+
+
+def test_an_instructors_checks_are_packed_where_submissions_cannot_read_them(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(f"MODULE = 1\n\n\n{CHECK}")
+    built = []
+    monkeypatch.setattr(package, "build", lambda archive, options, secret, extra: built.append((options, extra)) or 1)
+    monkeypatch.setattr(listing, "EXTRA", [])
+    assert package.main(["--modules", "1", "--extra", str(tmp_path / "mine.py"), "--visibility", "hidden"]) == 0
+    [(options, extra)] = built
+    assert options[2:6] == ["--extra", "tests/extra/mine.py", "--visibility", "hidden"]
+    assert extra == {Path("tests/extra/mine.py"): (tmp_path / "mine.py").read_bytes()}
 
 
 def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
