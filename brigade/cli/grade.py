@@ -211,7 +211,11 @@ def run_class(
     if not options.gradebook or options.out or options.format or options.please_look or options.visibility:
         refused = "--out, --format, --please-look or --visibility"
         raise CourseError(f"--class needs --gradebook FILE.csv, and does not work with {refused}")
-    given = read_secret(options.secret).decode(errors="replace") if options.secret else str("" if options.seed is None else options.seed)
+    given = (
+        read_secret(options.secret).decode(errors="replace")
+        if options.secret
+        else str("" if options.seed is None else options.seed)
+    )
     directory = Path(options.class_directory).resolve()
     gradebook = resolve_results_file(options.gradebook, makes_parent=directory.is_dir())
     people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])

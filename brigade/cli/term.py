@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from brigade.cli import main
-from brigade.cli.grade import draw_seed, run_grade
+from brigade.cli.grade import run_grade
 from brigade.cli.gradebook import count
 from brigade.cli.options import AT_LEAST_ONE, add, resolve_results_file
 from brigade.course import listing
@@ -59,12 +60,12 @@ def locate(term: Term, assignment: Assignment, ending: str) -> Path:
     return resolve_results_file(str(term.path.parent / f"{assignment.name}{ending}"))
 
 
-def parse_grade_options(term: Term, assignment: Assignment, secret: str) -> argparse.Namespace:
+def parse_grade_options(term: Term, assignment: Assignment) -> argparse.Namespace:
     """Return the options of `brigade grade` for an assignment. Raise CourseError if those of the file are wrong."""
     modules, book = ",".join(str(entry.number) for entry in assignment.entries), locate(term, assignment, ".csv")
     words = ["grade", "--class", str(assignment.uploads), "--gradebook", str(book), "--modules", modules]
     words += ["--roster", str(term.roster), "--feedback", str(book.with_name(f"{assignment.name}-feedback"))]
-    options = main.parse([*words, "--seed", secret, *shlex.split(term.options)])
+    options = main.parse([*words, "--secret", str(term.secret), *shlex.split(term.options)])
     options.assignment = assignment
     listing.set_extra(options.extra)
     return options
@@ -84,7 +85,7 @@ def list_uploads(term: Term, assignment: Assignment) -> list[Student]:
 
 def read_book(term: Term, assignment: Assignment) -> tuple[list[gradebook.Row], list[str]]:
     """Return the rows of an assignment's gradebook, and lines about them. Raise CourseError if there is none."""
-    book = Path(parse_grade_options(term, assignment, "0").gradebook)
+    book = Path(parse_grade_options(term, assignment).gradebook)
     if not book.exists():
         raise CourseError(f"there is no {book}; run `brigade term grade {assignment.name}` first")
     return merging.read_gradebook(book)
@@ -94,7 +95,7 @@ def check(term: Term) -> None:
     """Show the rules and the uploads of every assignment, and change nothing."""
     CONSOLE.print(f"{term.title}: {count(len(term.people), 'student')}, to export for {term.platform.capitalize()}")
     for assignment in term.assignments.values():
-        parse_grade_options(term, assignment, "0")  # refuses wrong options
+        parse_grade_options(term, assignment)  # refuses wrong options
         CONSOLE.print("\n" + " ".join(assignment.describe()))
         for key, until in assignment.extensions.items():
             CONSOLE.print(f"  extension: {key} until {format_time(until)}")
@@ -110,9 +111,9 @@ def check(term: Term) -> None:
 
 
 def check_secret(path: Path) -> None:
-    """Raise CourseError if the file contains no number, or if other users may read it. Do not show its content."""
-    if not path.read_text().strip().isdecimal():
-        raise CourseError(f"{path} does not contain one number; if you delete it, the next grading draws one")
+    """Raise CourseError if the file is empty, or if other users may read it. Do not show its content."""
+    if not path.read_text(errors="replace").strip():
+        raise CourseError(f"{path} is empty; if you delete it, the next grading draws a secret")
     if path.stat().st_mode & 0o077:
         raise CourseError(f"other users can read {path}: run `chmod 600 {shlex.quote(str(path))}`")
 
@@ -121,12 +122,12 @@ def grade(term: Term, assignment: Assignment) -> int:
     """Grade the uploads of an assignment, and write its gradebook and the feedback."""
     if not assignment.uploads.is_dir():
         raise CourseError(f"there is no directory {assignment.uploads} with the uploads of {assignment.name}")
-    parse_grade_options(term, assignment, "0")
+    parse_grade_options(term, assignment)
     if not term.secret.exists():
-        formats.write(resolve_results_file(str(term.secret)), f"{draw_seed()}\n")  # only its owner may read it
+        formats.write(resolve_results_file(str(term.secret)), f"{secrets.token_hex()}\n")  # only its owner may read it
     check_secret(term.secret)
     CONSOLE.print("\n".join(assignment.describe()))
-    return run_grade(parse_grade_options(term, assignment, f"@{term.secret}"))
+    return run_grade(parse_grade_options(term, assignment))
 
 
 def export(term: Term, assignment: Assignment) -> None:
@@ -163,7 +164,7 @@ def mark(term: Term, assignment: Assignment, num_markers: int) -> None:
     """Write the pages on which people mark the written answers of an assignment."""
     rows = {row.get("submission", ""): row for row in read_book(term, assignment)[0]}
     everyone, book = marking.choose_uploads(list_uploads(term, assignment), rows), locate(term, assignment, ".csv")
-    pages = marking.make_pages(assignment.name, assignment.entries, everyone, marking.read_seed(book), num_markers)
+    pages = marking.make_pages(assignment.name, assignment.entries, everyone, marking.read_secret(book), num_markers)
     for number, page in enumerate(pages, 1):
         out = locate(term, assignment, f"-mark-{number}.html")
         formats.write(out, page)

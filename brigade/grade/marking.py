@@ -1,7 +1,7 @@
 """Mark the written answers of a class: make the page (`brigade mark`), and read what it saved (`brigade gradebook`).
 
-The page names no student. It names an answer by a hash of the upload, the question and the secret seed of the
-gradebook. Without this seed, nobody can tell whose it is. Some answers are there twice, to measure how marks agree.
+The page names no student. It names an answer by a hash of the upload, the question and the secret of the
+gradebook. Without it, nobody can tell whose it is. Some answers are there twice, to measure how marks agree.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def read_answers(paths: Iterable[Path]) -> dict[int, str]:
     return answers
 
 
-def read_seed(book: Path) -> str:
-    """Return the secret seed of a gradebook. Raise CourseError if it has none."""
-    path = get_results_path(book) / ".seed"
+def read_secret(book: Path) -> str:
+    """Return the secret of a gradebook. Raise CourseError if it has none."""
+    path = get_results_path(book) / ".secret"
     if not path.exists():
         raise CourseError(f"{book} is not a gradebook that `brigade term grade` wrote")
     return path.read_text()
 
 
-def make_id(seed: str, submission: str, task: written.Task) -> str:
+def make_id(secret: str, submission: str, task: written.Task) -> str:
     """Return the name of an answer on the page."""
     message = f"{task['module']}/{task['number']}/{submission}"
-    return hmac.new(seed.encode(), message.encode(), hashlib.sha256).hexdigest()[:16]
+    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()[:16]
 
 
 def choose_uploads(everyone: Iterable[Student], rows: Mapping[str, Row]) -> list[Student]:
@@ -78,7 +78,7 @@ def choose_uploads(everyone: Iterable[Student], rows: Mapping[str, Row]) -> list
 
 
 def make_pages(
-    title: str, entries: Sequence[Module], everyone: Sequence[Student], seed: str, num_markers: int
+    title: str, entries: Sequence[Module], everyone: Sequence[Student], secret: str, num_markers: int
 ) -> list[str]:
     """Return a page for each marker. The answers to a question are together, in an order that tells nothing.
 
@@ -90,7 +90,9 @@ def make_pages(
     pages: list[list[dict[str, Any]]] = [[] for _ in range(num_markers)]
     for index, task in enumerate(tasks):
         found = {
-            make_id(seed, submission, task): written.split_answers(answers.get(task["module"], "")).get(task["number"])
+            make_id(secret, submission, task): written.split_answers(answers.get(task["module"], "")).get(
+                task["number"]
+            )
             for submission, answers in texts
         }
         answers = [
@@ -138,9 +140,9 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
     A module of a student gets points once all its answers on the pages are marked. Empty answers get none. What a
     person wrote is kept. Raise CourseError, and change nothing, if a file or a mark does not fit.
     """
-    (marks, known), seed, results, tasks = (
+    (marks, known), secret, results, tasks = (
         read_marks(paths),
-        read_seed(book),
+        read_secret(book),
         get_results_path(book),
         written.list_tasks(MODULES),
     )
@@ -151,7 +153,7 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
         ours: dict[str, Row] = json.loads(record.read_text()) if record.exists() else {}
         modules = sorted({task["module"] for task in tasks})
         for row, module in ((row, module) for row in rows for module in modules):
-            named = [(task, make_id(seed, row["submission"], task)) for task in tasks if task["module"] == module]
+            named = [(task, make_id(secret, row["submission"], task)) for task in tasks if task["module"] == module]
             if known.isdisjoint(name for _, name in named):
                 continue
             who = f"{row['student']} ({row['submission']}), module {module}"

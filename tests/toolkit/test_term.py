@@ -27,7 +27,7 @@ from brigade.grade.term import read_term
 
 ZONE = timezone(timedelta(hours=1))
 DUE = datetime(2027, 2, 7, 23, 59, tzinfo=ZONE)
-SECRET = 481516234200
+SECRET = "correct horse battery staple"
 ROSTER = """Student,ID,SIS User ID,SIS Login ID
 "Points Possible",,,
 "Lace, Ada",100,S100,ada
@@ -263,9 +263,9 @@ def test_an_assignment_is_run_from_the_file(term, tmp_path, capfd):
     text = (tmp_path / "week1-feedback" / "Kahn, Bob.txt").read_text()
     assert "What counts: module 1: 6.4 of 8, after 1.6 points off for lateness." in text
     printed = capfd.readouterr()
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("secret.txt", ".seed")]
-    assert str(SECRET) not in printed.out + printed.err
-    assert not any(str(SECRET).encode() in path.read_bytes() for path in files)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("secret.txt", ".secret")]
+    assert SECRET not in printed.out + printed.err
+    assert not any(SECRET.encode() in path.read_bytes() for path in files)
 
 
 def test_the_best_upload_counts_after_what_lateness_takes_off(term, tmp_path):
@@ -290,15 +290,14 @@ def test_the_secret_is_drawn_once_and_only_its_owner_reads_it(term, tmp_path, ca
     for _ in range(2):
         term("term", "grade", "week1", status=1)
         path = tmp_path / "secret.txt"
-        secrets = {path.read_text().strip(), (tmp_path / "week1.csv.results" / ".seed").read_text()}
+        secrets = {path.read_text().strip(), (tmp_path / "week1.csv.results" / ".secret").read_text()}
         assert len(secrets) == 1 and stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)
     term("term", "grade", "week1", status=2)
     assert "other users can read" in capfd.readouterr().err
-    path.write_text("my secret")
+    path.write_text("\n")
     term("term", "check", status=2)
-    printed = capfd.readouterr()
-    assert "does not contain one number" in printed.err and "my secret" not in printed.err + printed.out
+    assert "secret.txt is empty" in capfd.readouterr().err
 
 
 def test_an_interrupted_grading_loses_nothing_and_a_second_run_gives_the_same_file(term, tmp_path, monkeypatch):
