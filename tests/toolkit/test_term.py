@@ -469,7 +469,7 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
     marked("gradebook", "marks", "week1.csv", "part.json")
     printed = capfd.readouterr().out
     assert "bob (bob_LATE_101_4_b.zip), module 1: not marked yet: question 4" in printed
-    assert "marked twice: 2 answers, 1 of them with equal points" in printed
+    assert "marked twice: 3 answers, 2 of them with equal points" in printed
     save_marks("all.json", page, points)
     marked("gradebook", "marks", "week1.csv", "all.json")
     rows = read("week1.csv")
