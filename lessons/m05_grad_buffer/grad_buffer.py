@@ -144,7 +144,8 @@ class BufferedDDP(GradSyncMixin, Wrapper):
     """Wrap a model, keep its gradients in `grad_buffers` (one per parameter dtype), and reduce them in place.
 
     `bucket_numel` is a number of elements. If `grad_dtype` is wider than the dtype of the parameters, gradients
-    accumulate in `grad_dtype`. Modules 6 to 10 inherit from this class and override its methods, so keep their names.
+    accumulate in `grad_dtype`, and only `finish_grad_sync` makes them start from zero again. Modules 6 to 10 inherit
+    from this class and override its methods, so keep their names.
     """
 
     def __init__(
@@ -200,12 +201,6 @@ class BufferedDDP(GradSyncMixin, Wrapper):
         for i in unit.param_indices:  # some gradients may never have arrived, but their views must be correct
             unit.buffer.accumulate_into_buffer(i)
         unit.start_grad_sync()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including those in main_grad, which a plain optimizer's `zero_grad` does not know."""
-        for buffer in self.grad_buffers:
-            buffer.has_accumulated = [False] * len(buffer.params)
-        super().zero_grad(set_to_none)
 
     def require_same_gradients(self) -> None:
         """Raise RuntimeError if the parameters, or gradients that are launched, are not those of the step."""
