@@ -122,12 +122,12 @@ def grade(term: Term, assignment: Assignment) -> int:
     """Grade the uploads of an assignment, and write its gradebook and the feedback."""
     if not assignment.uploads.is_dir():
         raise CourseError(f"there is no directory {assignment.uploads} with the uploads of {assignment.name}")
-    parse_grade_options(term, assignment)
+    options = parse_grade_options(term, assignment)  # refuses wrong options before a secret is drawn
     if not term.secret.exists():
         formats.write(resolve_results_file(str(term.secret)), f"{secrets.token_hex()}\n")  # only its owner may read it
     check_secret(term.secret)
     CONSOLE.print("\n".join(assignment.describe()))
-    return run_grade(parse_grade_options(term, assignment))
+    return run_grade(options)
 
 
 def export(term: Term, assignment: Assignment) -> None:

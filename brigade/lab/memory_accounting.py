@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.rank.memory import LiveMemory, list_tensors
+from brigade.rank.memory import LiveMemory, get_local, list_tensors
 
 KINDS = ("parameters", "gradients", "optimizer state")
 
@@ -55,11 +55,6 @@ def list_tensors_by_kind(model: nn.Module, wrapper: nn.Module, optimizer: optim.
         ],
     }
     return {kind: [*map(get_local, list_tensors(values))] for kind, values in kinds.items()}
-
-
-def get_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that torch's fully_shard has sharded. Return any other tensor unchanged."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class PeakMemory(LiveMemory):

@@ -43,6 +43,11 @@ def list_tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def get_local(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a tensor that torch's fully_shard has sharded. Return any other tensor unchanged."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class LiveMemory(TorchDispatchMode):
     """Track the storages of `tensors`, and of every tensor that an operation in the block returns.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brigade.rank import recording
-from brigade.rank.memory import LiveMemory, list_tensors
+from brigade.rank.memory import LiveMemory, get_local, list_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Kinds = dict[str, list[Tensor]]
@@ -83,11 +83,6 @@ def list_kinds(model: nn.Module, optimizer: Optimizer | None) -> Kinds:
         kinds["gradients"] += [p.grad for p in stepped]
         kinds["optimizer state"] = [*(v for entries in optimizer.state.values() for v in entries.values()), *stepped]
     return {kind: [*map(get_local, list_tensors(values))] for kind, values in kinds.items()}
-
-
-def get_local(tensor: Any) -> Tensor:
-    """Return this rank's shard of a DTensor. Return any other tensor unchanged."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class PeakByKind(LiveMemory):
