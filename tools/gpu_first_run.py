@@ -15,6 +15,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -190,6 +191,7 @@ class FirstRun:
 
     def add_result(self, step: Step, number: str, result: str, seconds: float, last: str) -> bool:
         """Write the result of a step to facts.jsonl, to the report and to the terminal. Return whether it passed."""
+        last = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", last).replace(f"{self.out}/", "")
         fact = {"step": step.name, "result": result, "seconds": round(seconds, 1), "last": last[:160]}
         with self._lock:
             self.is_good = self.is_good and (result == "passed" or step.name.startswith(SMI))

@@ -44,6 +44,13 @@ def test_every_result_is_in_the_report(tmp_path, monkeypatch):
     assert len((tmp_path / "facts.jsonl").read_text().splitlines()) == 6
 
 
+def test_the_report_names_no_host_and_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_first_run.socket, "gethostname", lambda: "vm")
+    run = FirstRun(tmp_path, minutes=60)
+    run.run_all([run_text("a", f"print('vm:12 vmware {tmp_path}/trace/a.json')")], jobs=1)
+    assert "| HOST:12 vmware trace/a.json |" in (tmp_path / "report.md").read_text()
+
+
 def test_a_later_run_adds_to_the_report(tmp_path):
     for name, text in (("first", "raise SystemExit(1)"), ("second", "pass"), ("first", "print('now')")):
         run = FirstRun(tmp_path, minutes=60)
