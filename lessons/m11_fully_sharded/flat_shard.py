@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..m05_grad_buffer.grad_buffer import plan_layout
 from ..m06_coalesced.coalesced import all_gather, reduce_scatter
@@ -43,6 +44,15 @@ class FreedWeight(nn.Parameter):
                 "full_state_dict() or load_full_state_dict(state)"
             )
         return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def require_memory(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Refuse a step on released weights. They have no gradients, so the step would leave all weights as they are."""
+    if any(isinstance(p, FreedWeight) for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError("the optimizer has weights whose memory is released: make it with the wrapper's shards()")
+
+
+register_optimizer_step_pre_hook(require_memory)
 
 
 class ShardGrad(Tensor):

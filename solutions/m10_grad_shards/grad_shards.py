@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..m05_grad_buffer.grad_buffer import plan_layout
 from ..m06_coalesced.coalesced import reduce_scatter
@@ -48,6 +49,7 @@ class ShardedGradBuffer:
         self.param_data = first.new_zeros(self.layout.numel)
         for p, (begin, end) in zip(self.params, self.layout.param_ranges):
             p.data = self.param_data[begin:end].view(p.shape).copy_(p.data)
+            p.has_sharded_grad = True
         self.grad_data = first.new_zeros(self.layout.numel // self.size, dtype=self.grad_dtype)
         self.whole: dict[int, Tensor] = {}
 
@@ -208,3 +210,13 @@ class Zero2Optimizer(ZeroOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradient shards, and what `no_sync` has accumulated, as the wrapper does."""
         self.ddp.zero_grad()
+
+
+def require_zero2(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Refuse a step of another optimizer. It finds no gradients in the parameters, and would leave them as they are."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if not isinstance(optimizer, Zero2Optimizer) and any(hasattr(p, "has_sharded_grad") for p in params):
+        raise RuntimeError("the gradients of these parameters are kept in shards: use Zero2Optimizer")
+
+
+register_optimizer_step_pre_hook(require_zero2)

@@ -9,6 +9,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from situations.run import Net, Run, situation
 
+NOT_ITS_PARTS = (
+    "the gradients of these parameters are kept in shards: use Zero2Optimizer",
+    "the optimizer has weights whose memory is released: make it with the wrapper's shards()",
+)
+
 
 @situation("pytorch #59973", "Two parameter groups have their own learning rates.", needs="groups")
 def parameter_groups(run: Run) -> None:
@@ -105,3 +110,12 @@ def clipped_and_accumulated(run: Run) -> None:
 def other_optimizers(run: Run) -> None:
     for optimizer in (AdamW, RMSprop, Adagrad):
         run.train(*run.prepare(Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), optimizer, lr=0.01))
+
+
+@situation(
+    "accelerate #3256", "The optimizer is made before the model is wrapped.", refused=NOT_ITS_PARTS, needs="wrapper"
+)
+def optimizer_first(run: Run) -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    run.train(run.wrap(model), optimizer)
