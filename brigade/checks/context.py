@@ -134,6 +134,7 @@ class CheckContext:
             TURN.acquire()
         self.output = results[0].output
         self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
+        self.contradiction = self.contradiction or find_missing_content(scenario, results, args_per_call)
         return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
@@ -162,6 +163,22 @@ def find_contradictory_record(
                 expected = "the record of every rank is true"
                 return CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
             first += len(list_batches(own))
+    return None
+
+
+def find_missing_content(
+    scenario: Callable[..., Any],
+    results_per_call: Sequence[ranks.RankResults],
+    args_per_call: Sequence[Sequence[Any]],
+) -> CheckFailed | None:
+    """Return the failure of a check in which launches carried something else than gradients, or None."""
+    from brigade.checks.content import find_missing_gradient
+
+    is_plain = getattr(scenario, "has_plain_steps", False)  # then it has one argument, the jobs of the ranks
+    for results, (jobs, *_) in zip(results_per_call, args_per_call if is_plain else ()):
+        if missing := find_missing_gradient(results, jobs):
+            expected = "the launches of a step carry its gradients"
+            return CheckFailed(Verdict(expected, missing, ending="record"), results.events)
     return None
 
 

@@ -65,7 +65,8 @@ class Case:
 
     def make_jobs(self, **more: Any) -> PerRank:
         """Return the input of each rank: a description of its model, its batches, the optimizer, and `more`."""
-        common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer} | more
+        common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer}
+        common |= {"members": self.group} | more
         return PerRank(common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches))
 
     def start(self) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import selectors
 import signal
@@ -35,7 +36,7 @@ from brigade.runner.deadline import Deadline
 from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
 from brigade.runner.server import SERVER
 from brigade.switch import Refused
-from brigade.switch.switch import Switch
+from brigade.switch.switch import Call, Switch
 
 if TYPE_CHECKING:
     from brigade.runner.ranks import RunOptions
@@ -169,6 +170,15 @@ class Monitor:
             self._request_stacks()
         self.end()  # then the exit statuses are known
         return describe_failure(kind, self.ranks, self.progress, deadline.limit_s, self._packages)
+
+    def list_carried(self) -> list[list[list[Call]]]:
+        """Return what the switch performed, by call, rank and launch. Without a switch, no rank has a launch."""
+        calls = self._switch.calls if self._switch else [[] for _ in self.ranks]
+        per_rank = []
+        for rank, own in zip(self.ranks, map(iter, calls)):
+            counts = (sum(event["kind"] == "launch" for event in events) for events in rank.record.calls)
+            per_rank.append([list(itertools.islice(own, count)) for count in counts])
+        return [list(ranks) for ranks in zip(*per_rank)]
 
     def read_rest(self) -> None:
         """Read what the ranks have sent and printed so far."""

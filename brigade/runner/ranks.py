@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from brigade.course.submission import Sources, find_sources, prepare_for_ranks
 from brigade.events import Event
@@ -24,6 +24,9 @@ from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
 from brigade.switch.borders import number_batches
+
+if TYPE_CHECKING:
+    from brigade.switch.switch import Call
 
 __all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "run_calls", "run_ranks"]
 
@@ -35,11 +38,20 @@ class PerRank(list):
 
 
 class RankResults(list):
-    """The values that the ranks returned, with their events and their output."""
+    """The values that the ranks returned, with their events and their output.
 
-    def __init__(self, values: Sequence[Any], events: list[list[Event]], output: list[str]):
+    `carried` has what the switch performed, by rank and launch; without a switch, no rank has a launch.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        events: list[list[Event]],
+        output: list[str],
+        carried: list[list[Call]] | None = None,
+    ):
         super().__init__(values)
-        self.events, self.output = events, output
+        self.events, self.output, self.carried = events, output, carried or [[] for _ in events]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +122,8 @@ def run_calls(
         raise failure
     values = zip(*(rank.results for rank in monitor.ranks))
     output = [rank.read_output() for rank in monitor.ranks]
-    return [RankResults(*results, output) for results in zip(values, map(list, zip(*events)))]
+    per_call = zip(values, map(list, zip(*events)), monitor.list_carried())
+    return [RankResults(own, its_events, output, carried) for own, its_events, carried in per_call]
 
 
 def make_requests(

@@ -8,7 +8,7 @@ switch trusts nothing that a rank sends:
 - It computes the size of a launch from the bytes that it received, and compares it with the event.
 - It performs an operation only if all ranks of the group made the same call with the same sizes and dtype.
 - It gives a rank its result only when the rank waits, and lets a send end only when the peer has posted the receive.
-- It limits the number, the size and the total memory of launches.
+- It limits the number, the size and the total memory of launches, and the number of barriers.
 
 The switch has no sockets: the monitor passes complete messages to it and sends its answers.
 """
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
+MOST_CARRIED = 64 << 20  # bytes of results that are kept for the content witness
 MOST_LAUNCHES = 100_000  # of one rank
+MOST_BARRIERS = 64  # of one rank that are not beside another launch: nobody needs more, and each can carry a bit
 MOST_PARTS = 1_000  # tensors of a coalesced launch
 MOST_ENTRIES = 1 << 20  # of a border's gradient
 HEADER_LIMIT = 1 << 18  # bytes of a launch's header
@@ -70,6 +72,7 @@ class Call:
     is_delivered: bool = False
     is_polled: bool = False  # whether the rank has learnt that the launch is complete
     held: int = 0
+    carried: bytes = b""  # the result, kept for the content witness (`checks/content.py`)
 
 
 class Switch:
@@ -83,10 +86,11 @@ class Switch:
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
         self._waiting: dict[int, Call] = {}  # by rank
         self._connecting: dict[int, tuple[str, tuple[int, ...]]] = {}  # the group that a rank is creating
+        self._groups: set[tuple[str, tuple[int, ...]]] = set()  # that all of their ranks have created
         self._counts: Counter[tuple] = Counter()  # of collectives, by (group, ranks, rank)
         self._joined: dict[tuple, dict[int, Call]] = {}  # by (group, ranks, number): each rank's call, if not complete
         self._messages: dict[tuple, deque[Call]] = {}  # unmatched, by (group, op, receiver, tag)
-        self._held = 0
+        self._held = self._carried = 0
         self._sent = [0] * world_size
 
     # ---- what ranks send
@@ -123,6 +127,9 @@ class Switch:
         if self._sent[rank] > MOST_SENT or len(self.calls[rank]) >= MOST_LAUNCHES:
             raise Refused("launched too much. Likely cause: it launches collectives in an endless loop.")
         self.calls[rank].append(call)
+        num_barriers = sum(own.op == "barrier" for own in self.calls[rank]) if call.op == "barrier" else 0
+        if num_barriers > 2 * (len(self.calls[rank]) - num_barriers) + MOST_BARRIERS:
+            raise Refused(f"called {num_barriers} barriers, many more than other collectives")
         self._hold(call, len(call.body) + sum(call.receives))
         if call.op in OPPOSITES:
             self._match(call)
@@ -160,6 +167,7 @@ class Switch:
         self._connecting[rank] = (group, tuple(ranks))
         members = [member for member, key in self._connecting.items() if key == self._connecting[rank]]
         if set(members) == set(ranks):
+            self._groups.add((group, tuple(ranks)))
             for member in members:
                 del self._connecting[member]
                 self.answers.append((member, b"connected"))
@@ -190,6 +198,8 @@ class Switch:
             raise ValueError("its tag is not a number that gloo accepts")
         if len(set(ranks)) < len(ranks) or rank not in ranks or max(ranks) >= len(self.calls):
             raise ValueError("its group is not a set of ranks that contains it")
+        if (event["group"], ranks) not in self._groups:
+            raise ValueError("its ranks have not created its group")
         if op not in OPERATIONS:
             raise ValueError("the operation is unknown")
         if dtype is None if op != "barrier" else (dtype is not None or sizes or receives or splits):
@@ -269,6 +279,9 @@ class Switch:
     def _complete(self, call: Call, result: bytes) -> None:
         call.result, call.body = result, b""
         self._hold(call, len(result))
+        self._carried += len(result)
+        if self._carried <= MOST_CARRIED:
+            call.carried = result
         if self._waiting.get(call.rank) is call:
             del self._waiting[call.rank]
             self._deliver(call)

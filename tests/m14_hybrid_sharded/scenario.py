@@ -64,6 +64,9 @@ def train(job: dict) -> dict:
     return fully_sharded.train(job, wrap)
 
 
+train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
+
+
 def train_unusually(job: dict) -> dict:
     """Train with unusual orders of calls, as in module 11's checks."""
     return fully_sharded.train_unusually(job, wrap)

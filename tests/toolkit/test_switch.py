@@ -47,6 +47,11 @@ WRONG = {  # what rank 1 does, and what is reported
     "huge": ("note(); launch(sizes=[1 << 40], receives=[1 << 40])", "cannot be performed"),
     "missing bytes": ("note(nbytes=16, numel=4); launch(sizes=[16], receives=[16])", "contains 8 bytes"),
     "not a member": ("note(ranks=[0]); launch()", "cannot be performed"),
+    "a group that nobody created": (
+        "note(op='barrier', dtype=None, reduce_op=None, group='x'); launch()",
+        "not created",
+    ),
+    "barriers as bits": ("while True: dist.barrier(dist.new_group([1]))", "called 65 barriers"),
     "unknown operation": ("note(op='steal'); launch()", "the operation is unknown"),
     "unknown dtype": ("note(dtype='object'); launch()", "cannot be performed"),
     "part of an element": ("note(); launch(sizes=[7], receives=[7])", "not a multiple"),

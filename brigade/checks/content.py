@@ -1,0 +1,155 @@
+"""The content witness: whether the collectives of a step carried the gradients of this step.
+
+Other checks judge when a rank launches and what it returns. A rank that learns the averages in another way could let
+the launches carry anything. The switch keeps what every launch delivered, and this module compares it with what the
+step must produce, which the grader computes in one process. It demands no layout: for each parameter, one of these must
+be among the values that the step's launches delivered to the ranks of a group, in any order and with anything else
+between them:
+
+| what | so that these styles pass |
+|---|---|
+| the sum of the ranks' gradients | all-reduce, reduce-scatter and all-gather, reduce and broadcast, hierarchies |
+| each rank's own gradients | an all-gather, an all-to-all, broadcasts or messages, with the sum on the ranks |
+| for each micro-batch, the sum over the ranks | a reduction after every micro-batch |
+
+Each may be multiplied by a factor of `list_factors`, as with an average, or a division before the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brigade.checks import edge_case_models
+from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
+from brigade.events import Event
+from brigade.ipc.wire import DTYPES
+from brigade.runner.ranks import RankResults
+from brigade.switch.switch import Call
+
+NEEDED = {"model", "sizes", "dtype", "state", "batches", "optimizer", "members"}
+OTHER_GRADIENTS = {"poison", "load", "forward", "loss_scale"}  # jobs with one of these, or a recipe with one
+TOLERANCE = 1e-4  # of a parameter's largest value
+HALF_TOLERANCE = 2e-2  # the same, if something has 16 bits
+
+
+def find_missing_gradient(results: RankResults, jobs: Sequence[Any]) -> str:
+    """Return what the launches of a step did not carry although the ranks have its result, or "".
+
+    `results` and `jobs` are those of one call of a scenario of plain training steps. A step is judged only if the ranks
+    have returned its average gradients, or the weights after all steps. So an answer that computes something else keeps
+    the points for its launches.
+    """
+    if not any(results.carried) or not all(isinstance(job, dict) and job.keys() >= NEEDED for job in jobs):
+        return ""
+    if any(OTHER_GRADIENTS & {*job, *job.get("recipe", ())} for job in jobs):
+        return ""
+    is_evaluated = any(kind == "eval mode" for _, kind in jobs[0].get("visits", ()))  # in the last step
+    for members in jobs[0].get("groups") or [jobs[0]["members"]]:
+        if len(members) == 1 or max(members) >= len(jobs):
+            continue  # the case of a checkpoint may have more members than the run
+        delivered = collect(results.events, results.carried, set(members))
+        returned = Values(tensor for rank in members for tensor in list_tensors(results[rank]))
+        *gradients, trained = train([jobs[rank] for rank in members])
+        is_trained = not returned.find_absent({name: weight[None, None] for name, weight in trained.items()})
+        for step, own in list(enumerate(gradients))[: len(gradients) - is_evaluated]:
+            is_known = is_trained or not returned.find_absent({n: g.mean(0, keepdim=True) for n, g in own.items()})
+            if step in delivered and is_known and (name := delivered[step].find_absent(own)):
+                ranks = ", ".join(map(str, members))
+                return f"the launches of step {step} on ranks {ranks} did not carry the gradients of {name}"
+    return ""
+
+
+class Values:
+    """The values of some tensors, without their order."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        parts = [tensor.flatten() for tensor in tensors]
+        self.has_half = any(part.dtype.itemsize == 2 for part in parts)
+        none = torch.zeros(0, dtype=torch.float64)
+        self.sorted = torch.cat([none, *(part.double() for part in parts)]).sort().values
+
+    def find_absent(self, gradients: dict[str, Tensor]) -> str:
+        """Return the first parameter whose gradients, (ranks, micro-batches, *shape), the values lack, or ""."""
+        for name, each in gradients.items():
+            relative = HALF_TOLERANCE if self.has_half or each.dtype.itemsize == 2 else TOLERANCE
+            sums = each.double().sum((0, 1)), each.double().sum(1), each.double().sum(0)
+            scaled = (factor * expected for expected in sums for factor in list_factors(len(each)))
+            if not any(self.contain(expected, relative) for expected in scaled):
+                return name
+        return ""
+
+    def contain(self, expected: Tensor, relative: float) -> bool:
+        """Return whether each expected number that is not about zero is among the values."""
+        tolerance = relative * expected.abs().max()
+        wanted = expected[expected.abs() > tolerance]
+        places = torch.searchsorted(self.sorted, wanted - tolerance)
+        if not len(wanted):
+            return True
+        return bool(places.max() < len(self.sorted) and (self.sorted[places] <= wanted + tolerance).all())
+
+
+def list_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor) and value.dtype.is_floating_point:
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from list_tensors(item)
+
+
+def collect(
+    events: Sequence[Sequence[Event]], carried: Sequence[Sequence[Call]], members: set[int]
+) -> dict[int | None, Values]:
+    """Return what launches inside a group delivered, by the step in which they were launched."""
+    delivered: dict[int | None, list[Tensor]] = {}
+    for rank in members:
+        step = None
+        for event in events[rank]:
+            if event["kind"] == "step":
+                step = event["step"]
+                delivered.setdefault(step, [])
+            elif event["kind"] == "launch" and step is not None:
+                call = carried[rank][event["index"]]
+                if call.carried and members.issuperset(call.ranks) and DTYPES[call.dtype].is_floating_point:
+                    delivered[step].append(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]))
+    return {step: Values(tensors) for step, tensors in delivered.items()}
+
+
+def train(jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
+    """Train in one process on all batches. Yield each step's gradients and, at the end, the weights.
+
+    Gradients have the shape (ranks, micro-batches, *shape of the parameter), with zeros where there is no gradient.
+    """
+    job = jobs[0]
+
+    def build(state: dict[str, Tensor]) -> torch.nn.Module:
+        return edge_case_models.build(job["model"], job["sizes"], state, job["dtype"])
+
+    trained = build(job["state"])
+    optimizer = OPTIMIZERS[job["optimizer"]]([p for p in trained.parameters() if p.requires_grad])
+    for step in range(len(job["batches"])):
+        state = edge_case_models.copy_state(trained)
+        each: dict[str, list[Tensor]] = {}  # of all ranks and micro-batches, one after the other
+        for own in jobs:
+            model = build(state)
+            for batch in own["batches"][step]:
+                model.zero_grad()
+                compute_loss(model, batch).backward()
+                for name, gradient in copy_gradients(model).items():
+                    each.setdefault(name, []).append(gradient if gradient is not None else torch.zeros(()))
+        whole = {name: torch.stack(torch.broadcast_tensors(*parts)) for name, parts in each.items()}
+        yield {name: gradients.unflatten(0, (len(jobs), -1)) for name, gradients in whole.items()}
+        for name, gradients in whole.items():
+            parameter = trained.get_parameter(name)
+            parameter.grad = (gradients.sum(0) / len(jobs)).to(parameter.dtype).expand(parameter.shape)
+        optimizer.step()
+    yield {name: parameter.detach() for name, parameter in trained.named_parameters()}
+
+
+def list_factors(num_ranks: int) -> tuple[float, ...]:
+    """Return the factors of a sum, of an average, and of a division by the root before and after."""
+    return 1.0, 1 / num_ranks, num_ranks**-0.5
