@@ -134,11 +134,13 @@ def train(jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
     for step in range(len(job["batches"])):
         state = edge_case_models.copy_state(trained)
         each: dict[str, list[Tensor]] = {}  # of all ranks and micro-batches, one after the other
+        num_batches = max(len(own["batches"][step]) for own in jobs)
         for own in jobs:
             model = build(state)
-            for batch in own["batches"][step]:
+            for number in range(num_batches):
                 model.zero_grad()
-                compute_loss(model, batch).backward()
+                if number < len(own["batches"][step]):
+                    compute_loss(model, own["batches"][step][number]).backward()
                 for name, gradient in copy_gradients(model).items():
                     each.setdefault(name, []).append(gradient if gradient is not None else torch.zeros(()))
         whole = {name: torch.stack(torch.broadcast_tensors(*parts)) for name, parts in each.items()}

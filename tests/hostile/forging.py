@@ -90,7 +90,7 @@ while True: socket.send_fds(channel(), [b'E'], [0] * 250)
 channel().sendall(os.urandom(100_000))
 === a frame of a gigabyte | 0 | UNREADABLE | long
 send(b'R', bytes(1 << 30))
-=== result: a million values | 0 | more than 200000 values | limit_s=10 long
+=== result: a million values | 0 | wrote something unreadable | limit_s=10 long
 send(b'R', message('[' + '[], ' * 999_999 + '[]]'))
 """,
     "skeleton CHANNEL checks=ONE",

@@ -74,7 +74,7 @@ def wrapped(module, group):
     parameters = [p for p in module.parameters() if p.requires_grad]
     module.reducer = Reducer(parameters, [list(range(len(parameters)))], [1 << 25], group or dist.group.WORLD)
     return module
-=== ZeroRedundancyOptimizer | 0 | ZeroRedundancyOptimizer is not accepted as an answer |
+=== ZeroRedundancyOptimizer | 0 | zero_redundancy_optimizer is not accepted as an answer |
 alone modules=8 checks=OPTIMIZERS long
 import torch
 class ShardedOptimizer(torch.optim.Optimizer):
