@@ -20,6 +20,7 @@ FAULTS = (
     jobs.stay_healthy,
     partial(jobs.skip_or_add, kind="missing"),
     partial(jobs.skip_or_add, kind="extra"),
+    jobs.swap,
     *(partial(jobs.change, field=field) for field in jobs.CONTENTS),
     jobs.die,
     partial(jobs.stop_early, kind="ended"),
@@ -27,7 +28,9 @@ FAULTS = (
     jobs.fall_behind,
     jobs.stop_inside,
     jobs.wait_in_a_circle,
+    jobs.queue_in_a_circle,
     jobs.get_stuck,
+    jobs.run_ahead,
     jobs.record_nothing,
     jobs.wait_elsewhere,
 )
@@ -72,9 +75,9 @@ def test_calls_that_differ(submission):
 
 @pytest.mark.points(2)
 def test_missing_and_extra_calls(submission):
-    """diagnose says that culprits skipped or added a call if their later calls agree with the others' neighbours."""
+    """diagnose says that culprits skipped or added a call, and did not swap two, if their later calls prove it."""
     kinds = [partial(jobs.skip_or_add, kind=kind) for kind in ("missing", "extra")]
-    expect_finding(submission, [*kinds, jobs.skip_then_differ])
+    expect_finding(submission, [*kinds, jobs.skip_then_differ, jobs.swap])
 
 
 @pytest.mark.points(1)
@@ -92,13 +95,13 @@ def test_ranks_that_stop(submission):
 @pytest.mark.points(1)
 def test_circles(submission):
     """If groups wait for each other, diagnose names the members through which they wait, and both places."""
-    expect_finding(submission, [jobs.wait_in_a_circle])
+    expect_finding(submission, [jobs.wait_in_a_circle, jobs.queue_in_a_circle])
 
 
 @pytest.mark.points(1)
 def test_stuck(submission):
-    """If all members have made the same last call and some wait in it, diagnose says so instead of "healthy"."""
-    expect_finding(submission, [jobs.get_stuck, jobs.stay_healthy])
+    """If all members have launched the call that ranks wait in, diagnose says so instead of "healthy"."""
+    expect_finding(submission, [jobs.get_stuck, jobs.run_ahead, jobs.stay_healthy])
 
 
 @pytest.mark.points(1)
@@ -229,13 +232,13 @@ def expect_finding(submission, kinds):
         why = partial(diagnosis.explain_finding, traces, kind, culprits, got_kind, ranks)
         expect((got_kind, ranks) == (kind, culprits), right, wrong, why)
         has_place, words = kind not in ("dead", "unseen", "healthy"), [str(rank) for rank in culprits]
-        group, number, row = jobs.choose_place(kind, traces) if has_place else (None, None, {})
-        name = "the last call of its group" if kind == "stuck" else "the place of find_divergence"
-        right = f"the finding {kind!r} has {name if has_place else 'no place'}"
+        places = jobs.list_places(traces) if has_place else []
+        group, number, row = jobs.choose(places) or (None, None, {})
+        right = f"the finding {kind!r} has {f'the place {number} of group {group}' if has_place else 'no place'}"
         expect(place == [group, number] or kind == "unseen", right, f"group and number are {place}")
         calls = [call for call in row.values() if call]
         if kind == "circular":  # both places are in groups of two ranks, which wait for each other
-            circle = [row for group, (_, row) in jobs.find_divergences(traces).items() if group != "0"]
+            circle = [row for group, _, row in places if group != "0"]
             calls = [call for row in circle for call in row.values() if call]
         if has_place:
             words += [str(number), *(word for call in calls for word in (call["op"], call["line"]))]

@@ -5,7 +5,7 @@ torch's flight recorder keeps the last collectives of each rank. This module com
 names the culprit:
 
 1. `align` puts the calls with the same group and number side by side.
-2. `find_divergence` finds the first place where the calls differ, in the group for which nothing else is waiting.
+2. `find_divergence` finds the first place where the calls differ, in a group that waits for no other.
 3. `diagnose` says which kind of mistake explains this place, and which ranks made it, or what no record shows.
 4. `main` prints the finding: `python post_mortem.py dump_*.json`.
 
@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import merge
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class Trace:
     `world_size` is 0 if the file does not contain it. `has_ended`: the rank left its program normally. `num_lost`: so
     many of its first calls are not in the record, because its ring buffer has overwritten them. `messages`: the sends
     and receives, in program order. They have numbers of their own and are not aligned. `job` is equal on all ranks of a
-    job, or "" if the file does not contain it.
+    job, or "" if the file does not contain it. `ends_with_message`: the rank launched its last message after its last
+    call.
     """
 
     rank: int
@@ -80,13 +82,15 @@ class Trace:
     num_lost: int = 0
     messages: tuple[Call, ...] = ()
     job: str = ""
+    ends_with_message: bool = False
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place in a group where the calls of its members with a trace differ.
+    """A place where ranks of a group may wait: the first number where their calls differ, or a call of all of them.
 
-    `calls` has every member of the group, also those without a trace: the member's call, or None.
+    `calls` has every member of the group, also those without a trace: the member's call, or None if it has not come to
+    this place.
     """
 
     group: str
@@ -236,7 +240,7 @@ def _make_trace(record: dict, name: str) -> Trace:
             "lacks them if there are several groups, so use dump_trace"
         )
     num_lost = int(record["num_lost"] if "num_lost" in record else _count_lost(record))
-    calls, messages = _read_entries(entries, groups, world_size, num_lost > 0)
+    calls, messages, ends_with_message = _read_entries(entries, groups, world_size, num_lost > 0)
     first = _find_unbroken(calls)
     kept = tuple(call for call in calls if call.number >= first[call.group])
     return Trace(
@@ -247,13 +251,17 @@ def _make_trace(record: dict, name: str) -> Trace:
         num_lost=max(num_lost, *(number - 1 for number in first.values()), 0),
         messages=tuple(messages),
         job=str(record.get("job", "")),
+        ends_with_message=ends_with_message,
     )
 
 
 def _read_entries(
     entries: Sequence[dict], groups: Mapping[str, tuple[int, ...]], world_size: int, has_lost: bool
-) -> tuple[list[Call], list[Call]]:
-    """Return the calls and the messages of a record. Entries of one group that share a number are one call."""
+) -> tuple[list[Call], list[Call], bool]:
+    """Return the calls, the messages, and whether the last one is a message.
+
+    Entries of one group that share a number are one call.
+    """
     blocks: dict[tuple[str, bool, int], list[dict]] = {}  # what was launched together, by group, kind and number
     latest: dict[str, tuple[str, bool, int]] = {}  # each group's latest block
     is_complete: dict[tuple[str, bool, int], bool] = {}  # for the blocks that end with an entry for all of the block
@@ -278,7 +286,7 @@ def _read_entries(
             messages += [_make_call([one], names[group], groups[group], number, completed) for one in block]
         else:
             calls.append(_make_call(block, names[group], groups[group], number, completed))
-    return calls, messages
+    return calls, messages, bool(blocks) and next(reversed(blocks))[1]
 
 
 def _is_complete(entry: Mapping[str, Any]) -> bool:
@@ -344,18 +352,34 @@ def _find_unbroken(calls: Iterable[Call]) -> dict[str, int]:
 
 
 def list_files(paths: Iterable[str | Path]) -> list[Path]:
-    """Return these files, and instead of a folder its files whose names end in a rank, such as dump_3.json.
+    """Return these files, and instead of a folder its dumps by rank.
 
-    Raise ValueError if a folder contains no such file.
+    The names of a job's dumps differ only in the rank at the end, as dump_0.json and dump_1.json. At least one of them
+    begins like a dump, so log_0.txt and log_1.txt are left out. Raise ValueError if a folder contains no dump, and
+    OSError if one of these files cannot be read.
     """
     files = []
     for path in map(Path, paths):
-        ranks = {file: re.search(r"(\d+)(\.\w+)?$", file.name) for file in path.iterdir()} if path.is_dir() else {}
-        found = sorted((int(number[1]), file) for file, number in ranks.items() if number and file.is_file())
-        if path.is_dir() and not found:
-            raise ValueError(f"the folder {path} contains no dump: the name of a dump ends in its rank, as dump_0.json")
-        files += [file for _, file in found] or [path]
+        if not path.is_dir():
+            files.append(path)
+            continue
+        named: dict[tuple[str, str | None], list[tuple[int, Path]]] = {}  # by the name without the rank
+        for file in path.iterdir():
+            if (number := re.search(r"(\d+)(\.\w+)?$", file.name)) and file.is_file():
+                named.setdefault((file.name[: number.start()], number[2]), []).append((int(number[1]), file))
+        found = [own for own in named.values() if any(_begins_like_a_dump(file) for _, file in own)]
+        if not found:
+            raise ValueError(
+                f"the folder {path} contains no dump: a pickle or JSON whose name ends in its rank, as dump_0.json"
+            )
+        files += [file for _, file in sorted(chain(*found))]
     return files
+
+
+def _begins_like_a_dump(path: Path) -> bool:
+    """Return whether the first byte of a file is that of a pickle or of JSON."""
+    with path.open("rb") as file:
+        return file.read(1) in (b"\x80", b"{")
 
 
 # ---- given: the text of a finding, and the page
@@ -406,7 +430,7 @@ def conclude(
 ) -> Finding:
     """Return the finding. Its text names the culprits, the place, the different `calls`, and what to look at next.
 
-    `last_lines` are those of the culprits' last calls. `waits` contains the call in which a culprit itself waits.
+    `last_lines` are those of what the culprits launched last. `waits` contains the call in which a culprit waits.
     """
     group, number = (place.group, place.number) if place else (None, None)
     if kind == "healthy":
@@ -461,6 +485,12 @@ def label_group(call: Call, others: Iterable[Call]) -> str:
 def find_wait(trace: Trace) -> Call | None:
     """Return the first unfinished message of a rank, or else its first unfinished call, or None."""
     return next((call for call in (*trace.messages, *trace.calls) if not call.is_complete), None)
+
+
+def find_last(trace: Trace) -> Call | None:
+    """Return what a rank launched last: a call or a message, or None."""
+    last = trace.messages[-1:] if trace.ends_with_message else trace.calls[-1:]
+    return last[0] if last else None
 
 
 def write_page(path: str | Path, finding: Finding, traces: Sequence[Trace]) -> None:
@@ -538,28 +568,38 @@ def list_divergences(traces: Sequence[Trace]) -> list[Divergence]:
 
 
 def list_waiting_members(first: Divergence, second: Divergence) -> list[int]:
-    """Return the members that have not made the call of `first` but that of `second`: `first` waits for `second`."""
-    # A rank that is in `second` has not come as far as `first` yet.
+    """Return the members that have not come to `first` but to `second`: `first` waits for `second`."""
+    # `calls` has None for a rank that has not come to a place.
     # TODO: part (c)
     raise NotImplementedError("module 13, part (c)")
 
 
-def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
-    """Return the divergence with the smallest (number, group) of those that wait for no other; None without any.
+def choose_place(places: Sequence[Divergence]) -> Divergence | None:
+    """Return the place with the smallest (number, group) of those that wait for no other; None without any.
 
-    If every divergence waits for another, return the smallest of all.
+    If every place waits for another, return the smallest of all.
     """
     # Numbers of different groups say nothing about time. What a rank waits in does.
     # TODO: part (d)
     raise NotImplementedError("module 13, part (d)")
 
 
+def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
+    """Return the divergence that `choose_place` chooses."""
+    return choose_place(list_divergences(traces))
+
+
 def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequence[int], others: Sequence[int]) -> str:
     """Return "missing" if the culprits skipped the call at `place`, "extra" if they made one more; otherwise "".
 
-    After a skipped call, each culprit's calls from this number on agree with the others' calls from the next number on,
-    as far as both go, and there is at least one such pair. After an additional call, the roles are exchanged.
+    Compare each culprit's calls from this number on with those of each other rank, as far as both go:
+
+    - If they agree once the culprit's first two calls are exchanged, with at least two pairs of calls of one other
+      rank, the calls were swapped. So first return "" if this holds for all culprits.
+    - After a skipped call, they agree with the others' calls from the next number on, with at least one such pair.
+    - After an additional call, the roles are exchanged.
     """
+
     # Without a majority (`others` is empty), a skipped call and an additional one look the same.
     # TODO: part (e)
     raise NotImplementedError("module 13, part (e)")
@@ -571,14 +611,14 @@ def find_difference(calls: Iterable[Call]) -> str:
     raise NotImplementedError("module 13, part (f)")
 
 
-def find_stuck(traces: Sequence[Trace]) -> Divergence | None:
-    """Return the last call of a group in which some members wait although all members with a trace launched it.
+def list_unfinished(traces: Sequence[Trace]) -> list[Divergence]:
+    """Return the calls that ranks wait in although all members with a trace launched them, if nothing diverges.
 
-    It is the last aligned call that is not complete on one of these members. `calls` has every member, as above. If
-    several groups have such a call, return the one with the smallest (number, group). Only call this if nothing
-    diverges.
+    A rank waits in its first call, in program order, that is aligned and not complete. Each such call is one place.
+    `calls` has the members with a trace. A member has come to the place if it waits there or has completed the call;
+    otherwise, its entry is None.
     """
-    # Earlier calls of the group may be unfinished too. The last one shows how far everybody came.
+    # A member may have launched a call, and yet not have come to it: it waits in an earlier call, of any group.
     # TODO: part (g)
     raise NotImplementedError("module 13, part (g)")
 
@@ -586,34 +626,34 @@ def find_stuck(traces: Sequence[Trace]) -> Divergence | None:
 def diagnose(traces: Sequence[Trace]) -> Finding:
     """Return what broke the job, or "healthy" if nothing is missing, different or unfinished.
 
-    The place is that of `find_divergence`, or that of `find_stuck` for "stuck". "dead", "unseen" and "healthy" have
+    The places are the divergences. If there are none and some rank has not ended, they are the calls of
+    `list_unfinished`. The finding's place is the one that `choose_place` chooses. "dead", "unseen" and "healthy" have
     none. The first kind that applies:
 
-    - The calls at this place do not agree. The culprits are the ranks with a call outside the largest set of agreeing
+    - The calls at the place do not agree. The culprits are the ranks with a call outside the largest set of agreeing
       calls; if two sets are largest, all ranks with a call. With one largest set, the kind is "missing" or "extra" if
       `compare_tails` says so. Otherwise it is "different_op", "different_size" or "different_dtype", the first that
       differs.
     - "dead": some ranks of the world, or members of a group, have no trace. They are the culprits.
-    - "stuck": nothing diverges, some rank has not ended, and `find_stuck` finds a call. The culprits are the members on
-      which it is not complete.
+    - "circular": every place waits for another. The culprits are the members through which they wait.
+    - "stuck": the place is one of `list_unfinished`. The culprits are the members on which the call is not complete.
     - "unseen": some ranks with a trace have recorded neither a call nor a message. They are named.
     - "healthy": nothing diverges. But if a call or a message is unfinished (`find_wait`) and some rank has not ended,
       the kind is "stuck", without a place, and these ranks are named.
-    - "circular": every divergence waits for another. The culprits are the members through which they wait.
     - "ended": members without the call have ended. They are the culprits.
     - "behind": the culprits are the members without the call.
 
     The text contains the culprits and, with a place, its number, its group's description (or its name without one), and
-    op and line of each different call; for "circular", those of all divergences. It also contains the line of a
-    culprit's last call ("ended", "behind"), and where a culprit waits itself ("behind", "missing").
+    op and line of each different call; for "circular", those of all places. It also contains the line of what a culprit
+    launched last (`find_last`; "ended", "behind"), and where a culprit waits itself ("behind", "missing").
     """
-    # `traces` may come in any order. In a circle, name the ranks that are absent from one call because of another one.
+    # `traces` may come in any order. In a circle, name the ranks that have not come to one place because of another.
     # TODO: part (h)
     raise NotImplementedError("module 13, part (h)")
 
 
 def main(paths: Sequence[str], html: str | None = None) -> int:
-    """Print the finding for these dumps and, for each trace, the rank with op and line of its last call.
+    """Print the finding for these dumps and, for each trace, the rank with op and line of `find_last`.
 
     A path may be a folder with dumps (`list_files`). With `html`, also write the page (`write_page`) to this file.
     Return 0 if the finding is "healthy" and 1 for any other. Return 2 after one sentence with the file's name if a dump

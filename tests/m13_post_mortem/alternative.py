@@ -67,17 +67,39 @@ def callers(divergence):
 
 
 def find_divergence(traces):
-    found = sorted(all_divergences(traces), key=lambda one: (one.number, one.group))
-    for one in found:
-        if not any(absentees(one) & callers(other) for other in found if other is not one):
+    return first_cause(list(all_divergences(traces)))
+
+
+def first_cause(places):
+    """The place that waits for no other, or else the first of all."""
+    places.sort(key=lambda one: (one.number, one.group))
+    for one in places:
+        if not any(absentees(one) & callers(other) for other in places if other is not one):
             return one
-    return found[0] if found else None
+    return places[0] if places else None
+
+
+def all_waits(traces):
+    """What each rank waits in, by (group, number): all of its unfinished calls queue behind the first."""
+    table = align(traces)
+    heads = {}
+    for trace in traces:
+        queue = [c for c in trace.calls if not c.is_complete and c.number in table.get(c.group, ())]
+        for call in queue[:1]:
+            heads.setdefault((call.group, call.number), set()).add(trace.rank)
+    for (group, number), waiting in heads.items():
+        done = {rank for rank, call in table[group][number].items() if call.is_complete}
+        row = {rank: call if rank in waiting | done else None for rank, call in table[group][number].items()}
+        yield Divergence(group, number, row)
 
 
 def diagnose(traces):
     alive = {trace.rank: trace for trace in traces}
-    place = find_divergence(traces)
-    if place:
+    differing = list(all_divergences(traces))
+    over = all(trace.has_ended for trace in traces)
+    found = differing if differing or over else list(all_waits(traces))
+    place = first_cause(found)
+    if differing:
         by_contents = {}
         for rank in sorted(callers(place)):
             by_contents.setdefault(place.calls[rank][3:6], []).append(rank)
@@ -90,22 +112,17 @@ def diagnose(traces):
     silent = sorted(set(range(traces[0].world_size)) - set(alive))
     if silent:
         return Finding("dead", silent, None, None, f"No trace of {silent}.")
-    if place is None and not all(trace.has_ended for trace in traces):
-        last = [(number, group, row) for group, rows in align(traces).items() for number, row in rows.items()]
-        last = [one for one in last if not all(call.is_complete for call in one[2].values())]
-        if last:
-            number, group, row = max(last, key=lambda one: one[0])
-            slow = sorted(rank for rank, call in row.items() if not call.is_complete)
-            return finish("stuck", slow, Divergence(group, number, row), [Divergence(group, number, row)])
+    through = [{r for other in found for r in absentees(one) & callers(other)} for one in found]
+    if found and all(through):
+        return finish("circular", sorted(set.union(*through)), place, found)
+    if place and not differing:
+        slow = sorted(rank for rank in callers(place) if not place.calls[rank].is_complete)
+        return finish("stuck", slow, place, [place])
     blank = sorted(rank for rank, trace in alive.items() if not trace.calls + trace.messages)
     if blank:
         return Finding("unseen", blank, None, None, f"TORCH_FR_BUFFER_SIZE must be above 0 on ranks {blank}.")
     if place is None:
         return Finding("healthy", [], None, None, "Nothing is wrong.")
-    found = list(all_divergences(traces))
-    through = [{r for other in found for r in absentees(one) & callers(other)} for one in found]
-    if all(through):
-        return finish("circular", sorted(set.union(*through)), place, found)
     gone = sorted(rank for rank in absentees(place) if alive[rank].has_ended)
     guilty = gone or sorted(absentees(place))
     last = [f"rank {rank} last called at {alive[rank].calls[-1].line}" for rank in guilty if alive[rank].calls]
@@ -121,6 +138,13 @@ def kind_of(alive, place, most, guilty):
     def fits(first, second):
         return first[: len(second)] == second[: len(first)]
 
+    def exchanged(rank):
+        mine = tail(rank, 1)[:1] + tail(rank, 0)[:1] + tail(rank, 2)
+        theirs = [tail(other, 0) for other in most]
+        return len(mine) > 1 < max(map(len, theirs), default=0) and all(fits(mine, other) for other in theirs)
+
+    if all(map(exchanged, guilty)):
+        most = []
     for kind, mine, theirs in (("missing", 0, 1), ("extra", 1, 0)):
         evidence = [[(tail(rank, mine), tail(other, theirs)) for other in most] for rank in guilty]
         if most and all(

@@ -46,9 +46,13 @@ def explain_finding(traces, kind, culprits, got_kind, ranks):
     """Explain why diagnose found another fault."""
     silent = [t["rank"] for t in traces if not t["calls"]]
     if got_kind == "healthy" and kind == "stuck":
-        return "calls agree on all ranks, but ranks still wait in the last one: is_complete is not looked at."
+        return "calls agree on all ranks, but ranks still wait in one: is_complete is not looked at."
     if got_kind == "stuck" and kind == "healthy" and all(t["has_ended"] for t in traces):
         return "all ranks have ended, so nobody waits."
+    if got_kind == "stuck" and kind == "circular":
+        return "this unfinished call waits for another: one of its members launched an unfinished call before it."
+    if got_kind == "circular" and kind == "stuck":
+        return "a member that has completed a call, or waits in it, has come to it, whatever it launched later."
     if kind == got_kind and kind == "stuck" and set(culprits) < set(ranks):
         return "members that have completed the call are named together with those that wait."
     if kind == "unseen" and set(ranks) & set(silent):
@@ -66,6 +70,8 @@ def explain_finding(traces, kind, culprits, got_kind, ranks):
         return "the majority is named instead of the minority."
     if is_exchanged and ranks == culprits:
         return "the roles are exchanged: after a skipped call, the culprits are ahead of the others."
+    if got_kind in ("missing", "extra") and jobs.is_swapped(traces, culprits):
+        return "the culprits' first two calls are those of the others, exchanged."
     if got_kind in ("missing", "extra") and kind.startswith("different"):
         return "without a later call as evidence, or without a majority, a call was not skipped but differs."
     return ""

@@ -121,25 +121,53 @@ def find_divergences(traces):
     return found
 
 
-def choose_divergence(traces):
-    """Return (group, number, {member: call or None}) of the divergence that waits for no other, or None."""
-    found = find_divergences(traces)
+def list_unfinished(traces):
+    """Return (group, number, {member: call, or None if it waits elsewhere}) of each call that a rank waits in."""
+    table, waits = align(traces), {}
+    for trace in traces:
+        for call in trace["calls"]:
+            if not call["is_complete"] and (call["group"], call["number"]) in table:
+                waits.setdefault(trace["rank"], (call["group"], call["number"]))
+
+    def has_come(rank, call, key):
+        return call["is_complete"] or waits[rank] == key
+
+    keys = sorted(set(waits.values()))
+    return [
+        (*key, {rank: call if has_come(rank, call, key) else None for rank, call in table[key].items()}) for key in keys
+    ]
+
+
+def choose(places):
+    """Return the place (group, number, {member: call or None}) that waits for no other, or None without any."""
 
     def waits(first, second):
-        return any(call is None and found[second][1].get(rank) for rank, call in found[first][1].items())
+        return any(call is None and second[2].get(rank) for rank, call in first[2].items())
 
-    free = [one for one in found if not any(waits(one, other) for other in found)]
-    chosen = min(free or found, key=lambda group: (found[group][0], group), default=None)
-    return None if chosen is None else (chosen, *found[chosen])
+    free = [one for one in places if not any(waits(one, other) for other in places)]
+    return min(free or places, key=lambda place: (place[1], place[0]), default=None)
 
 
-def choose_place(kind, traces):
-    """Return the place of a finding: (group, number, {member: call or None})."""
-    if kind != "stuck":
-        return choose_divergence(traces)
-    unfinished = [key for key, row in align(traces).items() if not all(call["is_complete"] for call in row.values())]
-    group, number = max(unfinished, key=lambda key: key[1])  # these jobs have unfinished calls in one group
-    return group, number, align(traces)[group, number]
+def list_places(traces):
+    """Return the divergences, or without any the calls that ranks wait in."""
+    divergences = [(group, *found) for group, found in find_divergences(traces).items()]
+    return divergences or list_unfinished(traces)
+
+
+def choose_divergence(traces):
+    """Return (group, number, {member: call or None}) of the divergence that waits for no other, or None."""
+    return choose([(group, *found) for group, found in find_divergences(traces).items()])
+
+
+def is_swapped(traces, culprits):
+    """Return whether the next two calls of the culprits are those of the other ranks, exchanged."""
+    group, number, _ = choose_divergence(traces)
+    pairs = {True: set(), False: set()}  # by whether the rank is a culprit
+    for trace in traces:
+        calls = {call["number"]: call["sizes"] for call in trace["calls"] if call["group"] == group}
+        pair = (calls.get(number), calls.get(number + 1))
+        pairs[trace["rank"] in culprits].add(pair if trace["rank"] in culprits else pair[::-1])
+    return len(pairs[True]) == 1 and pairs[True] == pairs[False]
 
 
 # ---- jobs with one fault: (kind, culprits, traces); the place follows from the definitions
@@ -155,6 +183,20 @@ def skip_or_add(rng, kind, world_size=None):
     programs = {rank: (changed if (rank in culprits) == (kind == "missing") else program) for rank in range(world_size)}
     stops = {rank: rng.randint(place + 5, 13) for rank in range(world_size)}
     return kind, culprits, make_traces(groups, {rank: calls[: stops[rank]] for rank, calls in programs.items()})
+
+
+def swap(rng):
+    """Return a job in which a minority swaps two asynchronous calls. Some ranks come no further than these two."""
+    world_size = rng.randint(3, 6)
+    groups, program = make_program(rng, world_size)
+    culprits = sorted(rng.sample(range(world_size), rng.randint(1, (world_size - 1) // 2)))
+    place = rng.randint(1, 8)
+    first, second = program[place : place + 2]
+    swapped = [*program[:place], second, first, *program[place + 2 :]]
+    programs = {rank: swapped if rank in culprits else program for rank in range(world_size)}
+    stops = {rank: place + 2 + rng.choice((0, 0, 1, 2)) for rank in range(world_size)}
+    traces = make_traces(groups, {rank: calls[: stops[rank]] for rank, calls in programs.items()})
+    return DIFFERENCES[next(key for key in CONTENTS if first[key] != second[key])], culprits, traces
 
 
 def change(rng, field, world_size=None, has_majority=True):
@@ -258,6 +300,29 @@ def wait_in_a_circle(rng):
     return "circular", sorted((first, second)), make_traces(groups, reached)
 
 
+def queue_in_a_circle(rng):
+    """Return a job like that of `wait_in_a_circle` on GPUs: all ranks have launched all calls, which wait in queues."""
+    world_size = rng.randint(2, 5)
+    first, second = rng.sample(range(world_size), 2)
+    groups, program = make_program(rng, world_size, length=12)
+    pair = tuple(sorted((first, second)))
+    groups |= {"1": pair, "2": pair}
+    for call in rng.sample(program[:6], 3):
+        call["group"] = rng.choice("12")
+    program[6]["group"], program[7]["group"], program[8]["group"] = "1", "2", "0"
+    program[0]["group"] = "0"  # every rank has a call
+    for call in program[9:]:
+        call["group"] = rng.choice("012")
+    swapped = [*program[:6], program[7], program[6], *program[8:]]
+    programs = {rank: swapped if rank == second else program for rank in range(world_size)}
+    reached = run_blocking(groups, programs)
+    traces = make_traces(groups, programs)
+    for trace in traces:
+        for call in trace["calls"][len(reached[trace["rank"]]) - 1 :]:
+            call["is_complete"] = False
+    return "circular", sorted((first, second)), traces
+
+
 def stay_healthy(rng):
     """Return a job without a fault. In some, all ranks have ended, although calls were not complete at that time."""
     world_size = rng.randint(1, 6)
@@ -272,21 +337,38 @@ def stay_healthy(rng):
 
 
 def get_stuck(rng):
-    """Return a job in which all members of a group have made the same last call, but some of them wait in it."""
+    """Return a job in which all members of a group have made the same calls, but some of them wait in one."""
     world_size = rng.randint(2, 6)
     groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
     program[-2]["group"] = "0"  # so that every rank has a call
     group = program[-1]["group"]
-    waiting = sorted(rng.sample(groups[group], rng.randint(1, len(groups[group]))))
     traces = make_traces(groups, dict.fromkeys(range(world_size), program))
+    last = sum(call["group"] == group for call in program)
+    waiting = rng.sample(groups[group], rng.randint(1, len(groups[group])))
+    waits = {rank: max(1, last - rng.choice((0, 0, 2))) for rank in waiting}  # rank -> number
     for trace in traces:
-        own = [call for call in trace["calls"] if call["group"] == group]
-        if trace["rank"] in waiting:
-            for call in own[-rng.choice((1, 1, 3)) :]:  # earlier asynchronous calls may wait, too
-                call["is_complete"] = False
+        if trace["rank"] in waits:
+            for call in trace["calls"]:
+                if call["group"] == group and call["number"] >= waits[trace["rank"]]:
+                    call["is_complete"] = False
         elif rng.random() < 0.3:
             trace["has_ended"] = True
-    return "stuck", waiting, traces
+    return "stuck", sorted(rank for rank, number in waits.items() if number == min(waits.values())), traces
+
+
+def run_ahead(rng):
+    """Return a job on GPUs in which a call of the world is stuck. All ranks have launched later calls, which queue."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size, num_groups=rng.choice((2, 3)))
+    stop = rng.randint(1, len(program) - 3)
+    program[0]["group"] = program[stop]["group"] = "0"
+    program[stop + 1]["group"] = "1"
+    traces = make_traces(groups, dict.fromkeys(range(world_size), program))
+    for trace in traces:
+        place = next(place for place, call in enumerate(trace["calls"]) if call["line"] == program[stop]["line"])
+        for call in trace["calls"][place:]:
+            call["is_complete"] = False
+    return "stuck", list(range(world_size)), traces
 
 
 def record_nothing(rng):
@@ -331,10 +413,13 @@ def lose_some(rng, job):
     """Return the job after some ring buffers have overwritten calls that all ranks agree on, in another order."""
     kind, culprits, traces = job
     divergences = find_divergences(traces)
+    unfinished = {(c["group"], c["number"]) for trace in traces for c in trace["calls"] if not c["is_complete"]}
     for index, trace in enumerate(traces):
         calls = trace["calls"]
         agreed = [
-            not (call["group"] in divergences and call["number"] >= divergences[call["group"]][0]) for call in calls
+            not (call["group"] in divergences and call["number"] >= divergences[call["group"]][0])
+            and (call["group"], call["number"]) not in unfinished
+            for call in calls
         ]
         most = [*agreed, False].index(False)
         count = rng.randint(0, max(0, most - 1))
