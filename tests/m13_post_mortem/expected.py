@@ -410,22 +410,15 @@ def wait_elsewhere(rng):
 
 
 def lose_some(rng, job):
-    """Return the job after some ring buffers have overwritten calls that all ranks agree on, in another order."""
+    """Return the job after some ring buffers have overwritten calls that all ranks completed, in another order."""
     kind, culprits, traces = job
-    divergences = find_divergences(traces)
-    unfinished = {(c["group"], c["number"]) for trace in traces for c in trace["calls"] if not c["is_complete"]}
+    places = list_places(traces)
+    first = {group: min(number for other, number, _ in places if other == group) for group, *_ in places}
     for index, trace in enumerate(traces):
         calls = trace["calls"]
-        agreed = [
-            not (call["group"] in divergences and call["number"] >= divergences[call["group"]][0])
-            and (call["group"], call["number"]) not in unfinished
-            for call in calls
-        ]
-        most = [*agreed, False].index(False)
-        count = rng.randint(0, max(0, most - 1))
-        needed = {group for group, (_, row) in divergences.items() if trace["rank"] in row} | {
-            c["group"] for c in calls
-        }
+        agreed = [call["number"] < first.get(call["group"], call["number"] + 1) for call in calls]
+        count = rng.randint(0, max(0, [*agreed, False].index(False) - 1))
+        needed = {group for group, _, row in places if trace["rank"] in row} | {c["group"] for c in calls}
         if {call["group"] for call in calls[count:]} == needed:
             traces[index] = lose_calls(trace, count)
     rng.shuffle(traces)

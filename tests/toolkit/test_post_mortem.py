@@ -20,7 +20,9 @@ from solutions.m13_post_mortem import post_mortem
 
 ACCUSING = {*post_mortem.VERBS} - {"dead", "stuck", "unseen", "unexplained"}
 KINDS = {"skip": "missing", "blocked": "different_op", "size": "different_size", "circle": "circular"}
+REAL_KINDS = KINDS | {"blocked": "missing"}  # NCCL's launches return at once, so later calls prove that one was skipped
 RECORDED = sorted(path.name for path in DUMPS.iterdir())
+TIMEOUT = "2.11-nccl-timeout.torch"
 
 
 def make_entry(number, op="nccl:all_reduce", **changes):
@@ -63,12 +65,13 @@ def write_recorded(name, fault, form, folder):
     begin = f"{fault} {form} "
     chosen = [line.removeprefix(begin) for line in (DUMPS / name).read_text().splitlines() if line.startswith(begin)]
     for rank, line in enumerate(chosen):
-        (folder / f"nccl_trace_rank_{rank}").write_bytes(zlib.decompress(base64.b64decode(line)))
+        if line:  # else this rank wrote no file
+            (folder / f"nccl_trace_rank_{rank}").write_bytes(zlib.decompress(base64.b64decode(line)))
     return bool(chosen)
 
 
 @pytest.mark.parametrize("form", ["pickle", "json"])
-@pytest.mark.parametrize("name", [name for name in RECORDED if name.endswith(".torch")])
+@pytest.mark.parametrize("name", [name for name in RECORDED if name.endswith(".torch") and name != TIMEOUT])
 def test_torch_s_own_dumps_give_the_same_findings(name, form, tmp_path, capsys):
     """What gloo and NCCL wrote for the faults of hang.py, in torch's own files."""
     for fault, culprits in CULPRITS.items():
@@ -81,13 +84,14 @@ def test_torch_s_own_dumps_give_the_same_findings(name, form, tmp_path, capsys):
             assert status == 2 and "use dump_trace" in printed
             continue
         finding = post_mortem.diagnose([post_mortem.load_trace(path) for path in post_mortem.list_files([folder])])
-        if "nccl" in name and fault == "stuck":  # the simulated NCCL does not look at the root
+        if "nccl" in name and fault == "stuck":  # neither the real nor the simulated NCCL notices that roots differ
             assert finding.kind == "healthy" and status == 0
             continue
         if fault == "ended":  # torch does not know that a rank has ended
             assert (finding.kind, finding.ranks) == ("behind", [0])
             continue
-        assert finding.kind == KINDS.get(fault, fault) and "".join(map(str, finding.ranks)) == culprits
+        kinds = REAL_KINDS if name == "2.11-nccl.torch" else KINDS
+        assert finding.kind == kinds.get(fault, fault) and "".join(map(str, finding.ranks)) == culprits
         assert status == (fault != "healthy")
 
 
@@ -102,8 +106,43 @@ def test_dumps_of_nccl_give_the_same_findings(name, tmp_path):
         jobs[fault].append(post_mortem.load_trace(path))
     findings = {fault: post_mortem.diagnose(traces) for fault, traces in jobs.items()}
     found = {fault: (one.kind, "".join(map(str, one.ranks))) for fault, one in findings.items() if fault != "stuck"}
-    assert found == {fault: (KINDS.get(fault, fault), CULPRITS[fault]) for fault in CULPRITS if fault != "stuck"}
+    kinds = REAL_KINDS if name == "2.11-nccl.txt" else KINDS
+    assert found == {fault: (kinds.get(fault, fault), CULPRITS[fault]) for fault in CULPRITS if fault != "stuck"}
     assert "group first" in findings["circle"].text and "group second" in findings["circle"].text
+    assert findings["stuck"].kind == "healthy" and all(trace.has_ended for trace in jobs["stuck"])
+
+
+def test_launches_that_return_at_once_hide_no_circle():
+    """On the real GPU, unlike the simulated one, all ranks of "circle" have launched all calls: none is missing."""
+    [*lines] = (line.split(" ", 1) for line in (DUMPS / "2.11-nccl.txt").read_text().splitlines())
+    records = [json.loads(text) for fault, text in lines if fault == "circle"]
+    last = [record["entries"][-1] for record in records]
+    assert [(entry["collective_seq_id"], entry["state"]) for entry in last] == [(2, "scheduled")] * 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "ranks", "words"),
+    [
+        ("missing", "missing", [1], ["call 32", "all_reduce [[200]]", "rank 1 waits in all_reduce"]),
+        ("missing-lazy", "missing", [1], ["call 32", "all_reduce [[200]]"]),  # without device_id
+        ("size", "different_size", [1], ["call 31", "all_reduce [[201]]"]),
+        ("order", "different_op", [1], ["call 31", "broadcast [[50]]"]),  # two calls are swapped
+        ("behind", "behind", [1], ["call 31", "all_reduce [[30]]"]),
+        ("kernel", "stuck", [0, 1, 2], ["call 31", "all_reduce [[30]]"]),  # another kernel occupies a GPU
+        ("ended", "dead", [1], []),
+        # A recv without a send. NCCL's abort completes it, but the rank's last line still names it.
+        ("p2p", "behind", [0], ["call 31", "the last call before was at rank_timeout.py:43", "rank 0: recv at"]),
+        ("coalesced", "different_op", [1], ["call 31", "allreduce_coalesced [[40], [41]]"]),
+    ],
+)
+def test_what_torch_wrote_on_a_gpu_after_a_time_out(fault, kind, ranks, words, tmp_path, capsys):
+    """Three ranks shared a real H200. Each fault follows 30 calls of all ranks."""
+    assert write_recorded(TIMEOUT, fault, "pickle", tmp_path)
+    assert post_mortem.main([str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words)
+    finding = post_mortem.diagnose([post_mortem.load_trace(path) for path in post_mortem.list_files([tmp_path])])
+    assert (finding.kind, finding.ranks) == (kind, ranks)
 
 
 def test_every_version_is_recorded():
@@ -151,8 +190,11 @@ def test_messages_are_not_calls(tmp_path):
         ("send", 1, False),
         ("recv", 1, False),
     ]
-    trace = load(tmp_path, make_record([make_entry(1), *batch, end | {"state": "completed"}]))
+    assert post_mortem.find_last(trace).op == "recv"
+    trace = load(tmp_path, make_record([make_entry(1), *batch, end | {"state": "completed"}, make_entry(2)]))
     assert [call.is_complete for call in trace.messages] == [True, True]
+    assert post_mortem.find_last(trace).op == "all_reduce"
+    assert post_mortem.find_last(load(tmp_path, make_record([]))) is None
 
 
 def test_operations_that_are_launched_together_are_one_call(tmp_path):
@@ -259,6 +301,39 @@ def test_unfinished_calls_whose_partners_are_overwritten_are_not_healthy(tmp_pat
     assert (finding.kind, finding.ranks, finding.group) == ("stuck", [0], None)
 
 
+def diagnose_queues(tmp_path, *queues):
+    """Return the finding for ranks that launched calls of groups 1 to 3, such as "12", and wait in all of them."""
+    groups = {group: (f"mesh_{group}", [rank for rank, own in enumerate(queues) if group in own]) for group in "123"}
+    records = []
+    for own in queues:
+        numbers = [own[: place + 1].count(group) for place, group in enumerate(own)]
+        entries = [
+            make_entry(number, process_group=(group, f"mesh_{group}"), state="scheduled", retired=False)
+            for group, number in zip(own, numbers)
+        ]
+        records.append(make_record([make_entry(1), *entries], groups, len(queues)))
+    return diagnose(tmp_path, *records)
+
+
+@pytest.mark.parametrize(
+    ("queues", "kind", "ranks", "place"),
+    [
+        (("12", "12"), "stuck", [0, 1], ("1", 1)),
+        (("21", "21"), "stuck", [0, 1], ("2", 1)),
+        (("12", "21"), "circular", [0, 1], ("1", 1)),
+        (("1212", "2112"), "circular", [0, 1], ("1", 1)),  # the last calls agree
+        (("12", "23", "31"), "circular", [0, 1, 2], ("1", 1)),
+        (("12", "23", "13"), "stuck", [0, 2], ("1", 1)),
+        (("321", "32", "31"), "stuck", [0, 1, 2], ("3", 1)),
+        (("22221", "2222", "1"), "stuck", [0, 1], ("2", 1)),
+    ],
+)
+def test_calls_that_all_members_launched_wait_in_order(queues, kind, ranks, place, tmp_path):
+    """A call waits for every unfinished call that one of its members launched before it."""
+    finding = diagnose_queues(tmp_path, *queues)
+    assert (finding.kind, finding.ranks, (finding.group.split(" ")[0], finding.number)) == (kind, ranks, place)
+
+
 def make_jobs(change):
     """Yield (traces as dictionaries, the same as objects) of jobs with each fault, after a change of each trace."""
     rng = random.Random(3)
@@ -281,7 +356,7 @@ def make_traces(traces):
 def test_a_rank_without_a_record_is_never_accused():
     """Whether it is the culprit or not: nobody knows what it did."""
     for traces, objects in make_jobs(
-        lambda rng, t: t if rng.random() < 0.6 else t | {"calls": [], "num_lost": 9 * rng.randint(0, 1)}
+        lambda rng, t: t if rng.random() < 0.6 else t | {"calls": [], "messages": [], "num_lost": 9 * rng.randint(0, 1)}
     ):
         finding = post_mortem.diagnose(objects)
         silent = {trace["rank"] for trace in traces if not trace["calls"]}
@@ -363,15 +438,32 @@ def test_a_name_without_a_rank(tmp_path):
 
 
 def test_a_folder_may_contain_other_files(tmp_path, capsys):
-    """Only names that end in a rank are dumps."""
-    for name in ("calls.png", "hang.py", "log"):
+    """Dumps are named by rank, and one of them begins like a dump. A log of a rank is none, even if it is empty."""
+    for name in ("calls.png", "hang.py", "log", "log_0.txt", "epoch_7"):
         (tmp_path / name).write_text("no dump")
+    (tmp_path / "log_1.txt").touch()
     (tmp_path / "folder_1").mkdir()
     assert post_mortem.main([str(tmp_path)]) == 2
     assert "contains no dump" in capsys.readouterr().out
-    for rank in (10, 9):
-        (tmp_path / f"dump_{rank}.json").touch()
-    assert [path.name for path in post_mortem.list_files([tmp_path])] == ["dump_9.json", "dump_10.json"]
+    for rank in (10, 9, 2):
+        (tmp_path / f"dump_{rank}.json").write_text("{")
+    (tmp_path / "dump_9.json").write_text("")
+    names = ["dump_2.json", "dump_9.json", "dump_10.json"]
+    assert [path.name for path in post_mortem.list_files([tmp_path])] == names
+    (tmp_path / "trace_rank_0").write_bytes(b"\x80")
+    assert [path.name for path in post_mortem.list_files([tmp_path])] == ["trace_rank_0", *names]
+
+
+@pytest.mark.parametrize("broken", [b"", b'{"rank": 1, "groups"'])
+def test_an_empty_or_truncated_dump_is_reported_and_a_log_is_not(broken, tmp_path, capsys):
+    for rank in range(2):
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(make_record([make_entry(1)]), 2))
+        (tmp_path / f"log_{rank}.txt").write_bytes(b"" if rank else b"[rank0]: Watchdog caught")
+    assert post_mortem.main([str(tmp_path)]) == 0
+    capsys.readouterr()
+    (tmp_path / "trace_1").write_bytes(broken)
+    assert post_mortem.main([str(tmp_path)]) == 2
+    assert "trace_1 cannot be read: the file is " in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):
