@@ -57,8 +57,8 @@ def explain_finding(traces, kind, culprits, got_kind, ranks):
         return "members that have completed the call are named together with those that wait."
     if kind == "unseen" and set(ranks) & set(silent):
         return "a rank that has recorded nothing is accused, although nobody knows what it did."
-    if kind == "unseen" and got_kind == "healthy":
-        return "a rank that has recorded nothing was not seen, so the job is not known to be healthy."
+    if kind == "unseen" and got_kind in ("healthy", "stuck"):
+        return "a rank that has recorded nothing was not seen, so nobody knows whether it broke the job."
     if got_kind == "dead" and kind.startswith("different"):
         return "calls that do not agree come before dead ranks: the dead rank may be a victim."
     if kind == got_kind and kind == "ended" and set(culprits) < set(ranks):
