@@ -314,7 +314,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@situation("pytorch #84589", "A block has an activation checkpoint.", imports_compiler=True, extended=True)
+@situation("pytorch #84589", "A block has an activation checkpoint.", imports_compiler=True)
 def checkpoint_once(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(1, use_reentrant=False)))
 
@@ -324,7 +324,6 @@ def checkpoint_once(run: Run) -> None:
     "A block has two activation checkpoints in a forward.",
     refused=ONCE,
     imports_compiler=True,
-    extended=True,
 )
 def checkpoint_twice(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(2, use_reentrant=False)))
@@ -335,7 +334,6 @@ def checkpoint_twice(run: Run) -> None:
     "Two activation checkpoints of a block are reentrant, so the block has two backward passes.",
     refused=("use_reentrant=True", *ONCE),
     imports_compiler=True,
-    extended=True,
 )
 def reentrant_twice(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(2, use_reentrant=True)))
@@ -346,13 +344,12 @@ def reentrant_twice(run: Run) -> None:
     "An activation checkpoint is reentrant.",
     refused="use_reentrant=True",
     imports_compiler=True,
-    extended=True,
 )
 def reentrant_once(run: Run) -> None:
     run.train(*run.prepare(Checkpointed(1, use_reentrant=True)))
 
 
-@situation("transformers PR 22279", "The model is compiled before it is wrapped.", imports_compiler=True, extended=True)
+@situation("transformers PR 22279", "The model is compiled before it is wrapped.", imports_compiler=True)
 def compiled_model(run: Run) -> None:
     model = Net()
     model.forward = torch.compile(model.forward, backend="eager")

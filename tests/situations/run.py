@@ -37,8 +37,7 @@ class Situation:
     needs: frozenset[str]  # see `Kind.offers`
     not_for: dict[str, str]  # kinds for which the program has no meaning, with the reason
     tolerance: float  # of weights, relative to 1
-    imports_compiler: bool  # whether torch imports its compiler for this, which takes a second
-    extended: bool  # whether it runs only with --everything
+    imports_compiler: bool  # whether torch imports its compiler for this; it then runs only with --everything
 
     def applies_to(self, kind: Kind) -> bool:
         return self.needs <= kind.offers and kind.name not in self.not_for
@@ -52,7 +51,6 @@ def situation(
     not_for: dict[str, str] | None = None,
     tolerance: float = 2e-7,
     imports_compiler: bool = False,
-    extended: bool = False,
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Register a program. `refused` are parts of the sentences with which a wrapper may refuse it.
 
@@ -67,7 +65,7 @@ def situation(
         assert name not in SITUATIONS, f"there are two situations named {name}"
         needed = frozenset(needs.split())
         SITUATIONS[name] = Situation(
-            source, title, program, sentences, needed, not_for or {}, tolerance, imports_compiler, extended
+            source, title, program, sentences, needed, not_for or {}, tolerance, imports_compiler
         )
         return program
 

@@ -27,7 +27,7 @@ from situations.kinds import KINDS, Kind
 from situations.ranks import execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation
 
-SHARE = 6  # without --everything, a situation runs on each sixth kind that it applies to, or on one if it is expensive
+SHARE = 6  # without --everything, a situation runs on each sixth kind that it applies to
 REFUSALS = ("RuntimeError", "ValueError", "TypeError", "NotImplementedError")
 
 
@@ -35,11 +35,10 @@ def select(kind: Kind, everything: bool) -> list[str]:
     """Return the names of the situations that run on a kind."""
     selected = []
     for number, (name, entry) in enumerate(SITUATIONS.items()):
-        if entry.extended and not everything:
+        if entry.imports_compiler and not everything:
             continue
         kinds = [other for other in KINDS if entry.applies_to(other)]
-        share = len(kinds) if entry.imports_compiler else SHARE
-        if kind in kinds and (everything or (number + kinds.index(kind)) % share == 0):
+        if kind in kinds and (everything or (number + kinds.index(kind)) % SHARE == 0):
             selected.append(name)
     return selected
 
