@@ -39,23 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = "a file with the secret, so that a later archive gives equal uploads equal points again; it is made if it "
     parser.add_argument("--secret", type=Path, metavar="FILE", help=f"{what}does not exist (default: none)")
     own, options = parser.parse_known_args(arguments)
-    return run_to_status("gradescope", lambda: make_archive(options, find_secret(own.secret)))
+    return run_to_status("gradescope", lambda: make_archive(options, own.secret))
 
 
-def find_secret(path: Path | None) -> bytes:
-    """Return the secret in a file, or a new one, which is written to the file. Raise CourseError if that fails."""
-    new = secrets.token_hex().encode()
-    if path and not path.exists():
-        try:
-            path.touch(0o600)
-            path.write_bytes(new)
-        except OSError as error:
-            raise CourseError(f"--secret {path}: {error.strerror}") from None
-    return read_secret(path) if path else new
-
-
-def make_archive(options: Sequence[str], secret: bytes) -> int:
+def make_archive(options: Sequence[str], secret_file: Path | None) -> int:
     """Build the archive with options of `brigade grade`. Raise CourseError if they are wrong, or like `build`."""
+    secret = read_secret(secret_file, draws_one=True) if secret_file else secrets.token_hex().encode()
     chosen = parse(["grade", "--submission", "", *options])
     if any(chosen.submission) or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")

@@ -19,7 +19,18 @@ from brigade.cli.options import ABOVE_ZERO, add, resolve_results_file
 from brigade.course import listing
 from brigade.course.modules import CORE, MODULES, CourseError, Module, select_modules
 from brigade.course.submission import find
-from brigade.grade import class_report, classroom, feedback, formats, grading, incoming, isolation, roster, static_look
+from brigade.grade import (
+    class_report,
+    classroom,
+    feedback,
+    formats,
+    grading,
+    incoming,
+    isolation,
+    merging,
+    roster,
+    static_look,
+)
 from brigade.grade.gradebook import Row, get_results_path, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import make_empty_grading
@@ -185,14 +196,19 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     return 0
 
 
-def read_secret(path: Path) -> bytes:
-    """Return the content of a file, without space around it. Raise CourseError if there is none."""
+def read_secret(path: Path, draws_one: bool = False) -> bytes:
+    """Return the content of a file, without space around it. Raise CourseError if there is none.
+
+    If there is no file, and `draws_one`, draw a secret, which only the owner of the file can read.
+    """
     try:
+        if draws_one and not path.exists():
+            formats.write(path, secrets.token_hex())
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise CourseError(f"--secret {path}: {error.strerror}") from None
+        raise CourseError(f"{path}: {error.strerror}") from None
     if not secret:
-        raise CourseError(f"--secret {path}: the file is empty")
+        raise CourseError(f"{path} is empty, but it must contain a secret")
     return secret
 
 
@@ -211,11 +227,9 @@ def run_class(
     if not options.gradebook or options.out or options.format or options.please_look or options.visibility:
         refused = "--out, --format, --please-look or --visibility"
         raise CourseError(f"--class needs --gradebook FILE.csv, and does not work with {refused}")
-    given = (
-        read_secret(options.secret).decode(errors="replace")
-        if options.secret
-        else str("" if options.seed is None else options.seed)
-    )
+    given = "" if options.seed is None else str(options.seed)
+    if options.secret:
+        given = read_secret(options.secret).decode(errors="replace")
     directory = Path(options.class_directory).resolve()
     gradebook = resolve_results_file(options.gradebook, makes_parent=directory.is_dir())
     people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])
@@ -232,10 +246,11 @@ def run_class(
         results = get_results_path(gradebook)
         book = GradebookFile(gradebook, results)
         secret_file = results / ".secret"  # one for all, in every run
-        if given or not secret_file.exists():
-            secret_file.write_text(given or secrets.token_hex())
+        if given:
+            formats.write(secret_file, given)
+        secret = read_secret(secret_file, draws_one=True).decode(errors="replace")
         extra = [path.read_text() for path in listing.EXTRA]
-        classroom.read_states(everyone, [*passed_on, secret_file.read_text(), *extra])
+        classroom.read_states(everyone, [*passed_on, secret, *extra])
         before = {student: student.result["score"] for student in everyone if student.result}
         waiting = [student for student in everyone if student.is_waiting]
         kept = sum(student.result is not None and not student.is_waiting for student in everyone)
@@ -266,9 +281,10 @@ def run_class(
             lines.append(f"columns of the roster that are not used: {', '.join(ignored)}")
         lines += class_report.list_skipped(directory)
         if options.feedback:
-            keep = assignment.counts if assignment else ""
-            record = results / "feedback.json"
-            count, changed = feedback.write_feedback(ours[0], everyone, book.rows, record, keep)
+            merged, record = [], results / "feedback.json"
+            if assignment:
+                merged, _ = merging.merge({"": merging.read_gradebook(gradebook)[0]}, assignment.counts, {})
+            count, changed = feedback.write_feedback(ours[0], everyone, book.rows, record, merged)
             lines.append(f"feedback for {count} students: {ours[0]}")
             lines += [f"an old page that somebody has changed, and that stays: {name}" for name in changed]
         lines += class_report.write_lists(gradebook, everyone, entries)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
-import secrets
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from brigade.cli import main
-from brigade.cli.grade import run_grade
+from brigade.cli.grade import read_secret, run_grade
 from brigade.cli.gradebook import count
 from brigade.cli.options import AT_LEAST_ONE, add, resolve_results_file
 from brigade.course import listing
@@ -22,6 +23,7 @@ from brigade.grade.classroom import Student
 from brigade.grade.term import Assignment, Term, format_time, read_term
 
 CONSOLE = Console(highlight=False, soft_wrap=True, markup=False)
+PASSED_ON = {"prior", "limit", "memory_gb", "backend", "share_gpu", "extra"}  # options of `brigade grade` in a term
 STATES = {"": "on time", "100": "late and not counted"}
 
 
@@ -65,8 +67,17 @@ def parse_grade_options(term: Term, assignment: Assignment) -> argparse.Namespac
     modules, book = ",".join(str(entry.number) for entry in assignment.entries), locate(term, assignment, ".csv")
     words = ["grade", "--class", str(assignment.uploads), "--gradebook", str(book), "--modules", modules]
     words += ["--roster", str(term.roster), "--feedback", str(book.with_name(f"{assignment.name}-feedback"))]
-    options = main.parse([*words, "--secret", str(term.secret), *shlex.split(term.options)])
-    options.assignment = assignment
+    words += ["--secret", str(term.secret)]
+    said, given = io.StringIO(), vars(main.parse(words))
+    try:
+        with contextlib.redirect_stderr(said):
+            options = main.parse([*words, *shlex.split(term.options)])
+    except (CourseError, ValueError, SystemExit) as error:
+        reason = said.getvalue().rpartition("error: ")[2].strip() or error
+        raise CourseError(f"{term.path}: options = {term.options!r}: {reason}") from None
+    if {name for name, value in vars(options).items() if value != given[name]} - PASSED_ON:
+        raise CourseError(f"{term.path}: options = {term.options!r}: only {', '.join(sorted(PASSED_ON))} are possible")
+    options.assignment, options.extra = assignment, [term.path.parent / path for path in options.extra]
     listing.set_extra(options.extra)
     return options
 
@@ -93,9 +104,10 @@ def read_book(term: Term, assignment: Assignment) -> tuple[list[gradebook.Row], 
 
 def check(term: Term) -> None:
     """Show the rules and the uploads of every assignment, and change nothing."""
-    CONSOLE.print(f"{term.title}: {count(len(term.people), 'student')}, to export for {term.platform.capitalize()}")
     for assignment in term.assignments.values():
         parse_grade_options(term, assignment)  # refuses wrong options
+    CONSOLE.print(f"{term.title}: {count(len(term.people), 'student')}, to export for {term.platform.capitalize()}")
+    for assignment in term.assignments.values():
         CONSOLE.print("\n" + " ".join(assignment.describe()))
         for key, until in assignment.extensions.items():
             CONSOLE.print(f"  extension: {key} until {format_time(until)}")
@@ -111,9 +123,8 @@ def check(term: Term) -> None:
 
 
 def check_secret(path: Path) -> None:
-    """Raise CourseError if the file is empty, or if other users may read it. Do not show its content."""
-    if not path.read_text(errors="replace").strip():
-        raise CourseError(f"{path} is empty; if you delete it, the next grading draws a secret")
+    """Raise CourseError if the file is empty, or if other users may read it."""
+    read_secret(path)
     if path.stat().st_mode & 0o077:
         raise CourseError(f"other users can read {path}: run `chmod 600 {shlex.quote(str(path))}`")
 
@@ -123,8 +134,7 @@ def grade(term: Term, assignment: Assignment) -> int:
     if not assignment.uploads.is_dir():
         raise CourseError(f"there is no directory {assignment.uploads} with the uploads of {assignment.name}")
     options = parse_grade_options(term, assignment)  # refuses wrong options before a secret is drawn
-    if not term.secret.exists():
-        formats.write(resolve_results_file(str(term.secret)), f"{secrets.token_hex()}\n")  # only its owner may read it
+    read_secret(resolve_results_file(str(term.secret)), draws_one=True)
     check_secret(term.secret)
     CONSOLE.print("\n".join(assignment.describe()))
     return run_grade(options)
@@ -134,7 +144,7 @@ def export(term: Term, assignment: Assignment) -> None:
     """Write the points of an assignment for the platform, with one row for each student."""
     rows, lines = read_book(term, assignment)
     merged, told = merging.merge({f"{assignment.name}.csv": rows}, assignment.counts, {})
-    text, number, more = merging.export(rows, term.platform, assignment.counts)
+    text, number, more = merging.export(rows, term.platform, assignment.counts, assignment.name)
     out, final = locate(term, assignment, f"-{term.platform}.csv"), locate(term, assignment, "-final.csv")
     formats.write(final, gradebook.format_table(merged))
     formats.write(out, text)

@@ -18,7 +18,6 @@ from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Person
 from brigade.grade.term import Assignment
 
-PAGE = Path(__file__).with_name("report.html")
 MOST_BINS = 10
 MOST_FAILED = 2  # checks of one module
 AND = "; "  # between names, which may contain commas
@@ -129,8 +128,6 @@ def render_page(
     title: str, assignment: Assignment, everyone: Sequence[Student], people: Sequence[Person], merged: Sequence[Row]
 ) -> str:
     """Return the report on an assignment as one self-contained page. `merged` has one row for each student."""
-    from jinja2 import Environment  # its import takes time
-
     names = {roster.get_key(one): one["name"] or roster.get_key(one) for one in people}
     scores = [score for row in merged if (score := gradebook.parse_number(row.get("score", ""))) is not None]
     most = max((float(row["max"]) for row in merged), default=1.0)
@@ -149,20 +146,16 @@ def render_page(
         "Late": [f"{s.name}: loses {s.columns[LATE]} %" for s in everyone if s.columns[LATE] not in ("", "0")],
         "Extension": [f"{s.name}: until {s.columns[EXTENSION]}" for s in everyone if s.columns[EXTENSION]],
     }
-    return (
-        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        .from_string(PAGE.read_text())
-        .render(
-            title=title,
-            rules=assignment.describe(),
-            bins=[(f"{low} to {high}", counts[i]) for i, (low, high) in enumerate(zip(edges, edges[1:]))],
-            highest=max([1, *counts.values()]),
-            scores=f"{len(scores)} of {len(people)}",
-            median=format_points(statistics.median(scores)) if scores else "none",
-            most=format_points(most),
-            modules=modules,
-            lists={heading: found for heading, found in lists.items() if found},
-        )
+    return formats.load_template("report.html").render(
+        title=title,
+        rules=assignment.describe(),
+        bins=[(f"{low} to {high}", counts[i]) for i, (low, high) in enumerate(zip(edges, edges[1:]))],
+        highest=max([1, *counts.values()]),
+        scores=f"{len(scores)} of {len(people)}",
+        median=format_points(statistics.median(scores)) if scores else "none",
+        most=format_points(most),
+        modules=modules,
+        lists={heading: found for heading, found in lists.items() if found},
     )
 
 

@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from brigade.grade import formats, gradebook, merging, roster, uploads
+from brigade.grade import formats, gradebook, roster, uploads
 from brigade.grade.classroom import Student, limit_name
 from brigade.grade.gradebook import ADJUSTMENT, EXTENSION, LATE, UPLOADED, Row, format_points, parse_points, read_points
 from brigade.grade.gradebook_file import is_same
 
-PAGE = Path(__file__).with_name("feedback.html")  # the template for one student's feedback
 FORBIDDEN = re.compile(r'[\\/:*?"<>|\x00-\x1f]')  # in a file name on some system
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # on Windows, with any ending
 COMMENT = re.compile(r"comment( \d+)?", re.IGNORECASE)  # the columns of an instructor that students see
@@ -29,22 +28,18 @@ MOODLE_ZIP, CANVAS_ZIP = "moodle.zip", "canvas.zip"
 
 
 def write_feedback(
-    directory: Path, everyone: Sequence[Student], rows: Mapping[str, Row], record: Path, keep: str = ""
+    directory: Path, everyone: Sequence[Student], rows: Mapping[str, Row], record: Path, merged: Sequence[Row] = ()
 ) -> tuple[int, list[str]]:
     """Write each student's feedback to the directory. `rows` are those of the gradebook, by submission.
 
     `record` is a file that remembers what we have written, so that pages of an earlier run that this run does not write
-    can be removed. `keep` is the rule of a term by which points count, and a line of the page then says which do.
+    can be removed. In a term, `merged` has a row for each student with the points that count, which the page says.
     Return the number of students, and the names of old pages that stay, because somebody changed them.
     """
-    from jinja2 import Environment  # its import takes time, and one submission's grader does not need it
-
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE.read_text())
     groups: dict[str, list[Student]] = {}
     for student in sorted(everyone, key=lambda student: uploads.sort_key(student.submission), reverse=True):
         if student.result or student.unreadable:
             groups.setdefault(student.key, []).append(student)
-    merged = merging.merge({"": list(rows.values())}, keep, {})[0] if keep else []
     counted = {row["student"]: format_counted(row) for row in merged}
     titles = {key: find_title(group) for key, group in groups.items()}
     names = uploads.make_unique(map(make_file_name, titles.values()), fold_name)
@@ -53,10 +48,9 @@ def write_feedback(
     for name, (key, group) in zip(names, groups.items()):
         reports = [make_report(student, rows.get(student.submission, {}), len(group) > 1) for student in group]
         top = counted.get(key, [])
-        page = template.render(student=titles[key], reports=reports, top=top).encode(errors="replace")
-        text = "\n".join([titles[key], "", *top, *[""] * bool(top), *map(format_report, reports)]).encode(
-            errors="replace"
-        )
+        page = formats.load_template("feedback.html").render(student=titles[key], reports=reports, top=top)
+        text = "\n".join([titles[key], "", *top, *[""] * bool(top), *map(format_report, reports)])
+        page, text = (content.encode(errors="replace") for content in (page, text))
         files |= {f"{name}.txt": text, f"{name}.html": page}
         latest = max(group[0].paths, key=lambda path: uploads.sort_key(path.name))
         add_to_archives(archives, latest, text, page)
@@ -69,9 +63,10 @@ def format_counted(row: Row) -> list[str]:
     most = {f"module {entry.number}": gradebook.sum_points([entry]) for entry in gradebook.list_modules([row])}
     for entry in gradebook.list_modules([row], "written"):
         most[f"written {entry.number}"] = gradebook.sum_points([], [entry])
-    points = ", ".join(f"{column}: {row[column]} of {possible}" for column, possible in most.items())
-    off = f", after {row['taken off']} points off for lateness" if row.get("taken off", "0") != "0" else ""
-    return [f"What counts: {points}{off}."] if points else []
+    points = [f"{column}: {row[column]} of {possible}" for column, possible in most.items()]
+    points += [f"adjustment: {row[ADJUSTMENT]}"] if row.get(ADJUSTMENT, "0") != "0" else []
+    off = f" (lateness took off {row['taken off']})" if row.get("taken off", "0") != "0" else ""
+    return [f"What counts: {', '.join(points)}{off}."] if points else []
 
 
 def find_title(group: Sequence[Student]) -> str:

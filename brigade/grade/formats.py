@@ -5,6 +5,7 @@ A file is replaced atomically, so that it is complete whenever it is read. Only 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from brigade.checks import render
@@ -21,6 +22,9 @@ from brigade.course import written
 from brigade.course.modules import CourseError, Module, get_module
 from brigade.grade.outcome import UNFINISHED, Grading
 from brigade.grade.static_look import HEADING
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 SCREEN_CHARACTERS = 4_000  # of feedback for one check
 NOTHING_READ = "not run, because nothing could be read"
@@ -58,6 +62,15 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def load_template(name: str) -> Template:
+    """Return the template of a page, such as "mark.html". The page is one file that loads nothing."""
+    from jinja2 import Environment, FileSystemLoader  # its import takes time, and most commands do not need it
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
 def format_written_points(grading: Grading) -> str:

@@ -24,7 +24,6 @@ from brigade.grade.gradebook import BOM, UPLOADED, Row, get_results_path
 from brigade.grade.gradebook_file import GradebookFile, is_same
 from brigade.grade.merging import get_rest
 
-PAGE = Path(__file__).with_name("mark.html")
 TWICE = 0.05  # of the answers to each question
 AGAIN = "-2"  # ends the name of an answer that is there a second time
 
@@ -54,7 +53,7 @@ def read_secret(book: Path) -> str:
     path = get_results_path(book) / ".secret"
     if not path.exists():
         raise CourseError(f"{book} is not a gradebook that `brigade term grade` wrote")
-    return path.read_text()
+    return path.read_text().strip()
 
 
 def make_id(secret: str, submission: str, task: written.Task) -> str:
@@ -105,13 +104,8 @@ def make_pages(
             for place, answer in enumerate(some):
                 pages[(place + shift) % num_markers].append({**answer, "id": answer["id"] + ending})
     data = {"title": title, "tasks": tasks, "all": [answer["id"] for page in pages for answer in page]}
-    return [
-        # No answer can end the script.
-        PAGE.read_text().replace(
-            "{}/*data*/", json.dumps({**data, "marker": n, "answers": page}).replace("<", "\\u003c")
-        )
-        for n, page in enumerate(pages, 1)
-    ]
+    template = formats.load_template("mark.html")
+    return [template.render(data={**data, "marker": n, "answers": page}) for n, page in enumerate(pages, 1)]
 
 
 def read_marks(paths: Iterable[Path]) -> tuple[dict[str, tuple[int, str]], set[str]]:

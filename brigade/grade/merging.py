@@ -193,8 +193,10 @@ def list_duplicates(table: Sequence[Row]) -> list[str]:
     return [f"{student} has {len(names)} rows: {'; '.join(names)}" for student, names in rows.items() if len(names) > 1]
 
 
-def export(table: Sequence[Row], platform: str, keep: str) -> tuple[str, int, list[str]]:
+def export(table: Sequence[Row], platform: str, keep: str, name: str = "") -> tuple[str, int, list[str]]:
     """Return the CSV that a platform's gradebook imports, the number of its students, and lines about what to know.
+
+    `name` is the assignment of a term. It ends the heading of its adjustments, so that those of two do not meet.
 
     Rows of one student are merged: see `merge`. Canvas tries all its columns, but Moodle identifies students by only
     one: use the first that is filled in. Raise CourseError if no row has a value in any of these columns, or if two
@@ -214,8 +216,10 @@ def export(table: Sequence[Row], platform: str, keep: str) -> tuple[str, int, li
         possible[f"Written {entry.number}"] = gradebook.sum_points([], [entry])
     merged, lines = merge({"": table}, keep, {})
     lines = list_duplicates(table) + lines
+    sources = {heading: heading.lower() for heading in possible}
     if any(row.get(ADJUSTMENT) for row in merged):
-        possible[ADJUSTMENT.capitalize()] = "0"
+        heading = f"{ADJUSTMENT.capitalize()} {name}".strip()
+        possible[heading], sources[heading] = "0", ADJUSTMENT
     columns = ["Student", *used, "Section", *possible] if is_canvas else [*used, *possible]
     rows, seen = [], {}
     for row in merged:
@@ -228,7 +232,7 @@ def export(table: Sequence[Row], platform: str, keep: str) -> tuple[str, int, li
             if other != row["student"]:
                 raise CourseError(f"{other} and {row['student']} have the {heading} {value}: give them one `student`")
         person |= {"Student": row.get("name") or row["student"], "Section": row.get("section", "")}
-        points = {heading: read_points(row, heading.lower()) for heading in possible}
+        points = {heading: read_points(row, column) for heading, column in sources.items()}
         rows.append(person | {name: "" if value is None else format_points(value) for name, value in points.items()})
     top = [{"Student": "Points Possible"} | possible] if is_canvas else []
     return format_csv(columns, escape_formulas([*top, *rows])), len(rows), lines

@@ -68,7 +68,7 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
     for field in IDENTIFYING:
         values = [get_key(person) if field == "name" else person[field] for person in people]
         counts = Counter(value.casefold() for value in values if value)
-        if twice := [value for value, count in counts.items() if count > 1]:
+        if twice := [value for value in values if counts[value.casefold()] > 1]:
             raise CourseError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
     return people, [name for name in names.values() if name not in itertools.chain(*FIELDS.values())]
 

@@ -77,7 +77,7 @@ def test_a_roster_is_unicode_and_its_unused_columns_are_named(encoding, tmp_path
     ("text", "line"),
     [
         ("email\na@x.org\nA@x.org\n", "two students have the email a@x.org"),
-        ("name\nJane\nJane\n", "two students have the name jane, so the grader cannot tell them apart"),
+        ("name\nJane\nJane\n", "two students have the name Jane, so the grader cannot tell them apart"),
         ("shoe size\n40\n", "has no students; its columns are shoe size, and the grader needs one such as key, login"),
     ],
 )

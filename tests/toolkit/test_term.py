@@ -140,6 +140,11 @@ def list_files(directory):
         ("2027-02-10T23:59:00+01:00", "2027-02-10T23:59:00", "line 15: 'until' has no time zone"),
         (EXTENSION, EXTENSION * 2, "line 18: 'S102' has two extensions for 'week1'"),
         ('secret = "secret.txt"', 'secret = "secret.txt', " is not a TOML file in UTF-8: Illegal character"),
+        (WEEK1, f'options = "--bogus"\n{WEEK1}', ": options = '--bogus': unrecognized arguments: --bogus"),
+        (WEEK1, f'options = "--limit 0"\n{WEEK1}', ": options = '--limit 0': --limit 0: expected a number above 0"),
+        (WEEK1, f'options = "--extra \'x"\n{WEEK1}', ': options = "--extra \'x": No closing quotation'),
+        (WEEK1, f'options = "--modules 3"\n{WEEK1}', ": options = '--modules 3': only backend, extra, limit,"),
+        (WEEK1, f'options = "--seed 3"\n{WEEK1}', ": options = '--seed 3': argument --seed: not allowed with"),
     ],
 )
 def test_a_mistake_in_the_file_gets_one_line_with_its_place(old, new, line, term, tmp_path, capfd):
@@ -158,7 +163,7 @@ def test_a_mistake_in_the_file_gets_one_line_with_its_place(old, new, line, term
 def test_a_student_in_two_rows_is_named(term, tmp_path, capfd):
     (tmp_path / "roster.csv").write_text(ROSTER + '"Lace, Ada",105,S100,ada2\n')
     term("term", "grade", "week1", status=2)
-    assert "roster.csv: two students have the id s100, so" in capfd.readouterr().err
+    assert "roster.csv: two students have the id S100, so" in capfd.readouterr().err
 
 
 # Which upload counts
@@ -261,7 +266,7 @@ def test_an_assignment_is_run_from_the_file(term, tmp_path, capfd):
     page = (tmp_path / "week1-feedback" / "Lace, Ada.html").read_text()
     assert "What counts: module 1: 5 of 8." in page and "This upload is late: it loses 20 %." in page
     text = (tmp_path / "week1-feedback" / "Kahn, Bob.txt").read_text()
-    assert "What counts: module 1: 6.4 of 8, after 1.6 points off for lateness." in text
+    assert "What counts: module 1: 6.4 of 8 (lateness took off 1.6)." in text
     printed = capfd.readouterr()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("secret.txt", ".secret")]
     assert SECRET not in printed.out + printed.err
@@ -337,6 +342,7 @@ def edit(path, **changes):
 def test_what_a_person_wrote_counts_and_is_on_the_pages(term, tmp_path, capfd):
     term("term", "grade", "week1", status=1)
     mine = {"bob__late": "0", "bob__comment": "Well done.", "carl__module_1": "7", "carl__comment_1": "See line 3."}
+    mine |= {"bob__adjustment": "-2", "carl__score": "4"}
     edit(tmp_path / "week1.csv", **mine)
     term("term", "grade", "week1", status=1)
     assert "late is 0; the grader gave 20" in capfd.readouterr().out
@@ -345,8 +351,12 @@ def test_what_a_person_wrote_counts_and_is_on_the_pages(term, tmp_path, capfd):
     term("term", "export", "week1")
     points = {name: row["Module 1"] for name, row in read("week1-canvas.csv").items()}
     assert (points["Kahn, Bob"], points["Meyer, Carl"]) == ("8", "7")
+    added = {name: row["Adjustment week1"] for name, row in read("week1-canvas.csv").items() if row["Adjustment week1"]}
+    assert added == {"Points Possible": "0", "Kahn, Bob": "-2", "Meyer, Carl": "-3"}
     bob, carl = ((tmp_path / "week1-feedback" / f"{name}.txt").read_text() for name in ("Kahn, Bob", "Meyer, Carl"))
     assert "Comment: Well done." in bob and "late: it loses" not in bob
+    assert "What counts: module 1: 8 of 8, adjustment: -2." in bob
+    assert "What counts: module 1: 7 of 8, adjustment: -3." in carl
     assert "7 points, corrected by a person; the grader gave 8." in carl and "Comment 1: See line 3." in carl
     edit(tmp_path / "week1.csv", bob__late="yes")
     term("term", "export", "week1", status=2)
