@@ -18,7 +18,7 @@ from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Person
 from brigade.grade.term import Assignment
 
-MOST_BINS = 10
+MOST_BINS = 10  # of scores below the maximum
 MOST_FAILED = 2  # checks of one module
 AND = "; "  # between names, which may contain commas
 
@@ -95,7 +95,7 @@ def count_results(everyone: Iterable[Student], entry: Module) -> tuple[int, list
                 of_check[(check.get("verdict") or {}).get("likely_cause", "")] += 1
     checks = []
     for name, of_check in causes.items():
-        known = [f"{number}: {cause}" for cause, number in of_check.most_common() if cause]
+        known = [f"{number} of {of_check.total()}: {cause}" for cause, number in of_check.most_common() if cause]
         checks.append((name, passed[name], of_check.total(), "".join(known[:1])))
     return tried, others, checks
 
@@ -129,11 +129,15 @@ def render_page(
 ) -> str:
     """Return the report on an assignment as one self-contained page. `merged` has one row for each student."""
     names = {roster.get_key(one): one["name"] or roster.get_key(one) for one in people}
-    scores = [score for row in merged if (score := gradebook.parse_number(row.get("score", ""))) is not None]
-    most = max((float(row["max"]) for row in merged), default=1.0)
-    num_bins = max(1, min(MOST_BINS, round(most)))
-    counts = Counter(min(num_bins - 1, max(0, int(num_bins * score / most))) for score in scores)
-    edges = [format_points(most * i / num_bins) for i in range(num_bins + 1)]
+    points = [gradebook.parse_number(row.get("score", "")) for row in merged if row["student"] in names]
+    scores = [score for score in points if score is not None]
+    most = max([1, *(int(row["max"]) for row in merged)])
+    width = -(-most // MOST_BINS)  # the maximum has a bin of its own
+    counts = Counter(max(0, min(most, int(score))) // width for score in scores)
+    bins = {
+        low: f"{low} to {low + width - 1}" if low < most and width > 1 else str(low)
+        for low in range(0, most + 1, width)
+    }
     modules = []
     for entry in assignment.entries:
         tried, others, checks = count_results(everyone, entry)
@@ -149,11 +153,11 @@ def render_page(
     return formats.load_template("report.html").render(
         title=title,
         rules=assignment.describe(),
-        bins=[(f"{low} to {high}", counts[i]) for i, (low, high) in enumerate(zip(edges, edges[1:]))],
+        bins=[(label, counts[low // width]) for low, label in bins.items()],
         highest=max([1, *counts.values()]),
         scores=f"{len(scores)} of {len(people)}",
         median=format_points(statistics.median(scores)) if scores else "none",
-        most=format_points(most),
+        most=most,
         modules=modules,
         lists={heading: found for heading, found in lists.items() if found},
     )
