@@ -1,8 +1,8 @@
 """brigade oral: write a sheet for an oral exam from a student's own code.
 
-For each of two modules, the sheet names a statement of the student's whose removal makes a check fail. This is found by
-running the checks without it. A line that the skeleton contains is not the student's. Removing the definition of a name
-only makes the code end with an error, so other statements come first, and wrong results come before exceptions.
+For each of two modules, the sheet shows a function with a statement of the student's without which some checks fail and
+others pass. This is found by running the checks without it. A line that the skeleton contains is not the student's.
+Removing the definition of a name only makes the code end with an error, so other statements come first.
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ from brigade.runner import ranks
 
 NUM_MODULES = 2
 MOST_TRIED = 10  # statements of one module
-CONTEXT = 4  # lines shown before and after
 SEEDS = 1_000_000
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Delete, ast.Return, ast.Continue, ast.Break)
-WRONG = "the ranks end, with wrong numbers or other communication"
-ENDINGS = {
-    "deadlock": "no rank ends, because ranks wait for each other",
-    "deadline": "a rank does not end",
-    "mismatch": "ranks call different collectives",
-    "exception": "a rank raises an exception",
-}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
 class Question:
-    """A statement of a module that matters, and the outcome of a check that fails without it."""
+    """A statement of a module that matters, and the outcomes of the checks without it. All passed with it."""
 
     entry: Module
     file: str
     text: str
     first: int  # the numbers of its first and last line
     last: int
-    outcome: Outcome
+    outcomes: list[Outcome]
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The checks that fail. Wrong results come before exceptions."""
+        failed = [outcome for outcome in self.outcomes if outcome.status == "failed"]
+        return sorted(failed, key=lambda outcome: bool(outcome.verdict.error))
+
+    @property
+    def rank(self) -> tuple[bool, bool]:
+        """Of two questions, the lower rank is the better one: a result is wrong, and some checks still pass."""
+        return bool(self.failed[0].verdict.error), len(self.failed) == len(self.outcomes)
 
 
 def add_oral_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +101,7 @@ def find_question(snapshot: Snapshot, entry: Module, conditions: Conditions) -> 
     except CourseError:
         return None
     checks = [check for check in collect([entry]) if run_check(check, snapshot, conditions, sources=sources).passed]
-    rng, drawn, fallback = random.Random(f"oral {conditions.seed} {entry.number}"), [], None
+    rng, drawn, best = random.Random(f"oral {conditions.seed} {entry.number}"), [], None
     for file in entry.paths:
         name = f"{entry.package}.{file.stem}"
         for first, last, is_last in list_statements(sources[name][1], file, entry) if name in sources else ():
@@ -105,34 +109,40 @@ def find_question(snapshot: Snapshot, entry: Module, conditions: Conditions) -> 
     for *_, name, first, last in sorted(drawn)[:MOST_TRIED] if checks else ():
         path, text = sources[name]
         changed: Sources = {**sources, name: (path, remove(text, first, last))}
-        outcomes = (run_check(check, snapshot, conditions, sources=changed) for check in checks)
-        # A check with another status could not run.
-        if outcome := next((outcome for outcome in outcomes if outcome.status == "failed"), None):
-            question = Question(entry, Path(path).name, text, first, last, outcome)
-            if not outcome.verdict.error:
-                return question
-            fallback = fallback or question
-    return fallback
+        outcomes = []
+        for check in checks:
+            outcomes.append(run_check(check, snapshot, conditions, sources=changed))
+            if outcomes[-1].status not in ("passed", "failed") or outcomes[-1].ending == "deadline":
+                break  # it could not run, or others would take as long
+        question = Question(entry, Path(path).name, text, first, last, outcomes)
+        if len(outcomes) == len(checks) and question.failed and (best is None or question.rank < best.rank):
+            best = question
+            if not any(best.rank):
+                break
+    return best
 
 
 def list_statements(text: str, file: Path, entry: Module) -> list[tuple[int, int, bool]]:
     """Return the student's simple statements in functions: first line, last line, and whether to try it last."""
     given = {line.strip() for line in (entry.lesson / file.name).read_text().splitlines()}
     lines = text.splitlines()
-    functions = [
-        node for node in ast.walk(parse_tree(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    found = set()
-    for node in (node for function in functions for node in ast.walk(function) if isinstance(node, SIMPLE)):
-        own = lines[node.lineno - 1 : node.end_lineno]
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        is_alone = not own[0].encode()[: node.col_offset].strip() and ";" not in own[-1]
-        if not is_text and is_alone and not {line.strip() for line in own} <= given:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", ast.Attribute())]
-            is_stored = all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets)
-            is_last = isinstance(node, ast.Return) or not (is_stored or isinstance(node, ast.AugAssign))
-            found.add((node.lineno, node.end_lineno, is_last))
-    return sorted(found)
+    found: dict[tuple[int, int], bool] = {}
+    for function in (node for node in ast.walk(parse_tree(text)) if isinstance(node, FUNCTIONS)):  # outer ones first
+        named = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+        nodes = [node for node in ast.walk(function) if isinstance(node, (ast.Name, *SIMPLE))]
+        for node in sorted(nodes, key=lambda node: node.lineno):
+            if isinstance(node, ast.Name):
+                named |= {node.id} if isinstance(node.ctx, ast.Store) else set()
+                continue
+            own = lines[node.lineno - 1 : node.end_lineno]
+            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            is_alone = not own[0].encode()[: node.col_offset].strip() and ";" not in own[-1]
+            if not is_text and is_alone and not {line.strip() for line in own} <= given:
+                targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
+                parts = [part for target in targets for part in getattr(target, "elts", [target])]
+                defines = any(isinstance(part, ast.Name) and part.id not in named for part in parts)
+                found.setdefault((node.lineno, node.end_lineno), isinstance(node, ast.Return) or defines)
+    return sorted((*place, is_last) for place, is_last in found.items())
 
 
 def remove(text: str, first: int, last: int) -> str:
@@ -148,25 +158,28 @@ def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:
     if len(questions) < NUM_MODULES:
         lines += ["No other module passes a check that fails without one of its lines.", ""]
     for place, question in enumerate(questions, 1):
-        outcome, first, last, number = question.outcome, question.first, question.last, question.entry.number
+        first, last, number, outcome = question.first, question.last, question.entry.number, question.failed[0]
         name = f"line {first}" if first == last else f"lines {first} to {last}"
-        shown = list(enumerate(question.text.splitlines(), 1))[max(0, first - CONTEXT - 1) : last + CONTEXT]
-        happens = ENDINGS.get("exception" if outcome.verdict.error else outcome.ending, WRONG)
+        functions = [node for node in ast.walk(parse_tree(question.text)) if isinstance(node, FUNCTIONS)]
+        around = min((node.lineno, node.end_lineno) for node in functions if node.lineno <= first <= node.end_lineno)
+        shown = list(enumerate(question.text.splitlines(), 1))[around[0] - 1 : around[1]]
+        fail, still_pass = (
+            ", ".join(one.check.number for one in question.outcomes if one.passed == passed) for passed in (False, True)
+        )
         lines += [
             f"{place}. Module {number}, {question.entry.title}: {question.file}, {name}",
             "",
             *(f"   {'>' if first <= n <= last else ' '} {n:>4}  {text}".rstrip() for n, text in shown),
             "",
             "   Ask",
-            f"   - What does {name} do? When does it run, and on which ranks?",
-            f"   - We delete {name}. What happens in this check: {outcome.check.title}",
-            *(f"       ( ) {choice}" for choice in (*ENDINGS.values(), WRONG)),
-            "   - Which values or calls differ then, and on which ranks?",
+            f"   - What does {name} do? When does it run, and how often?",
+            "   - We write `pass` there. Which of these checks fail, and why? Which values or calls differ then?",
+            *(f"       {one.check.number}  {one.check.title}" for one in question.outcomes),
             "",
-            "   What happens (we ran the check without it)",
-            f"   - {happens[0].upper()}{happens[1:]}. Check {outcome.check.number} fails:",
+            "   Answer (we ran the checks without it)",
+            f"   - Fail: {fail}. Still pass: {still_pass or 'none'}. Check {outcome.check.number}:",
             *(f"       {line}" for line in str(outcome.verdict).splitlines()),
-            f"   - To see it again, delete {name}, and run: brigade check {number} --only "
+            f"   - To see it again, write `pass` there, and run: brigade check {number} --only "
             f"{outcome.check.name.removeprefix('test_')} --seed {seed}",
             "",
         ]
