@@ -1,8 +1,8 @@
 """brigade oral: write a sheet for an oral exam from a student's own code.
 
 For each of two modules, the sheet shows a function with a statement of the student's without which some checks fail and
-others pass. This is found by running the checks without it. A line that the skeleton contains is not the student's.
-Removing the definition of a name only makes the code end with an error, so other statements come first.
+others pass. This is found by running the checks without it. A line that the skeleton contains is not the student's, and
+a statement without which a rank only raises an exception, such as the definition of a name, is a poor question.
 """
 
 from __future__ import annotations
@@ -45,14 +45,8 @@ class Question:
 
     @property
     def failed(self) -> list[Outcome]:
-        """The checks that fail. Wrong results come before exceptions."""
-        failed = [outcome for outcome in self.outcomes if outcome.status == "failed"]
-        return sorted(failed, key=lambda outcome: bool(outcome.verdict.error))
-
-    @property
-    def rank(self) -> tuple[bool, bool]:
-        """Of two questions, the lower rank is the better one: a result is wrong, and some checks still pass."""
-        return bool(self.failed[0].verdict.error), len(self.failed) == len(self.outcomes)
+        """The checks that fail."""
+        return [outcome for outcome in self.outcomes if not outcome.passed]
 
 
 def add_oral_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,48 +95,41 @@ def find_question(snapshot: Snapshot, entry: Module, conditions: Conditions) -> 
     except CourseError:
         return None
     checks = [check for check in collect([entry]) if run_check(check, snapshot, conditions, sources=sources).passed]
-    rng, drawn, best = random.Random(f"oral {conditions.seed} {entry.number}"), [], None
+    statements, best = [], None
     for file in entry.paths:
-        name = f"{entry.package}.{file.stem}"
-        for first, last, is_last in list_statements(sources[name][1], file, entry) if name in sources else ():
-            drawn.append((is_last, rng.random(), name, first, last))
-    for *_, name, first, last in sorted(drawn)[:MOST_TRIED] if checks else ():
+        if (name := f"{entry.package}.{file.stem}") in sources:
+            statements += [(name, *place) for place in list_statements(sources[name][1], file, entry)]
+    random.Random(f"oral {conditions.seed} {entry.number}").shuffle(statements)
+    for name, first, last in statements[:MOST_TRIED] if checks else ():
         path, text = sources[name]
         changed: Sources = {**sources, name: (path, remove(text, first, last))}
-        outcomes = []
+        question = Question(entry, Path(path).name, text, first, last, [])
         for check in checks:
-            outcomes.append(run_check(check, snapshot, conditions, sources=changed))
-            if outcomes[-1].status not in ("passed", "failed") or outcomes[-1].ending == "deadline":
-                break  # it could not run, or others would take as long
-        question = Question(entry, Path(path).name, text, first, last, outcomes)
-        if len(outcomes) == len(checks) and question.failed and (best is None or question.rank < best.rank):
-            best = question
-            if not any(best.rank):
-                break
+            outcome = run_check(check, snapshot, conditions, sources=changed)
+            error = outcome.verdict.error if outcome.verdict else ""
+            if outcome.status not in ("passed", "failed") or error or outcome.ending == "deadline":
+                break  # a poor question, or one for which every check takes long
+            question.outcomes.append(outcome)
+        else:
+            if 0 < len(question.failed) < len(checks):
+                return question
+            best = best or (question if question.failed else None)
     return best
 
 
-def list_statements(text: str, file: Path, entry: Module) -> list[tuple[int, int, bool]]:
-    """Return the student's simple statements in functions: first line, last line, and whether to try it last."""
+def list_statements(text: str, file: Path, entry: Module) -> list[tuple[int, int]]:
+    """Return the first and the last line of each simple statement of the student's in a function."""
     given = {line.strip() for line in (entry.lesson / file.name).read_text().splitlines()}
     lines = text.splitlines()
-    found: dict[tuple[int, int], bool] = {}
-    for function in (node for node in ast.walk(parse_tree(text)) if isinstance(node, FUNCTIONS)):  # outer ones first
-        named = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-        nodes = [node for node in ast.walk(function) if isinstance(node, (ast.Name, *SIMPLE))]
-        for node in sorted(nodes, key=lambda node: node.lineno):
-            if isinstance(node, ast.Name):
-                named |= {node.id} if isinstance(node.ctx, ast.Store) else set()
-                continue
-            own = lines[node.lineno - 1 : node.end_lineno]
-            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            is_alone = not own[0].encode()[: node.col_offset].strip() and ";" not in own[-1]
-            if not is_text and is_alone and not {line.strip() for line in own} <= given:
-                targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
-                parts = [part for target in targets for part in getattr(target, "elts", [target])]
-                defines = any(isinstance(part, ast.Name) and part.id not in named for part in parts)
-                found.setdefault((node.lineno, node.end_lineno), isinstance(node, ast.Return) or defines)
-    return sorted((*place, is_last) for place, is_last in found.items())
+    found = set()
+    functions = (node for node in ast.walk(parse_tree(text)) if isinstance(node, FUNCTIONS))
+    for node in (node for function in functions for node in ast.walk(function) if isinstance(node, SIMPLE)):
+        own = lines[node.lineno - 1 : node.end_lineno]
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_alone = not own[0].encode()[: node.col_offset].strip() and ";" not in own[-1]
+        if not is_text and is_alone and not {line.strip() for line in own} <= given:
+            found.add((node.lineno, node.end_lineno))
+    return sorted(found)
 
 
 def remove(text: str, first: int, last: int) -> str:

@@ -562,8 +562,8 @@ def test_a_students_own_statements_are_listed_and_removed(tmp_path):
     entry = SimpleNamespace(lesson=tmp_path)
     (tmp_path / "wrapper.py").write_text("def start():\n    given = 1\n")
     found = oral.list_statements(CODE, Path("m01/wrapper.py"), entry)
-    assert found == [(9, 9, True), (11, 13, False), (15, 15, False), (17, 17, False), (19, 19, True)]
-    for first, last, _ in found:
+    assert found == [(9, 9), (11, 13), (15, 15), (17, 17), (19, 19)]
+    for first, last in found:
         changed = oral.remove(CODE, first, last)
         ast.parse(changed)
         assert len(changed.splitlines()) == len(CODE.splitlines()) and changed != CODE
@@ -571,12 +571,13 @@ def test_a_students_own_statements_are_listed_and_removed(tmp_path):
 
 @pytest.fixture
 def known_checks(monkeypatch):
-    """Replace running a check: it passes unless `all_reduce` is gone, or, with an exception, `zeros_like`."""
+    """Replace running a check: one fails without `all_reduce`, both without a division or `zeros_like`."""
 
     def run(check, snapshot, conditions, sources):
         text = sources["m01_naive_ddp.naive_ddp"][1]
         error = "TypeError" if "torch.zeros_like" not in text else ""
-        if not error and "dist.all_reduce(" in text:
+        is_right = "dist.all_reduce(" in text or check.number == "1.1"
+        if not error and is_right and "grad /=" in text:
             return Outcome(check, "passed")
         return Outcome(check, "failed", Verdict("an average", "nothing", error=error))
 
@@ -591,10 +592,11 @@ def test_a_sheet_names_a_line_that_a_check_needs(known_checks, tmp_path):
         assert first == again
         [question] = first
         lines = question.text.splitlines()[question.first - 1 : question.last]
-        assert "dist.all_reduce" in "\n".join(lines)  # and not the line whose removal raises an exception
+        assert "dist.all_reduce" in "\n".join(lines)  # and no line without which all checks fail, or raise an exception
         sheet = oral.format_sheet("ada.zip", first, seed)
-        assert f"> {question.first:>4}  {lines[0]}" in sheet and "Check 1.1 fails:" in sheet
-        assert f"brigade check 1 --only parameters_start_equal --seed {seed}" in sheet
+        assert f"> {question.first:>4}  {lines[0]}" in sheet and "   def finish_grad_sync(self)" in sheet
+        assert "Fail: 1.2. Still pass: 1.1. Check 1.2:" in sheet
+        assert f"brigade check 1 --only buffers_start_equal --seed {seed}" in sheet
 
 
 def test_a_sheet_comes_from_running_the_students_code(tmp_path, capfd, monkeypatch):
