@@ -84,21 +84,14 @@ def make_pages(
     Empty answers are left out. Some answers to each question (the fraction TWICE) come again: on the next marker's page
     or, if there is only one page, after the other answers.
     """
-    texts = [(student.submission, read_answers(student.paths)) for student in everyone]
+    found = [(student.submission, read_answers(student.paths)) for student in everyone]
     tasks = written.list_tasks(entries)
     pages: list[list[dict[str, Any]]] = [[] for _ in range(num_markers)]
     for index, task in enumerate(tasks):
-        found = {
-            make_id(secret, submission, task): written.split_answers(answers.get(task["module"], "")).get(
-                task["number"]
-            )
-            for submission, answers in texts
-        }
-        answers = [
-            {"id": name, "task": index, "text": formats.make_printable(text)}
-            for name, text in sorted(found.items())
-            if text
-        ]
+        number = task["number"]
+        texts = {name: written.split_answers(files.get(task["module"], "")).get(number) for name, files in found}
+        texts = {make_id(secret, name, task): formats.make_printable(text) for name, text in texts.items() if text}
+        answers = [{"id": name, "task": index, "text": text} for name, text in sorted(texts.items())]
         again = answers[: math.ceil(TWICE * len(answers))] if len(answers) > 1 else []
         for shift, ending, some in ((0, "", answers), (1, AGAIN, again)):
             for place, answer in enumerate(some):
@@ -134,28 +127,23 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
     A module of a student gets points once all its answers on the pages are marked. Empty answers get none. What a
     person wrote is kept. Raise CourseError, and change nothing, if a file or a mark does not fit.
     """
-    (marks, known), secret, results, tasks = (
-        read_marks(paths),
-        read_secret(book),
-        get_results_path(book),
-        written.list_tasks(MODULES),
-    )
+    (marks, known), secret, results = read_marks(paths), read_secret(book), get_results_path(book)
+    tasks = {entry.number: written.list_tasks([entry]) for entry in MODULES}
     lines, pairs, record = [], [], results / "marks.json"  # what an earlier run wrote
     with lock_gradebook(book):
         columns, rows, delimiter, first_line = gradebook.read_table(book)
         gradebook.check_columns(book, columns, gradebook.KEYS)
         ours: dict[str, Row] = json.loads(record.read_text()) if record.exists() else {}
-        modules = sorted({task["module"] for task in tasks})
-        for row, module in ((row, module) for row in rows for module in modules):
-            named = [(task, make_id(secret, row["submission"], task)) for task in tasks if task["module"] == module]
+        strange = {name.removesuffix(AGAIN) for name in known}
+        for row, module in ((row, module) for row in rows for module in tasks):
+            named = [(task, make_id(secret, row["submission"], task)) for task in tasks[module]]
             if known.isdisjoint(name for _, name in named):
                 continue
+            strange -= {name for _, name in named}
             who = f"{row['student']} ({row['submission']}), module {module}"
-            pairs += [
-                (f"{who}, question {task['number']}", marks[n][0], marks[n + AGAIN][0])
-                for task, n in named
-                if n + AGAIN in marks and n in marks
-            ]
+            for task, name in named:
+                if name in marks and name + AGAIN in marks:
+                    pairs.append((f"{who}, question {task['number']}", marks[name][0], marks[name + AGAIN][0]))
             if left := [str(task["number"]) for task, name in named if name in known and name not in marks]:
                 lines.append(f"{who}: not marked yet: question {', '.join(left)}")
                 continue
@@ -163,23 +151,22 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
             if any(not 0 <= points <= task["points"] for task, points, _ in given):
                 raise CourseError(f"{who}: a mark is below 0, or above the points of its question")
             told = [f"{task['number']}: {n} of {task['points']}{text and f' ({text})'}" for task, n, text in given]
+            new = {f"written {module}": str(sum(points for _, points, _ in given))}
+            new[f"comment {module}"] = f"By question: {'; '.join(told)}"
             mine = ours.setdefault(row["submission"], {})
-            total = str(sum(points for _, points, _ in given))
-            for column, value in (
-                (f"written {module}", total),
-                (f"comment {module}", f"By question: {'; '.join(told)}"),
-            ):
+            for column, value in new.items():
                 cell = row.get(column, "")
                 if cell and not is_same(cell, mine.get(column, "")) and not is_same(cell, value):
                     lines.append(f"{who}: kept what you wrote into {column}, {cell}; the marks say {value}")
                     continue
                 row[column] = mine[column] = value
                 columns += [column] * (column not in columns)
-        if not ours:
-            raise CourseError(f"no answer in these files belongs to a student of {book}, or none is marked")
+        if len(strange) == len({name.removesuffix(AGAIN) for name in known}):
+            raise CourseError(f"no answer in these files belongs to an upload of {book}")
         GradebookFile(book, results)  # makes a backup
         formats.write(record, json.dumps(ours))
         formats.write(book, BOM + first_line + gradebook.format_csv(columns, rows, delimiter))
+    lines += [f"answers that belong to no upload of this gradebook: {len(strange)}"] * bool(strange)
     equal = sum(first == second for _, first, second in pairs)
     lines += [f"marked twice: {len(pairs)} answers, {equal} of them with equal points"] * bool(pairs)
     return lines + [f"{who}: first {first} points, then {second}" for who, first, second in pairs if first != second]

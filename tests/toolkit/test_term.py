@@ -500,6 +500,13 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
     canvas = read("week1-canvas.csv")
     assert [canvas[name]["Written 1"] for name in ("Points Possible", "Lace, Ada", "Kahn, Bob")] == ["6", "3", "1.6"]
     assert "Written answers to module 1: 3 of 6 points." in (tmp_path / "week1-feedback" / "Lace, Ada.txt").read_text()
+    # An upload may have another name by now, or the file may belong to another week.
+    save_marks("strange.json", {"title": "week1", "all": ["x", *points]}, points)
+    capfd.readouterr()
+    marked("gradebook", "marks", "week1.csv", "strange.json")
+    assert "answers that belong to no upload of this gradebook: 1" in capfd.readouterr().out
+    save_marks("week2.json", {"title": "week2", "all": ["x"]}, {"x": (1, "")})
+    marked("gradebook", "marks", "week1.csv", "week2.json", status=2)
     # What a person has written since stays. What an earlier file gave can be corrected by another one.
     edit(tmp_path / "week1.csv", bob__written_1="4")
     points |= {
@@ -518,7 +525,7 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
         ("[1]", "is not a file that a page of `brigade mark` saved"),
         (
             '{"all": ["x"], "marks": {"x": {"points": 1, "comment": ""}}}',
-            "no answer in these files belongs to a student",
+            "no answer in these files belongs to an upload of",
         ),
         ("points", "a mark is below 0, or above the points of its question"),
     ],
