@@ -141,7 +141,11 @@ def remove(text: str, first: int, last: int) -> str:
 
 def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:
     """Return the sheet as text. What happens without the line is for the examiner."""
-    lines = [f"Oral exam: {title}", f"To write this sheet again: --seed {seed}", ""]
+    lines = [
+        f"Oral exam: {title}. The student may read the whole module.",
+        f"To write this sheet again: --seed {seed}",
+        "",
+    ]
     if len(questions) < NUM_MODULES:
         lines += ["No other module passes a check that fails without one of its lines.", ""]
     for place, question in enumerate(questions, 1):

@@ -256,3 +256,10 @@ def test_answers_are_marked_by_keyboard_and_the_marks_are_read(page, marked, tmp
     marked("gradebook", "marks", "week1.csv", "week1-marks-1.json")
     text = (tmp_path / "week1.csv").read_text()
     assert "written 1" in text and "a 1 in a comment is no key" in text
+    # With more markers, some answers are on another page. Their marks are kept.
+    marked("mark", "week1", "--markers", "2")
+    counts = []
+    for number in (1, 2):
+        page.goto((tmp_path / f"week1-mark-{number}.html").as_uri())
+        counts.append(int(re.search(r"(\d+) are marked", progress.inner_text())[1]))
+    assert sum(counts) == 9 and all(counts)
