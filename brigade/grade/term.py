@@ -36,6 +36,7 @@ KEYS = {
     "extensions": {"student": TEXT, "assignment": TEXT, "until": TIME},
     "late": {"percent": NUMBER, "days": NUMBER},
 }  # fmt: skip
+TAKEN = ("-final", "-canvas", "-moodle", "-feedback")  # ends a file or a directory that we write for an assignment
 RULES = {
     "last": "the last one before the deadline, or else the last late one",
     "best": "for each module, the one with the best points, after what lateness takes off",
@@ -185,6 +186,7 @@ def read_term(path: Path) -> Term:
             require(False, str(error).replace("--modules", "modules"), *place, "modules")
         is_name = re.fullmatch(r"\w[\w -]*", name)
         require(is_name, "a name becomes a name of files: use letters, digits, spaces, - and _", *place, "name")
+        require(not name.endswith(TAKEN), f"a name must not end with {' or '.join(TAKEN)}", *place, "name")
         require(name not in assignments, f"there are two assignments {name!r}", *place, "name")
         require(counts in RULES, f"counts is one of {', '.join(RULES)}", *place, "counts")
         require(0 <= late["percent"] <= 100, "percent is a number from 0 to 100", *place, "late")

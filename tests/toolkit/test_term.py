@@ -133,6 +133,7 @@ def list_files(directory):
         ('modules = "1"', 'modules = "0-1"', "line 8: the warm-up and the core modules have separate totals"),
         ('modules = "1"', 'modules = "99"', "line 8: there is no module 99"),
         ('name = "week1"', 'name = "../x"', "line 7: a name becomes a name of files"),
+        ('name = "week1"', 'name = "week0-final"', "line 7: a name must not end with -final or"),
         (EXTENSION, WEEK1, "line 13: there are two assignments 'week1'"),
         ('"S102"', '"S999"', "line 13: roster.csv has no student 'S999', or several"),
         ('assignment = "week1"', 'assignment = "week2"', "line 14: there is no assignment 'week2'"),
