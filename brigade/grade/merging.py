@@ -33,6 +33,7 @@ PLATFORMS = {
     # https://docs.moodle.org/405/en/Grade_import
     "moodle": {"Email address": "email", "ID number": "id", "Username": "login", "Identifier": "participant"},
 }
+TAKEN_OFF = "taken off"  # the points that lateness has taken off those that count
 PERSONAL = ("student", *roster.FIELDS)  # columns about the student, equal in all rows, and not about one submission
 Source = tuple[str, Row]  # the name of the gradebook, and the row
 
@@ -126,9 +127,10 @@ def merge_rows(rows: Sequence[Source], keep: str, penalties: Mapping[str, float]
     labels = [label_row(name, row, rows, counted) for name, row in rows]
     whole: Row = {}
     for column in dict.fromkeys(column for row in every_row for column in row):
-        if not OURS.fullmatch(column) and column not in (ADJUSTMENT, LATE):  # which are applied here, once
+        if not OURS.fullmatch(column) and column not in (ADJUSTMENT, LATE, TAKEN_OFF):  # which are numbers
             whole[column] = join_cells(column, rows, labels, counted)
-    whole |= {"taken off": format_points(off)} if any(LATE in row for row in every_row) else {}
+    off += sum(read_points(row, TAKEN_OFF) or 0 for row in every_row if row in counted)
+    whole |= {TAKEN_OFF: format_points(off)} if any(LATE in row or TAKEN_OFF in row for row in every_row) else {}
     notes = [f"{label}: {row['note']}" for label, row in zip(labels, every_row) if row.get("note")]
     adjustments = [(label, row, read_points(row, ADJUSTMENT) or 0) for label, row in zip(labels, every_row)]
     lines += [

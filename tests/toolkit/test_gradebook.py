@@ -152,6 +152,13 @@ def test_gradebooks_are_merged_module_by_module(options, ada, bob, term):
     assert table["bob"]["note"] == "late.csv: grade again" + late
 
 
+def test_what_lateness_took_off_is_added_up_over_the_rows_that_count(term, tmp_path):
+    for name, module, row in (("a", 1, "ada,4,8,4,1.5"), ("b", 1, "ada,6,8,6,2"), ("c", 2, "ada,5,8,5,0.25")):
+        (tmp_path / f"{name}.csv").write_text(f"student,score,max,module {module},taken off\n{row}\n")
+    [ada] = term("merge", "a.csv", "b.csv", "c.csv", "--keep", "last")
+    assert (ada["taken off"], ada["score"]) == ("2.25", "11")
+
+
 def test_canvas_gets_its_columns(term):
     rows = term("export", "week1.csv", "--to", "canvas")
     assert list(rows[0]) == ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", "Module 1", "Written 1"]
