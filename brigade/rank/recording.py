@@ -429,6 +429,7 @@ def make_torch_group(backend: str, name: str, ranks: list[int], options: Any) ->
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, nccl_options)
         register(group, "cuda", nccl)
         nccl.eager_connect_single_device(api.device())  # otherwise the first collective would connect the ranks
+    group._set_group_name(name)  # torch's flight recorders write it, and module 13's `dump_trace` needs it
     return group
 
 

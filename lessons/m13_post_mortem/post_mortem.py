@@ -37,7 +37,10 @@ from typing import Any
 SIZES_MAY_DIFFER = ("gather", "scatter", "alltoall", "all_to_all", "all_gather_v", "reduce_scatter_v")
 RECORDED = ("process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "profiling_name", "input_sizes",
             "input_dtypes", "output_dtypes", "state", "retired", "line")  # fmt: skip
-FOREIGN = re.compile(r"^<|[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3|[/\\]torch[/\\](distributed|nn|autograd)")
+FOREIGN = re.compile(
+    r"^<|[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3|[/\\]torch[/\\](distributed|nn|autograd)"
+    r"|[/\\]brigade[/\\]rank[/\\]"
+)  # the standard library, torch, and what records the course's own ranks
 MAX_RANKS = 1_000_000  # more are an error in a file
 COLOURS = ("#b3cde3", "#fbb4ae", "#ccebc5", "#decbe4", "#fed9a6", "#ffffcc", "#e5d8bd", "#fddaec")
 
