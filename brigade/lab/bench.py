@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from brigade.course.listing import find_unwritten_parts
-from brigade.course.modules import HAS_SOLUTIONS, TRAINING_MODULES, CourseError, Module, find_module
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, CourseError, Module, find_module
 from brigade.course.submission import Snapshot, Sources, select_named
-from brigade.lab.ladder import TORCH_ZERO, Ladder, Measurement, compute_spread, get_variant
+from brigade.lab.ladder import TORCH_ZERO, Ladder, Measurement, Variant, compute_spread, get_variant
 from brigade.lab.quiet import MAX_REAL_SHARE
 
 ONE_AFTER_THE_OTHER = (
@@ -142,3 +142,26 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
         advice = " --target solutions compares the reference." if HAS_SOLUTIONS else ""
         raise CourseError(f"nothing to compare in {snapshot.target}: {' '.join(sentences)}{advice}")
     return chosen, sources, sentences
+
+
+def read_engine(target: str, variant: Variant) -> Sources:
+    """Return all modules of a target. Raise CourseError if the variant's, or module 12's loop, are not written.
+
+    Only the parts of module 13 that are given need to be there.
+    """
+    snapshot = Snapshot(target)
+    sources: Sources = {}
+    for entry in MODULES:
+        sources |= snapshot.read_earlier(entry)
+    loop, post_mortem = (find_module(name) for name in ("LockstepLoop", "diagnose"))
+    packages = [pair[0] for pair in (variant.wrapper, variant.optimizer) if pair]
+    needed = select_named(packages, sources)
+    for path, text in [*needed.values(), *(sources[f"{one.package}.{one.name}"] for one in (loop, post_mortem))]:
+        parts = find_unwritten_parts(text) if path else []
+        parts = [part for part in parts if part.module != post_mortem.number]
+        for part in parts:
+            advice = f"`brigade check {part.module}` shows what to do"
+            raise CourseError(f"{variant.label} cannot train, because {part} is not written yet: {advice}")
+        if not path:
+            raise CourseError(f"{variant.label} cannot train: {text}")
+    return sources

@@ -283,6 +283,24 @@ def get_variant(entry: Module) -> Variant:
     return Variant(f"{entry.number} {last[1]}", wrappers[-1], None if last[1].endswith("DDP") else last)
 
 
+def get_engine(entry: Module) -> Variant:
+    """Return the variant that trains with a module, also if `brigade bench` does not compare this module.
+
+    Module 12's loop runs with module 8's optimizer. Raise CourseError for a module that trains nothing.
+    """
+    others = {
+        "LockstepLoop": get_variant(ZERO),
+        "ShardedMuon": Variant("", None, (entry.package, "ShardedMuon")),
+        "HalfBytesDDP": Variant("", (entry.package, "HalfBytesDDP")),
+    }
+    for name in entry.public:
+        if name in others:
+            return replace(others[name], label=f"{entry.number} {name}")
+    if not entry.trains:
+        raise CourseError(f"module {entry.number} trains no model: choose another engine")
+    return get_variant(entry)
+
+
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
     """Return the variant with buckets of `bucket_mb` MiB, if this is not None, and with this size in its label."""
     label = f"{variant.label}, {bucket_mb:g} MiB" if bucket_mb else variant.label

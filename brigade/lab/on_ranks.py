@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brigade.checks.tiny_lm import Block, Size, TinyLM, language_loss
 from brigade.lab import corpus
 from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
+from brigade.lab.muon_and_others import MuonAndOthers
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, read_link
@@ -92,6 +93,8 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
     if not variant["optimizer"]:
         shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
         optimizer = base(shards, **options)
+    elif variant["optimizer"][1] == "ShardedMuon":
+        optimizer = MuonAndOthers(model, base, **options)
     else:
         shards_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
         stepped = wrapper if shards_buckets else model.parameters()

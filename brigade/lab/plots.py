@@ -89,6 +89,25 @@ def make_memory_table(ladder: Ladder) -> Table:
     return table
 
 
+def make_training_table(ladder: Ladder) -> Table:
+    """Return the table of the capstone: loss, speed, exposed time, bytes per step and memory, for each variant."""
+    headings = ("loss", "tokens\nper s", "exposed\nms", "MB\nsent", "MB at\npeak")
+    table = make_empty_table(describe_ranks(ladder), "variant", headings)
+    num_tokens = ladder.workload.batch_size * ladder.workload.time
+    for one in ladder.variants:
+        table.add_row(
+            one.label,
+            f"{one.losses[0]:.4f}",
+            f"{1e3 * num_tokens / one.median_ms:.0f}",
+            f"{ladder.compute_exposed(one).median:.1f}",
+            format_number(one.sent_bytes / 1e6, 2),
+            format_number(sum(one.peak_bytes.values()) / 1e6, 2),
+        )
+    table.caption, table.caption_justify = textwrap.fill(ladder.verdict.sentence, CAPTION_WIDTH), "left"
+    table.caption_style = "" if ladder.verdict.is_quiet else "bold"
+    return table
+
+
 def format_number(value: float, digits: int) -> str:
     """Return a number with `digits` decimal places, or with none if the text would be longer than five characters."""
     text = f"{value:.{digits}f}"
