@@ -25,7 +25,7 @@ project = "Bucket Brigade"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "docs/gpu_runs/*.md", "notebooks/*.ipynb"]
-include_patterns += ["lessons/*/README.md", "lessons/*/answers.md"]
+include_patterns += ["lessons/*/README.md", "lessons/capstone/last_mile.md", "lessons/*/answers.md"]
 include_patterns += [] if HAS_SOLUTIONS else ["README.md"]  # the student edition has its own README
 exclude_patterns = [".*", "out"]
 

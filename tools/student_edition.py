@@ -34,7 +34,10 @@ INCLUDED += (*CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
 DOCUMENTS = ("browser", "bugs", "claims", "errors", "glossary", "gpus", "plan", "privacy", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
-INCLUDED += (*(f"lessons/*/{name}" for name in ("README.md", "hints.md", "*.png", "*.svg", "*.py")), "site/**/*")
+INCLUDED += (
+    *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "hints.md", "*.png", "*.svg", "*.py")),
+    "site/**/*",
+)
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
 SITE_PACKAGES = ("sphinx", "furo", "myst-nb", "sphinx-design", "sphinx-copybutton")
 OUT = ROOT / "out" / "student"

@@ -51,6 +51,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
     programs = {
         "git": '[ "$1 $2 $3 $4" = "clone --quiet --depth 1" ] && cp -r "$5" "$6"',
+        "torchrun": 'echo torchrun "$@"',
         "brigade": f"""{shlex.join(words)} "$@" && echo brigade "$@" """,
     }
     for command, line in programs.items():
@@ -70,6 +71,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     if name == "kaggle":
         assert ("measured for 30 minutes" if gpus else "There is no GPU, or this is the student edition.") in lines
         assert any(tmp_path.rglob("gpu_run.zip")) == bool(gpus)
+        assert any(line.startswith("torchrun --standalone") and "train.py" in line for line in lines) == bool(gpus)
     [shown] = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {})]
     assert shown.startswith("# Module 1: ")
 

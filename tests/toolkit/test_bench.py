@@ -390,13 +390,13 @@ def test_a_submission_that_deadlocks_is_stopped_soon(brigade, tmp_path):
 # ---- ranks of torchrun
 
 
-def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.cli")):
-    """Run `brigade bench` on two ranks that torchrun starts. Return its exit status, output and errors."""
+def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.cli"), command=("bench",)):
+    """Run `brigade bench`, or another program, on two ranks of torchrun. Return its exit status, output and errors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = hang_guard.run(
-        [*run, *program, "bench", "--target", "solutions", *arguments],
+        [*run, *program, *command, "--target", "solutions", *arguments],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
