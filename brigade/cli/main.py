@@ -55,6 +55,7 @@ COMMANDS = (
     Command("trace", "lab", "Draw one training step of a module as a timeline.", "brigade trace 4"),
     Command("post-mortem", "post_mortem", "Name the rank that broke a job, from the flight recorders of its ranks.",
             "brigade post-mortem dumps"),
+    Command("break", "mistake", "Put a known mistake into a copy of a module that passes.", "brigade break 3"),
     Command("plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"),
 )  # fmt: skip
 
