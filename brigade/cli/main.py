@@ -56,6 +56,7 @@ COMMANDS = (
     Command("post-mortem", "post_mortem", "Name the rank that broke a job, from the flight recorders of its ranks.",
             "brigade post-mortem dumps"),
     Command("break", "mistake", "Put a known mistake into a copy of a module that passes.", "brigade break 3"),
+    Command("score", "score", "Score a module that passes, on three fixed problems.", "brigade score 8"),
     Command("plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"),
 )  # fmt: skip
 

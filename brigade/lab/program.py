@@ -115,10 +115,14 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What a rank does in one step (see `recorded_step.Recorded`), and the bytes that it keeps afterwards, by kind."""
+    """What a rank does in one step (see `recorded_step.Recorded`), and the bytes that it keeps afterwards, by kind.
+
+    `peak_bytes` are all bytes at the peak of the step, without activations.
+    """
 
     instructions: Sequence[Sequence[Any]]
     memory: Bytes
+    peak_bytes: int = 0
 
     @property
     def launches(self) -> list[Launch]:

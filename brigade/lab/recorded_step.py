@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block
-from brigade.lab.memory_accounting import Bytes, count_kept_bytes
+from brigade.lab.memory_accounting import Bytes, count_kept_bytes, list_tensors_by_kind
 from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission, load_class
-from brigade.rank.memory import list_tensors
+from brigade.rank import recording
+from brigade.rank.memory import LiveMemory, list_tensors
 from brigade.rank.recording import RecordingGroup
 
 STEPS = 2  # the last one is recorded, because module 9 ends a step with all-gathers; torch DDP needs one step more
@@ -33,10 +34,11 @@ IN_PLACE |= {"_foreach_copy_", "_foreach_div_", "_foreach_mul_", "_foreach_zero_
 READS = {"_local_scalar_dense", "allclose", "equal"}  # values without memory: they count as 1 and as true
 BACKEND = "planned"
 
-# What `record_steps` returns for a step: its instructions and the bytes that the rank keeps after it, by kind. An
-# instruction is ["forward" or "backward", parameter], ["copy" or "step", bytes read and written], ["wait", number of
-# the launch], or ["launch", number, operation, bytes, ranks of the group, last rank].
-Recorded = tuple[list[list[Any]], Bytes]
+# What `record_steps` returns for a step: its instructions, the bytes that the rank keeps after it, by kind, and those
+# at the peak of the step, without activations. An instruction is ["forward" or "backward", parameter], ["copy" or
+# "step", bytes read and written], ["wait", number of the launch], or ["launch", number, operation, bytes, ranks of the
+# group, last rank].
+Recorded = tuple[list[list[Any]], Bytes, int]
 
 
 class Log(TorchDispatchMode):
@@ -176,22 +178,22 @@ class Use(torch.autograd.Function):
     def forward(ctx: Any, log: Log, i: int, activation: Tensor, weight: Tensor) -> Tensor:
         ctx.what = log, i, weight
         log.note("forward", i)
-        return torch.empty(1, device="meta")
+        return torch.empty(1, device=weight.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         log, i, weight = ctx.what
         log.note("backward", i)
-        return None, None, gradient, torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        return None, None, gradient, torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 class Layer(nn.Module):
     """A layer with one parameter."""
 
-    def __init__(self, log: Log, i: int, shape: Sequence[int], dtype: torch.dtype):
+    def __init__(self, log: Log | Notes, i: int, shape: Sequence[int], dtype: torch.dtype, device: str):
         super().__init__()
         self.log, self.i = log, i
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
 
     def forward(self, activation: Tensor) -> Tensor:
         return Use.apply(self.log, self.i, activation, self.weight)
@@ -210,12 +212,14 @@ class Unit(Block):
         return activation
 
 
-def make_model(log: Log, groups: Sequence[tuple[bool, Sequence[Sequence[int]]]], dtype: torch.dtype) -> nn.Module:
+def make_model(
+    log: Log | Notes, groups: Sequence[tuple[bool, Sequence[Sequence[int]]]], dtype: torch.dtype, device: str = "meta"
+) -> nn.Module:
     """Return a model with these groups of parameters. A group consists of whether it is a unit, and of its shapes."""
     parts: list[nn.Module] = []
     i = 0
     for is_unit, shapes in groups:
-        layers = [Layer(log, i + place, shape, dtype) for place, shape in enumerate(shapes)]
+        layers = [Layer(log, i + place, shape, dtype, device) for place, shape in enumerate(shapes)]
         i += len(layers)
         parts += [Unit(layers)] if is_unit else layers
     return nn.Sequential(*parts)
@@ -278,22 +282,57 @@ def record_step(log: Log, variant: dict[str, Any], setting: dict[str, Any]) -> R
     with log:
         setup = build_setup(variant, model, workload)
     for turn in range(STEPS + is_ddp):
-        with log if is_ddp or turn == STEPS - 1 else contextlib.nullcontext():
+        is_last = turn == STEPS - 1 + is_ddp
+        memory = follow_memory(setup) if is_last else contextlib.nullcontext()
+        with memory, log if is_ddp or is_last else contextlib.nullcontext():
             take_step(log, setup, setting["micro_batches"])
     instructions = [one for one in log.instructions if not log.is_pending(one)]
-    return instructions, count_kept_bytes(setup.model, setup.wrapper, setup.optimizer)
+    return instructions, count_kept_bytes(setup.model, setup.wrapper, setup.optimizer), memory.peak
 
 
-def take_step(log: Log, setup: TrainingSetup, micro_batches: int) -> None:
+def follow_memory(setup: TrainingSetup) -> LiveMemory:
+    """Return a context manager that knows everything that is kept now. It keeps nothing alive itself."""
+    kept = list_tensors_by_kind(setup.model, setup.wrapper, setup.optimizer)
+    return LiveMemory(list_tensors([*kept.values()]))
+
+
+class Notes:
+    """A log of real steps: the rank's own recorder has the launches and the waits, and layers add their uses."""
+
+    is_in_step = False
+
+    def note(self, *instruction: Any) -> None:
+        """Record that a layer computes."""
+        recording.note("layer", what=[*instruction])
+
+    def begin_step(self) -> None:
+        """Record that a step begins."""
+        recording.note("step", step=0)
+
+    def wait_for_futures(self) -> None:
+        """Do nothing: a course's wrapper waits for handles."""
+
+
+def take_real_steps(setting: dict[str, Any], variant: dict[str, Any]) -> None:
+    """Take the steps that `record_steps` plans with real tensors on real ranks."""
+    log = Notes()
+    model = make_model(log, setting["groups"], getattr(torch, setting["dtype"]), "cpu")
+    setup = build_setup(variant, model, setting | {"learning_rate": 0.1, "optimizer": "AdamW"})
+    for _ in range(STEPS):
+        take_step(log, setup, setting["micro_batches"])
+
+
+def take_step(log: Log | Notes, setup: TrainingSetup, micro_batches: int) -> None:
     """Take a training step as `on_ranks.take_step` does, with all micro-batches except the last one in `no_sync`."""
     log.begin_step()
+    device = next(setup.model.parameters()).device
     setup.optimizer.zero_grad()
     for i in range(micro_batches):
         is_last = i == micro_batches - 1
         if not is_last and not hasattr(setup.wrapper, "no_sync"):
             raise TypeError("it has no no_sync for micro-batches")
         with contextlib.nullcontext() if is_last else setup.wrapper.no_sync():
-            setup.wrapper(torch.empty(1, device="meta")).backward()
+            setup.wrapper(torch.empty(1, device=device)).backward()
     log.wait_for_futures()
     if hasattr(setup.wrapper, "finish_grad_sync"):
         setup.wrapper.finish_grad_sync()
