@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class Conditions:
     deadline_s: float | None = None  # for one run of ranks
     ends_at: float = math.inf  # the value of time.monotonic() by which a check has to end
     is_debugged: bool = False
+    uses_hidden: bool = False  # whether checks may use cases that students never get: when they are graded
 
 
 @dataclass
@@ -103,7 +104,60 @@ class CheckContext:
         mode: str = "strict",
     ) -> list[ranks.RankResults]:
         how = self.conditions
-        usual_s = (how.deadline_s or ranks.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
+        try:
+            results = self._start(
+                scenario,
+                args_per_call,
+                world_size,
+                mode,
+                backend=how.backend if how.share_gpu or world_size <= machine.count_gpus() else "gloo",
+                share_gpu=how.share_gpu,
+            )
+        except ranks.RankFailure as failure:
+            self.output = failure.output
+            is_late = failure.kind == "deadline" and time.monotonic() >= how.ends_at
+            note = "The time limit for the checks of this module was reached here." if is_late else ""
+            raise to_failure(failure, self.sources, note) from None
+        self.output = results[0].output
+        self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
+        self.contradiction = self.contradiction or find_missing_content(scenario, results, args_per_call)
+        return results
+
+    def run_until_failure(
+        self, scenario: Callable[..., Any], jobs_per_call: Sequence[ranks.PerRank], **options: Any
+    ) -> list[ranks.RankResults | ranks.RankFailure]:
+        """Call the scenario for each element of `jobs_per_call` on the same ranks, on the CPU, until a call fails.
+
+        Return the results of the calls before, and the failure if there is one. For `options`, see `_start`. The
+        records are not compared with borders, so a check must not rely on what they prove.
+        """
+        try:
+            jobs = [[jobs] for jobs in jobs_per_call]
+            results = self._start(scenario, jobs, len(jobs_per_call[0]), backend="gloo", **options)
+        except ranks.RankFailure as failure:
+            self.output = failure.output
+            return [*failure.completed, failure]
+        self.output = results[0].output
+        return [*results]
+
+    def _start(
+        self,
+        scenario: Callable[..., Any],
+        args_per_call: Sequence[Sequence[Any]],
+        world_size: int,
+        mode: str = "strict",
+        *,
+        backend: str,
+        share_gpu: bool = False,
+        packages: Mapping[str, Sources] | None = None,
+        usual_s: float = 0.0,
+    ) -> list[ranks.RankResults]:
+        """Run the scenario within the time that the check has. Raise RankFailure if a rank has no result.
+
+        `packages` are importable beside the submission. The ranks have `usual_s` seconds, or the usual number.
+        """
+        how = self.conditions
+        usual_s = usual_s or (how.deadline_s or ranks.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
         left_s = how.ends_at - time.monotonic()
         deadline_s, longest_s = (min(limit_s, left_s) for limit_s in (usual_s, BUSY * usual_s))
         if left_s <= 0:
@@ -111,31 +165,22 @@ class CheckContext:
         seed = self.rng.randrange(2**63)
         TURN.release()
         try:
-            results = ranks.run_calls(
+            return ranks.run_calls(
                 scenario,
                 args_per_call,
                 world_size=world_size,
-                backend=how.backend if how.share_gpu or world_size <= machine.count_gpus() else "gloo",
-                share_gpu=how.share_gpu,
+                backend=backend,
+                share_gpu=share_gpu,
                 deadline=deadline_s,
                 longest=longest_s,
                 mode=mode,
-                packages={"submission": self.sources},
+                packages={"submission": self.sources, **(packages or {})},
                 graded=True,
                 seed=seed,
                 terminal=how.is_debugged,
             )
-        except ranks.RankFailure as failure:
-            self.output = failure.output
-            is_late = failure.kind == "deadline" and time.monotonic() >= how.ends_at
-            note = "The time limit for the checks of this module was reached here." if is_late else ""
-            raise to_failure(failure, self.sources, note) from None
         finally:
             TURN.acquire()
-        self.output = results[0].output
-        self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
-        self.contradiction = self.contradiction or find_missing_content(scenario, results, args_per_call)
-        return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
         """Run a scenario only to look for a cause. Return None if the run fails. Keep the failed check's output."""

@@ -54,7 +54,8 @@ def grade(
     snapshot = Snapshot(target)
     if secret is not None:
         grading.seed = derive_seed(secret, snapshot, max(number for number, _ in grading.modules()))
-    Schedule(snapshot, grading, prior, Conditions(grading.seed, backend, share_gpu), total_s, on_change).run()
+    conditions = Conditions(grading.seed, backend, share_gpu, uses_hidden=True)
+    Schedule(snapshot, grading, prior, conditions, total_s, on_change).run()
     grading.finished = True
     on_change()
     return grading

@@ -131,6 +131,7 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
+        self.num_ended_before_mismatch: int | None = None  # the calls that all ranks had ended; None without a mismatch
 
     def start(self) -> None:
         """Let the server, which has been started, fork the ranks in a new directory. Send each rank its request."""
@@ -280,6 +281,8 @@ class Monitor:
             for event in list(wire.decode_json(body.decode())):
                 validate(event, len(rank.record.launches))
                 self.progress.add(rank.number, event)
+                if self.progress.mismatch and self.num_ended_before_mismatch is None:
+                    self.num_ended_before_mismatch = min(len(each.results) for each in self.ranks)
                 if self._switch:
                     self._switch.follow(rank.number, event)
         elif letter == b"X":

@@ -99,7 +99,8 @@ def run_calls(
     """Run `function(*args)` for each `args` of `args_per_call`, one after the other on the same ranks: see `run_ranks`.
 
     Each element of the returned list has the events of its own call, with launches numbered from 0, and the printed
-    output of the whole run. All calls share one deadline.
+    output of the whole run. All calls share one deadline. If a call fails, the RankFailure has the results of the calls
+    before it (`completed`).
     """
     how = RunOptions(**options)
     module, sources = find_sources(function)
@@ -115,15 +116,17 @@ def run_calls(
     finally:
         monitor.end()
     events = [rank.record.calls for rank in monitor.ranks]
-    if failure:
-        # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
-        earliest = min(len(args_per_call) - 1, *(len(rank.results) for rank in monitor.ranks))
-        failure.events = [own[earliest] for own in events]
-        raise failure
     values = zip(*(rank.results for rank in monitor.ranks))
     output = [rank.read_output() for rank in monitor.ranks]
     per_call = zip(values, map(list, zip(*events)), monitor.list_carried())
-    return [RankResults(own, its_events, output, carried) for own, its_events, carried in per_call]
+    completed = [RankResults(own, its_events, output, carried) for own, its_events, carried in per_call]
+    if failure:
+        # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
+        earliest = min(len(args_per_call) - 1, len(completed))
+        failure.events = [own[earliest] for own in events]
+        failure.completed = completed[: monitor.num_ended_before_mismatch]
+        raise failure
+    return completed
 
 
 def make_requests(

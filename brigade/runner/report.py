@@ -58,6 +58,7 @@ class RankFailure(Exception):
     own: bool = False  # whether the frames are the submission's own code
     waiting: Collection[str] = frozenset()  # the operations in which ranks waited, or that mismatched
     events: list[list[Event]] = field(default_factory=list)  # by rank
+    completed: list[Any] = field(default_factory=list)  # the results of the calls that all ranks had ended before
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *self.lines])

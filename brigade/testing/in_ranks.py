@@ -109,14 +109,20 @@ class PeakByKind(LiveMemory):
 
 def call(where: dict[str, Any], arguments: Sequence[Any]) -> Any:
     """Import a driver as its caller does, and call it. `where` is what `running.locate` returns."""
-    os.environ[IS_RANK] = str(dist.get_rank())
+    forget()
     sys.path[:] = where["path"]
-    global _watched
-    _watched = None
     function: Any = load(where)
     for name in where["function"].split("."):
         function = getattr(function, name)
     return function(*arguments)
+
+
+def forget() -> None:
+    """Prepare this rank for a driver: no model is watched, and `run` refuses to work."""
+    os.environ[IS_RANK] = str(dist.get_rank())
+    global _watched
+    _watched = None
+    recording.name_parameters(nn.Module())
 
 
 def load(where: dict[str, Any]) -> Any:

@@ -117,6 +117,7 @@ def test_a_failed_call_is_reported_with_its_own_events():
         run_calls(functions.fail, [[no_rank, "no error"], [1, "the second call"]], world_size=2)
     assert (caught.value.kind, caught.value.rank, caught.value.message) == ("exception", 1, "the second call")
     assert [len([event for event in events if event["kind"] == "launch"]) for events in caught.value.events] == [1, 0]
+    assert [list(results) for results in caught.value.completed] == [[None, None]], "those of the first call"
 
 
 def test_every_run_has_fresh_processes_in_a_fresh_directory_that_goes_with_it():
