@@ -24,7 +24,7 @@ help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
 	@echo "make test             run all tests: lint, skeletons, graded checks, mutants, toolkit, notebooks"
 	@echo "make module MODULE=3  run the tests of one module, which also list what it lacks, after you have changed it"
-	@echo "make new MODULE=17 NAME=lockstep  write the files of a new module, in which TODO marks what is missing"
+	@echo "make new MODULE=18 NAME=lockstep  write the files of a new module, in which TODO marks what is missing"
 	@echo "make coverage         run all tests, and print which part of brigade they execute, ranks included"
 	@echo "make setup            create the virtual environment .venv; then run: source .venv/bin/activate"
 	@echo "make figures          draw the pictures of the readings again, from runs on this machine"
@@ -61,7 +61,7 @@ module: setup
 	$(BIN)/python -m pytest -q -rs -n 2 --target solutions --module $(MODULE)
 
 new: setup
-	$(if $(MODULE),,$(error name a module, as in `make new MODULE=17 NAME=lockstep`))
+	$(if $(MODULE),,$(error name a module, as in `make new MODULE=18 NAME=lockstep`))
 	$(BIN)/python -m tools.module $(MODULE) $(NAME)
 
 coverage: setup

@@ -1,4 +1,4 @@
-"""Write the files of a new module: python -m tools.module 17 lockstep
+"""Write the files of a new module: python -m tools.module 18 lockstep
 
 This adds a row to the table of modules and copies `tools/template`, which is a small module that works: a wrapper with
 one part, one check with its mutants, a reading, hints and a notebook. Replace everything that is marked TODO.
@@ -43,7 +43,7 @@ def main() -> int:
     options = parser.parse_args()
     number, name = options.number, options.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or number in [entry.number for entry in MODULES]:
-        parser.error("give a number that no module has, and a name of small letters, such as 17 lockstep")
+        parser.error("give a number that no module has, and a name of small letters, such as 18 lockstep")
     files = make_files(number, name)
     if existing := [path for path in files if (ROOT / path).exists()]:
         parser.error(f"{existing[0]} already exists")

@@ -112,6 +112,10 @@ MODULES = (
     Module(16, "m16_half_bytes", "Half the bytes", 10, 60, 3,
            ("start_reduce_scatter", "HalfBytesDDP", "ErrorFeedback"), "16 bits on the wire, 32 in the sum",
            BEYOND, trains=False),
+    Module(17, "m17_prove_it", "Prove it", 20, 120, 4,
+           tuple(f"{role}_{part}" for part in ("average", "awaited", "order", "accumulated", "sharded")
+                 for role in ("drive", "judge")),
+           "checks that accept every right wrapper and reject the wrong ones", BEYOND, trains=False),
 )  # fmt: skip
 
 

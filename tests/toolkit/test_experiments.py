@@ -104,6 +104,7 @@ PRINTED = {
     "m16/wire": ["all-reduce in bfloat16 +2.4", "reduce-scatter in bfloat16 +2.4", r"float32 +1.66e-03 .* 1.66e-03\n"],
     "m16/drift": ["own part: .* by [4-6]", r"rounded parts: .* by 0.0e\+00 after 100"],
     "m16/feedback": ["rounded: -0.976562, off by 0.001907", "with feedback: .* off by 0.000000"],
+    "m17/counted": [r"nothing +4 +equal", r"backward only +4 +equal", r"forward and backward +1 +equal"],
     "cap/engine": ["modules 4, 5: 1 all_reduce; 1.50 times", "module 11: 2 all_gather, 2 reduce_scatter; 3.00 times"],
     "m08/memory": [
         r"7 CachedDDP +4 \+ 4\.?\d* \+ 8 .* 4P \+ 4P \+ 8P\n", r"torch DDP +4 \+ 8 \+ 8 .* 8P, and 4P of buckets\n",

@@ -1,0 +1,146 @@
+"""The right and wrong implementations that module 17 tries a student's pair on.
+
+A wrong one is a public fault (`faults.py`) or, when a submission is graded, a mutant of the module under test
+(`hidden.py`). In the student edition, the right ones are the student's own modules, and there are no mutants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from brigade.checks.collect import import_from_tests
+from brigade.course.modules import HAS_SOLUTIONS, Module, get_module
+from brigade.course.submission import Sources, read
+from m17_prove_it.topics import (
+    AVERAGES,
+    BLOCKS,
+    CHECKPOINT,
+    EQUAL,
+    EXCEPTIONS,
+    GROUPS,
+    NESTED,
+    NORM,
+    ORDER,
+    OVERLAP,
+    RULE,
+    START,
+    STATE,
+    STEPS,
+    THREE,
+    UNUSED,
+    WAITS,
+)
+
+# For each part: the classes under test, by module, and whose mutants are tried.
+UNDER_TEST = {
+    "average": {1: "NaiveDDP", 2: "FlatDDP"},
+    "awaited": {3: "OverlappedDDP"},
+    "order": {4: "BucketedDDP"},
+    "accumulated": {3: "OverlappedDDP", 4: "BucketedDDP", 5: "BufferedDDP"},
+    "sharded": {8: "ZeroOptimizer"},
+}
+
+# For each part: module -> sentence of a fault -> what it is about.
+PUBLIC: dict[str, dict[int, dict[str, str]]] = {
+    "average": {
+        1: {
+            "gradients are summed, not averaged": AVERAGES,
+            "the sum over several ranks is divided by 2, whatever their number": THREE,
+            "process_group is ignored": GROUPS,
+            "buffers are not broadcast": START,
+        },
+        2: {"a parameter that a rank has not used keeps None there": UNUSED},
+    },
+    "awaited": {
+        3: {
+            "no handle is awaited": WAITS,
+            "the last handle is never awaited": WAITS,
+            "only the last handle is awaited": WAITS,
+            "each hook waits for its own launch": OVERLAP,
+            "everything is launched after backward": OVERLAP,
+        }
+    },
+    "order": {
+        4: {
+            "everything is launched after backward": OVERLAP,
+            "odd ranks launch two buckets in the opposite order": ORDER,
+            "every parameter has a bucket of its own": RULE,
+            "a megabyte has a million bytes": RULE,
+            "a parameter that a rank has not used keeps None there": UNUSED,
+        }
+    },
+    "accumulated": {
+        3: {"no_sync has no effect": BLOCKS, "what was accumulated inside no_sync is lost": BLOCKS},
+        4: {"no_sync does not end after an exception": EXCEPTIONS, "only the first step is averaged": STEPS},
+        5: {"the end of an inner no_sync ends the outer one": NESTED},
+    },
+    "sharded": {
+        8: {
+            "the last parameter is not gathered": EQUAL,
+            "the optimizer's state is lost in every step": EQUAL,
+            "every rank has state for all parameters": STATE,
+            "the norm is right, but nothing is clipped": NORM,
+            "a state dict is loaded without its state": CHECKPOINT,
+        }
+    },
+}
+
+# The right changes of a module that are right in what the part is about.
+VARIANTS: dict[str, list[str]] = {
+    "average": [],
+    "awaited": ["every launch held back until one more gradient is ready"],
+    "order": ["an empty bucket where there are no parameters"],
+    "accumulated": [],
+    "sharded": ["a norm rounded to bfloat16", "a norm computed in float32, as a number"],
+}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation under test. `topic` is "" if it is right. `sources` are the files of all modules."""
+
+    number: int  # of its module
+    sentence: str
+    topic: str
+    fault: str  # of FAULTS, or ""
+    sources: Sources
+
+
+def choose(part: str, own: Sources, uses_hidden: bool) -> list[Implementation]:
+    """Return the implementations for a part. In the student edition, the right ones are the student's `own` modules."""
+    modules = {number: get_module(number) for number in UNDER_TEST[part]}
+    reference = read("solutions", 8) if HAS_SOLUTIONS else own
+    chosen = []
+    for number, entry in modules.items():
+        whose = "the reference" if HAS_SOLUTIONS else "your own answer"
+        chosen.append(Implementation(number, f"{whose} to module {number}", "", "", reference))
+        for sentence, topic in PUBLIC[part].get(number, {}).items():
+            chosen.append(Implementation(number, sentence, topic, sentence, reference))
+        if HAS_SOLUTIONS:
+            chosen += list_others(part, entry, reference, uses_hidden)
+    return chosen
+
+
+def list_others(part: str, entry: Module, reference: Sources, uses_hidden: bool) -> list[Implementation]:
+    """Return the other right answers to a module and, if `uses_hidden`, its mutants."""
+    mutants = import_from_tests("mutants")
+    number = entry.number
+
+    def replace(texts: dict[str, str]) -> Sources:
+        changed = {f"{entry.package}.{file.removesuffix('.py')}": text for file, text in texts.items()}
+        return reference | {name: (reference[name][0], text) for name, text in changed.items()}
+
+    alternative = replace({entry.path.name: (entry.tests / "alternative.py").read_text()})
+    others = [Implementation(number, f"another right answer to module {number}", "", "", alternative)]
+    for variant in [each for each in mutants.list_variants(entry) if each.name in VARIANTS[part]]:
+        name = f"module {number} with a right change, {variant.name}"
+        others.append(Implementation(number, name, "", "", replace(variant.apply())))
+    for sentence, topic in list_hidden(part, number) if uses_hidden else ():
+        mutant = mutants.find_mutant(number, sentence)
+        others.append(Implementation(number, f"module {number}: {sentence}", topic, "", replace(mutant.apply())))
+    return others
+
+
+def list_hidden(part: str, number: int) -> list[tuple[str, str]]:
+    """Return the names and topics of the mutants of a module that are tried when a submission is graded."""
+    return [*import_from_tests("m17_prove_it.hidden").HIDDEN[part].get(number, {}).items()]
