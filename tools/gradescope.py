@@ -26,8 +26,8 @@ SCRIPTS = ROOT / "tools" / "gradescope"
 NEEDED = ("LICENSE", *student_edition.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *student_edition.CHECKS)
 NEEDED += ("lessons/*/answers.md",)  # the points of the written questions
 # Module 17 tries students' checks on right and wrong implementations.
-NEEDED += ("tests/mutants.py", "tests/m*/mutants.diff", "tests/m*/variants.diff", "tests/m*/alternative.py")
-NEEDED += ("tests/m17_prove_it/hidden.py",)
+NEEDED += ("tests/mutants.py", "tests/m17_prove_it/hidden.py")
+NEEDED += tuple(f"tests/m0[1-58]_*/{name}" for name in ("mutants.diff", "variants.diff", "alternative.py"))
 # From requirements.txt. Grading needs neither notebooks nor figures.
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "jinja2", "numpy")
 
