@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.linalg import vector_norm
 
 from brigade.checks.tiny_lm import SIZES
 from brigade.cli.console import console
@@ -93,8 +94,8 @@ def make_loop(setup):
 
         def decide(self, loss_sum, num_tokens):
             """Let all ranks decide together, because with modules 11, 14 and 15, each has only a part of the sums."""
-            grads = [p.grad for p in self.ddp.parameters() if p.grad is not None]
-            square = sum(torch.linalg.vector_norm(grad, dtype=torch.float64).square().item() for grad in grads)
+            norms = [vector_norm(p.grad, dtype=torch.float64) for p in self.ddp.parameters() if p.grad is not None]
+            square = sum(float(norm) ** 2 for norm in norms)
             loss_sum, square = self.sum_over_ranks([loss_sum, square], torch.float64)
             return not (math.isfinite(loss_sum) and math.isfinite(square)), loss_sum / num_tokens
 
