@@ -690,8 +690,8 @@ def test_students_who_wrote_a_module_count_once_in_its_failures():
     everyone.append(make_student("ada", better, "ada-1"))  # a second submission, which is better
     lines = class_report.list_failures(everyone, [get_module(1), get_module(2)])
     assert lines == [
-        "3 of 3 students who wrote module 1 fail 1.1  a (2: another.)",
-        "2 of 3 students who wrote module 1 fail 1.2  b (2: the wrong rank.)",
+        "3 of 3 students who wrote module 1 fail 1.1  a (2 of 3: another.)",
+        "2 of 3 students who wrote module 1 fail 1.2  b (2 of 2: the wrong rank.)",
     ]
 
 
