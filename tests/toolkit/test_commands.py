@@ -77,6 +77,7 @@ def expect_brigade(arguments: list[str]) -> None:
         "init": ["DIR"],
         "update": ["DIR"],
         "post-mortem": ["DIR"],
+        "trace": ["3"],
         "grade": ["--submission", "DIR"],
         "mark": ["NAME"],
         "term": ["NAME"],
