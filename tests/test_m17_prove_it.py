@@ -191,7 +191,7 @@ def run_drivers(submission, part, trials, size):
         if failed and not results:
             if failed.part or failed.kind == "deadline":
                 raise to_failure(failed, submission.sources)
-            waiting.pop(0).reasons[size] = failed.summary
+            waiting.pop(0).reasons[size] = "\n".join([failed.summary, *failed.lines[-4:]])
     return observed
 
 
