@@ -14,6 +14,7 @@ from brigade.checks.context import to_failure
 from brigade.checks.expectations import expect
 from brigade.checks.verdict import CheckFailed, Verdict
 from brigade.course.modules import get_module
+from brigade.course.syntax import parse_tree
 from brigade.runner.ranks import PerRank, RankFailure
 from m17_prove_it import causes as diagnosis
 from m17_prove_it import scenario as m17_prove_it
@@ -156,19 +157,19 @@ def try_all(submission, part):
 
 def read_world_sizes(submission, part):
     """Return the numbers of ranks for a part, which the submission may choose. Only its text is read."""
-    entry = get_module(17)
-    name = f"WORLD_SIZES_{part.upper()}"
-    sizes = WORLD_SIZES
-    for node in ast.parse(submission.sources[f"{entry.package}.{entry.name}"][1]).body:
-        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == [name]:
+    entry, name, sizes = get_module(17), f"WORLD_SIZES_{part.upper()}", WORLD_SIZES
+    text = submission.sources[f"{entry.package}.{entry.name}"][1]
+    for node in parse_tree(text).body:
+        targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+        if name in [getattr(target, "id", None) for target in targets]:
             try:
-                sizes = ast.literal_eval(node.value)
+                sizes = ast.literal_eval(getattr(node, "value", None))
             except (ValueError, TypeError, MemoryError, RecursionError):
                 sizes = ()
             is_right = type(sizes) is tuple and 0 < len(sizes) <= 3
             is_right = is_right and all(type(size) is int and 1 <= size <= 4 for size in sizes)
             expected = f"{name} is a tuple of one to three numbers from 1 to 4"
-            expect(is_right, expected, f"it is {ast.unparse(node.value)[:50]}")
+            expect(is_right, expected, f"it is {ast.get_source_segment(text, node)[:60]}")
     return [1] if submission.conditions.is_debugged else list(dict.fromkeys(sizes))
 
 
