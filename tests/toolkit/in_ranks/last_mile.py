@@ -125,10 +125,11 @@ def hang(plan: dict, workload: dict, variant: dict, culprit: int, step: int) -> 
 
         def run(self):
             hung.wait()
+            if self.is_cancelled:
+                return
             while not (dist.get_rank() == culprit or is_waiting()):
                 pause()
-            if not self.is_cancelled:
-                self.function()
+            self.function()
 
     def wait_for_the_others(_) -> None:
         everybody = [path.with_name(f"said_{rank}") for rank in range(dist.get_world_size())]
