@@ -94,6 +94,7 @@ def test_the_score_comes_after_the_checks(monkeypatch, capsys):
     )
 
 
+@pytest.mark.extended
 def test_the_command_prints_a_table_for_each_problem(monkeypatch, capsys):
     monkeypatch.setattr(command, "run_check", lambda *_, **__: SimpleNamespace(status="passed"))
     assert main(["score", "4", "--target", "solutions", "--torch"]) == 0

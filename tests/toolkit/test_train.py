@@ -128,6 +128,7 @@ def resume_with_another_engine(call, folder, chain, steps):
     return expected
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_module_11_goes_on_in_module_8_and_in_plain_torch(call, tmp_path):
     expected = resume_with_another_engine(call, tmp_path, [(11, 3, None), (8, 2, None)], 6)
     names = ["manifest.json", "step-6-rank-0-of-2.pt", "step-6-rank-1-of-2.pt"]
