@@ -72,3 +72,10 @@ def test_the_declared_packages_are_those_that_are_pinned():
     declared = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("\n[project.scripts]")[0]
     names = {name for name in re.findall(r'"([\w-]+)(?:[>=][^"]*)?"', declared) if name != "bucket-brigade"}
     assert names == set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+
+
+def test_the_site_s_contents_list_every_document():
+    """The build of the site, which only EVERYTHING=1 runs, refuses a page that no list names."""
+    listed = set((ROOT / "site/index.md").read_text().split())
+    paths = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "docs").rglob("*.md"))
+    assert {f"../{path.as_posix()}" for path in paths} <= listed
