@@ -25,8 +25,9 @@ from torch import Tensor
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
-from brigade.events import Event
+from brigade.events import Event, follow_steps
 from brigade.ipc.wire import DTYPES
+from brigade.rank.memory import list_tensors
 from brigade.runner.ranks import RankResults
 from brigade.switch.switch import Call
 
@@ -53,7 +54,7 @@ def find_missing_gradient(results: RankResults, jobs: Sequence[Any]) -> str:
         if len(members) == 1 or max(members) >= len(jobs):
             continue  # the case of a checkpoint may have more members than the run
         delivered = collect(results.events, results.carried, set(members))
-        returned = Values(tensor for rank in members for tensor in list_tensors(results[rank]))
+        returned = Values(list_tensors([results[rank] for rank in members]))
         *gradients, trained = train([jobs[rank] for rank in members])
         is_trained = returned.are_known(trained) and all(weight.dtype in EXACT for weight in trained.values())
         for step, own in list(enumerate(gradients))[: len(gradients) - is_evaluated]:
@@ -68,7 +69,7 @@ class Values:
     """The values of some tensors, without their order."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        parts = [tensor.flatten() for tensor in tensors]
+        parts = [tensor.flatten() for tensor in tensors if tensor.dtype.is_floating_point]
         self.has_half = any(part.dtype.itemsize == 2 for part in parts)
         none = torch.zeros(0, dtype=torch.float64)
         self.sorted = torch.cat([none, *(part.double() for part in parts)]).sort().values
@@ -97,29 +98,19 @@ class Values:
         return bool(places.max() < len(self.sorted) and (self.sorted[places] <= wanted + tolerance).all())
 
 
-def list_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor) and value.dtype.is_floating_point:
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from list_tensors(item)
-
-
 def collect(
     events: Sequence[Sequence[Event]], carried: Sequence[Sequence[Call]], members: set[int]
 ) -> dict[int | None, Values]:
     """Return what launches inside a group delivered, by the step in which they were launched."""
     delivered: dict[int | None, list[Tensor]] = {}
     for rank in members:
-        step = None
         for event in events[rank]:
-            if event["kind"] == "step":
-                step = event["step"]
-                delivered.setdefault(step, [])
-            elif event["kind"] == "launch" and step is not None:
+            if event["kind"] == "step":  # in some, nothing may be launched
+                delivered.setdefault(event["step"], [])
+        for _, step, event in follow_steps(events[rank]):
+            if event["kind"] == "launch" and step is not None:
                 call = carried[rank][event["index"]]
-                if call.carried and members.issuperset(call.ranks) and DTYPES[call.dtype].is_floating_point:
+                if call.carried and members.issuperset(call.ranks):
                     delivered[step].append(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]))
     return {step: Values(tensors) for step, tensors in delivered.items()}
 

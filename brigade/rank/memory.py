@@ -35,9 +35,11 @@ def uncounted() -> Iterator[None]:
 
 
 def list_tensors(value: Any) -> list[torch.Tensor]:
-    """Return a flat list of all tensors in `value`: a tensor, a list of tensors, or a list of lists of tensors."""
+    """Return a flat list of all tensors in `value`: a tensor, or nested lists, tuples and dicts of tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, dict):
+        return list_tensors([*value.values()])
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in list_tensors(item)]
     return []

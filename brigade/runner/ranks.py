@@ -40,7 +40,7 @@ class PerRank(list):
 class RankResults(list):
     """The values that the ranks returned, with their events and their output.
 
-    `carried` has what the switch performed, by rank and launch; without a switch, no rank has a launch.
+    `carried` has what the switch performed, by rank and launch; without a switch, there is nothing.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class RankResults(list):
         values: Sequence[Any],
         events: list[list[Event]],
         output: list[str],
-        carried: list[list[Call]] | None = None,
+        carried: Sequence[list[Call]] = (),
     ):
         super().__init__(values)
-        self.events, self.output, self.carried = events, output, carried or [[] for _ in events]
+        self.events, self.output, self.carried = events, output, carried
 
 
 @dataclass(frozen=True, kw_only=True)

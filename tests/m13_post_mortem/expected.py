@@ -281,11 +281,14 @@ def stop_inside(rng):
     return "behind", [culprit], make_traces(groups, reached)
 
 
-def wait_in_a_circle(rng):
-    """Return a job in which two ranks use two groups in opposite orders; other ranks of the world only wait."""
+def make_circle(rng, length):
+    """Return the groups of a job, its program, and the programs of all ranks. One rank of a pair swaps calls 6 and 7.
+
+    The two calls are in two groups of this pair. All ranks have the same calls otherwise, which are the same dicts.
+    """
     world_size = rng.randint(2, 5)
     first, second = rng.sample(range(world_size), 2)
-    groups, program = make_program(rng, world_size, length=10)
+    groups, program = make_program(rng, world_size, length=length)
     pair = tuple(sorted((first, second)))
     groups |= {"1": pair, "2": pair}
     for call in rng.sample(program[:6], 3):
@@ -294,33 +297,29 @@ def wait_in_a_circle(rng):
     program[0]["group"] = "0"  # every rank has a call
     swapped = [*program[:6], program[7], program[6], *program[8:]]
     programs = {rank: swapped if rank == second else program for rank in range(world_size)}
-    if bystanders := programs.keys() - pair:
+    return groups, program, programs
+
+
+def wait_in_a_circle(rng):
+    """Return a job in which two ranks use two groups in opposite orders; other ranks of the world only wait."""
+    groups, program, programs = make_circle(rng, length=10)
+    if bystanders := programs.keys() - groups["1"]:
         programs[min(bystanders)] = program[: rng.choice((6, 9))]  # this rank may be slow, too
     reached = run_blocking(groups, programs)
-    return "circular", sorted((first, second)), make_traces(groups, reached)
+    return "circular", [*groups["1"]], make_traces(groups, reached)
 
 
 def queue_in_a_circle(rng):
     """Return a job like that of `wait_in_a_circle` on GPUs: all ranks have launched all calls, which wait in queues."""
-    world_size = rng.randint(2, 5)
-    first, second = rng.sample(range(world_size), 2)
-    groups, program = make_program(rng, world_size, length=12)
-    pair = tuple(sorted((first, second)))
-    groups |= {"1": pair, "2": pair}
-    for call in rng.sample(program[:6], 3):
-        call["group"] = rng.choice("12")
-    program[6]["group"], program[7]["group"], program[8]["group"] = "1", "2", "0"
-    program[0]["group"] = "0"  # every rank has a call
+    groups, program, programs = make_circle(rng, length=12)
     for call in program[9:]:
         call["group"] = rng.choice("012")
-    swapped = [*program[:6], program[7], program[6], *program[8:]]
-    programs = {rank: swapped if rank == second else program for rank in range(world_size)}
     reached = run_blocking(groups, programs)
     traces = make_traces(groups, programs)
     for trace in traces:
         for call in trace["calls"][len(reached[trace["rank"]]) - 1 :]:
             call["is_complete"] = False
-    return "circular", sorted((first, second)), traces
+    return "circular", [*groups["1"]], traces
 
 
 def stay_healthy(rng):
