@@ -139,7 +139,7 @@ def run_bench(options: argparse.Namespace) -> int:
 def choose_ranks(options: argparse.Namespace) -> tuple[int, str]:
     """Return the number of ranks, which torchrun may have started, and the backend.
 
-    The backend is NCCL if there are several ranks and each rank on this machine can have its own GPU.
+    The backend is NCCL if each rank on this machine can have its own GPU.
     """
     from brigade.runner import machine
 
@@ -148,8 +148,7 @@ def choose_ranks(options: argparse.Namespace) -> tuple[int, str]:
         _, world_size, _, local_size = torchrun.read_rank_variables()
         if options.ranks not in (None, world_size):
             raise CourseError(f"--ranks {options.ranks}: torchrun has started {world_size} ranks; leave out --ranks")
-    has_gpus = world_size > 1 and local_size <= machine.count_gpus()
-    return world_size, options.backend or ("nccl" if has_gpus else "gloo")
+    return world_size, options.backend or ("nccl" if local_size <= machine.count_gpus() else "gloo")
 
 
 def require_training(entry: Module) -> None:

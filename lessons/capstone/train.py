@@ -243,7 +243,8 @@ def run(arguments):
 
         # Under torchrun, the deadline is that of each collective. Otherwise it is that of the whole run.
         deadline = options.deadline + 60 if torchrun.is_torchrun() else MONTH_S
-        how = {"world_size": world_size, "backend": backend, "deadline": deadline, "checks_losses": False}
+        how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu}
+        how |= {"deadline": deadline, "checks_losses": False}
         try:
             ladder = run_benchmark(fit_batch(workload, world_size), variants, sources, run=run_work, **how)
         except RankFailure as failure:
@@ -282,6 +283,7 @@ def make_parser():
     add(parser, "--deadline SECONDS", stop, ABOVE_ZERO, default=120.0)
     add(parser, "--ranks N", "the number of ranks without torchrun (default: 2)", AT_LEAST_ONE)
     add(parser, "--backend", "default: nccl if there is a GPU for every rank", choices=("gloo", "nccl"))
+    add(parser, "--share-gpu", "put several NCCL ranks on one GPU; the times are then meaningless")
     add(parser, "--rounds N", "steps of the comparison with torch (default: 10)", AT_LEAST_ONE, default=10)
     add(parser, "--png FILE", "also train with torch DDP, and draw both loss curves")
     return parser

@@ -84,7 +84,7 @@ def test_only_rank_0_of_torchrun_says_what_is_wrong(wrong, monkeypatch, capfd):
 def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     wanted = [argparse.Namespace(ranks=ranks, backend=None) for ranks in (1, None, 3)]
-    assert [lab.choose_ranks(one) for one in wanted] == [(1, "gloo"), (2, "nccl"), (3, "gloo")]
+    assert [lab.choose_ranks(one) for one in wanted] == [(1, "nccl"), (2, "nccl"), (3, "gloo")]
     for name, value in zip(torchrun.VARIABLES, ("5", "8", "1", "2", "localhost", "0")):
         monkeypatch.setenv(name, value)
     assert lab.choose_ranks(wanted[1]) == (8, "nccl"), "two of eight ranks are on this machine"

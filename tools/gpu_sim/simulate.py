@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ def list_steps(deadline: str, out: str) -> list[Step]:
     is_root = os.geteuid() == 0
     steps = [
         Step("the fakes", 1, [*pytest, "-p", "no:cacheprovider", "tools/gpu_sim/test_fakes.py"]),
+        Step("commands", 1, [*pytest, "-p", "no:cacheprovider", "tools/gpu_sim/test_commands.py"]),
         # What a real GPU says (docs/gpu_runs): a lone launch blocks, unless the ranks were connected before.
         Step(
             "lone launches", 1, [*probe, "lone-all_reduce"], said=r"not returned after[^.]*\.\n.*returned after 0\.\d"
@@ -73,6 +75,13 @@ def list_steps(deadline: str, out: str) -> list[Step]:
     steps.append(Step("torchrun: benchmark", 2, [*torchrun, "2", *bench], said="nccl"))
     short = ["--modules", "1", "--rounds", "4"]
     steps.append(Step("torchrun: 16 ranks", 16, [*torchrun, "16", *bench, *short], said="16 ranks"))
+    train = ["python", "lessons/capstone/train.py", "--target", "solutions", "--steps", "20", "--rounds", "3"]
+    found = {"PYTHONPATH": str(ROOT)}  # the simulation installs no course
+    saved = ["--save", f"{out}/trained"]
+    steps.append(Step("train", 2, [*train, *saved], said="2 ranks .nccl", environment=found))
+    train += ["--resume", f"{out}/trained", "--engine", "11", "--steps", "30", "--ranks", "3", *nccl]
+    said = "step +29 .*(?s:.*)3 ranks .nccl"
+    steps.append(Step("train: another engine", 1, train, said=said, environment=found))
     for gpus in (1, 2, 8):
         steps.append(Step("notebooks", gpus, ["python", "-m", "tools.notebook_figures", "--out", f"{out}/{gpus}_gpus"]))
     for gpus in (1, 2, 4, 8):
@@ -115,7 +124,8 @@ def main() -> int:
     subprocess.run([HERE / "build.sh", options.dir], check=True)
     logs, results = Path(options.dir) / "logs", Path(options.dir) / "results"
     for directory in (logs, results):
-        directory.mkdir(exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
     print("| step | GPUs | result | seconds |\n|---|---|---|---|")
     problems = []
     for index, step in enumerate(list_steps(options.deadline, str(results))):
