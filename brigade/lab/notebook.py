@@ -29,7 +29,7 @@ from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import read
 from brigade.events import Event
 from brigade.runner.machine import count_cores, count_gpus
-from brigade.runner.ranks import SERVER, RunOptions, make_requests
+from brigade.runner.ranks import SERVER, RankFailure, RunOptions, make_requests
 
 if TYPE_CHECKING:
     from IPython.display import Markdown
@@ -156,7 +156,10 @@ class Ranks:
         raised += [content for kind, content in endings.values() if kind != ENDED][:1]
         if failure:
             self.stop()
-            advice = "All ranks were ended; ranks = start_ranks() starts new ones."
+            is_late = isinstance(failure, RankFailure) and failure.kind == "deadline" and not failure.waiting
+            more = f"deadline_s={3 * deadline_s:.0f}" if is_late else ""
+            advice = f"All ranks were ended; ranks = start_ranks({more}) starts new ones"
+            advice += " with more time for each cell." if is_late else "."
             raise RanksError("\n".join([str(failure), *raised, advice]))
         if raised:
             raise RanksError("\n".join(raised))

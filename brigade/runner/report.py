@@ -24,7 +24,7 @@ BROKEN_LINK = re.compile(
     "[Cc]onnection (closed|refused|reset)|[Rr]emote (worker|process)|Broken pipe|connectFullMesh|ncclRemoteError"
 )
 NOT_CONNECTED = ", because the ranks did not finish creating a process group"
-NO_GPUS = ". Likely cause: the GPUs cannot communicate. NCCL_DEBUG=INFO shows why"
+NCCL_LOG = ". NCCL_DEBUG=INFO shows how far NCCL came"
 OTHER_SIZE = "gloo received a message of another size: the ranks called different collectives"
 JARGON = (
     (r"(group )?<brigade\.[\w.]+Group object at 0x\w+>", "process_group"),
@@ -130,7 +130,7 @@ def describe_failure(
         if importing:
             why = f" while importing {importing[0]}"
         elif connecting and all(connecting):
-            why = NOT_CONNECTED + (NO_GPUS if ranks[0].request["backend"] == "nccl" else "")
+            why = NOT_CONNECTED + (NCCL_LOG if ranks[0].request["backend"] == "nccl" else "")
         failure = RankFailure(kind, f"stopped after {deadline_s:.0f} s{why}", lines, waiting=waiting)
     failure.output = [rank.read_output() for rank in ranks]
     return failure

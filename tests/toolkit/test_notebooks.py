@@ -83,7 +83,7 @@ def expect_nothing_left(temporary: Path) -> None:
     hang_guard.wait_until(lambda: not find_left_behind(temporary))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two_ranks() -> Iterator[Ranks]:
     with start_ranks(2) as ranks:
         yield ranks
@@ -104,7 +104,7 @@ def test_a_cell_runs_on_every_rank_or_on_one(two_ranks: Ranks, capsys: pytest.Ca
 
 def test_an_exception_names_its_rank(two_ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="^rank 1 raised ValueError: on purpose\nTraceback"):
-        two_ranks.run("if dist.get_rank(): raise ValueError('on purpose')")
+        two_ranks.run("import torch.distributed as dist\nif dist.get_rank(): raise ValueError('on purpose')")
     two_ranks.run("still = 'there'")
     assert two_ranks["still"] == ["there", "there"]
 
@@ -116,6 +116,7 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
     with pytest.raises(RanksError) as caught:
         two_ranks.run(
             "import torch, torch.distributed as dist\n"
+            "dist.barrier()\n"
             "print('before')\n"
             "if dist.get_rank() == 0: dist.all_reduce(torch.ones(5))"
         )
@@ -123,12 +124,20 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
     assert lines[0] == "stopped after 2 s"
     assert lines[1].startswith("rank 0 waits in all_reduce #")
     assert lines[1].endswith("(float32, 20 B), which rank 1 never launched")
-    assert lines[2].startswith("rank 1 ended after all_reduce #")
+    assert lines[2].startswith("rank 1 ended after barrier #")
     assert "[stdout:0] \nbefore" in capsys.readouterr().out
+    assert lines[-1] == "All ranks were ended; ranks = start_ranks() starts new ones."
     SERVER.close()
     assert not find_left_behind(temporary)
     with pytest.raises(RanksError, match="the ranks have ended"):
         two_ranks.run("1")
+
+
+def test_ranks_that_only_compute_can_get_more_time(two_ranks: Ranks) -> None:
+    two_ranks.deadline_s = 1
+    advice = r"ranks = start_ranks\(deadline_s=3\) starts new ones with more time for each cell\.$"
+    with pytest.raises(RanksError, match=advice):
+        two_ranks.run("while True: pass")
 
 
 def test_an_emulated_link_is_on_the_cpu_even_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
