@@ -193,7 +193,7 @@ def draw_bars(
             medians = [one.median for one in spreads]
             axes.errorbar(medians, places, xerr=reach, fmt="D", color=BLACK, linewidth=2, capsize=6)
             ends = [max(end, one.upper) for end, one in zip(ends, spreads)]
-        texts = [" + ".join(f"{value:.3g}" for value in parts.values()) for parts in rows.values()]
+        texts = [" + ".join(f"{float(f'{value:.3g}'):g}" for value in parts.values()) for parts in rows.values()]
         for place, end, text in zip(places, ends, texts):
             axes.annotate(text, (end, place), (10, 0), textcoords="offset points", va="center")
         axes.set_yticks(places, [*rows])

@@ -39,6 +39,11 @@ def draw_stacked(parts: int) -> LargeFigure:
     return draw_bars({"state": {f"rank {i}": 6.96 for i in range(parts)}}, xlabel="MB", title="state")
 
 
+def test_a_long_time_is_written_as_it_is_read():
+    [axes] = draw_bars({"module 1": {"computation": 902.0, "exposed": 1084.0}}, xlabel="ms", title="").axes
+    assert [text.get_text() for text in axes.texts] == ["902 + 1080"]
+
+
 @pytest.mark.parametrize(
     ("figure", "fault"),
     [
