@@ -598,7 +598,7 @@ def list_divergences(traces: Sequence[Trace]) -> list[Divergence]:
 
 
 def list_waiting_members(first: Divergence, second: Divergence) -> list[int]:
-    """Return the members that have not come to `first` but to `second`: `first` waits for `second`."""
+    """Return the members that have come to `second` but not to `first`. Because of them, `first` waits for `second`."""
     # `calls` has None for a rank that has not come to a place.
     ### BEGIN SOLUTION part (c)
     return [rank for rank, call in first.calls.items() if call is None and second.calls.get(rank)]
@@ -625,12 +625,15 @@ def find_divergence(traces: Sequence[Trace]) -> Divergence | None:
 def compare_tails(by_rank: dict[int, Trace], place: Divergence, culprits: Sequence[int], others: Sequence[int]) -> str:
     """Return "missing" if the culprits skipped the call at `place`, "extra" if they made one more; otherwise "".
 
-    Compare each culprit's calls from this number on with those of each other rank, as far as both go:
+    In the place's group, compare each culprit's calls from this number on with those of each of the `others`, as far as
+    both go. The first case that holds for all culprits decides:
 
-    - If they agree once the culprit's first two calls are exchanged, with at least two pairs of calls of one other
-      rank, the calls were swapped. So first return "" if this holds for all culprits.
-    - After a skipped call, they agree with the others' calls from the next number on, with at least one such pair.
-    - After an additional call, the roles are exchanged.
+    - Their calls were swapped, so return "", if they agree once the culprit's first two calls are exchanged. At least
+      one of the others must have two calls to compare.
+    - A call was skipped if they agree with the others' calls from the next number on. At least one of the others must
+      have a call there.
+    - A call was added if the culprit's calls from the next number on agree with the others' calls, with the same
+      minimum.
     """
 
     # Without a majority (`others` is empty), a skipped call and an additional one look the same.
