@@ -7,14 +7,15 @@ them together may have 300 kB.
 
 `judge_PART(observed)` then runs once for each of the runs, in a process of its own without ranks. `observed[rank]` is
 what the driver returned there, and `observed.step(number, rank)` has the launches that it made (docs/testing.md). The
-judge raises AssertionError if the implementation is wrong, and returns None if it may be right. Any other exception
-loses the part. A judge that accepts everything earns nothing.
+judge raises AssertionError if the implementation is wrong, and returns None if it may be right, within 5 seconds. Any
+other exception or result loses the part. A judge that accepts everything earns nothing.
 
 If a rank raises an exception, or the ranks deadlock or launch different collectives, that rejects the implementation,
 too, and the judge does not run. A pair must accept *every* right implementation: one false alarm loses the part. So
 rely on what the readings promise, and on nothing else.
 
-`WORLD_SIZES_AVERAGE = (2, 4)` would run the part `average` on 2 and on 4 ranks. Without it, the numbers are 2 and 3.
+`WORLD_SIZES_AVERAGE = (2, 4)` in this file would run the part `average` on 2 and on 4 ranks. Such a tuple has one to
+three numbers from 1 to 4. Without it, the numbers are 2 and 3.
 """
 
 from __future__ import annotations
@@ -148,7 +149,9 @@ def judge_order(observed: Observed) -> None:
 
 
 def drive_accumulated(wrap: Wrap) -> Any:
-    """Test `wrap(module, process_group=None)`: an `OverlappedDDP`, or a `BucketedDDP` or `BufferedDDP` of few elements.
+    """Test `wrap(module, process_group=None)`: an `OverlappedDDP`, a `BucketedDDP` or a `BufferedDDP`.
+
+    The latter two have buckets of few elements.
 
     What can be wrong: gradients that accumulate inside `no_sync`; launches there; nested blocks; an exception that ends
     a block; a step whose backward passes are all inside; several steps, with `zero_grad` in both forms between them. If
@@ -168,7 +171,7 @@ def judge_accumulated(observed: Observed) -> None:
 
 
 def drive_sharded(wrap: Wrap) -> Any:
-    """Test `wrap(module, optimizer_cls, process_group=None, **options)`: a `ZeroOptimizer` with a wrapper, `.ddp`.
+    """Test `wrap(module, optimizer_cls, process_group=None, **options)`: a `ZeroOptimizer`, whose wrapper is `.ddp`.
 
     Each bucket has about 1000 elements. `.optim` is the inner optimizer, whose state is this rank's. What can be wrong:
     the weights after each step; the bytes of state; the norm that `clip_grad_norm_` returns, and its effect; the state
