@@ -583,7 +583,7 @@ def list_divergences(traces: Sequence[Trace]) -> list[Divergence]:
     A group diverges at its first aligned number where the calls of its members with a trace do not agree, or where one
     of these members has no call. Calls agree if op, sizes and dtype are equal.
     """
-    # Numbers may be missing from `align`'s result only before its first one.
+    # From its first number on, a group of `align`'s result has no gaps.
     ### BEGIN SOLUTION part (b)
     living = {trace.rank for trace in traces}
     divergences = []
