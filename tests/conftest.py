@@ -3,7 +3,8 @@
 `pytest -n auto` distributes the tests over one process more than there are cores, because some tests wait. The longest
 tests come first. A test that fails is named at once.
 
-Fixtures: `brigade` runs a command, and `snapshot` compares a text with a file in `toolkit/snapshots`.
+Fixtures: `brigade` runs a command, `snapshot` compares a text with a file in `toolkit/snapshots`, and with `few_cases`,
+checks take less time.
 """
 
 from __future__ import annotations
@@ -53,6 +54,18 @@ def brigade(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
         return Done(status, out, err)
 
     return run
+
+
+@pytest.fixture
+def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let checks try one number of ranks, unless with --everything or --module.
+
+    It is for tests that a right answer passes, and of what commands do with the results of checks.
+    """
+    if not request.config.option.everything and request.config.option.module is None:
+        from mutants import take_first_case
+
+        take_first_case(monkeypatch)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from mutants import (
     parse,
     read_reference,
     run_on_text,
-    take_first_case,
 )
 
 from brigade.checks.collect import collect
@@ -42,13 +41,6 @@ def conditions(request):
     seed = option.seed if option.everything else 0
     with isolate_ranks((), option.backend) if option.isolated else nullcontext():
         yield Conditions(seed, backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)
-
-
-@pytest.fixture
-def few_cases(request, monkeypatch):
-    """Try a right answer on fewer cases than a graded one, unless with --everything or --module."""
-    if not request.config.option.everything and request.config.option.module is None:
-        take_first_case(monkeypatch)
 
 
 # `make module` also tries mutants, skeletons and answers in another style of the modules above these.
