@@ -27,7 +27,7 @@ from situations.kinds import KINDS, Kind
 from situations.ranks import execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation
 
-SHARE = 6  # without --everything, a situation runs on each sixth kind that it applies to
+SHARE = 8  # without --everything, a situation runs on each eighth kind that it applies to
 REFUSALS = ("RuntimeError", "ValueError", "TypeError", "NotImplementedError")
 
 

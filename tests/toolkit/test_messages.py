@@ -131,10 +131,10 @@ def test_a_check_needs_an_earlier_one():
             names.append(check.name)
 
 
-ENTRIES = [pytest.param(e, id=e.package, marks=[pytest.mark.extended] * (e.number > 3)) for e in MODULES]
+ENTRIES = [pytest.param(e, id=e.package, marks=[pytest.mark.extended] * (e.number > 1)) for e in MODULES]
 
 
-@pytest.mark.parametrize("entry", ENTRIES)  # make module runs the long modules
+@pytest.mark.parametrize("entry", ENTRIES)  # make module runs those of the other modules
 def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
     """Among the messages about all checks of a mutant is the cause that the mutant names."""
     mutant = next(mutant for mutant in list_mutants(entry) if mutant.in_sample)
