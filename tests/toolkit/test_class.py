@@ -103,16 +103,16 @@ def small_class(directory, **points):
 def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     """A class is graded, and its gradebook and feedback are complete.
 
-    Two submissions are correct, one has a mistake, one is not Python, one has no modules, and one is an essay.
+    One submission is correct, one has a mistake, one is not Python, one has no modules, and one is an essay. A grader
+    starts for each of the first three.
     """
     directory, table_file = tmp_path / "submissions", tmp_path / "grades.csv"
     wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
-    hand_in(directory, "ada", {1: answer(1), 4: answer(4)})
+    hand_in(directory, "ada", {1: "def f(:\n", 4: answer(4)})
     hand_in(directory, "ada.zip", {1: wrong, 2: answer(2)})
     hand_in(directory, "=bob-flat", {1: answer(1, "tests")})
-    hand_in(directory / "carl_98765_assignsubmission_file", "submission.zip", {1: "def f(:\n"})
-    (directory / "dora").mkdir()
-    (directory / "dora" / "notes.ipynb").write_text("{}")
+    (directory / "carl_98765_assignsubmission_file").mkdir()
+    (directory / "carl_98765_assignsubmission_file" / "notes.ipynb").write_text("{}")
     (directory / "essay.pdf").write_text("not code")
     command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(table_file)]
     command += ["--modules", "1", "--feedback", str(tmp_path / "feedback")]
