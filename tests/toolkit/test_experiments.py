@@ -197,6 +197,7 @@ def test_a_script_runs_from_the_command_line():
     assert done.returncode == 0 and "10 MiB: 339 buckets" in done.stdout and not done.stderr
 
 
+@pytest.mark.extended
 def test_torchrun_starts_the_ranks():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(LAUNCH)]
     assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in LAUNCH.with_name("README.md").read_text()
