@@ -131,12 +131,15 @@ ROUNDS = {
 # Those that measure for seconds run with --everything, or with their module.
 LONG = {
     "m00/measure",
+    "m02/launches",
+    "m05/ledger",
     "m06/ends",
     "m07/views",
     "m08/against",
     "m08/masters",
     "m08/memory",
     "m08/traffic",
+    "m08/wire",
     "m10/alive",
     "m11/against",
     "m11/exposed",

@@ -177,6 +177,7 @@ SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=3, bucket_mb=0.01)
 
 
+@pytest.mark.extended
 def test_the_ranks_profile_one_step_of_each_variant():
     """On the CPU, a profile has no kernels, but everything else."""
     variants = [ladder.get_variant(get_module(number)) for number in (3, 9)]

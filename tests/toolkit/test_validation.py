@@ -29,6 +29,7 @@ def course(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.extended  # `make lint` and `make module` look at this, too
 def test_the_course_agrees_with_itself():
     validation.validate_course()
     validation.import_checks()
