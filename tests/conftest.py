@@ -35,9 +35,11 @@ pytest_plugins = ["brigade.testing.plugin"]  # for tests/examples
 LOOP = """docs experiments hints messages mutants new_module notebooks prose
 requests situations skeletons wrong_answers"""
 # The tests that take longest, by the beginnings of their names, so that no process is left alone with one at the end.
-LONGEST = """test_browser test_hostile test_bench test_new_module test_package test_plan test_edition test_notebooks
-test_mutants.py::test_another_style test_mutants.py::test_mutant_is_caught test_grade test_experiments test_class
-test_cli test_parts test_mutants test_wrong_answers"""
+LONGEST = """test_browser test_hostile test_edition test_class.py::test_a_class_from test_plan test_train test_bench
+test_package test_new_module test_notebooks test_trace test_grade test_cli test_experiments
+test_mutants.py::test_another_style test_mutants.py::test_mutant_is_caught test_lab test_memory test_stored test_success
+test_testing test_recording test_ranks test_messages test_class test_parts test_mutants test_wrong_answers
+test_validation"""
 Done = namedtuple("Done", "returncode stdout stderr")
 
 
