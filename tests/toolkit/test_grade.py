@@ -28,6 +28,8 @@ from brigade.grade import formats, grading, isolation
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.runner import ranks
 
+pytestmark = pytest.mark.usefixtures("few_cases")
+
 META = {
     "CLASSROOM": "parallel",
     "ASSIGNMENT": "brigade",
@@ -281,21 +283,29 @@ def one_check(number):
     return next(name for name in list_check_names(number) if "averaged" in name)
 
 
-def test_an_error_costs_its_points_once(grade, submit):
-    """Module 1 is wrong, and 2 to 5 are correct.
+@pytest.mark.parametrize(
+    ("prior", "modules", "lost"),
+    [
+        ("auto", "1-3", {1}),
+        ("own", "1-2", {1, 2}),
+        pytest.param("auto", "1-5", {1}, marks=pytest.mark.extended),
+        pytest.param("reference", "1-2", {1}, marks=pytest.mark.extended),
+    ],
+)
+def test_an_error_costs_its_points_once(prior, modules, lost, grade, submit):
+    """Module 1 is wrong, and the others are correct.
 
     With auto and reference, only module 1 loses points; with own, others too.
     """
     place = submit({1: make_mutated("broadcast from the last rank")}, upto=5)
     names = {"test_parameters_start_equal", "test_one_all_reduce_per_parameter", *map(one_check, range(2, 6))}
-    for prior, modules, lost in (("auto", "1-5", {1}), ("reference", "1-2", {1}), ("own", "1-2", {1, 2})):
-        done = grade(place, "--modules", modules, "--prior", prior, only=names)
-        points, failed = scores(done.result)
-        assert {int(test["number"][0]) for test in done.result["tests"] if not test["score"]} == lost
-        assert points[1] == 1 and "test_parameters_start_equal" in failed
+    done = grade(place, "--modules", modules, "--prior", prior, only=names)
+    points, failed = scores(done.result)
+    assert {int(test["number"][0]) for test in done.result["tests"] if not test["score"]} == lost
+    assert points[1] == 1 and "test_parameters_start_equal" in failed
 
 
-@pytest.mark.parametrize("name", ["GradSyncMixin", "require_grad_sync"])
+@pytest.mark.parametrize("name", ["GradSyncMixin", pytest.param("require_grad_sync", marks=pytest.mark.extended)])
 def test_an_earlier_module_may_lack_the_names_that_ours_gives_to_later_ones(name, grade, submit):
     """Module 3 passes all its checks. Module 4 uses a class or an attribute of it that only our module 3 has."""
     place = submit({3: reference(3).replace(name, "other_name")}, upto=4)
