@@ -12,6 +12,8 @@ from brigade.course.submission import read
 
 FIRST, SECOND = get_module(1), get_module(2)
 
+pytestmark = pytest.mark.usefixtures("few_cases")
+
 
 @pytest.fixture(autouse=True)
 def progress(tmp_path_factory, monkeypatch):
