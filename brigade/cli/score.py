@@ -21,7 +21,7 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += " The score is planned from what your code launches, so it is the same on every machine."
     parser.add_argument("number", metavar="N", help="the module's number")
     add_target(parser)
-    add(parser, "--torch", "also plan torch DDP, and torch DDP with ZeroRedundancyOptimizer")
+    add(parser, "--torch", "also plan torch DDP, torch DDP with ZeroRedundancyOptimizer, and torch's fully_shard")
 
 
 def run_score(options: argparse.Namespace) -> int:
@@ -37,10 +37,10 @@ def run_score(options: argparse.Namespace) -> int:
         console.print(failed, markup=False)
         return 1
     from brigade.lab import score
-    from brigade.lab.ladder import TORCH, get_variant
+    from brigade.lab.ladder import PLANNED_TORCH, get_variant
 
     score.verify(get_variant(entry), sources)
-    variants = [get_variant(entry), *(TORCH if options.torch else [])]
+    variants = [get_variant(entry), *(PLANNED_TORCH if options.torch else [])]
     for line in score.format_rows(score.plan_rows(variants, sources)):
         print(line)
     return 0

@@ -83,7 +83,7 @@ class PeakMemory(LiveMemory):
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         before = self.peak
         if self.is_fully_sharded:  # while a unit computes, the model has different parameters
-            tensors = map(get_local, [*tensors, *self.objects[0].parameters()])
+            tensors = [*tensors, *self.objects[0].parameters()]
         super()._follow(tensors)
         if self.peak > before:
             self._note_peak()

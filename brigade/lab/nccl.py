@@ -32,7 +32,7 @@ PCI_US = {"ring": (1.0, 2.5, 5.7), "tree": (1.0, 1.9, 4.0), "NVLS": (0, 0, 0), "
 NETWORK_US = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0), "NVLS": (0, 0, 20.9), "PAT": (0, 0, 14.0)}
 NET_OVERHEAD_US = 1.0  # to post a message, on Intel processors (2.0 on AMD); a message of Simple needs three
 
-# `treeCorrectionFactor`: from 64 bytes, for each power of two.
+# `treeCorrectionFactor`: from 64 bytes, for each power of two. On a B200 with x86 processors, also of NVLS trees.
 TREE_CORRECTION = (
     (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
     (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
@@ -145,13 +145,15 @@ class Network:
     """Nodes of `ranks_per_node` GPUs, each with `cards` network cards of `card_gbps` GB/s (None: there is one node).
 
     The GPUs of a node share its cards evenly. So a group of one rank in each node, beside which the other groups do the
-    same at the same time, has `cards` / `ranks_per_node` cards.
+    same at the same time, has `cards` / `ranks_per_node` cards. `latency_us` is what NCCL's plugin for the network
+    reports: 0 for InfiniBand, and 35 or 75 us for AWS's EFA (aws-ofi-nccl 2daf7d30, src/platform-aws.cpp).
     """
 
     fabric: Fabric
     ranks_per_node: int
     card_gbps: float | None = None
     cards: int = 1
+    latency_us: float = 0.0
 
     def count_nodes(self, ranks: Collection[int]) -> int:
         """Return the number of nodes of these ranks."""
@@ -180,8 +182,8 @@ class Network:
                 gbps = self.compute_bus_rate(algorithm, index, channels, op, per_node, num_nodes)
                 gbps *= get_ratio(algorithm, op, num_ranks)
                 latency_us = self.compute_latency(algorithm, index, op, num_ranks, num_nodes)
-                if algorithm == "tree" and 0 <= (size := int(math.log2(max(1, nbytes / 64)))) < len(TREE_CORRECTION[0]):
-                    gbps *= TREE_CORRECTION[index][size]
+                if algorithm == "tree" or (algorithm == "NVLS tree" and self.fabric is BLACKWELL):
+                    gbps *= get_tree_correction(index, nbytes)
                 is_large = nbytes / (channels.count * num_ranks) >= 64
                 if (algorithm, protocol, op) == ("ring", "Simple", "all_reduce") and num_nodes > 1 and is_large:
                     latency_us *= PLATEAU
@@ -247,6 +249,7 @@ class Network:
         table = "NVLS" if algorithm == "NVLS tree" else algorithm
         intra = inner[table][protocol]
         inter = NETWORK_US["tree" if per_node == 1 else table][protocol]
+        inter += self.latency_us * (2 if PROTOCOLS[protocol] == "Simple" else 1)  # Simple also flushes
         if algorithm == "NVLS":
             return intra
         if algorithm == "NVLS tree":
@@ -287,6 +290,12 @@ def get_ratio(algorithm: str, op: str, num_ranks: int) -> float:
         return 0.5
     steps = {"all_reduce": 2 * (num_ranks - 1), "reduce_scatter": num_ranks - 1, "all_gather": num_ranks - 1}
     return num_ranks / steps.get(op, num_ranks)
+
+
+def get_tree_correction(protocol: int, nbytes: float) -> float:
+    """Return the factor of a tree's rate for a buffer of `nbytes`."""
+    size = log2(max(1, nbytes / 64))
+    return TREE_CORRECTION[protocol][size] if size < len(TREE_CORRECTION[0]) else 1.0
 
 
 def log2(number: float) -> int:

@@ -114,18 +114,26 @@ def load_class(package: str, name: str) -> type:
     return ZeroRedundancyOptimizer
 
 
-def shard_fully(model: nn.Module) -> nn.Module:
-    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
+def shard_fully(model: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
+    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights.
 
-    for tensor in model.state_dict().values():
+    With a `compute_dtype`, units are gathered in this dtype, and gradients are reduced in fp32.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    tensors = model.state_dict().values()
+    for tensor in tensors:
         dist.broadcast(tensor, 0)
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
-    blocks = [fully_shard(block, mesh=mesh) for block in model.blocks]
+    where = "meta" if any(tensor.is_meta for tensor in tensors) else device().type
+    mesh = DeviceMesh.from_group(dist.group.WORLD, where)
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     for block, following in zip(blocks, blocks[1:]):  # torch prefetches one unit in backward, but none in forward
         block.set_modules_to_forward_prefetch([following])
-    model = fully_shard(model, mesh=mesh)
+    model = fully_shard(model, mesh=mesh, mp_policy=policy)
     model.set_modules_to_forward_prefetch(blocks[:1])
     return model
 

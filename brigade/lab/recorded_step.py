@@ -12,7 +12,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brigade.checks.tiny_lm import Block
 from brigade.lab.memory_accounting import Bytes, count_kept_bytes, list_tensors_by_kind
 from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission, load_class
+from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
 from brigade.rank import recording
-from brigade.rank.memory import LiveMemory, list_tensors
+from brigade.rank.memory import LiveMemory, get_local, list_tensors
 from brigade.rank.recording import RecordingGroup
 
 STEPS = 2  # the last one is recorded, because module 9 ends a step with all-gathers; torch DDP needs one step more
 DIVISIONS = {"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_"}
 IN_PLACE = {"add_", "copy_", "div_", "fill_", "mul_", "zero_"}  # they need not run, because their outputs are known
 IN_PLACE |= {"_foreach_copy_", "_foreach_div_", "_foreach_mul_", "_foreach_zero_"}
+UNIT_COPIES = {"chunk_cat", "split_with_sizes_copy"}  # of `fully_shard`: into and out of what is sent
 READS = {"_local_scalar_dense", "allclose", "equal"}  # values without memory: they count as 1 and as true
 BACKEND = "planned"
 
@@ -49,6 +51,7 @@ class Log(TorchDispatchMode):
         self.instructions: list[list[Any]] = []
         self.num_launches = 0
         self.waiting: set[int] = set()  # the numbers of launches for which nobody has waited yet
+        self.device = PlannedDevice(self)
         self.begin_step()
         self.is_in_step = False
 
@@ -99,20 +102,22 @@ class Log(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         if name in READS:
             return True
-        result = args[0] if name in IN_PLACE else function(*args, **(kwargs or {}))
+        written = args[0] if name in IN_PLACE else function(*args, **(kwargs or {}))
+        result = None if name in IN_PLACE and name.startswith("_foreach") else written
         if not self.is_in_step:
             return result
         for tensor in inputs if self.futures else ():
             if awaited := self.futures.pop(tensor.untyped_storage()._cdata, None):
                 self.wait(awaited[1])
-        outputs = [tensor for tensor in list_tensors(result) if tensor.is_meta]
+        outputs = [tensor for tensor in list_tensors(written) if tensor.is_meta]
         overwritten = list_tensors((kwargs or {}).get("out"))
-        is_copy = name in COPIES or name in DIVISIONS or (name == "add_" and is_in_submission(sys._getframe(1)))
+        is_copy = name in COPIES | UNIT_COPIES | DIVISIONS or (name == "add_" and is_in_submission(sys._getframe(1)))
+        is_copy &= self.device.current is self.device.compute  # others run beside the computation
         # Python assigns a slice to itself at the end of `data[a:b] /= n`.
         if is_copy and not (name == "copy_" and locate(args[0]) == locate(args[1])):
             into = name in ("copy_", "_foreach_copy_")  # the first inputs are only written
             sources = inputs[len(outputs) :] if into else inputs[: len(inputs) - len(overwritten)]
-            self.note("copy", sum(tensor.nbytes for tensor in (*sources, *outputs)))
+            self.note("copy", sum(tensor.nbytes for tensor in (*sources, *(outputs or overwritten))))
         return result
 
 
@@ -136,7 +141,7 @@ class Work(dist.Work):
         self._log, self._launch, self._outputs = log, launch, outputs
 
     def wait(self, timeout: Any = None) -> bool:
-        self._log.wait(self._launch)
+        self._log.device.current.wait_launches({self._launch})
         return True
 
     def is_completed(self) -> bool:
@@ -158,6 +163,7 @@ class PlannedGroup(RecordingGroup):
 
     def __init__(self, log: Log, name: str, ranks: list[int]):
         dist.ProcessGroup.__init__(self, 0, len(ranks))
+        recording.register(self, "cpu")  # keeps the group's name, which `fully_shard` needs
         self._recorder, self._name, self._ranks = log, name, ranks
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work:
@@ -235,7 +241,7 @@ def make_optimizer(values: int, log: Log) -> type[torch.optim.Optimizer]:
                 if not parameter.is_meta:
                     return super().step(closure)  # of a submission that tries the optimizer on small vectors
                 if parameter.grad is not None:
-                    nbytes += (2 + 1 + 2 * values) * parameter.nbytes  # it only reads the gradient
+                    nbytes += (2 + 1 + 2 * values) * get_local(parameter).nbytes  # it only reads the gradient
                     if not self.state[parameter]:
                         self.state[parameter] = {f"value {i}": torch.empty_like(parameter) for i in range(values)}
             log.note("step", nbytes)
@@ -260,7 +266,8 @@ def record_steps(setting: dict[str, Any], variants: Sequence[dict[str, Any]]) ->
         dist.destroy_process_group()  # of the previous variant, or of the rank
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
         try:
-            steps.append(record_step(log, variant, setting))
+            with fully_shard_without_memory(log.device):
+                steps.append(record_step(log, variant, setting))
         except NotImplementedError as part:
             steps.append(f"{part} is not written yet")
         except Exception as error:  # whatever a submission raises
@@ -322,16 +329,27 @@ def take_real_steps(setting: dict[str, Any], variant: dict[str, Any]) -> None:
         take_step(log, setup, setting["micro_batches"])
 
 
+@contextlib.contextmanager
+def accumulate(wrapper: nn.Module) -> Iterator[None]:
+    """Only accumulate gradients in the block. Raise TypeError if a wrapper cannot."""
+    if hasattr(wrapper, "set_requires_gradient_sync"):  # of `fully_shard`
+        wrapper.set_requires_gradient_sync(False)
+        yield
+        wrapper.set_requires_gradient_sync(True)
+    elif hasattr(wrapper, "no_sync"):
+        with wrapper.no_sync():
+            yield
+    else:
+        raise TypeError("it has no no_sync for micro-batches")
+
+
 def take_step(log: Log | Notes, setup: TrainingSetup, micro_batches: int) -> None:
     """Take a training step as `on_ranks.take_step` does, with all micro-batches except the last one in `no_sync`."""
     log.begin_step()
     device = next(setup.model.parameters()).device
     setup.optimizer.zero_grad()
     for i in range(micro_batches):
-        is_last = i == micro_batches - 1
-        if not is_last and not hasattr(setup.wrapper, "no_sync"):
-            raise TypeError("it has no no_sync for micro-batches")
-        with contextlib.nullcontext() if is_last else setup.wrapper.no_sync():
+        with contextlib.nullcontext() if i == micro_batches - 1 else accumulate(setup.wrapper):
             setup.wrapper(torch.empty(1, device=device)).backward()
     log.wait_for_futures()
     if hasattr(setup.wrapper, "finish_grad_sync"):

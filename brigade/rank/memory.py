@@ -71,7 +71,7 @@ class LiveMemory(TorchDispatchMode):
 
     def _follow(self, tensors: Iterable[torch.Tensor]) -> None:
         before = len(self._storages)
-        for tensor in tensors:
+        for tensor in map(get_local, tensors):  # what torch has sharded claims the memory of the whole
             storage = tensor.untyped_storage()
             key = id(storage)  # torch keeps the Python object of a storage as long as the storage itself
             if key not in self._storages:

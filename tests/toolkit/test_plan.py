@@ -65,9 +65,10 @@ BY_HAND = {
     "14 HybridShardedDDP": 1.51 + 0.26 + 5 + 0.51 + 1 / 2,  # one node: as module 11
     "torch DDP": 6 + 1.02 + 1,
     "torch DDP + ZeRO": 6 + 1.02 + 2 / 3 + 1.01 + 0.51,
+    "torch fully_shard": 1.51 + 0.26 + 5 + 0.51 + 1 / 2,  # as module 11: it prefetches the same unit
 }
 SHARDED = ["8 ZeroOptimizer", "9 PrefetchedZeroOptimizer", "10 Zero2Optimizer", "11 FullyShardedDDP"]
-OWN_STEP = dict.fromkeys([*SHARDED, "14 HybridShardedDDP"], 1 / 2)
+OWN_STEP = dict.fromkeys([*SHARDED, "14 HybridShardedDDP", "torch fully_shard"], 1 / 2)
 OWN_STEP |= dict.fromkeys(["8 ShardedOptimizer", "torch DDP + ZeRO"], 2 / 3)
 
 
