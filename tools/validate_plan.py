@@ -13,9 +13,7 @@ def format_error(error: Error) -> str:
     size = f"{row.gpus}" if row.kind != COLLECTIVE else f"{row.subject} {row.sequence:,} B on {row.gpus}"
     if row.family.startswith("sequence"):
         size = f"{row.sequence:,} tokens"
-    calibrated = (
-        "calibrates" if error.is_smallest else f"{error.calibrated:+.0%}" if error.calibrated is not None else "-"
-    )
+    calibrated = "-" if error.calibrated is None else f"{error.calibrated:+.0%}"
     return f"  {size:>40}  {error.raw:+7.0%}" + ("" if row.kind == COLLECTIVE else f"  {calibrated:>10}")
 
 
@@ -25,7 +23,7 @@ def main() -> None:
     families: dict[str, list[Error]] = defaultdict(list)
     for error in errors:
         families[error.row.family + (" (held back)" if error.row.held_back == "yes" else "")].append(error)
-    print("error of predicted times: with the device's typical utilisation, and calibrated on the smallest run")
+    print("error of predicted times: with the device's typical utilisation, and calibrated on a smaller run")
     for family, members in families.items():
         print(family)
         print("\n".join(map(format_error, members)))

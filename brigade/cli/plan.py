@@ -23,6 +23,7 @@ NBYTES = {"fp32": 4, "bf16": 2}
 MAX_RANKS = 4096
 RANKS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} ranks")
 NETWORKS = "nvlink3, nvlink4, nvlink5, pcie3, pcie4, 100gbe, 10gbe, or a rate in Gbit/s"
+RATES = 0.01, 100_000.0  # in Gbit/s
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +76,10 @@ def run_plan(options: argparse.Namespace) -> int:
         raise CourseError(f"--node-size {options.node_size}: {options.dp} ranks do not form such nodes")
     if options.tokens % options.micro_batches:
         raise CourseError(f"--micro-batches {options.micro_batches}: {options.tokens} tokens cannot be split so")
-    network = make_network(options, device)
     micro_tokens = options.tokens // options.micro_batches
+    if options.sequence and micro_tokens % options.sequence:
+        raise CourseError(f"--sequence {options.sequence}: {micro_tokens} tokens do not form such sequences")
+    network = make_network(options, device)
     sequence = min(micro_tokens, options.sequence or shape.context)
     tflops = options.tflops or device.tflops[options.dtype]
     utilisation = device.utilisation
@@ -157,10 +160,17 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def make_network(options: argparse.Namespace, device: Device) -> Network:
-    """Return the network that the options describe. Raise CourseError for an unknown link."""
+    """Return the network that the options describe. Raise CourseError for an unknown link, or one that has no use."""
     from brigade.lab.nccl import Network
 
     link = read_link("--link", options.link)
+    if options.node_link and not options.node_size:
+        raise CourseError(f"--node-link {options.node_link}: pass --node-size too, or there are no nodes")
+    if options.cards and not options.node_size and not isinstance(link, float):
+        raise CourseError(f"--cards {options.cards}: on {options.link} without --node-size, there is only one node")
+    few, many = sorted((options.cards or 1, options.node_size or 1))
+    if options.cards and many % few:
+        raise CourseError(f"--cards {options.cards}: the {options.node_size} ranks of a node cannot share them evenly")
     if options.node_size:
         fabric = device.fabric if options.node_link is None else read_fabric(options.node_link, "--node-link")
         if not isinstance(link, float):
@@ -186,8 +196,9 @@ def read_link(option: str, text: str) -> Fabric | float:
         rate = float(text)
     except ValueError:
         rate = math.nan
-    if not 0 < rate < math.inf:
-        raise CourseError(f"{option} {text}: expected one of {NETWORKS}")
+    low, high = RATES
+    if not low <= rate <= high:
+        raise CourseError(f"{option} {text}: expected one of {NETWORKS} ({low:g} to {high:,.0f})")
     return rate
 
 
@@ -232,17 +243,20 @@ def describe_error(num_nodes: int, is_calibrated: bool) -> str:
     """Return a sentence about the error of such plans, compared with published runs."""
     from brigade.lab.published import ERROR_BARS, LARGE, name_nodes
 
-    kind = f"{'calibrated' if is_calibrated else 'guessed'}, {name_nodes(num_nodes)}"
-    bar, collectives = ERROR_BARS[kind], ERROR_BARS[LARGE]
-    how = "whose computation was measured on fewer GPUs" if is_calibrated else "whose computation was guessed as here"
-    advice = "" if is_calibrated else " Measure backward on one node and pass --backward-ms: "
-    calibrated = ERROR_BARS[f"calibrated, {name_nodes(num_nodes)}"]
-    if not is_calibrated:
-        advice += f"then it is {calibrated.median:.0%} ({calibrated.most:.0%})."
+    nodes, large = name_nodes(num_nodes), ERROR_BARS[LARGE]
+    guessed, calibrated = (ERROR_BARS[f"{kind}, {nodes}"] for kind in ("guessed", "calibrated"))
+    if is_calibrated:
+        bar, how, advice = calibrated, "measured on fewer GPUs with the same micro-batch", ""
+    else:
+        bar, how = guessed, "guessed"
+        advice = (
+            " Measure backward on one node with your micro-batch and pass --backward-ms: then it is "
+            f"{calibrated.median:.0%} ({calibrated.most:.0%})."
+        )
     return (
-        f"How wrong is this? Of {bar.count} published runs on {name_nodes(num_nodes)} {how}, the median error of a "
-        f"step is {bar.median:.0%}, and nine of ten are within {bar.most:.0%}.{advice} Collectives of 256 MiB or more: "
-        f"{collectives.median:.0%} ({collectives.most:.0%}); smaller ones can be several times slower than planned "
+        f"How wrong is this? Of {bar.count} published runs on {nodes} whose computation was {how}, the median error "
+        f"of a step is {bar.median:.0%}, and nine of ten are within {bar.most:.0%}.{advice} Collectives of 256 MiB or "
+        f"more: {large.median:.0%} ({large.most:.0%}); smaller ones can be several times slower than planned "
         "(docs/plan.md)."
     )
 

@@ -1,6 +1,9 @@
 """GPUs that plans know: peak rates, memory, links, and the fraction of the peak that published training runs reach.
 
-Peaks are those of dense matrices, from NVIDIA's datasheets, which list Tensor Cores "with sparsity", twice as fast.
+Peaks are those of dense matrices, from NVIDIA's pages, which list Tensor Cores "with sparsity", twice as fast. `Device`
+has the address of each. We compared all but the T4's with the tables of stas00/ml-engineering (commit 744d01e,
+compute/accelerator/README.md), which cite the same pages. One differs: they have 80 TFLOPS for a B200 in fp32, and
+NVIDIA's page of the HGX B200 has 600 for eight.
 fp32 is the rate without Tensor Cores: torch does not use TF32 for matrices unless it is allowed (since torch 1.12,
 `torch.backends.cuda.matmul.allow_tf32`). With TF32, an A100 reaches 156 TFLOPS and an H100 494.7.
 """
@@ -27,7 +30,7 @@ class Utilisation:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU. `tflops` has the peak by dtype, and `memory_gbps` is in gigabytes per second."""
+    """A GPU. `tflops` has the peak by dtype, and `memory_gbps` is in gigabytes per second. `page` is NVIDIA's."""
 
     name: str
     tflops: dict[str, float]
@@ -35,6 +38,7 @@ class Device:
     memory_gbps: float
     fabric: Fabric
     utilisation: Utilisation
+    page: str
 
 
 # How much longer computation takes while NCCL communicates: matrix products take 30 to 40 % longer on an H100 (pull
@@ -49,11 +53,12 @@ HOPPER_UTILISATION = Utilisation(
 AMPERE_UTILISATION = Utilisation(0.52, 0.44, 0.60, "44 to 52 % in arXiv 2104.04473, table 1; 55 to 60 % in 2304.11277")
 ASSUMED_UTILISATION = Utilisation(0.40, 0.30, 0.50, "assumed: we know no published run")
 
+NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 DEVICES = {
-    "h100": Device("H100", {"fp32": 67.0, "bf16": 989.4}, 80, 3350, HOPPER, HOPPER_UTILISATION),
-    "h200": Device("H200", {"fp32": 67.0, "bf16": 989.4}, 141, 4800, HOPPER, HOPPER_UTILISATION),
-    "b200": Device("B200", {"fp32": 75.0, "bf16": 2250.0}, 180, 8000, BLACKWELL, ASSUMED_UTILISATION),
-    "a100": Device("A100", {"fp32": 19.5, "bf16": 312.0}, 80, 2039, AMPERE, AMPERE_UTILISATION),
-    "l40s": Device("L40S", {"fp32": 91.6, "bf16": 362.0}, 48, 864, PCIE4, ASSUMED_UTILISATION),
-    "t4": Device("T4", {"fp32": 8.1}, 16, 320, PCIE3, ASSUMED_UTILISATION),  # it has no bf16
+    "h100": Device("H100", {"fp32": 67.0, "bf16": 989.4}, 80, 3350, HOPPER, HOPPER_UTILISATION, f"{NVIDIA}h100/"),
+    "h200": Device("H200", {"fp32": 67.0, "bf16": 989.4}, 141, 4800, HOPPER, HOPPER_UTILISATION, f"{NVIDIA}h200/"),
+    "b200": Device("B200", {"fp32": 75.0, "bf16": 2250.0}, 180, 8000, BLACKWELL, ASSUMED_UTILISATION, f"{NVIDIA}hgx/"),
+    "a100": Device("A100", {"fp32": 19.5, "bf16": 312.0}, 80, 2039, AMPERE, AMPERE_UTILISATION, f"{NVIDIA}a100/"),
+    "l40s": Device("L40S", {"fp32": 91.6, "bf16": 362.0}, 48, 864, PCIE4, ASSUMED_UTILISATION, f"{NVIDIA}l40s/"),
+    "t4": Device("T4", {"fp32": 8.1}, 16, 320, PCIE3, ASSUMED_UTILISATION, f"{NVIDIA}tesla-t4/"),  # it has no bf16
 }

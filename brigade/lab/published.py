@@ -4,9 +4,10 @@
     errors = list_errors(rows)                                one for each row: predicted / measured - 1
     print(describe_errors(errors))                            `make validate-plan`
 
-A training run is predicted twice: from the device's typical utilisation, and *calibrated*. The smallest run of each
-family then tells how fast the GPUs compute this model, and the others are predicted from it. Nothing else is fitted:
-the network is that of NCCL's tuner (`nccl.py`), and peaks and memory bandwidths are those of datasheets.
+A training run is predicted twice: from the device's typical utilisation, and *calibrated*. Another run of the family
+then tells how fast the GPUs compute this model: the smallest one with the same micro-batch, as if somebody had measured
+`--backward-ms` on fewer GPUs, or else the smallest one. Nothing else is fitted: the network is that of NCCL's tuner
+(`nccl.py`), and peaks and memory bandwidths are those of datasheets.
 
 The runs use torch's FSDP and the like. Their steps are planned with the schedule of module 11, which gathers one unit
 ahead (`make_sharded_program`; `tests/toolkit/test_published.py` compares it with what module 11 really does).
@@ -39,7 +40,10 @@ TRAINING, COLLECTIVE = "training", "collective"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of docs/published.tsv. Rates of cards are in Gbit/s.
+    """A row of docs/published.tsv. Rates of cards are in Gbit/s, and `latency_us` is that of `nccl.Network`.
+
+    `launch_us` is the time of the host that a measured collective includes. The benchmark of stas00/ml-engineering
+    (commit 744d01e) times one call on an idle GPU. Its later version (0cc3de50) says that this adds "some 20-30us".
 
     Of a training run, `subject` is the model, `sequence` and `micro_batch` give the tokens of a GPU and micro-batch,
     `sharding` is "full", "keep" (units stay gathered after forward) or "hybrid" (a replica in each node), `gather` and
@@ -56,6 +60,8 @@ class Row:
     node_size: int
     cards: int
     card_gbit: float
+    latency_us: float
+    launch_us: float
     subject: str
     sequence: int
     micro_batch: int
@@ -90,12 +96,13 @@ class Row:
     def network(self) -> Network:
         """The network between these GPUs."""
         fabric = DEVICES[self.device.partition("-")[0]].fabric
-        return Network(fabric, self.node_size, self.card_gbit / 8 or None, self.cards)
+        return Network(fabric, self.node_size, self.card_gbit / 8 or None, self.cards, self.latency_us)
 
 
 def read_rows() -> list[Row]:
     """Return the rows of docs/published.tsv."""
     numbers: dict[str, Any] = {"recompute": float, "measured": float, "card_gbit": float}
+    numbers |= dict.fromkeys(("latency_us", "launch_us"), float)
     numbers |= dict.fromkeys(("gpus", "node_size", "cards", "sequence", "micro_batch", "accumulation"), int)
     with PUBLISHED.open(newline="") as file:
         lines = [*csv.DictReader(file, delimiter="\t")]
@@ -219,7 +226,7 @@ def make_machine(row: Row, forward_flops: Sequence[float], utilisation: float) -
 def predict(row: Row, utilisation: float | None = None) -> float:
     """Return the predicted seconds of a row. A run computes at `utilisation` (default: its device's typical one)."""
     if row.kind == COLLECTIVE:
-        return row.network.seconds(row.subject, row.sequence, row.gpus, row.num_nodes)
+        return row.launch_us * 1e-6 + row.network.seconds(row.subject, row.sequence, row.gpus, row.num_nodes)
     return Run(row).predict(utilisation or DEVICES[row.device.partition("-")[0]].utilisation.typical)
 
 
@@ -260,13 +267,13 @@ class Run:
 class Error(NamedTuple):
     """The error of a prediction, relative to what was measured: 0.1 means 10 % too long.
 
-    `calibrated` is None for collectives and for the run that calibrates its family.
+    `calibrated` and `calibrator`, the run that calibrates it, are None for collectives and for a family's smallest run.
     """
 
     row: Row
     raw: float
     calibrated: float | None
-    is_smallest: bool
+    calibrator: Row | None
 
 
 def list_errors(rows: Iterable[Row]) -> list[Error]:
@@ -276,16 +283,26 @@ def list_errors(rows: Iterable[Row]) -> list[Error]:
     for row in rows:
         if row.kind == TRAINING:
             families[row.family].append(row)
-    smallest = {name: min(runs, key=lambda row: row.gpus) for name, runs in families.items()}
-    utilisations = {name: Run(row).calibrate() for name, row in smallest.items() if len(families[name]) > 1}
+    calibrate = functools.cache(lambda row: Run(row).calibrate())
     errors = []
     for row in rows:
         raw, calibrated = predict(row) / row.measured_s - 1, None
-        is_smallest = row is smallest.get(row.family)
-        if row.family in utilisations and not is_smallest:
-            calibrated = predict(row, utilisations[row.family]) / row.measured_s - 1
-        errors.append(Error(row, raw, calibrated, is_smallest))
+        if calibrator := find_calibrator(row, families[row.family]):
+            calibrated = predict(row, calibrate(calibrator)) / row.measured_s - 1
+        errors.append(Error(row, raw, calibrated, calibrator))
     return errors
+
+
+def find_calibrator(row: Row, family: Sequence[Row]) -> Row | None:
+    """Return the run that tells how fast the GPUs of another run compute: the smallest with the same micro-batch.
+
+    If there is none, return the smallest of the family, or None for this one.
+    """
+    smallest = min(family, key=lambda one: one.gpus, default=row)
+    if row is smallest:
+        return None
+    same = [one for one in family if one.gpus < row.gpus and one.micro_batch == row.micro_batch]
+    return min(same, key=lambda one: one.gpus, default=smallest)
 
 
 class ErrorBar(NamedTuple):
@@ -297,20 +314,22 @@ class ErrorBar(NamedTuple):
 
 
 # The kinds of predictions. "guessed" means: with the device's typical utilisation; "calibrated": with one measured run.
-SEQUENCE, LARGE, SMALL = "calibrated, another sequence length", "collectives of 256 MiB or more", "smaller collectives"
+OTHER, SEQUENCE = "calibrated, another micro-batch", "calibrated, another sequence length"
+LARGE, SMALL = "collectives of 256 MiB or more", "smaller collectives"
 NODES = {4: "1 to 4 nodes", 16: "5 to 16 nodes", 64: "17 to 64 nodes"}
 
 # What `make validate-plan` prints, for plans to show. `tests/toolkit/test_published.py` fails if a median moves.
 ERROR_BARS = {
-    "calibrated, 1 to 4 nodes": ErrorBar(24, 0.024, 0.182),
-    "calibrated, 17 to 64 nodes": ErrorBar(12, 0.042, 0.089),
-    "calibrated, 5 to 16 nodes": ErrorBar(34, 0.028, 0.111),
+    OTHER: ErrorBar(19, 0.052, 0.190),
     SEQUENCE: ErrorBar(103, 0.036, 0.172),
-    LARGE: ErrorBar(35, 0.029, 0.186),
+    "calibrated, 1 to 4 nodes": ErrorBar(13, 0.023, 0.080),
+    "calibrated, 17 to 64 nodes": ErrorBar(12, 0.025, 0.061),
+    "calibrated, 5 to 16 nodes": ErrorBar(26, 0.024, 0.082),
+    LARGE: ErrorBar(39, 0.032, 0.188),
     "guessed, 1 to 4 nodes": ErrorBar(169, 0.123, 0.384),
     "guessed, 17 to 64 nodes": ErrorBar(12, 0.274, 0.413),
-    "guessed, 5 to 16 nodes": ErrorBar(40, 0.246, 0.411),
-    SMALL: ErrorBar(19, 0.533, 0.769),
+    "guessed, 5 to 16 nodes": ErrorBar(40, 0.246, 0.414),
+    SMALL: ErrorBar(25, 0.164, 0.741),
 }
 
 
@@ -326,8 +345,10 @@ def name_kinds(error: Error) -> dict[str, float]:
         return {LARGE if row.sequence >= LARGE_BYTES else SMALL: error.raw}
     nodes = name_nodes(row.num_nodes)
     kinds = {f"guessed, {nodes}": error.raw}
-    if error.calibrated is not None:
-        kinds[SEQUENCE if row.family.startswith("sequence") else f"calibrated, {nodes}"] = error.calibrated
+    if error.calibrated is not None and error.calibrator is not None:
+        is_same = error.calibrator.micro_batch == row.micro_batch
+        calibrated = f"calibrated, {nodes}" if is_same else OTHER
+        kinds[SEQUENCE if row.family.startswith("sequence") else calibrated] = error.calibrated
     return kinds
 
 

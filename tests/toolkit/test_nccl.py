@@ -1,5 +1,7 @@
 """The model of NCCL's tuner gives what its formulas give by hand, and chooses what was seen to be chosen."""
 
+from dataclasses import replace
+
 import pytest
 
 from brigade.lab.nccl import AMPERE, BLACKWELL, HOPPER, PCIE4, Channels, Network, find_channels
@@ -72,3 +74,32 @@ def test_more_cards_and_larger_buffers():
     small, large = (H200.seconds("all_reduce", nbytes, 512, 64) for nbytes in (2**10, 2**33))
     assert small < 1e-3 < large
     assert H200.seconds("all_reduce", GIB, 1, 1) == 0
+
+
+def test_the_latency_of_a_plugin_counts_for_hops_between_nodes():
+    """Once for the protocols LL and LL128, and twice for Simple, which also flushes."""
+    efa = replace(B200, latency_us=35.0)
+    longer = {
+        (one.algorithm, one.protocol): 1e6 * (one.seconds - plain.seconds)
+        for one, plain in zip(efa.list_estimates("all_reduce", 64, 32, 4), B200.list_estimates("all_reduce", 64, 32, 4))
+    }
+    # A ring has 6 hops between 4 nodes, a tree 4; an NVLS tree has 4, too.
+    assert longer == pytest.approx({
+        ("ring", "LL"): 6 * 35, ("ring", "LL128"): 6 * 35, ("ring", "Simple"): 6 * 70,
+        ("tree", "LL"): 4 * 35, ("tree", "LL128"): 4 * 35, ("tree", "Simple"): 4 * 70,
+        ("NVLS tree", "Simple"): 4 * 70,
+    })  # fmt: skip
+    assert efa.seconds("all_reduce", GIB, 8, 1) == B200.seconds("all_reduce", GIB, 8, 1)
+
+
+def test_the_rate_of_an_nvls_tree_is_corrected_on_a_b200():
+    def get_rate(network, nbytes):
+        """Return the rate of an NVLS tree, from two buffers with the same correction."""
+        one, more = (
+            next(e.seconds for e in network.list_estimates("all_reduce", n, 32, 4) if e.algorithm == "NVLS tree")
+            for n in (nbytes, 1.5 * nbytes)
+        )
+        return nbytes / 2 / (more - one)
+
+    assert get_rate(B200, 2**24) / get_rate(B200, GIB) == pytest.approx(0.7)
+    assert get_rate(H200, 2**24) / get_rate(H200, GIB) == pytest.approx(1.0)

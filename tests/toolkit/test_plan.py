@@ -305,7 +305,7 @@ def test_the_rate_of_a_link_and_the_time_of_backward_can_be_given(capsys):
     printed = print_plan("--model tiny --dp 2 --dtype bf16 --link 8 --backward-ms 40", capsys)
     assert "one network card of 1 GB/s in each direction" in printed and "fp32 main parameters" in printed
     assert "Backward takes 40 ms, as measured." in printed
-    assert "published runs on 1 to 4 nodes whose computation was measured on fewer GPUs" in printed
+    assert "published runs on 1 to 4 nodes whose computation was measured on fewer GPUs with the same" in printed
 
 
 def test_a_plan_for_another_device_in_micro_batches_that_recompute(capsys):
@@ -363,6 +363,18 @@ def test_a_step_has_micro_batches_and_mixed_precision():
         (["--node-size", "4", "--node-link", "string"], "--node-link string: expected one of nvlink3"),
         (["--device", "t4", "--dtype", "bf16"], "--dtype bf16: a T4 has no such matrix products"),
         (["--tokens", "10", "--micro-batches", "3"], "--micro-batches 3: 10 tokens cannot be split so"),
+        (["--link", "1e30"], "--link 1e30: expected one of nvlink3"),
+        (["--link", "0.001"], "--link 0.001: expected one of nvlink3"),
+        (["--node-link", "nvlink4"], "--node-link nvlink4: pass --node-size too, or there are no nodes"),
+        (["--node-size", "8", "--cards", "3"], "--cards 3: the 8 ranks of a node cannot share them evenly"),
+        (["--node-size", "8", "--cards", "12"], "--cards 12: the 8 ranks of a node cannot share them evenly"),
+        (
+            ["--link", "nvlink4", "--cards", "2"],
+            "--cards 2: on nvlink4 without --node-size, there is only one node",
+        ),
+        (["--node-size", "16"], "--node-size 16: 8 ranks do not form such nodes"),
+        (["--dp", "5000"], "--dp 5000: expected 1 to 4096 ranks"),
+        (["--sequence", "8192"], "--sequence 8192: 4096 tokens do not form such sequences"),
         (["--bucket-mb", "nan"], "--bucket-mb nan: expected a number above 0"),
         (["--dp", "6", "--node-size", "4"], "--node-size 4: 6 ranks do not form such nodes"),
     ],
