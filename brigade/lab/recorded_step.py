@@ -265,8 +265,9 @@ def record_steps(setting: dict[str, Any], variants: Sequence[dict[str, Any]]) ->
         log = Log()
         dist.destroy_process_group()  # of the previous variant, or of the rank
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
+        is_fully_sharded = bool(variant["wrapper"]) and variant["wrapper"][1] == "fully_shard"
         try:
-            with fully_shard_without_memory(log.device):
+            with fully_shard_without_memory(log.device) if is_fully_sharded else contextlib.nullcontext():
                 steps.append(record_step(log, variant, setting))
         except NotImplementedError as part:
             steps.append(f"{part} is not written yet")

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
 from brigade.rank import recording
 from brigade.runner.machine import find_loopback_interface
 from brigade.runner.ranks import run_ranks
@@ -104,3 +107,14 @@ def test_function_of_the_gradient_scaler():
     scaler.unscale_(torch.optim.SGD([parameter], 1.0))
     needs = "ShardGrad in solutions/m11_fully_sharded/flat_shard.py needs "
     assert ("_amp_foreach_non_finite_check_and_unscale_", [1.0]) in calls, needs + "this function of GradScaler"
+
+
+def test_names_of_fully_shard():
+    """It refuses tensors without memory in one method, and finds the streams of a device in the module of its name."""
+    needs = "fully_shard_without_memory in brigade/lab/planned_device.py needs "
+    refuse = FSDPParamGroup._validate_no_meta_params
+    device = PlannedDevice(None)
+    with fully_shard_without_memory(device):
+        assert FSDPParamGroup._validate_no_meta_params is not refuse, needs + "FSDPParamGroup._validate_no_meta_params"
+        assert _get_device_handle("meta") is device, needs + "the attribute of torch with the name of a device"
+    assert FSDPParamGroup._validate_no_meta_params is refuse and not hasattr(torch, "meta")
