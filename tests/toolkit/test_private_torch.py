@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import _get_device_handle
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
 from brigade.rank import recording
@@ -111,6 +109,9 @@ def test_function_of_the_gradient_scaler():
 
 def test_names_of_fully_shard():
     """It refuses tensors without memory in one method, and finds the streams of a device in the module of its name."""
+    from torch.distributed.device_mesh import _get_device_handle  # here, because ranks import this file
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
     needs = "fully_shard_without_memory in brigade/lab/planned_device.py needs "
     refuse = FSDPParamGroup._validate_no_meta_params
     device = PlannedDevice(None)
