@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, Module, find_module, get_module
 from brigade.course.submission import read
-from brigade.lab.ladder import get_variant, is_hybrid
+from brigade.lab.ladder import get_variant
 from brigade.lab.memory import draw_step, measure_step
 from brigade.lab.notebook_plots import draw_bars, draw_timelines
 from brigade.lab.timeline import trace
@@ -69,7 +69,7 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
     special = {"CachedDDP": ("views", draw_views), "FullyShardedDDP": ("checkpointing", draw_checkpointing)}
     special |= {"HalfBytesDDP": ("wire", draw_wire), "ZeroOptimizer": ("memory", draw_kept)}
     drawings = dict(special[name] for name in entry.public if name in special)
-    if entry.trains and not is_hybrid(get_variant(entry)):
+    if entry.trains and not entry.needs_nodes:
         before = [module for module in CORE_MODULES if module.number < entry.number]
         compared = [*before[-1:], entry]
         drawings["timeline"] = partial(draw_steps, compared)

@@ -61,7 +61,6 @@ def run_plan(options: argparse.Namespace) -> int:
     """brigade plan: print the predicted step of each variant, with all assumptions."""
     from brigade.lab import plan
     from brigade.lab.devices import CONTENTION, DEVICES
-    from brigade.lab.ladder import is_hybrid
     from brigade.lab.program import Setting, record
     from brigade.lab.shapes import MODELS
 
@@ -96,7 +95,7 @@ def run_plan(options: argparse.Namespace) -> int:
     sizes = options.dp, options.bucket_mb, dtype, options.node_size
     setting = Setting(shape.make_groups(), *sizes, compute_dtype=compute_dtype, micro_batches=options.micro_batches)
     has_nodes = options.node_size is not None
-    programs = record([one for one in plan.list_variants() if has_nodes or not is_hybrid(one)], setting)
+    programs = record([one for one in plan.list_variants() if has_nodes or not one.needs_nodes], setting)
     steps = plan.plan(programs, machine, network)
     bounds = []
     if not options.backward_ms:

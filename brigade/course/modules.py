@@ -35,8 +35,14 @@ class Module:
     public: tuple[str, ...]  # the names that the checks use
     idea: str  # one line for tables
     track: str = CORE
-    trains: bool = True  # whether its wrapper or optimizer can train a model
+    trains: bool = True  # whether `brigade bench` compares its wrapper or optimizer
     more_files: tuple[str, ...] = ()  # the names of its files besides the main one, beside which they are
+    alone: str = ""  # its optimizer that needs no wrapper
+    others: str = ""  # the optimizer of all parameters that are no matrices, if `alone` trains only matrices
+    engine: str = ""  # the public name with which a model trains (default: the last one, if it trains)
+    compare_with: str = ""  # the label of another variant, beside which `brigade bench` sets the module's
+    overlaps_forward: bool = False  # whether the all-gathers of weights run during the next step's forward
+    needs_nodes: bool = False  # whether it keeps a replica in each node
 
     @property
     def is_core(self) -> bool:
@@ -89,29 +95,33 @@ MODULES = (
     Module(7, "m07_cached_shards", "Cached shards", 8, 25, 2, ("ShardCache", "CachedDDP"),
            "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
-           "reduce-scatter, step on a shard, all-gather of weights"),
+           "reduce-scatter, step on a shard, all-gather of weights",
+           alone="ShardedOptimizer", compare_with="torch DDP + ZeRO"),
     Module(9, "m09_prefetched_weights", "Weights that arrive during forward", 15, 60, 4,
            ("PrefetchedDDP", "PrefetchedZeroOptimizer"),
-           "all-gather of weights during the next forward", ADVANCED),
+           "all-gather of weights during the next forward", ADVANCED, overlaps_forward=True),
     Module(10, "m10_grad_shards", "Gradients in shards", 15, 75, 4, ("GradShardedDDP", "Zero2Optimizer"),
            "each bucket freed after its reduce-scatter", ADVANCED),
     Module(11, "m11_fully_sharded", "Weights in shards", 30, 240, 5,
            ("plan_units", "plan_schedule", "FullyShardedDDP"),
            "weights gathered only while a unit computes", ADVANCED,
-           more_files=("plan.py", "flat_shard.py", "checkpoint.py")),
+           more_files=("plan.py", "flat_shard.py", "checkpoint.py"), compare_with="torch fully_shard"),
     Module(12, "m12_lockstep", "Ranks in lockstep", 15, 90, 4, ("assign_sequences", "LockstepLoop"),
-           "every token counts once, and all ranks take the same steps", BEYOND, trains=False),
+           "every token counts once, and all ranks take the same steps", BEYOND, trains=False,
+           engine="ZeroOptimizer"),
     Module(13, "m13_post_mortem", "Post-mortem of a hang", 18, 110, 3,
            ("align", "find_divergence", "diagnose", "main"), "which rank broke a job, from the records of all ranks",
            BEYOND, trains=False),
     Module(14, "m14_hybrid_sharded", "Two links", 20, 90, 4, ("plan_grid", "plan_traffic", "HybridShardedDDP"),
-           "weights in shards inside a node, a replica in every node", BEYOND),
+           "weights in shards inside a node, a replica in every node", BEYOND,
+           compare_with="11 FullyShardedDDP", needs_nodes=True),
     Module(15, "m15_sharded_muon", "Whole matrices for Muon", 20, 120, 4,
            ("orthogonalize", "assign_matrices", "plan_groups", "ShardedMuon"),
-           "an optimizer that needs whole matrices: one owner each, few collectives", BEYOND, trains=False),
+           "an optimizer that needs whole matrices: one owner each, few collectives", BEYOND, trains=False,
+           alone="ShardedMuon", others="ShardedOptimizer", engine="ShardedMuon"),
     Module(16, "m16_half_bytes", "Half the bytes", 10, 60, 3,
            ("start_reduce_scatter", "HalfBytesDDP", "ErrorFeedback"), "16 bits on the wire, 32 in the sum",
-           BEYOND, trains=False),
+           BEYOND, trains=False, engine="HalfBytesDDP"),
     Module(17, "m17_prove_it", "Prove it", 20, 120, 4,
            tuple(f"{role}_{part}" for part in ("average", "awaited", "order", "accumulated", "sharded")
                  for role in ("drive", "judge")),

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from brigade.course.listing import find_unwritten_parts
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, CourseError, Module, find_module
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, CourseError, Module
 from brigade.course.submission import Snapshot, Sources, select_named
-from brigade.lab.ladder import TORCH_ZERO, Ladder, Measurement, Variant, compute_spread, get_variant
+from brigade.lab.ladder import Ladder, Measurement, Variant, compute_spread, get_variant
 from brigade.lab.quiet import MAX_REAL_SHARE
 
 ONE_AFTER_THE_OTHER = (
@@ -106,10 +106,8 @@ def list_remarks(ladder: Ladder) -> list[str]:
     else:
         remarks = [f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}."]
     by_label = {variant.label: variant for variant in ladder.variants}
-    zero, fully_sharded, hybrid = (
-        get_variant(find_module(name)).label for name in ("ZeroOptimizer", "FullyShardedDDP", "HybridShardedDDP")
-    )
-    for label, base in ((zero, TORCH_ZERO.label), (hybrid, fully_sharded)):
+    for entry in TRAINING_MODULES:
+        label, base = get_variant(entry).label, entry.compare_with
         if label in by_label and base in by_label:
             ratio = compute_spread(ladder.compute_ratios(by_label[label], base))
             remarks.append(
@@ -144,21 +142,20 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
     return chosen, sources, sentences
 
 
-def read_engine(target: str, variant: Variant) -> Sources:
-    """Return all modules of a target. Raise CourseError if the variant's, or module 12's loop, are not written.
+def read_engine(target: str, variant: Variant, loop: Module, dumps: Module) -> Sources:
+    """Return all modules of a target. Raise CourseError if the variant's, or that of the loop, are not written.
 
-    Only the parts of module 13 that are given need to be there.
+    Of the module that dumps traces, only the parts that are given need to be there.
     """
     snapshot = Snapshot(target)
     sources: Sources = {}
     for entry in MODULES:
         sources |= snapshot.read_earlier(entry)
-    loop, post_mortem = (find_module(name) for name in ("LockstepLoop", "diagnose"))
-    packages = [pair[0] for pair in (variant.wrapper, variant.optimizer) if pair]
+    packages = [pair[0] for pair in (variant.wrapper, variant.optimizer, variant.others) if pair]
     needed = select_named(packages, sources)
-    for path, text in [*needed.values(), *(sources[f"{one.package}.{one.name}"] for one in (loop, post_mortem))]:
+    for path, text in [*needed.values(), *(sources[f"{one.package}.{one.name}"] for one in (loop, dumps))]:
         parts = find_unwritten_parts(text) if path else []
-        parts = [part for part in parts if part.module != post_mortem.number]
+        parts = [part for part in parts if part.module != dumps.number]
         for part in parts:
             advice = f"`brigade check {part.module}` shows what to do"
             raise CourseError(f"{variant.label} cannot train, because {part} is not written yet: {advice}")

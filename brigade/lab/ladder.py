@@ -101,7 +101,8 @@ class Variant:
 
     Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses the
     workload's. `bucket_mb` (MiB) replaces the workload's value, unless it is None. `arguments` are additional arguments
-    of the wrapper.
+    of the wrapper. `others` is the optimizer of the parameters that are no matrices, if `optimizer` trains only
+    matrices. `overlaps_forward` and `needs_nodes` are those of the module.
     """
 
     label: str
@@ -110,6 +111,9 @@ class Variant:
     bucket_mb: float | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"  # of the model's parameters
+    others: tuple[str, str] | None = None
+    overlaps_forward: bool = False
+    needs_nodes: bool = False
 
 
 TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
@@ -117,8 +121,6 @@ TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedun
 TORCH_FSDP = Variant("torch fully_shard", ("torch", "fully_shard"))
 TORCH = (TORCH_DDP, TORCH_ZERO)
 PLANNED_TORCH = (*TORCH, TORCH_FSDP)
-ZERO = find_module("ZeroOptimizer")
-SHARDED_OPTIMIZER = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
 ONE_PROCESS = Variant("one process")
 COMPUTATION = Variant("computation alone")  # without communication; alternates with the others
 
@@ -268,38 +270,39 @@ class Ladder:
         ]
 
 
-def get_variant(entry: Module) -> Variant:
-    """Return the variant of a module, which uses the last of the module's public names.
+def get_variant(entry: Module, name: str = "") -> Variant:
+    """Return the variant of a module that uses one of the module's public names (default: the last one).
 
-    If this name is an optimizer, it is combined with the module's own wrapper, or else with the last wrapper before it.
+    If this name is an optimizer, it is combined with the module's own wrapper, or else with the last wrapper before it,
+    unless it needs none.
     """
+    name = name or entry.public[-1]
+    own, label = (entry.package, name), f"{entry.number} {name}"
+    if name == entry.alone:
+        others = entry.others and (find_module(entry.others).package, entry.others)
+        return Variant(label, None, own, others=others or None)
+    if name.endswith("DDP"):
+        return Variant(label, own, overlaps_forward=entry.overlaps_forward, needs_nodes=entry.needs_nodes)
     wrappers = [
-        (one.package, name)
+        (one.package, wrapper)
         for one in TRAINING_MODULES
         if one.number <= entry.number
-        for name in one.public
-        if name.endswith("DDP")
+        for wrapper in one.public
+        if wrapper.endswith("DDP")
     ]
-    last = entry.package, entry.public[-1]
-    return Variant(f"{entry.number} {last[1]}", wrappers[-1], None if last[1].endswith("DDP") else last)
+    return Variant(label, wrappers[-1], own, overlaps_forward=entry.overlaps_forward)
 
 
 def get_engine(entry: Module) -> Variant:
     """Return the variant that trains with a module, also if `brigade bench` does not compare this module.
 
-    Module 12's loop runs with module 8's optimizer. Raise CourseError for a module that trains nothing.
+    It may be that of another module. Raise CourseError for a module that trains nothing.
     """
-    others = {
-        "LockstepLoop": get_variant(ZERO),
-        "ShardedMuon": Variant("", None, (entry.package, "ShardedMuon")),
-        "HalfBytesDDP": Variant("", (entry.package, "HalfBytesDDP")),
-    }
-    for name in entry.public:
-        if name in others:
-            return replace(others[name], label=f"{entry.number} {name}")
-    if not entry.trains:
+    if not entry.trains and not entry.engine:
         raise CourseError(f"module {entry.number} trains no model: choose another engine")
-    return get_variant(entry)
+    name = entry.engine or entry.public[-1]
+    own = name if name in entry.public else entry.public[-1]
+    return replace(get_variant(find_module(name), name), label=f"{entry.number} {own}")
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
@@ -309,14 +312,10 @@ def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
 
 
 def add_torch_variants(variants: Sequence[Variant]) -> list[Variant]:
-    """Return the variants, then torch's: DDP and ZeRO, and `fully_shard` if a fully sharded variant is compared."""
-    fully_sharded = any(variant.wrapper and variant.wrapper[1] == "FullyShardedDDP" for variant in variants)
-    return [*variants, *TORCH, *[TORCH_FSDP] * fully_sharded]
-
-
-def is_hybrid(variant: Variant) -> bool:
-    """Return whether the variant keeps one replica per node."""
-    return variant.wrapper is not None and variant.wrapper[1] == "HybridShardedDDP"
+    """Return the variants, then torch's: DDP and ZeRO, and `fully_shard` if the row of one of the modules names it."""
+    labels = {variant.label for variant in variants}
+    bases = {entry.compare_with for entry in TRAINING_MODULES if get_variant(entry).label in labels}
+    return [*variants, *TORCH, *[TORCH_FSDP] * (TORCH_FSDP.label in bases)]
 
 
 def get_course_variants() -> list[Variant]:

@@ -26,15 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block, Size, TinyLM, language_loss
 from brigade.lab import corpus
+from brigade.lab.matrices_and_others import MatricesAndOthers
 from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
-from brigade.lab.muon_and_others import MuonAndOthers
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, read_link
 from brigade.rank.memory import LiveMemory, list_tensors
 from brigade.rank.recording import is_self_copy
 
-OVERLAPPING = ("PrefetchedDDP",)  # see `TrainingSetup.overlaps`
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
 FP32_BYTES = 4
 BYTES_PER_WEIGHT = 16  # of a variant in fp32: the weight, its gradient, its momentum, and its part of a flat gradient
@@ -53,11 +52,7 @@ class TrainingSetup:
     wrapper: nn.Module
     optimizer: torch.optim.Optimizer
     marks: list[list[float]]
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the all-gathers of weights run during the next step's forward."""
-        return type(self.wrapper).__name__ in OVERLAPPING
+    overlaps: bool  # whether the all-gathers of weights run during the next step's forward
 
 
 def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
@@ -92,13 +87,14 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
     if not variant["optimizer"]:
         shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
         optimizer = base(shards, **options)
-    elif variant["optimizer"][1] == "ShardedMuon":
-        optimizer = MuonAndOthers(model, base, **options)
+    elif variant["others"]:
+        classes = (load_class(*variant[name]) for name in ("optimizer", "others"))
+        optimizer = MatricesAndOthers(model, *classes, base, **options)
     else:
         shards_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
         stepped = wrapper if shards_buckets else model.parameters()
         optimizer = load_class(*variant["optimizer"])(stepped, base, **options)
-    return TrainingSetup(variant["label"], model, wrapper, optimizer, [])
+    return TrainingSetup(variant["label"], model, wrapper, optimizer, [], variant["overlaps_forward"])
 
 
 def load_class(package: str, name: str) -> type:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from brigade.course.modules import TRAINING_MODULES
 from brigade.lab import nccl
-from brigade.lab.ladder import PLANNED_TORCH, SHARDED_OPTIMIZER, TORCH_DDP, Variant, get_variant
+from brigade.lab.ladder import PLANNED_TORCH, TORCH_DDP, Variant, get_variant
 from brigade.lab.nccl import AMPERE, BLACKWELL, HOPPER, PCIE3, PCIE4, Fabric
 from brigade.lab.program import Machine, Network, Program, simulate
 from brigade.rank.emulated_link import count_sent_bytes
@@ -76,8 +76,8 @@ def make_machine(
 
 def list_variants() -> list[Variant]:
     """Return all variants: first the course's, in the order of the modules, then torch's."""
-    own = [*map(get_variant, TRAINING_MODULES), SHARDED_OPTIMIZER]
-    return [*sorted(own, key=lambda variant: (int(variant.label.split()[0]), variant.label)), *PLANNED_TORCH]
+    names = [(entry, name) for entry in TRAINING_MODULES for name in (entry.alone, entry.public[-1]) if name]
+    return [*(get_variant(*name) for name in names), *PLANNED_TORCH]
 
 
 def plan(programs: dict[str, Program | str], machine: Machine, network: Network) -> list[PlannedStep]:

@@ -39,7 +39,8 @@ from brigade.rank import recording
 from brigade.rank.api import student
 from brigade.runner.ranks import RankFailure, run_ranks
 
-LOOP, POST_MORTEM = find_module("LockstepLoop").package, find_module("diagnose").package
+LOCKSTEP, DUMPS = find_module("LockstepLoop"), find_module("diagnose")
+LOOP, POST_MORTEM = LOCKSTEP.package, DUMPS.package
 IGNORED = -100  # the target of a token that is not learnt, as in module 12
 NEWLINE = 10
 WARMUP = 2  # steps of the comparison that are not timed
@@ -200,7 +201,7 @@ def run(arguments):
     options = make_parser().parse_args(arguments)
     world_size, backend = choose_ranks(options)
     variant = get_engine(get_module(options.engine))
-    sources, size = bench.read_engine(options.target, variant), SIZES[options.size]
+    sources, size = bench.read_engine(options.target, variant, LOCKSTEP, DUMPS), SIZES[options.size]
     folder, resumed = (path and Path(path).resolve() for path in (options.save, options.resume))
     about = checkpoint.read_manifest(resumed, asdict(size)) if resumed else {"step": 0, "tokens": 1024}
     if about["step"] >= options.steps:

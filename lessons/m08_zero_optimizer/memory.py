@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from brigade.course.modules import get_module
 from brigade.lab.experiment import run_experiment
-from brigade.lab.ladder import SHARDED_OPTIMIZER, TORCH_DDP, TORCH_ZERO, Workload, get_variant, run_benchmark
+from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Workload, get_variant, run_benchmark
 
 WORLD_SIZES = (1, 2, 4)
 WORKLOAD = Workload(batch_size=4, time=8, rounds=2, warmup=0, learning_rate=1e-3, optimizer="AdamW")
-ZERO = get_variant(get_module(8))
+ALONE, ZERO = (get_variant(get_module(8), name) for name in ("ShardedOptimizer", "ZeroOptimizer"))
 HALF = replace(ZERO, label=f"{ZERO.label}, bf16", dtype="bfloat16")
-VARIANTS = [get_variant(get_module(7)), TORCH_DDP, SHARDED_OPTIMIZER, ZERO, TORCH_ZERO, HALF]
+VARIANTS = [get_variant(get_module(7)), TORCH_DDP, ALONE, ZERO, TORCH_ZERO, HALF]
 
 
 def measure(run, world_size):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from brigade.lab.matrices_and_others import Together
 from brigade.rank.api import student
 
 # What a kind offers beyond the loop of module 1. A situation that needs more than a kind offers does not run on it.
@@ -74,7 +75,7 @@ class Kind:
         return dict(model.named_parameters())
 
 
-def make_muon(muon: Callable[..., Any], params: list[nn.Parameter], options: dict | None = None, **more) -> Both:
+def make_muon(muon: Callable[..., Any], params: list[nn.Parameter], options: dict | None = None, **more) -> Together:
     """Train matrices with Muon, and all other parameters with SGD, which module 8's optimizer shards on ranks."""
     options = {"lr": 0.1} | {name: value for name, value in {**(options or {}), **more}.items() if name != "lr"}
     matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
@@ -83,29 +84,7 @@ def make_muon(muon: Callable[..., Any], params: list[nn.Parameter], options: dic
         optimizers.append(torch.optim.SGD(others, lr=1.0))
     elif others:
         optimizers.append(student("m08_zero_optimizer", "ShardedOptimizer")(others, torch.optim.SGD, lr=1.0))
-    return Both(optimizers)
-
-
-class Both:
-    """Two optimizers that take their steps together."""
-
-    def __init__(self, optimizers: list[Optimizer]):
-        self.optimizers = optimizers
-        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:  # torch.amp.GradScaler asks for it
-        return getattr(self.optimizers[0], "_step_supports_amp_scaling", False)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = closure() if closure else None
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
+    return Together(optimizers)
 
 
 class PlainMuon(Optimizer):

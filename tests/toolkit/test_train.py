@@ -38,7 +38,7 @@ engine = functools.cache(lambda number: asdict(ladder.get_engine(get_module(numb
 
 @pytest.fixture(scope="module")
 def sources():
-    return bench.read_engine("solutions", ladder.get_engine(get_module(16)))
+    return bench.read_engine("solutions", ladder.get_engine(get_module(16)), train.LOCKSTEP, train.DUMPS)
 
 
 @pytest.fixture
