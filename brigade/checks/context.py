@@ -14,6 +14,7 @@ from typing import Any
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import explain_exception
 from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
+from brigade.course.skeletons import find_part_in
 from brigade.course.submission import Sources
 from brigade.events import OPPOSITES
 from brigade.runner import machine, ranks
@@ -246,10 +247,12 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         cause, hypothesis = explain_exception(failure, sources)
     names = {Path(path).name for path, _ in sources.values()}
     own = [frame[:3] for frame in failure.frames if frame[0] in names]
+    part = find_part_in(own[-1][0], own[-1][2]) if own else None
+    where = [f"  {part} is in {own[-1][2]}"] if part else []
     return CheckFailed(
         Verdict(
             expected,
-            "\n".join([failure.summary, *failure.lines[-MAX_FRAMES:]]),
+            "\n".join([failure.summary, *failure.lines[-MAX_FRAMES:], *where]),
             cause,
             hypothesis if cause else "",
             ending=kind,

@@ -20,6 +20,7 @@ from brigade.cli.options import (
     add_target,
     resolve_results_file,
 )
+from brigade.cli.plan import NETWORKS, read_link
 from brigade.course.modules import ROOT, TRAINING_MODULES, CourseError, Module, get_module, select_modules
 from brigade.course.submission import read, resolve_target
 from brigade.course.written import MEASUREMENTS, locate_measurements
@@ -29,6 +30,7 @@ from brigade.lab.experiment import explain_failure, show_progress
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
     from brigade.lab.ladder import Variant
+    from brigade.lab.nccl import Fabric
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which would import torch
@@ -182,7 +184,7 @@ def run_trace(options: argparse.Namespace) -> int:
     entry = get_module(options.number)
     require_training(entry)
     on_gpus = options.backend == "nccl"
-    if on_gpus and (options.memory or options.comm_ratio is not None or options.latency_ratio is not None):
+    if on_gpus and (options.memory or options.link or (options.comm_ratio, options.latency_ratio) != (None, None)):
         raise CourseError(
             "--backend nccl measures real collectives: leave out --memory and the emulated link's options"
         )
@@ -307,6 +309,7 @@ def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     add(group, "--comm-ratio R", ratio, ABOVE_ZERO)
     latency = f"the latency of one all-reduce, in units of the backward time (default: {LATENCY_RATIO})"
     add(group, "--latency-ratio L", latency, NOT_NEGATIVE)
+    add(group, "--link LINK", f"instead of --comm-ratio: {NETWORKS}, with the latency that NCCL's tuner assumes")
 
 
 def choose_link(options: argparse.Namespace, world_size: int, default: float | None = None) -> dict[str, Any]:
@@ -317,15 +320,34 @@ def choose_link(options: argparse.Namespace, world_size: int, default: float | N
     if world_size % options.nodes:
         raise CourseError(f"--nodes {options.nodes}: {world_size} ranks do not form {options.nodes} equal nodes")
     node_size = world_size // options.nodes if options.nodes > 1 else None
+    if options.link and (options.comm_ratio or options.latency_ratio is not None):
+        raise CourseError("--link has a rate and a latency: leave out --comm-ratio and --latency-ratio")
     comm_ratio = options.comm_ratio or default
-    if comm_ratio is None:
+    if comm_ratio is None and not options.link:
         if options.latency_ratio is not None:
             raise CourseError("--latency-ratio needs --comm-ratio")
         return {"link": None, "node_size": node_size}
     if world_size < 2:
         raise CourseError("an emulated link needs at least two ranks, because one rank does not communicate")
-    from brigade.rank.emulated_link import Pace
+    from brigade.rank.emulated_link import Link, Pace
 
+    if options.link:
+        link = Link(*get_message_cost(read_link("--link", options.link)))
+        outer = Link(SLOWDOWN * link.latency_s, link.bytes_per_s / SLOWDOWN)
+        link = replace(link, outer=outer, node_size=node_size) if node_size else link
+        return {"link": link, "node_size": node_size}
     latency_ratio = LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio
     link = Pace(comm_ratio, latency_ratio, node_size, SLOWDOWN if node_size else 1.0)
     return {"link": link, "node_size": node_size}
+
+
+def get_message_cost(link: Fabric | float) -> tuple[float, float]:
+    """Return the latency of a message in a ring, in seconds, and the bytes per second in one direction.
+
+    `link` is what `read_link` returns. The latency is that of NCCL's protocol Simple.
+    """
+    from brigade.lab.nccl import NETWORK_US, NVLINK_US, PCI_US
+
+    if isinstance(link, float):
+        return 1e-6 * NETWORK_US["ring"][-1], 1e9 * link / 8
+    return 1e-6 * (NVLINK_US if link.is_nvlink else PCI_US)["ring"][-1], 1e9 * link.gbps

@@ -15,11 +15,13 @@ The skeleton contains the code of this block below its `raise`.
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from pathlib import Path
 
 from brigade.course import handout, written
+from brigade.course.listing import Part, find_unwritten_parts
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module
 
 STORED_SKELETONS = "skeletons"  # their directory in the student edition, which has no solutions
@@ -50,6 +52,20 @@ def make_todo(entry: Module, block: re.Match[str]) -> str:
     given = read_given(entry).get(part, "")
     todo = f'{indent}# TODO: {part}\n{indent}raise NotImplementedError("module {entry.number}, {part}")'
     return f"{todo}{REPAIR if given else ''}\n{given}"
+
+
+def find_part_in(file: str, function: str) -> Part | None:
+    """Return the only part that students write in this function of a module's file, or None for another function."""
+    entries = [entry for entry in MODULES if file in (path.name for path in entry.paths)]
+    texts = [text for entry in entries for path, text in make_skeletons(entry).items() if path.name == file]
+    functions = [
+        (node.name, ast.get_source_segment(text, node) or "")
+        for text in texts
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    parts = {part for name, text in functions if name == function for part in find_unwritten_parts(text)}
+    return parts.pop() if len(parts) == 1 else None
 
 
 def read_given(entry: Module) -> dict[str, str]:

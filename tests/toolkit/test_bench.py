@@ -268,6 +268,23 @@ def test_parameters_may_have_16_bits(brigade, tmp_path):
     assert content["dtype"] == "bfloat16" and "2 ranks (gloo, bfloat16)" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "latency_us", "gigabytes"),
+    [("nvlink4", 3.4, 18 * 20.6), ("pcie4", 5.7, 24), ("100gbe", 14, 12.5), ("40", 14, 5)],
+)
+def test_a_link_can_be_named(name, latency_us, gigabytes):
+    options = argparse.Namespace(link=name, comm_ratio=None, latency_ratio=None, nodes=1)
+    link = Link(pytest.approx(1e-6 * latency_us), pytest.approx(1e9 * gigabytes))
+    assert lab.choose_link(options, 4, default=0.8) == {"link": link, "node_size": None}
+    options.nodes = 2
+    between = lab.choose_link(options, 4)["link"].outer
+    assert between.latency_s == pytest.approx(lab.SLOWDOWN * link.latency_s.expected)
+    assert between.bytes_per_s == pytest.approx(link.bytes_per_s.expected / lab.SLOWDOWN)
+    options.comm_ratio = 0.5
+    with pytest.raises(CourseError, match="--link"):
+        lab.choose_link(options, 4)
+
+
 def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
     submission = make_submission(tmp_path)
     path = submission / "measurements.json"

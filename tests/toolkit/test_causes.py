@@ -10,6 +10,8 @@ import pytest
 from brigade.checks.context import to_failure
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns
+from brigade.course.listing import Part
+from brigade.course.skeletons import find_part_in
 from brigade.runner.report import OTHER_SIZE, RankFailure, remove_jargon
 
 
@@ -116,6 +118,24 @@ def test_a_mismatch_that_gloo_notices_first_is_told_as_a_mismatch():
     for failure in (raised, died):
         verdict = to_failure(failure, {}).verdict
         assert verdict.ending == "mismatch" and verdict.likely_cause.startswith("some ranks skip or add a collective")
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "part"),
+    [
+        ("overlapped_ddp.py", "no_sync", Part(3, "d")),
+        ("plan.py", "plan_units", Part(11, "a")),  # not the module's main file
+        ("overlapped_ddp.py", "own_helper", None),
+        ("bucketed_ddp.py", "mark_ready", None),  # two functions have this name
+    ],
+)
+def test_an_exception_names_the_part_that_raised_it(file, function, part):
+    frames = [("scenario.py", 3, "train", "step()"), (file, 7, function, "raise ValueError")]
+    lines = [f"  {name}, line {line}, in {where}" for name, line, where, _ in frames]
+    failure = RankFailure("exception", "rank 0 raised ValueError", lines, 0, "ValueError", frames=frames)
+    verdict = to_failure(failure, {"m.one": (f"/submission/{file}", "")}).verdict
+    assert find_part_in(file, function) == part
+    assert (f"{part} is in {function}" in verdict.got) == (part is not None) and verdict.part is None
 
 
 SAVE, TRAIN = ("state_dict", 4), ("forward", 4)  # the caller of a launch, and its elements
