@@ -124,7 +124,7 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
     """Return the launches in order, without barriers: all, or only those of one step or one phase."""
     by_index: dict[int, Launch] = {}
     for place, current_step, event in follow_steps(events):
-        kind, launch = event["kind"], by_index.get(event.get("index"))
+        kind, launch = event["kind"], by_index.get(event.get("index", -1))
         if kind == "launch":
             fields = {name: event[name] for name in LAUNCH_FIELDS}
             by_index[event["index"]] = Launch(step=current_step, place=place, start=event["time"], **fields)
@@ -156,7 +156,7 @@ def drop_flags(launched: Sequence[Launch]) -> list[Launch]:
     return [launch for launch in launched if launch.numel > 16 or flags[launch.step] > 4]
 
 
-def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
+def list_ready_gradients(events: Sequence[Event], step: int | None) -> list[tuple[int, str]]:
     """Return (position in the record, parameter) for each gradient of a step, in the order of readiness."""
     return [(place, event["name"]) for place, event in list_step_events(events, step) if event["kind"] == "ready"]
 
@@ -166,13 +166,13 @@ def find_last_border(events: Sequence[Event], step: int) -> int:
     return max((place for place, event in list_step_events(events, step) if event["kind"] == "border"), default=-1)
 
 
-def list_backward_passes(events: Sequence[Event], step: int) -> list[int]:
+def list_backward_passes(events: Sequence[Event], step: int | None) -> list[int]:
     """Return the positions in the record at which the backward passes of a step begin."""
     in_step = list_step_events(events, step)
     return [place for place, event in in_step if event["kind"] == "phase" and event["phase"] == "backward"]
 
 
-def list_step_events(events: Sequence[Event], step: int) -> list[tuple[int, Event]]:
+def list_step_events(events: Sequence[Event], step: int | None) -> list[tuple[int, Event]]:
     """Return the events of one step, with their positions in the record."""
     return [(place, event) for place, current_step, event in follow_steps(events) if current_step == step]
 

@@ -34,7 +34,7 @@ class RankRecord:
             self.waiting = event
         elif event["kind"] in ("done", "connected"):
             self.waiting = None
-            self.queued.pop(event.get("index"), None)
+            self.queued.pop(event.get("index", -1), None)
         elif event["kind"] == "called":
             self.queued[event["index"]] = launch = self.launches[event["index"]]
             if self.waiting is launch:  # another thread may wait for another launch
@@ -104,7 +104,8 @@ class Progress:
             names = " and ".join(f"rank {peer}" for peer in peers)
             return f"{text}, but {names} never launched {describe(lost)}"
         other = self.ranks[missing[0]].waiting if missing else None
-        if other and other["kind"] == "launch" and self.ranks[rank].waiting.get("op") in OPPOSITES:
+        own = self.ranks[rank].waiting or {}
+        if other and other["kind"] == "launch" and own.get("op", "") in OPPOSITES:
             text += f" because it waits in {describe(other, with_data=False)}"
         return text
 

@@ -110,7 +110,7 @@ def collect(
         for _, step, event in follow_steps(events[rank]):
             if event["kind"] == "launch" and step is not None:
                 call = carried[rank][event["index"]]
-                if call.carried and members.issuperset(call.ranks):
+                if call.carried and call.dtype and members.issuperset(call.ranks):
                     delivered[step].append(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]))
     return {step: Values(tensors) for step, tensors in delivered.items()}
 

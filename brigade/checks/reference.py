@@ -83,14 +83,14 @@ class Case:
         averages: Gradients = {}
         for name, parameter in self.parameters().items():
             if parameter.requires_grad:
-                present = [gradients[name].double() for gradients in local if gradients[name] is not None]
+                present = [grad.double() for gradients in local if (grad := gradients[name]) is not None]
                 averages[name] = (sum(present[1:], present[0]) / len(local)).to(parameter.dtype) if present else None
         return averages
 
     def largest_entries(self) -> dict[str, float]:
         """Return, for each parameter, the largest entry of any rank's own gradient. Rounding errors scale with it."""
         local = self._local_gradients(self.group, slice(None))
-        own = {name: [gradients[name] for gradients in local if gradients[name] is not None] for name in local[0]}
+        own = {name: [grad for gradients in local if (grad := gradients[name]) is not None] for name in local[0]}
         return {name: max((float(g.double().abs().max()) for g in some), default=0.0) for name, some in own.items()}
 
     def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:

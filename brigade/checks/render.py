@@ -67,14 +67,14 @@ def explain_each(outcomes: Sequence[Outcome]) -> dict[str, str]:
 def format_message(outcome: Outcome, prints: int = 4) -> str:
     """Return the verdict on a check, the command that repeats it, and the last lines that each rank printed."""
     if outcome.status == "not written":
-        return f"to do: {outcome.verdict.part}"
+        return f"to do: {outcome.reason.part}"
     repeat = [label_text(LABELS[-1], outcome.repeat)] if outcome.repeat and outcome.ending != NOT_RUN else []
     return "\n".join([str(outcome.verdict), *repeat, *list_printed_lines(outcome, prints)])
 
 
 def summarize(outcome: Outcome) -> str:
     """Return one line about a check that did not pass: the likely cause if it is known, otherwise what was seen."""
-    verdict = outcome.verdict
+    verdict = outcome.reason
     if outcome.status == "not written":
         return format_message(outcome)
     label, text = ("likely cause:", verdict.likely_cause) if verdict.likely_cause else ("got:", verdict.described)
@@ -104,7 +104,7 @@ def list_printed_lines(outcome: Outcome, lines: int = 20) -> list[str]:
 
 def make_key(outcome: Outcome) -> tuple[object, ...]:
     """Return a key that is equal for outcomes with the same underlying mistake, whatever the ranks, sizes and times."""
-    verdict, name = outcome.verdict, outcome.verdict.parameter
+    verdict, name = outcome.reason, outcome.reason.parameter
     if verdict.part or verdict.ending in (NOT_RUN, "unreadable"):
         return (verdict.ending, verdict.part, verdict.got)
     if verdict.error:  # of an exception, or how the process ended

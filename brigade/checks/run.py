@@ -66,8 +66,8 @@ def run_check(
         got = f"the check could not examine what the ranks returned, because it raised {reason}"
         outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")
         outcome.exception = error
-    if context and is_broken(check, outcome, conditions, sources):
-        outcome.status, outcome.verdict = "error", replace(outcome.verdict, ending=BROKEN, note=BROKEN_NOTE)
+    if context and is_broken(check, outcome, conditions, context.sources):
+        outcome.status, outcome.verdict = "error", replace(outcome.reason, ending=BROKEN, note=BROKEN_NOTE)
     outcome.printed = context.output if context else []
     outcome.seconds = time.monotonic() - started
     return outcome

@@ -113,6 +113,13 @@ class Outcome:
         return self.status == "passed"
 
     @property
+    def reason(self) -> Verdict:
+        """The verdict on a check that did not pass. Raise ValueError if there is none."""
+        if self.verdict is None:
+            raise ValueError(f"the check {self.check.name} has no verdict: {self.status}")
+        return self.verdict
+
+    @property
     def is_settled(self) -> bool:
         """Whether the check has run, or will certainly not run."""
         return self.passed or self.verdict is not None
@@ -124,7 +131,7 @@ class Outcome:
     @property
     def vagueness(self) -> int:
         """How little the verdict explains: STATED, SEEN, UNEXPLAINED, USUAL or UNWRITTEN."""
-        verdict = self.verdict
+        verdict = self.reason
         if verdict.part:
             return UNWRITTEN
         if verdict.hypothesis == USUAL_CAUSE:

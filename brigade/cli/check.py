@@ -21,13 +21,13 @@ from brigade.cli.options import add, add_prior, add_target
 from brigade.cli.progress_file import CHANGED, find_state, has_changed, hash_submission, recall, remember
 from brigade.cli.success import handle_success
 from brigade.course import skeletons
-from brigade.course.listing import find_last_part
+from brigade.course.listing import GradedCheck, find_last_part
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, CourseError, Module, get_module
 from brigade.course.submission import Snapshot, Sources, find, join_texts, resolve_target, select_files, select_used
 from brigade.runner import machine
 
 MAX_AT_A_TIME = 4  # checks that run at the same time; each has up to four ranks
-Outcomes = dict[Check, Outcome]  # of the previous run
+Outcomes = dict[GradedCheck, Outcome]  # of the previous run
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +147,8 @@ def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> l
 
 def check_once(entries: Sequence[Module], options: argparse.Namespace, before: Outcomes) -> int:
     """Check the modules one after another, and store their outcomes in `before`. Return the exit status."""
-    earned, possible = Counter(), Counter()  # points by track
+    earned: Counter[str] = Counter()  # points by track
+    possible: Counter[str] = Counter()
     status = 0
     for entry in entries:
         started = time.monotonic()
@@ -217,7 +218,7 @@ def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], 
 
     An unwritten module counts only if one of its unwritten parts raised the exception of a failed check.
     """
-    parts = [outcome.verdict.part for outcome in outcomes if not outcome.passed and outcome.ending != NOT_RUN]
+    parts = [outcome.reason.part for outcome in outcomes if not outcome.passed and outcome.ending != NOT_RUN]
     others = {part.module for part in parts if part and part.module != entry.number}
     if options.prior != "own" or options.debug or not (others or None in parts):
         return ""

@@ -281,7 +281,8 @@ def run_class(
             lines.append(f"columns of the roster that are not used: {', '.join(ignored)}")
         lines += class_report.list_skipped(directory)
         if options.feedback:
-            merged, record = [], results / "feedback.json"
+            merged: Sequence[Row] = ()
+            record = results / "feedback.json"
             if assignment:
                 merged, _ = merging.merge({"": merging.read_gradebook(gradebook)[0]}, assignment.counts, {})
             count, changed = feedback.write_feedback(ours[0], everyone, book.rows, record, merged)

@@ -44,7 +44,7 @@ TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade bench`."""
-    parser.description += (
+    parser.description = (parser.description or "") + (
         " On two idle cores, the core modules take about half a minute, or about two minutes with an emulated link."
     )
     add(parser, "--modules LIST", "the modules, such as 1-4 or 2,5 (default: the core, 1 to 8)", default="")
@@ -161,7 +161,7 @@ def require_training(entry: Module) -> None:
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade trace`."""
-    parser.description += (
+    parser.description = (parser.description or "") + (
         " By default, the ranks compute on the CPU, and the link is emulated. With --backend nccl, they run on GPUs, "
         "and the timeline shows the kernels that torch's profiler recorded."
     )
@@ -212,7 +212,8 @@ def run_trace(options: argparse.Namespace) -> int:
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
     uses = ("the picture", "for https://ui.perfetto.dev or chrome://tracing")
-    for file, use in itertools.zip_longest(files, uses, fillvalue="torch's own profile of a rank"):
+    profiles = ["torch's own profile of a rank"] * (len(files) - len(uses))
+    for file, use in zip(files, [*uses, *profiles]):
         console.print(f"{shorten(file)}  {use}", markup=False)
     return 0
 
@@ -240,12 +241,15 @@ def write_timelines(
     trace.write_text(json.dumps(timeline.make_chrome_trace(timelines)))
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
-        if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
+        launched = [one for one in shown.launched if isinstance(one, timeline.Collective)]
+        if num_unwaited := sum(collective.waited_ms is None for collective in launched):
             missed = f"{num_unwaited} of {len(shown.launched)} collectives"
             console.print(f"  Across all ranks, the code does not wait for {missed}")
-    console.print(timelines[0].verdict.sentence)
-    backward = f"backward alone takes {shown.backward_ms:.0f} ms"
-    console.print(f"The link is emulated, {shown.link.description}; {backward}.")
+    if shown.verdict:
+        console.print(shown.verdict.sentence)
+    if shown.link:
+        backward = f"backward alone takes {shown.backward_ms:.0f} ms"
+        console.print(f"The link is emulated, {shown.link.description}; {backward}.")
 
 
 def write_gpu_timelines(
@@ -322,7 +326,7 @@ def choose_link(options: argparse.Namespace, world_size: int, default: float | N
     node_size = world_size // options.nodes if options.nodes > 1 else None
     if options.link and (options.comm_ratio or options.latency_ratio is not None):
         raise CourseError("--link has a rate and a latency: leave out --comm-ratio and --latency-ratio")
-    comm_ratio = options.comm_ratio or default
+    comm_ratio: Any = options.comm_ratio or default
     if comm_ratio is None and not options.link:
         if options.latency_ratio is not None:
             raise CourseError("--latency-ratio needs --comm-ratio")
@@ -337,8 +341,8 @@ def choose_link(options: argparse.Namespace, world_size: int, default: float | N
         link = replace(link, outer=outer, node_size=node_size) if node_size else link
         return {"link": link, "node_size": node_size}
     latency_ratio = LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio
-    link = Pace(comm_ratio, latency_ratio, node_size, SLOWDOWN if node_size else 1.0)
-    return {"link": link, "node_size": node_size}
+    pace = Pace(comm_ratio, latency_ratio, node_size, SLOWDOWN if node_size else 1.0)
+    return {"link": pace, "node_size": node_size}
 
 
 def get_message_cost(link: Fabric | float) -> tuple[float, float]:

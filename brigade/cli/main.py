@@ -68,7 +68,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Bucket Brigade: data-parallel training, built step by step.",
         epilog="Example: brigade check 3",
     )
-    top.set_defaults(run=lambda options: top.print_help() or 2)
+
+    def show_help(options: argparse.Namespace) -> int:
+        top.print_help()
+        return 2
+
+    top.set_defaults(run=show_help)
     commands = top.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         if command.needs_solutions and not HAS_SOLUTIONS:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from brigade.course.modules import TARGETS, CourseError
 
@@ -35,15 +35,16 @@ def add(
     If `numbers` are given, parsing raises CourseError for any other number.
     """
     name, _, metavar = usage.partition(" ")
-
-    def parse(value: str) -> Any:
-        number = numbers.kind(value)
-        if not numbers.contains(number):
-            raise CourseError(f"{name} {value}: expected {numbers.description}")
-        return number
-
     if numbers:
-        parse.__name__ = numbers.kind.__name__  # for argparse's own message if the text is not a number
+        kind, contains, description = numbers.kind, numbers.contains, numbers.description
+
+        def parse(value: str) -> Any:
+            number = kind(value)
+            if not contains(number):
+                raise CourseError(f"{name} {value}: expected {description}")
+            return number
+
+        parse.__name__ = kind.__name__  # for argparse's own message if the text is not a number
         details["type"] = parse
     if metavar:
         details["metavar"] = metavar
@@ -61,6 +62,14 @@ def add_prior(parser: argparse.ArgumentParser) -> None:
     add(parser, "--prior", prior, default="own", choices=("own", "reference"))
 
 
+@overload
+def resolve_results_file(path: str, submission: Sequence[str] = (), makes_parent: bool = False) -> Path: ...
+
+
+@overload
+def resolve_results_file(path: None, submission: Sequence[str] = (), makes_parent: bool = False) -> None: ...
+
+
 def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes_parent: bool = False) -> Path | None:
     """Return the absolute path of a results file, or None if `path` is None. Create its directory if `makes_parent`.
 
@@ -71,9 +80,9 @@ def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes
         return None
     given = Path(os.path.abspath(path))
     roots = {root for one in submission for root in (Path(os.path.abspath(one)), Path(one).resolve())}
-    for path in (given, *(parent for parent in given.parents if roots & set(parent.parents))):
-        if path.is_symlink():
-            raise CourseError(f"{path} is a link; results cannot be written to or through a link")
+    for part in (given, *(parent for parent in given.parents if roots & set(parent.parents))):
+        if part.is_symlink():
+            raise CourseError(f"{part} is a link; results cannot be written to or through a link")
     out = given.parent.resolve() / given.name
     if makes_parent and out.parent.parent.is_dir():
         out.parent.mkdir(mode=0o700, exist_ok=True)

@@ -128,8 +128,13 @@ def list_statements(text: str, file: Path, entry: Module) -> list[tuple[int, int
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_alone = not own[0].encode()[: node.col_offset].strip() and ";" not in own[-1]
         if not is_text and is_alone and not {line.strip() for line in own} <= given:
-            found.add((node.lineno, node.end_lineno))
+            found.add((node.lineno, get_last_line(node)))
     return sorted(found)
+
+
+def get_last_line(node: ast.stmt) -> int:
+    """Return the number of a statement's last line."""
+    return node.end_lineno or node.lineno
 
 
 def remove(text: str, first: int, last: int) -> str:
@@ -152,7 +157,8 @@ def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:
         first, last, number, outcome = question.first, question.last, question.entry.number, question.failed[0]
         name = f"line {first}" if first == last else f"lines {first} to {last}"
         functions = [node for node in ast.walk(parse_tree(question.text)) if isinstance(node, FUNCTIONS)]
-        around = min((node.lineno, node.end_lineno) for node in functions if node.lineno <= first <= node.end_lineno)
+        spans = [(node.lineno, get_last_line(node)) for node in functions]
+        around = min((start, end) for start, end in spans if start <= first <= end)
         shown = list(enumerate(question.text.splitlines(), 1))[around[0] - 1 : around[1]]
         fail, still_pass = (
             ", ".join(one.check.number for one in question.outcomes if one.passed == passed) for passed in (False, True)

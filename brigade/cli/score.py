@@ -18,7 +18,8 @@ SEEDS = 1_000_000
 
 def add_score_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade score`."""
-    parser.description += " The score is planned from what your code launches, so it is the same on every machine."
+    same = "The score is planned from what your code launches, so it is the same on every machine."
+    parser.description = f"{parser.description} {same}"
     parser.add_argument("number", metavar="N", help="the module's number")
     add_target(parser)
     add(parser, "--torch", "also plan torch DDP, torch DDP with ZeroRedundancyOptimizer, and torch's fully_shard")

@@ -100,14 +100,14 @@ def run_submit(options: argparse.Namespace) -> int:
     """brigade submit: write a zip of the module files and the written answers."""
     target = resolve_target(options.target)
     archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
-    present = [entry for entry in MODULES if find(target, entry)]
+    present = {entry: path for entry in MODULES if (path := find(target, entry))}
     if not present:
         raise CourseError(f"there are no module files in {target}")
     answered, problems = [], []
     with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED) as bundle:
-        for entry in present:
+        for entry, main in present.items():
             for name in entry.paths:
-                if (path := find(target, entry).with_name(name.name)).is_file():
+                if (path := main.with_name(name.name)).is_file():
                     bundle.write(path, name.as_posix())
         for entry in MODULES:
             name = skeletons.get_answers_path(entry)

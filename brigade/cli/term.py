@@ -31,7 +31,7 @@ def add_term_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `brigade term` and their options."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for function in (check, grade, export, report):
-        summary = function.__doc__.partition("\n")[0]
+        summary = (function.__doc__ or "").partition("\n")[0]
         action = actions.add_parser(function.__name__, help=summary, description=summary)
         if function is not check:
             action.add_argument("name", metavar="NAME", help="the name of the assignment in the file")

@@ -56,7 +56,10 @@ def fill_in_schedule(table: str) -> str:
 
 def make_module_table() -> str:
     """Return the table of modules of the README and the handout."""
-    lines = [("", "module", "idea", "points", "written points", "minutes", "difficulty"), ["---"] * 7]
+    lines: list[tuple[object, ...]] = [
+        ("", "module", "idea", "points", "written points", "minutes", "difficulty"),
+        ("---",) * 7,
+    ]
     for entry in MODULES:
         title = f"[{entry.title}](lessons/{entry.package}/README.md)"
         points = f"{entry.points}" if entry.is_core else f"{entry.points} ({entry.track})"

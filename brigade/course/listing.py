@@ -76,7 +76,8 @@ def list_checks(entry: Module) -> list[GradedCheck]:
     checks = list(parse_checks(entry.number, entry.checks.read_text()))
     for path in EXTRA:
         text = path.read_text()
-        for check in parse_checks(entry.number, text) if MODULE.search(text)[1] == str(entry.number) else ():
+        match = MODULE.search(text)
+        for check in parse_checks(entry.number, text) if match and match[1] == str(entry.number) else ():
             checks.append(replace(check, place=len(checks) + 1, file=str(path)))
     return checks
 

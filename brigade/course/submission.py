@@ -283,7 +283,7 @@ def open_no_follow(path: str, flags: int) -> int:
 def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:
     """Return the name of the module from which a rank imports the function, and the texts that it needs for this."""
     name = function.__module__
-    file = Path(inspect.getsourcefile(function))
+    file = Path(inspect.getsourcefile(function) or function.__code__.co_filename)
     if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name
         spec = sys.modules["__main__"].__spec__
         name = spec.name if spec else file.stem
@@ -313,7 +313,8 @@ def read_imported(directory: Path, names: list[str], read: Callable[[Path], str]
 def list_imports(text: str) -> list[str]:
     """Return the names in packages from which a file imports, or that it imports from them; some are not modules."""
     nodes = [node for node in ast.walk(parse_tree(text)) if isinstance(node, ast.ImportFrom) and not node.level]
-    names = [node.module for node in nodes] + [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
+    names = [node.module or "" for node in nodes]
+    names += [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
     return [name for name in names if "." in name]
 
 
@@ -377,7 +378,7 @@ class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         self._sources[name] = (path, text, None)  # drop the code: it is needed only once, and must not be found
         exec(marshal.loads(code) if code else compile(text, path, "exec", dont_inherit=True), module.__dict__)
         if name + OWN in self._sources:
-            module.__getattr__ = functools.partial(get_own_attribute, name)
+            vars(module)["__getattr__"] = functools.partial(get_own_attribute, name)
 
 
 def get_own_attribute(name: str, attribute: str) -> Any:

@@ -64,5 +64,5 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    print(find_error(sys.argv[1], sys.stdin.buffer.read().decode()), end="")
+    error = find_error(sys.argv[1], sys.stdin.buffer.read().decode())
+    sys.stdout.buffer.write(error.encode("utf-8", errors="replace"))

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from brigade.course.submission import MAX_SOURCE_BYTES, open_no_follow
 
@@ -34,7 +34,11 @@ CHUNK = 100_000
 
 DIRECTORY_ENTRY = b"PK\x01\x02"
 KINDS = {b"Rar!": "a .rar file", b"7z\xbc\xaf": "a .7z file", b"\x28\xb5\x2f\xfd": "a .zst file"}  # are not unpacked
-COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lambda file: io.BufferedReader(XzReader(file))}
+COMPRESSIONS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lambda file: io.BufferedReader(XzReader(file)),
+}
 
 
 class Refused(Exception):
@@ -68,14 +72,14 @@ def read_archive(path: Path, is_wanted: Callable[[str], bool], skipped: frozense
         raise Refused(reason) from None
 
 
-def read_members(file: BinaryIO, is_wanted: Callable[[str], bool], skipped: frozenset[str]) -> Contents:
+def read_members(file: io.BufferedReader, is_wanted: Callable[[str], bool], skipped: frozenset[str]) -> Contents:
     """Return the contents of an archive, whose first bytes say what it is."""
     start = file.read(512)
     file.seek(0)
     if kind := next((name for magic, name in KINDS.items() if start.startswith(magic)), ""):
         raise Refused(f"is {kind}, which the grader cannot unpack")
     compressed = next((way for magic, way in COMPRESSIONS.items() if start.startswith(magic)), None)
-    list_members = list_tar if compressed or start[257:262] == b"ustar" else list_zip
+    list_members: Callable[[Any], Iterator[Member]] = list_tar if compressed or start[257:262] == b"ustar" else list_zip
     contents, size, count = Contents(), 0, 0
     try:
         for name, problem, read in list_members(compressed(file) if compressed else file):
@@ -125,7 +129,7 @@ class DirectoryLimit(io.BufferedReader):
         return data
 
 
-def list_zip(file: BinaryIO) -> Iterator[Member]:
+def list_zip(file: io.BufferedReader) -> Iterator[Member]:
     """Yield the members of a zip. Decompress only with methods that need little memory."""
     with zipfile.ZipFile(DirectoryLimit(file.raw)) as bundle:
         for info in bundle.infolist():
@@ -148,7 +152,9 @@ def list_zip(file: BinaryIO) -> Iterator[Member]:
 
 def list_tar(file: BinaryIO) -> Iterator[Member]:
     """Yield the members of a tar file."""
-    with tarfile.TarFile(fileobj=ForwardReader(file)) as bundle:
+    reader: Any = ForwardReader(file)  # has only what tarfile uses
+    bundle: Any = tarfile.TarFile(fileobj=reader)  # `members` is not documented
+    with bundle:
         while info := bundle.next():
             bundle.members.clear()  # TarFile would keep all of them
             problem = ""
@@ -207,7 +213,7 @@ class XzReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         data = b""
         while not data and not self._decompressor.eof:
             chunk = self._file.read(CHUNK) if self._decompressor.needs_input else b""

@@ -185,7 +185,8 @@ def grade_all(
             time.sleep(0.05)
             for student in [student for student, process in running.items() if process.poll() is not None]:
                 process = running.pop(student)
-                process.stdin.close()
+                if process.stdin:
+                    process.stdin.close()
                 student.is_waiting, student.result = False, None
                 if process.returncode == 0:
                     student.result = json.loads(student.results.read_text())

@@ -50,10 +50,10 @@ def write_feedback(
         top = counted.get(key, [])
         page = formats.load_template("feedback.html").render(student=titles[key], reports=reports, top=top)
         text = "\n".join([titles[key], "", *top, *[""] * bool(top), *map(format_report, reports)])
-        page, text = (content.encode(errors="replace") for content in (page, text))
-        files |= {f"{name}.txt": text, f"{name}.html": page}
+        written = [content.encode(errors="replace") for content in (text, page)]
+        files |= dict(zip((f"{name}.txt", f"{name}.html"), written))
         latest = max(group[0].paths, key=lambda path: uploads.sort_key(path.name))
-        add_to_archives(archives, latest, text, page)
+        add_to_archives(archives, latest, *written)
     files |= {name: make_zip(content) for name, content in archives.items() if content}
     return len(groups), replace_files(directory, files, record)
 
@@ -91,7 +91,7 @@ def make_report(student: Student, row: Row, has_heading: bool) -> dict[str, Any]
     # In a term, Canvas's marker says less than the columns of the gradebook.
     notes = [note for note in student.notes if not student.columns or note != uploads.LATE]
     heading = f"What you handed in: {student.submission}" if has_heading else ""
-    if student.unreadable:
+    if student.unreadable or student.result is None:
         remarks = [*list_remarks(row), *notes]
         return {"heading": heading, "unreadable": student.unreadable, "remarks": remarks, "modules": []}
     result = correct(student.result, row)
@@ -140,7 +140,7 @@ def list_remarks(row: Row) -> list[str]:
         remarks.append(f"{came}: {f'it loses {format_points(late)} %' if late < 100 else 'it does not count'}.")
     for entry in written:
         points, most = read_points(row, f"written {entry.number}"), gradebook.sum_points([], [entry])
-        remarks.append(f"Written answers to module {entry.number}: {format_points(points)} of {most} points.")
+        remarks.append(f"Written answers to module {entry.number}: {format_points(points or 0)} of {most} points.")
     if row.get(ADJUSTMENT):
         remarks.append(f"Adjustment: {row[ADJUSTMENT]} points.")
     total = gradebook.add_up(row, entries, written)["score"] or "0"

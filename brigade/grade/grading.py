@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from brigade.checks.collect import collect
+from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
 from brigade.course.listing import GradedCheck
@@ -67,7 +67,7 @@ def derive_seed(secret: bytes, snapshot: Snapshot, last: int) -> int:
     Equal submissions get equal random cases, and so equal points. A submission that differs in one letter gets other
     cases, so nothing that feedback tells about the cases of one helps another. Nobody finds the secret from a seed.
     """
-    texts = {}
+    texts: dict[str, str] = {}
     for entry in MODULES:
         with contextlib.suppress(CourseError):  # what cannot be read gets no points
             if entry.number <= last:
@@ -163,11 +163,13 @@ class Schedule:
     def examine(self, outcome: Outcome, replaced: Replaced, ends_at: float) -> None:
         """Run one check. Running a check again can only gain points."""
         attempts = self.attempts[outcome.check]
+        check = outcome.check
+        assert isinstance(check, Check)  # from `collect`
         source = self.prior if self.prior != "auto" else "reference" if replaced else "own"
         conditions = replace(self.conditions, ends_at=ends_at)
         started = time.monotonic()
         for _ in range(2):
-            found = run_check(outcome.check, self.snapshot, conditions, source, replaced=replaced)
+            found = run_check(check, self.snapshot, conditions, source, replaced=replaced)
             if found.ending != "lost":  # killed from outside, perhaps because memory ran out: try again
                 break
         found.seconds = outcome.seconds + time.monotonic() - started
@@ -199,9 +201,9 @@ class Schedule:
             return
         what = "The check fails with the reference's earlier modules, too."
         if is_blocked(last):
-            what = f"The repetition with the reference's earlier modules could not run: {last.verdict.message}"
-        note = "\n".join(filter(None, [outcome.verdict.note, what]))
-        outcome.verdict = replace(outcome.verdict, note=note)
+            what = f"The repetition with the reference's earlier modules could not run: {last.reason.message}"
+        note = "\n".join(filter(None, [outcome.reason.note, what]))
+        outcome.verdict = replace(outcome.reason, note=note)
 
 
 def is_beyond_help(outcome: Outcome) -> bool:

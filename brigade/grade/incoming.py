@@ -164,7 +164,8 @@ def take_modules(paths: Sequence[Path], directory: Path) -> list[str]:
     """
     latest: dict[str, Path] = {}
     for path in sorted(paths, key=lambda path: (get_number(path.name), path.name)):
-        latest[f"{MODULE_FILE.fullmatch(path.name)['name']}.py"] = path
+        if match := MODULE_FILE.fullmatch(path.name):
+            latest[f"{match['name']}.py"] = path
     for name, path in latest.items():
         (directory / name).write_bytes(read_bytes(path.resolve(), path.resolve().parent))
     older = [path.name for path in paths if path not in latest.values()]

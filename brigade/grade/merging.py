@@ -93,7 +93,8 @@ def merge(
     for name, table in gradebooks.items():
         for row in sorted(table, key=lambda row: (row.get(UPLOADED, ""), uploads.sort_key(row.get("submission", "")))):
             students.setdefault(row["student"], []).append((name, row))
-    merged, lines = {}, []
+    merged: dict[str, Row] = {}
+    lines: list[str] = []
     for student, rows in students.items():
         merged[student] = merge_rows(rows, keep, penalties, lines)
         add_totals(merged[student], every_row)
@@ -223,7 +224,8 @@ def export(table: Sequence[Row], platform: str, keep: str, name: str = "") -> tu
         heading = f"{ADJUSTMENT.capitalize()} {name}".strip()
         possible[heading], sources[heading] = "0", ADJUSTMENT
     columns = ["Student", *used, "Section", *possible] if is_canvas else [*used, *possible]
-    rows, seen = [], {}
+    rows: list[dict[str, str]] = []
+    seen: dict[tuple[str, ...], str] = {}
     for row in merged:
         person = {heading: row.get(headings[heading], "") for heading in used}
         if not any(person.values()):

@@ -71,7 +71,7 @@ def find_pairs(
         given = [path.read_text() for path in entry.lesson.glob("*.py")]  # the skeleton, and the measuring scripts
         given += map(textwrap.dedent, CODE.findall(readings))
         common = set().union(*(find_runs({"": text}) for text in given))
-        own = {}
+        own: dict[str, dict[int, set[Line]]] = {}
         for name, files in texts.items():
             runs = {run: lines for run, lines in find_runs(files).items() if run not in common}
             own |= {name: runs} if len(runs) >= ENOUGH else {}
@@ -80,8 +80,10 @@ def find_pairs(
             shared = own[one].keys() & own[other].keys()
             alike = len(shared) / min(len(own[one]), len(own[other]))
             if alike >= ALIKE and (owners or {}).get(one, one) != (owners or {}).get(other, other):
-                lines = tuple(format_lines(set().union(*map(own[name].get, shared))) for name in (one, other))
-                pairs.append(Pair(entry.number, round(100 * alike), (one, other), lines))
+                first, second = (
+                    format_lines(set().union(*(own[name][run] for run in shared))) for name in (one, other)
+                )
+                pairs.append(Pair(entry.number, round(100 * alike), (one, other), (first, second)))
         found += sorted(pairs, key=lambda pair: -pair.percent)
     return found
 
@@ -111,7 +113,9 @@ def find_groups(pairs: Iterable[Pair]) -> list[tuple[int, list[str], int]]:
             group = frozenset().union(*(groups.get(name, frozenset([name])) for name in pair.names))
             groups |= dict.fromkeys(group, group)
             percents |= {name: max(percents.get(name, 0), pair.percent) for name in pair.names}
-        every = [(number, sorted(group), max(map(percents.get, group))) for group in dict.fromkeys(groups.values())]
+        every = [
+            (number, sorted(group), max(percents[name] for name in group)) for group in dict.fromkeys(groups.values())
+        ]
         found += sorted(every, key=lambda group: (-group[2], group[1]))
     return found
 

@@ -63,10 +63,12 @@ def look_at(target: Path, entries: Sequence[Module]) -> list[str]:
 
 def read_texts(target: Path, entries: Sequence[Module]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the texts of the modules' files in `target`, and why other files cannot be read, by the files' names."""
-    texts, unreadable = {}, {}
+    texts: dict[str, str] = {}
+    unreadable: dict[str, str] = {}
     for entry in entries:
-        main = find(target, entry)
-        for name in entry.paths if main else ():
+        if (main := find(target, entry)) is None:
+            continue
+        for name in entry.paths:
             path = main.with_name(name.name)
             try:
                 if path == main or path.exists():

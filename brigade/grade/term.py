@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from brigade.course.modules import CourseError, Module, select_modules
 from brigade.grade import merging, roster
@@ -29,7 +29,7 @@ ZONE = "write it with its distance from UTC, such as 2027-02-07T23:59:00+01:00"
 TEXT, TIME, LIST = (str, "write a text"), (datetime, ZONE), (list, "begin each of its rows with [[its name]]")
 NUMBER, TABLE = ((int, float), "write a number"), (dict, "write { percent = 20, days = 7 }")
 # The keys of each table. Those with a question mark may be left out.
-KEYS = {
+KEYS: dict[str, dict[str, tuple[Any, str]]] = {
     "": {"title": TEXT, "platform": TEXT, "roster": TEXT, "secret": TEXT, "options?": TEXT, "assignments": LIST,
          "extensions?": LIST},
     "assignments": {"name": TEXT, "modules": TEXT, "due": TIME, "uploads?": TEXT, "counts?": TEXT, "late?": TABLE},
@@ -135,8 +135,11 @@ class Reader:
 
     def require(self, is_right: object, problem: str, table: str = "", index: int = 0, key: str = "") -> None:
         """Raise CourseError with the line of a key, or of the heading of its table, unless all is right."""
-        if is_right:
-            return
+        if not is_right:
+            self.fail(problem, table, index, key)
+
+    def fail(self, problem: str, table: str = "", index: int = 0, key: str = "") -> NoReturn:
+        """Raise CourseError with the line of a key, or of the heading of its table."""
         count, place, is_inside = -1, 0, not table
         for number, line in enumerate(self.text.splitlines(), 1):
             if heading := re.match(r"\s*\[+\s*([\w.]+)", line):
@@ -196,7 +199,8 @@ def read_term(path: Path) -> Term:
     for index, row in enumerate(reader.check_rows("extensions")):
         place, name, person = ("extensions", index), row["assignment"], roster.find_person(row["student"], people)
         require(name in assignments, f"there is no assignment {name!r}", *place, "assignment")
-        require(person, f"{top['roster']} has no student {row['student']!r}, or several", *place, "student")
+        if not person:
+            reader.fail(f"{top['roster']} has no student {row['student']!r}, or several", *place, "student")
         key = roster.get_key(person)
         require(key not in ends[name], f"{row['student']!r} has two extensions for {name!r}", *place, "student")
         require(row["until"] > assignments[name].due, "this extension ends before the work is due", *place, "until")

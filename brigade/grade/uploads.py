@@ -46,7 +46,8 @@ def list_uploads(directory: Path, ours: Collection[Path]) -> list[Upload]:
     found = [path for path in sorted(directory.iterdir()) if path not in ours and not is_skipped(path)]
     if not any(path.is_dir() or path.name.lower().endswith((*incoming.ARCHIVES, ".py", ".ipynb")) for path in found):
         raise CourseError(f"there are no submissions in {directory}; it must contain one directory or zip per student")
-    uploads, files = [], {}
+    uploads: list[Upload] = []
+    files: dict[str, list[Path]] = {}
     metadata = read_metadata(directory)
     for path in found:
         if who := "" if path.is_dir() else find_owner(path.name):

@@ -55,7 +55,8 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     try:
         (header_size,) = struct.unpack_from("<Q", data)
         header = json.loads(bytes(data[8 : 8 + header_size]), parse_int=read_int)
-        blobs, start = [], 8 + header_size
+        blobs: list[memoryview | None] = []
+        start = 8 + header_size
         for size in header["sizes"]:
             if type(size) is not int or size < 0 or start + size > len(data):
                 raise WireError("a blob runs past the end")

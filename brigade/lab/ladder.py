@@ -70,7 +70,8 @@ class Workload:
 
 # The workload for the emulated link. Its computation takes long enough that the real collectives take only a small
 # part of the emulated time. They still take processor time from the computation.
-EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
+PACE = Pace(comm_ratio=0.8, latency_ratio=0.002)
+EMULATED = Workload(batch_size=24, time=128, rounds=35, link=PACE)
 
 
 # The workload for GPUs: the model is large enough that they compute longer than Python needs to launch the kernels, and

@@ -41,7 +41,14 @@ class MatricesAndOthers(Together):
     all ranks the weights of rank 0, because there is no wrapper.
     """
 
-    def __init__(self, model: nn.Module, matrices: type, others: type, base: type[Optimizer], **options: Any):
+    def __init__(
+        self,
+        model: Any,
+        matrices: Callable[..., Any],
+        others: Callable[..., Any],
+        base: type[Optimizer],
+        **options: Any,
+    ):
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, 0)
         blocks = [p for p in model.blocks.parameters() if p.dim() == 2]

@@ -129,5 +129,5 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
         for _ in range(3):
             points.clear()
             phases[:] = ["before", *PHASES]
-            take_step(setup, tokens, tokens, enter_next_phase)
+            take_step(setup, tokens, tokens, mark=enter_next_phase)
     return points

@@ -34,7 +34,7 @@ def count_kept_bytes(model: nn.Module, wrapper: nn.Module, optimizer: optim.Opti
     return nbytes
 
 
-def list_tensors_by_kind(model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer) -> dict[str, list[Tensor]]:
+def list_tensors_by_kind(model: nn.Module, wrapper: Any, optimizer: Any) -> dict[str, list[Tensor]]:
     """Return the tensors of each kind that these objects have now, and this rank's shards of what torch has sharded."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])

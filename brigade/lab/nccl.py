@@ -105,7 +105,8 @@ PCIE4 = Fabric("PCI Express 4.0 x16", 24.0, False, SPEEDS, NETWORK_SPEEDS, (39.0
 PCIE3 = Fabric("PCI Express 3.0 x16", 12.0, False, SPEEDS, NETWORK_SPEEDS, (39.0, 39.0, 20.4))
 
 
-class Channels(NamedTuple):
+@dataclass(frozen=True)
+class Channels:
     """Equal channels of one algorithm, with the rate of each in GB/s."""
 
     count: int
@@ -204,7 +205,7 @@ class Network:
 
     def find_group_channels(self, algorithm: str, per_node: float, num_nodes: int) -> Channels:
         """Return the channels of a group with `per_node` ranks in each of its nodes."""
-        fabric, card_gbps = self.fabric, self.card_gbps
+        fabric, card_gbps = self.fabric, math.inf if self.card_gbps is None else self.card_gbps
         cards = self.cards * per_node / self.ranks_per_node
         if algorithm in ("NVLS", "NVLS tree"):
             # Each GPU is the head of a channel, which takes its rate twice from the head's links, and once from others.
@@ -228,7 +229,8 @@ class Network:
             intra = channels.gbps * fabric.nvls_efficiency * (count - 1) / count * 2
             if algorithm == "NVLS":
                 return count * intra
-            heads = min(self.cards * per_node / self.ranks_per_node * self.card_gbps / per_node, 2 * channels.gbps)
+            card_gbps = math.inf if self.card_gbps is None else self.card_gbps
+            heads = min(self.cards * per_node / self.ranks_per_node * card_gbps / per_node, 2 * channels.gbps)
             inter = max(speed for speed in (*fabric.network_speeds, channels.gbps) if speed <= heads)
             return count * min(intra, inter * (2 if num_nodes == 2 else 1), fabric.nvls_tree_by_nodes[index])
         if algorithm == "PAT":

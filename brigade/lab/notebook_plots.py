@@ -46,7 +46,7 @@ PARTS = (  # of a stacked bar
     {"facecolor": COLOURS["forward"], "hatch": ".."},
     {"facecolor": COLOURS["finish"], "hatch": "x"},
 )
-CELLS = {  # of a grid
+CELLS: dict[str, dict[str, Any]] = {  # of a grid
     "plain": {"facecolor": "white"},
     "partial": {"facecolor": COLOURS["forward"]},
     "complete": {"facecolor": COLOURS["backward"]},
@@ -54,7 +54,7 @@ CELLS = {  # of a grid
     "unused": {"facecolor": COLOURS["finish"]},
     "wrong": {"facecolor": RED, "hatch": "xx"},
 }
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 18,
     "lines.linewidth": 3.5,
     "lines.markersize": 10,

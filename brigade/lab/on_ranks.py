@@ -49,8 +49,8 @@ class TrainingSetup:
 
     label: str
     model: nn.Module
-    wrapper: nn.Module
-    optimizer: torch.optim.Optimizer
+    wrapper: Any  # has the methods of its module
+    optimizer: Any
     marks: list[list[float]]
     overlaps: bool  # whether the all-gathers of weights run during the next step's forward
 
@@ -60,7 +60,7 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
 
     `workload["optimizer"]` is the optimizer's class, or its name in `torch.optim`.
     """
-    wrapper = model
+    wrapper: Any = model
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
         accepted = inspect.signature(wrapper_class).parameters
@@ -88,8 +88,8 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
         shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
         optimizer = base(shards, **options)
     elif variant["others"]:
-        classes = (load_class(*variant[name]) for name in ("optimizer", "others"))
-        optimizer = MatricesAndOthers(model, *classes, base, **options)
+        matrices, others = (load_class(*variant[name]) for name in ("optimizer", "others"))
+        optimizer = MatricesAndOthers(model, matrices, others, base, **options)
     else:
         shards_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
         stepped = wrapper if shards_buckets else model.parameters()
@@ -97,7 +97,7 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
     return TrainingSetup(variant["label"], model, wrapper, optimizer, [], variant["overlaps_forward"])
 
 
-def load_class(package: str, name: str) -> type:
+def load_class(package: str, name: str) -> Callable[..., Any]:
     """Return a class of a submission's module, or of torch."""
     if package != "torch":
         return student(package, name)
@@ -110,7 +110,7 @@ def load_class(package: str, name: str) -> type:
     return ZeroRedundancyOptimizer
 
 
-def shard_fully(model: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
+def shard_fully(model: Any, compute_dtype: torch.dtype | None = None) -> Any:
     """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights.
 
     With a `compute_dtype`, units are gathered in this dtype, and gradients are reduced in fp32.
@@ -121,8 +121,10 @@ def shard_fully(model: nn.Module, compute_dtype: torch.dtype | None = None) -> n
     tensors = model.state_dict().values()
     for tensor in tensors:
         dist.broadcast(tensor, 0)
+    group = dist.group.WORLD
+    assert group is not None  # ranks have one
     where = "meta" if any(tensor.is_meta for tensor in tensors) else device().type
-    mesh = DeviceMesh.from_group(dist.group.WORLD, where)
+    mesh = DeviceMesh.from_group(group, where)
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
@@ -154,7 +156,7 @@ def train(workload: dict, variants: list[dict]) -> dict:
     if len(others) < 2 or can_alternate(workload, variants, start, text):
         return run_alternately(workload, variants, indices, start, text)
     results = [run_alternately(workload, variants, [index, *computations], start, text) for index in others]
-    measured = {}
+    measured: dict[str, Any] = {}
     for result in results:
         own, *alone = result["variants"].values()
         own["computation_marks"] = alone[0]["marks"] if alone else None
@@ -162,7 +164,7 @@ def train(workload: dict, variants: list[dict]) -> dict:
     return results[0] | {"variants": measured}
 
 
-def can_alternate(workload: dict, variants: Sequence[dict], start: TinyLM, text: str) -> bool:
+def can_alternate(workload: dict, variants: Sequence[dict], start: TinyLM, text: bytes) -> bool:
     """Return whether the memory of every rank has room for all variants at once. The ranks agree."""
     free_bytes = measure_free_bytes()
     if free_bytes is None:
@@ -177,7 +179,7 @@ def can_alternate(workload: dict, variants: Sequence[dict], start: TinyLM, text:
     return bool(has_room.item())
 
 
-def measure_step_bytes(workload: dict, model: nn.Module, text: str) -> int:
+def measure_step_bytes(workload: dict, model: TinyLM, text: bytes) -> int:
     """Return the bytes of a forward and a backward of the model at the peak, weights and gradients included."""
     tokens, targets = take_own_part(make_draw_batch(workload, text)(workload["batch_size"]))
     with LiveMemory(model.parameters()) as memory:
@@ -242,7 +244,7 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def run_alternately(workload: dict, variants: list[dict], indices: Sequence[int], start: TinyLM, text: str) -> dict:
+def run_alternately(workload: dict, variants: list[dict], indices: Sequence[int], start: TinyLM, text: bytes) -> dict:
     """Take all steps of the variants with these indices, which alternate. Return the results as `train` does.
 
     `start` and `text` are what `make_start` returns. On a GPU, no memory of the variants remains in use.
@@ -253,7 +255,7 @@ def run_alternately(workload: dict, variants: list[dict], indices: Sequence[int]
     return results
 
 
-def take_all_steps(workload: dict, variants: list[dict], indices: Sequence[int], start: TinyLM, text: str) -> dict:
+def take_all_steps(workload: dict, variants: list[dict], indices: Sequence[int], start: TinyLM, text: bytes) -> dict:
     """Do what `run_alternately` describes, except that memory remains in use."""
     setups, draw_batch = prepare_training(workload, [variants[index] for index in indices], start, text)
     calibration = Calibration(copy_model(start, variants[indices[0]]), workload["link"])
@@ -283,7 +285,7 @@ def take_all_steps(workload: dict, variants: list[dict], indices: Sequence[int],
     return {"variants": measured, "device": name, **calibration.get_results(workload["warmup"])}
 
 
-def make_start(workload: dict) -> tuple[TinyLM, str]:
+def make_start(workload: dict) -> tuple[TinyLM, bytes]:
     """Return the model from which this rank's variants start, on the CPU and in fp32, and the text to train on."""
     # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
     start = TinyLM(Size(**workload["size"]))
@@ -293,8 +295,8 @@ def make_start(workload: dict) -> tuple[TinyLM, str]:
 
 
 def prepare_training(
-    workload: dict, variants: Sequence[dict], start: TinyLM, text: str
-) -> tuple[list[TrainingSetup], Callable[[int], list[Tensor]]]:
+    workload: dict, variants: Sequence[dict], start: TinyLM, text: bytes
+) -> tuple[list[TrainingSetup], Callable[[int], tuple[Tensor, Tensor]]]:
     """Return a setup of each variant with the weights of `start`, and a function that draws a batch of N sequences.
 
     The function returns the tokens and the targets of all ranks, on the CPU.
@@ -317,13 +319,13 @@ def copy_model(start: TinyLM, variant: dict) -> TinyLM:
     return model
 
 
-def make_draw_batch(workload: dict, text: str) -> Callable[[int], list[Tensor]]:
+def make_draw_batch(workload: dict, text: bytes) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Return the function that `prepare_training` describes. Every such function draws the same batches."""
     generator = torch.Generator().manual_seed(workload["seed"])
     return lambda size: corpus.draw_batch(text, size, workload["time"], generator)
 
 
-def take_own_part(batch: list[Tensor]) -> list[Tensor]:
+def take_own_part(batch: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's part of a batch, on the rank's device."""
     return [tensor.chunk(dist.get_world_size())[dist.get_rank()].to(device()) for tensor in batch]
 
@@ -406,7 +408,7 @@ class Calibration:
         backward_s, cpu_s = time_together(loss.backward)
         if device().type == "cpu":  # with a GPU, this thread only waits
             self.cpu_shares.append(cpu_s / backward_s)
-        flat = torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
+        flat = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
         self.model.zero_grad()
         real_s, _ = time_together(lambda: dist.all_reduce(flat))
         times = torch.tensor([backward_s, real_s, time.perf_counter() - self.began], dtype=torch.float64).to(device())
@@ -428,10 +430,9 @@ class Calibration:
         Also return "cpu_shares" of the rounds after the first `warmup`.
         """
         link = self.make_link(self.times)
-        backward_s, real_s = map(median, zip(*self.times or [(0.0, 0.0)]))
-        link = asdict(link) if link else None
+        backward_s, real_s = map(median, zip(*self.times or [[0.0, 0.0]]))
         times = {"backward_s": backward_s, "real_s": real_s, "cpu_shares": self.cpu_shares[CALIBRATION - 1 + warmup :]}
-        return {"link": link, "model_bytes": self.model_bytes, **times}
+        return {"link": link and asdict(link), "model_bytes": self.model_bytes, **times}
 
 
 def time_together(call: Callable[[], Any]) -> tuple[float, float]:
@@ -451,7 +452,7 @@ def synchronize() -> None:
 
 
 def take_step(
-    setup: TrainingSetup, tokens: Tensor, targets: Tensor, mark: Callable[[], Any] = time.perf_counter
+    setup: TrainingSetup, tokens: Tensor, targets: Tensor, *, mark: Callable[[], Any] = time.perf_counter
 ) -> list[Any]:
     """Take one training step, in the loop that all variants share.
 

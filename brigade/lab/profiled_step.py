@@ -70,6 +70,6 @@ def take_marked_step(setup: TrainingSetup, batch: list[torch.Tensor]) -> None:
 
     mark()
     repeat_step_before(setup)
-    take_step(setup, *batch, mark)
+    take_step(setup, *batch, mark=mark)
     if setup.overlaps:
         setup.wrapper.finish_param_sync()

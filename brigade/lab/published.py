@@ -305,7 +305,8 @@ def find_calibrator(row: Row, family: Sequence[Row]) -> Row | None:
     return min(same, key=lambda one: one.gpus, default=smallest)
 
 
-class ErrorBar(NamedTuple):
+@dataclass(frozen=True)
+class ErrorBar:
     """How wrong predictions of one kind are: the number of rows, and the median and 90th percentile of their errors."""
 
     count: int

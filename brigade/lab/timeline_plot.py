@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -13,7 +14,9 @@ from brigade.lab.ladder import PHASES
 from brigade.lab.plots import COLOURS, NAMES
 from brigade.lab.timeline import EXPOSED, Timeline
 
-STYLES = {kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()}
+STYLES: dict[str, dict[str, Any]] = {
+    kind: {"facecolor": colour, "edgecolor": "white"} for kind, colour in COLOURS.items()
+}
 STYLES |= {
     "wait": {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"},
     "exposed": {"facecolor": "#d55e00"},
@@ -24,9 +27,10 @@ STYLES |= {
     "reduce": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "\\\\\\\\"},
     "broadcast": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "xxx"},
 }
-OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}  # of other collectives
-BACKWARD_END = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
-LAUNCHED = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
+Style = dict[str, Any]
+OTHER: Style = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}  # of other collectives
+BACKWARD_END: Style = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
+LAUNCHED: Style = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
 LANES = 2.75  # the distance from one rank to the next
 
 

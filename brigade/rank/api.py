@@ -34,4 +34,4 @@ def student(module: str, name: str) -> Any:
     try:
         return getattr(file, name)
     except AttributeError:
-        raise NameError(f"{os.path.basename(file.__file__)} has no {name}") from None
+        raise NameError(f"{os.path.basename(file.__file__ or module)} has no {name}") from None

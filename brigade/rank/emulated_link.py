@@ -186,13 +186,16 @@ class LaunchSeries:
         self._senders, self._receivers = senders, receivers
         self._ranks = {*senders, *receivers}
         # For each launch: the number of ranks that have called it, its start and its end.
+        if _shared is None:
+            raise RuntimeError("call share_launches before the first group is created")
+        self._shared = _shared
         self._numbers = _shared.map(f"launches-{name}", 3 * MAX_LAUNCHES)
         self._count = 0
 
     def add(self, network: Link, op: str, nbytes: float) -> int:
         """Tell the other ranks that this rank calls the next launch. Return its number."""
-        with _shared.thread_lock:
-            fcntl.flock(_shared.lock_file, fcntl.LOCK_EX)
+        with self._shared.thread_lock:
+            fcntl.flock(self._shared.lock_file, fcntl.LOCK_EX)
             try:
                 number = self._count
                 if number == MAX_LAUNCHES:
@@ -202,19 +205,20 @@ class LaunchSeries:
                 if self._numbers[3 * number] == len(self._ranks):
                     self._reserve(number, network, op, nbytes)
             finally:
-                fcntl.flock(_shared.lock_file, fcntl.LOCK_UN)
+                fcntl.flock(self._shared.lock_file, fcntl.LOCK_UN)
         return number
 
     def _reserve(self, number: int, network: Link, op: str, nbytes: float) -> None:
         """Reserve the links for a launch that all its ranks have called, in the directions in which it carries data."""
         num_nodes = network.count_nodes(self._ranks)
-        first = 2 * _shared.world_size if num_nodes > 1 else 0
+        world_size, free_at = self._shared.world_size, self._shared.free_at
+        first = 2 * world_size if num_nodes > 1 else 0
         directions = [first + rank for rank in self._senders]
-        directions += [first + _shared.world_size + rank for rank in self._receivers]
-        start = max(time.perf_counter(), *(_shared.free_at[direction] for direction in directions))
+        directions += [first + world_size + rank for rank in self._receivers]
+        start = max(time.perf_counter(), *(free_at[direction] for direction in directions))
         end = start + network.seconds(op, nbytes, len(self._ranks), num_nodes)
         for direction in directions:
-            _shared.free_at[direction] = end
+            free_at[direction] = end
         self._numbers[3 * number + 1] = start
         self._numbers[3 * number + 2] = end  # written last: a rank that sees the end can read the start
 
@@ -267,7 +271,7 @@ class EmulatedLinkGroup(RecordingGroup):
         op, outputs, inputs = METHODS[method]
         if _link is None or op == "barrier" or method == "recv_anysource":
             return super().call(method, args, kwargs, index)
-        nbytes = max(sum(tensor.nbytes for tensor in list_tensors(args[i])) for i in {outputs, inputs} - {None})
+        nbytes = max(sum(tensor.nbytes for tensor in list_tensors(args[i])) for i in {outputs, inputs} if i is not None)
         series = self._find_messages(op, args[1]) if op in OPPOSITES else self._collectives
         number = series.add(_link, op, nbytes)
         results, sent = ([] if place is None else list_tensors(args[place]) for place in (outputs, inputs))

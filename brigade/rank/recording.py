@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -365,7 +366,7 @@ def find_callers() -> tuple[str | None, str | None]:
     stack, for example when torch DDP's reducer launches a collective.
     """
     line = caller = None
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame:
         if frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
             caller = frame.f_code.co_name
@@ -500,7 +501,7 @@ ANSWERS = (
 
 def refuse_finished_answers() -> None:
     """Raise RuntimeError if torch's own wrapper has called a collective, and the submission has called the wrapper."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame and (name := frame.f_globals.get("__name__", "")).startswith(("torch.", "contextlib", __name__)):
         if f"{name}.".startswith(ANSWERS):
             raise RuntimeError(f"{name} is not accepted as an answer; use the collectives of torch.distributed")

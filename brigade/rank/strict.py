@@ -65,7 +65,7 @@ class StrictGroup(RecordingGroup):
         op, outputs, inputs = METHODS[method]
         if op == "barrier":
             return super().call(method, args, kwargs, index)
-        given = list_tensors([args[position] for position in {outputs, inputs} - {None}])
+        given = list_tensors([args[position] for position in {outputs, inputs} if position is not None])
         targets = [] if outputs is None else list_tensors(args[outputs])
         args = [copy_tensors(arg) if position in (outputs, inputs) else arg for position, arg in enumerate(args)]
         is_root = getattr(find_options(args, kwargs), "rootRank", None) == self.rank()
@@ -77,7 +77,7 @@ class StrictGroup(RecordingGroup):
         work = self._perform(method, args, kwargs)
         if op in OPPOSITES:
             self._messages.append(work)
-        results = list_tensors(args[outputs]) if targets else []
+        results = [] if outputs is None or not targets else list_tensors(args[outputs])
         return StrictWork(work, self._recorder, index, given, at_launch, targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:

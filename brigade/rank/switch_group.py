@@ -99,6 +99,8 @@ class SwitchWork(dist.Work):
         return self._source is not None or self._channel.poll(self._index)
 
     def _source_rank(self) -> int:
+        if self._source is None:
+            raise RuntimeError("the source of a message is known after its wait")
         return self._source
 
 

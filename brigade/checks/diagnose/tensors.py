@@ -112,8 +112,9 @@ def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
 
 def one_factor(compared: Comparison) -> str:
     """Explain tensors that are all wrong by the same factor, if a group size or a common mistake gives this factor."""
-    factors = [find_factor(entry.actual, entry.expected) for entry in compared.wrong]
-    if not factors or None in factors or max(factors) - min(factors) >= 1e-3 * max(factors):
+    found = [find_factor(entry.actual, entry.expected) for entry in compared.wrong]
+    factors = [factor for factor in found if factor is not None]
+    if not factors or len(factors) < len(found) or max(factors) - min(factors) >= 1e-3 * max(factors):
         return ""
     factor, size = factors[0], len(compared.actual)
     world_size = compared.evidence.world_size or size
