@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from brigade.checks.context import CheckContext
+from brigade.checks.course_tests import import_from_tests
 from brigade.course.listing import GradedCheck, list_checks
-from brigade.course.modules import ROOT, CourseError, Module
-
-if TYPE_CHECKING:
-    from brigade.checks.context import CheckContext
+from brigade.course.modules import CourseError, Module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,8 @@ def import_checks(entry: Module, file: str = "") -> Any:
     if getattr(sys.modules.get(name), "__file__", "") != file:
         import_from_tests("helpers")  # which such a file may import
         spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise CourseError(f"{file} cannot be imported: it is no Python file")
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
@@ -47,10 +48,3 @@ def import_checks(entry: Module, file: str = "") -> Any:
             del sys.modules[name]
             raise CourseError(f"{file} cannot be imported: {type(error).__name__}: {error}") from None
     return sys.modules[name]
-
-
-def import_from_tests(name: str) -> Any:
-    """Import a Python module from the directory `tests`, such as the checks or the mutants of a course module."""
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.insert(0, str(ROOT / "tests"))
-    return importlib.import_module(name)

@@ -17,9 +17,9 @@ from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_r
 from brigade.course.skeletons import find_part_in
 from brigade.course.submission import Sources
 from brigade.events import OPPOSITES
-from brigade.runner import machine, ranks
+from brigade.runner import machine, options, ranks
 from brigade.runner.deadline import BUSY
-from brigade.runner.report import OTHER_SIZE
+from brigade.runner.failure import OTHER_SIZE
 from brigade.switch.borders import list_batches
 
 EXPECTED = {
@@ -158,7 +158,7 @@ class CheckContext:
         `packages` are importable beside the submission. The ranks have `usual_s` seconds, or the usual number.
         """
         how = self.conditions
-        usual_s = usual_s or (how.deadline_s or ranks.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
+        usual_s = usual_s or (how.deadline_s or options.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
         left_s = how.ends_at - time.monotonic()
         deadline_s, longest_s = (min(limit_s, left_s) for limit_s in (usual_s, BUSY * usual_s))
         if left_s <= 0:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from brigade.checks.collect import import_from_tests
+from brigade.checks.course_tests import import_from_tests
 from brigade.cli.console import console
 from brigade.cli.main import main as brigade
 from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, REFERENCE, ROOT, get_module
@@ -51,7 +51,7 @@ def demo() -> int:
         "Two processes on this machine train the same small language model on the source code of Python's\n"
         "standard library, once with each core module and once with torch DDP. Then one process trains it alone.\n"
         "The link between the two processes is emulated: an all-reduce of all gradients takes\n"
-        f"{workload.link.comm_ratio:g} times as long as backward."
+        f"{ladder.PACE.comm_ratio:g} times as long as backward."
     )
     for sentence in left_out:
         console.print(sentence)

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from brigade.checks.collect import collect, import_from_tests
+from brigade.checks.collect import collect
+from brigade.checks.course_tests import import_from_tests
 from brigade.checks.run import Conditions, prepare, run_check
 from brigade.cli.console import console, shorten
 from brigade.cli.options import add, add_target

@@ -27,9 +27,9 @@ from brigade.course.modules import CourseError
 from brigade.course.submission import PACKAGE, find_sources
 from brigade.events import Event
 from brigade.progress import RankRecord
+from brigade.runner.failure import BROKEN_LINK, RankFailure, make_exception_failure
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, draw_seeds
-from brigade.runner.report import BROKEN_LINK, RankFailure, make_exception_failure
 from brigade.runner.server import SERVER
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

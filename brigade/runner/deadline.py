@@ -47,11 +47,12 @@ class Deadline:
         return True
 
     def _lacks_processor(self, elapsed_s: float) -> bool:
-        if self._own_delay_s is None:
+        own_delay_s = self._read_own_delay()
+        if own_delay_s is None or self._own_delay_s is None:
             return False
         by_rank = [read_threads(pid) for pid in self._pids]
         ran_s = max(sum(ran for ran, _ in threads) for threads in by_rank)
-        delay_s = self._read_own_delay() - self._own_delay_s  # ranks wait for this process
+        delay_s = own_delay_s - self._own_delay_s  # ranks wait for this process
         delay_s += sum(delay for threads in by_rank for _, delay in threads)
         return max(ran_s, elapsed_s - delay_s) < self._enough_s
 

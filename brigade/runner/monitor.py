@@ -24,95 +24,31 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from brigade.course.submission import Sources
 from brigade.events import validate
 from brigade.ipc import wire
-from brigade.ipc.channel import ParentChannel
 from brigade.ipc.temporary import remove
-from brigade.progress import Progress, RankRecord
+from brigade.progress import Progress
 from brigade.runner.deadline import Deadline
-from brigade.runner.report import RankFailure, describe_failure, make_exception_failure, remove_jargon
+from brigade.runner.failure import RankFailure, make_exception_failure
+from brigade.runner.options import RunOptions
+from brigade.runner.process import RankProcess
+from brigade.runner.report import describe_failure
 from brigade.runner.server import SERVER
 from brigade.switch import Refused
 from brigade.switch.switch import Call, Switch
-
-if TYPE_CHECKING:
-    from brigade.runner.ranks import RunOptions
 
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
 GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs
 LISTEN_S = 0.001  # pause between reads: waking up for each event would take processor time from the ranks
 ANSWER_S = 0.5  # the time that ranks have to come to rest, and then to print their stacks
 QUIET_BEFORE_STACKS_S = 0.05  # a rank that sends nothing for so long probably waits
-OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
-STACK_LIMIT = 1 << 20  # bytes of a rank's stack that are kept, with what it prints meanwhile
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 MOST_SENT = 4 << 20  # the same, if there is one; the Python objects in the grader take up to 20 times as much
 LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
-
-
-class RankProcess:
-    """One rank: its process, our ends of its channel and of the pipe that it prints to, and what it has sent."""
-
-    def __init__(self, number: int, record: RankRecord, request: dict[str, Any]):
-        self.number, self.record, self.request = number, record, request
-        self.num_calls = len(request["calls"] or ())  # a notebook's calls come later
-        self.pid = 0
-        self.channel = ParentChannel()
-        self.pipe, rank_pipe = os.pipe()
-        os.set_blocking(self.pipe, False)
-        self.rank_ends = [self.channel.rank_end, rank_pipe]  # until the rank has been forked
-        self.printed = bytearray()
-        self.stack: bytearray | None = None  # what it has printed since it was asked for its stacks
-        self.num_events_then = 0  # the number of its events when it was asked
-        self.results: list[Any] = []  # one for each call that has ended
-        self.failure: RankFailure | None = None  # the exception that it raised, or what was wrong with its messages
-        self.is_closed = False  # whether its channel is closed, usually because its process has ended
-        self.status: int | None = None  # after the run: the exit status of its process, if it had ended by itself
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the rank has delivered all results."""
-        return len(self.results) == self.num_calls
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the rank has delivered all results, raised an exception, been refused or ended."""
-        return self.is_complete or self.failure is not None or self.is_closed
-
-    def refuse(self, reason: str) -> None:
-        """Let the run fail because of what the rank did."""
-        self.failure = RankFailure("garbled", f"rank {self.number} {reason}", [], self.number)
-
-    @property
-    def resting_stack(self) -> bytes:
-        """The stacks that the rank printed, or nothing if it reported events meanwhile: then they may be outdated."""
-        has_rested = len(self.record.events) == self.num_events_then
-        return bytes(self.stack) if self.stack and has_rested else b""
-
-    def read_pipe(self) -> bool:
-        """Read what the rank has printed. Return False if it has printed nothing, or has closed its end."""
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self.pipe, 1 << 16)
-            kept, limit = (self.printed, OUTPUT_LIMIT + 1) if self.stack is None else (self.stack, STACK_LIMIT)
-            kept += data[: max(0, limit - len(kept))]
-            return bool(data)
-        return False
-
-    def read_output(self) -> str:
-        """Return the rank's printed output, up to OUTPUT_LIMIT characters."""
-        text = remove_jargon(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
-        return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
-
-    def close(self) -> None:
-        """Read what the rank, which has ended, has printed. Then close our ends."""
-        while self.stack is None and len(self.printed) <= OUTPUT_LIMIT and self.read_pipe():
-            pass
-        self.channel.socket.close()
-        os.close(self.pipe)
 
 
 class Monitor:
@@ -266,8 +202,9 @@ class Monitor:
                 self._send_answers()
         except UNREADABLE as error:
             rank.refuse(str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel")
-        for event in rank.record.events[num_events:] if self._how.on_event else []:
-            self._how.on_event(rank.number, event)
+        if self._how.on_event:
+            for event in rank.record.events[num_events:]:
+                self._how.on_event(rank.number, event)
         return rank.failure is None or rank.failure.kind != "garbled"
 
     def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> None:
@@ -294,6 +231,8 @@ class Monitor:
                 self._switch.check_end(rank.number)
             rank.results.append(wire.decode(body))
             rank.record.end_call()
+        elif not self._switch:
+            raise ValueError("there is no switch")
         elif letter == b"C":
             self._switch.launch(rank.number, body)
         else:
@@ -321,5 +260,7 @@ class Monitor:
         ends_at = time.monotonic() + ANSWER_S
         while time.monotonic() < ends_at:
             has_news = self._listen(0.1)
-            if not has_news and all(rank.is_closed or b"most recent call first" in rank.stack for rank in alive):
+            if not has_news and all(
+                rank.is_closed or b"most recent call first" in (rank.stack or b"") for rank in alive
+            ):
                 break

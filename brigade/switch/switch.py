@@ -20,17 +20,14 @@ import json
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from brigade.events import OPPOSITES, Event
 from brigade.ipc.wire import DTYPES
+from brigade.progress import RankRecord
 from brigade.switch import Refused
-
-if TYPE_CHECKING:
-    from brigade.progress import RankRecord
 
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
@@ -287,6 +284,7 @@ class Switch:
             self._deliver(call)
 
     def _deliver(self, call: Call) -> None:
+        assert call.result is not None  # `_complete` has set it
         self.answers.append((call.rank, call.source.to_bytes(4, "little") + call.result))
         call.result, call.is_delivered = b"", True
         self._hold(call, 0)
@@ -335,10 +333,10 @@ def perform(calls: list[Call]) -> list[bytes]:
         data = bodies[find_root(calls)]
         return [b"" if call.rank == call.root else data for call in calls]
     if op in ("all_reduce", "reduce"):
-        total = reduce_bytes(bodies, calls[0].dtype, calls[0].reduce_op)
+        total = reduce_bytes(bodies, calls[0])
         return [total if op == "all_reduce" or call.rank == call.root else b"" for call in calls]
     if op == "reduce_scatter":
-        total = reduce_bytes(bodies, calls[0].dtype, calls[0].reduce_op)
+        total = reduce_bytes(bodies, calls[0])
         return [take_chunks(total, calls[0].sizes, i, n) for i in range(n)]
     if op == "scatter":
         root = calls[find_root(calls)]
@@ -377,10 +375,13 @@ def exchange(calls: list[Call], index: int) -> bytes:
     return b"".join(pieces)
 
 
-def reduce_bytes(bodies: list[bytes], dtype: str, reduce_op: str) -> bytes:
-    """Reduce the contents of equally large tensors, in the order of the ranks and in their dtype."""
+def reduce_bytes(bodies: list[bytes], call: Call) -> bytes:
+    """Reduce the contents of equally large tensors, in the order of the ranks, as one of the ranks' calls asks."""
+    dtype, reduce_op = call.dtype, call.reduce_op
     if not bodies[0]:
         return b""
+    if dtype is None or reduce_op is None:
+        raise ValueError("a reduction names its dtype and its operation")
     first, *others = [torch.frombuffer(bytearray(body), dtype=DTYPES[dtype]) for body in bodies]
     is_bool = first.dtype == torch.bool
     for other in others:

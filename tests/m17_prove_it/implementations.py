@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from brigade.checks.collect import import_from_tests
+from brigade.checks.course_tests import import_from_tests
 from brigade.course.modules import HAS_SOLUTIONS, Module, get_module
 from brigade.course.submission import Sources, read
 from m17_prove_it.topics import (

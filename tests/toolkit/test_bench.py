@@ -27,8 +27,8 @@ from brigade.course.submission import read
 from brigade.lab import bench, ladder, on_ranks, plots, torchrun
 from brigade.progress import RankRecord
 from brigade.rank.emulated_link import Link
+from brigade.runner.failure import RankFailure
 from brigade.runner.ranks import run_ranks
-from brigade.runner.report import RankFailure
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
 ALL_REDUCE = r"( +)(dist\.all_reduce\(.*\))"

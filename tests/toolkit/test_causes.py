@@ -12,7 +12,7 @@ from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns
 from brigade.course.listing import Part
 from brigade.course.skeletons import find_part_in
-from brigade.runner.report import OTHER_SIZE, RankFailure, remove_jargon
+from brigade.runner.failure import OTHER_SIZE, RankFailure, remove_jargon
 
 
 def cause(error: str, message: str, lines: tuple[str, ...] = (), own: bool = True, text: str = "") -> str:

@@ -20,7 +20,7 @@ from brigade.course import written
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
 from brigade.course.submission import read
 from brigade.lab import comparison
-from brigade.runner import ranks
+from brigade.runner import options, ranks
 
 COMPARE = success.compare
 
@@ -124,7 +124,7 @@ def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
 
 
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
-    monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 4.0)
+    monkeypatch.setitem(options.DEADLINE_S, "gloo", 4.0)
     monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that the order of the first two is known
     edit(lessons, FINISH, "        import time\n        while True: time.sleep(0.01)\n" + FINISH)
     shown = brigade("check", 1, "--target", lessons).stdout

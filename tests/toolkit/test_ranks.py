@@ -28,9 +28,10 @@ from brigade.ipc import protocol
 from brigade.ipc.temporary import PREFIX, make_locked_directory, sweep
 from brigade.progress import Progress
 from brigade.runner import deadline, machine, monitor
-from brigade.runner.monitor import OUTPUT_LIMIT
+from brigade.runner.failure import make_exception_failure
+from brigade.runner.process import OUTPUT_LIMIT, RankProcess
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
-from brigade.runner.report import describe_rank, make_exception_failure
+from brigade.runner.report import describe_rank
 from brigade.runner.server import Server
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
@@ -276,7 +277,7 @@ def test_ranks_that_cannot_go_on_are_stopped_long_before_the_deadline(
 def test_the_line_of_a_rank_that_moved_on_is_left_out(moves):
     """Its stacks could be from an earlier wait than the one that its last event names."""
     progress = Progress(1)
-    process = monitor.RankProcess(0, progress.ranks[0], {"calls": [[]]})
+    process = RankProcess(0, progress.ranks[0], {"calls": [[]]})
     launch = {"kind": "launch", "op": "all_reduce", "group": "0", "ranks": [0], "name": "bias", "dtype": "float32"}
     for index in range(2):
         progress.add(0, launch | {"index": index, "nbytes": 4, "numel": 1, "reduce_op": None, "root": None})

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brigade.checks.collect import import_from_tests
+from brigade.checks.course_tests import import_from_tests
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.course.modules import MODULES
 from brigade.course.syntax import parse_tree
@@ -119,8 +119,8 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
     text = next((text for path, text in sources.values() if Path(path).name == file), "")
     for symptom in itertools.chain(SYMPTOMS, list_symptoms_of_modules(), [LEFT_OVER]):
         match, in_file = re.search(symptom.message, failure.message), re.search(symptom.file, text, re.MULTILINE)
-        is_there = match and in_file and re.search(symptom.line, line) and symptom.error in ("", failure.error)
-        if is_there and not (symptom.not_own and failure.own):
+        is_there = re.search(symptom.line, line) and symptom.error in ("", failure.error)
+        if match and in_file and is_there and not (symptom.not_own and failure.own):
             cause, groups = symptom.cause, [*match.groups(), *in_file.groups()]
             if cause := cause.format(*groups) if isinstance(cause, str) else cause(failure, sources):
                 return cause, symptom.name

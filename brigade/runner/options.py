@@ -1,0 +1,41 @@
+"""The options of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from brigade.course.submission import Sources
+from brigade.events import Event
+from brigade.runner.server import SERVER
+
+DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of a run. `run_ranks` and `run_calls` take each field as a keyword argument."""
+
+    world_size: int = 2
+    backend: str = "gloo"  # or "nccl"
+    deadline: float | None = None  # in seconds; None: the default of the backend
+    longest: float | None = None  # in seconds: the deadline on a busy machine (`deadline.py`); None: the same
+    mode: str = "record"  # or "strict" (`rank/strict.py`), or "emulate" (`rank/emulated_link.py`)
+    packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
+    seed: int | None = None  # None: a random seed
+    share_gpu: bool = False  # whether several ranks may use one GPU
+    graded: bool = False  # whether only the submission itself may call collectives, in the main thread
+    terminal: bool = False  # run on this terminal without a deadline, for a debugger
+    # False: events arrive in batches, which disturb a measurement less. A deadlock is then found only at the deadline.
+    stream: bool = True
+    on_event: Callable[[int, Event], None] | None = None  # called in this process with each event as it arrives
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The deadline, or None if there is none."""
+        return None if self.terminal else self.deadline or DEADLINE_S[self.backend]
+
+    @property
+    def has_switch(self) -> bool:
+        """Whether the ranks communicate through the switch, which is possible on the CPU only."""
+        return bool(SERVER.sandbox and SERVER.sandbox.offline) and self.backend == "gloo" and self.mode != "emulate"
