@@ -5,19 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import (
-    expect,
-    expect_gradients,
-    expect_start,
-    expect_weights,
-    list_steps,
-)
-from brigade.events import summarize
+from brigade.checks.claims import each_step
+from brigade.checks.expectations import expect_gradients, expect_start, expect_weights
 from helpers import training
 from helpers.easier import blame_visits
 from helpers.odd_steps import expect_idle_rank
 from helpers.steps import expect_interface
-from m01_naive_ddp import causes as diagnosis
+from m01_naive_ddp import causes
 from m01_naive_ddp import scenario as m01_naive_ddp
 
 JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
@@ -86,13 +80,11 @@ def test_one_all_reduce_per_parameter(submission):
     for model in ("Frozen", "Tied"):
         case = submission.case(model, world, steps=2)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        trainable = [p for p in case.parameters().values() if p.requires_grad]
-        for at, _, launched in list_steps(results.events, 2):
-            made, expected = [(x.op, x.numel) for x in launched], [("all_reduce", p.numel()) for p in trainable]
-            right = f"a step of the {model} model launches one all_reduce of the right size for each of its "
-            right += f"{len(trainable)} trainable parameters"
-            why = partial(diagnosis.explain_launches, launched, case)
-            expect(sorted(made) == sorted(expected), right, f"the step made {summarize(launched)}", why, **at)
+        numels = [p.numel() for p in case.parameters().values() if p.requires_grad]
+        setting, why = f" (the {model} model)", partial(causes.explain_launches, case)
+        for step in each_step(results.events, 2):
+            launched = step.launches()
+            launched.are_one_for_each("parameter", "all_reduce", numels, setting, in_order=False, cause=why)
 
 
 @pytest.mark.points(1)

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect, expect_gradients, list_steps, replace_cause, require_launches
-from brigade.events import summarize
+from brigade.checks.claims import At, each_step
+from brigade.checks.expectations import expect_gradients, replace_cause, require_launches
 from helpers import training
 from helpers.odd_steps import expect_idle_rank
 from helpers.steps import expect_averages, expect_four_steps
-from m02_flat_ddp import causes as diagnosis
+from m02_flat_ddp import causes
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
 
@@ -33,12 +33,14 @@ def test_one_all_reduce_per_dtype(submission):
     cases = [submission.case(model, world, steps=2) for model in ("Tied", "Frozen", "MixedDtypes")]
     all_results = submission.run_each(training.train, [case.make_jobs(**JOB) for case in cases])
     for case, num_dtypes, results in zip(cases, (1, 1, 3), all_results):
-        for at, _, launched in list_steps(results.events, 2):
+        for step in each_step(results.events, 2):
+            launched = step.launches()
             kinds = {(launch.op, launch.dtype) for launch in launched}
-            is_right = len(launched) == num_dtypes == len(kinds) and {op for op, _ in kinds} == {"all_reduce"}
-            right = f"a step of the {case.model} model launches one all_reduce per dtype, {num_dtypes} in total"
-            why = partial(diagnosis.explain_launches, launched, case)
-            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
+            launched.claim(
+                f"a step of the {case.model} model launches one all_reduce per dtype, {num_dtypes} in total",
+                len(launched) == num_dtypes == len(kinds) and {op for op, _ in kinds} == {"all_reduce"},
+                cause=partial(causes.explain_launches, case),
+            )
 
 
 @pytest.mark.points(1)
@@ -47,15 +49,12 @@ def test_bytes_on_the_wire(submission):
     for model in ("Tied", "Frozen", "MixedDtypes"):
         [world] = submission.worlds(2)
         case = submission.case(model, world)
-        with replace_cause(partial(diagnosis.find_padding, case)):
+        with replace_cause(partial(causes.find_padding, case)):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        trainable = [p for p in case.parameters().values() if p.requires_grad]
-        nbytes = sum(p.numel() * p.element_size() for p in trainable)
-        for at, _, launched in list_steps(results.events, 1):
-            sent = sum(launch.nbytes for launch in launched)
-            right = f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters"
-            why = partial(diagnosis.explain_volume, launched, case)
-            expect(sent == nbytes, right, f"the step all-reduced {sent} bytes", why, rank=at["rank"])
+        nbytes = sum(p.nbytes for p in case.parameters().values() if p.requires_grad)
+        for step in each_step(results.events, 1):
+            what = f", the size of the trainable parameters of the {model} model"
+            step.launches().carry(nbytes, what, cause=partial(causes.explain_volume, case))
         require_flat(results, case)
 
 
@@ -71,12 +70,8 @@ def test_mixed_dtypes(submission):
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
                 gradient = result["gradients"][0][name]
-                expect(
-                    gradient is not None and gradient.dtype == parameter.dtype,
-                    f"the gradient of {name} has the dtype of the parameter, {parameter.dtype}",
-                    "the gradient is None" if gradient is None else f"the dtype is {gradient.dtype}",
-                    rank=rank,
-                )
+                dtype = None if gradient is None else gradient.dtype
+                At(rank).equal(f"the dtype of the gradient of {name} is {{}}", dtype, parameter.dtype)
         expect_gradients(results, case, tolerance=MIXED)
         require_flat(results, case)
         expect_gradients(float64_results, float64_case, "float64 gradients are averaged in float64")
@@ -89,17 +84,15 @@ def test_gradients_keep_shape_and_stride(submission):
     for world in submission.worlds(2, 3):
         case = submission.case("Transposed", world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        hypotheses = partial(diagnosis.explain_copies, case)
+        hypotheses = partial(causes.explain_copies, case)
         expect_gradients(results, case, "the gradients of transposed weights are the averages", hypotheses=hypotheses)
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
-                expect(
-                    result["strides"][0][name] == list(parameter.stride()),
-                    f"after finish_grad_sync, the gradient of {name} has the strides {parameter.stride()}",
-                    f"the strides are {tuple(result['strides'][0][name])}",
-                    diagnosis.REPLACED,
-                    rank=rank,
+                what, stride = (
+                    f"after finish_grad_sync, the gradient of {name} has the strides {{}}",
+                    parameter.stride(),
                 )
+                At(rank).equal(what, result["strides"][0][name], [*stride], causes.REPLACED)
         require_flat(results, case)
 
 
@@ -108,7 +101,7 @@ def test_branches_and_unused_parameters(submission):
     """Ranks that do not use a parameter contribute zeros to the single all-reduce, even if no rank uses it."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
-        with replace_cause(diagnosis.find_left_out_gradients):
+        with replace_cause(causes.find_left_out_gradients):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         require_flat(results, case)

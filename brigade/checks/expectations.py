@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from brigade.checks.claims import At
 from brigade.checks.diagnose.evidence import (
     Evidence,
     collect_evidence,
@@ -50,12 +51,9 @@ OVER_PRESENT = "the average is taken over the ranks that have a gradient. None c
 
 
 def expect(condition: bool, expected: str, got: str, likely_cause: str | Callable[[], str] = "", **place: Any) -> None:
-    """Raise CheckFailed unless `condition`. If the likely cause is expensive to compute, pass a function.
-
-    The message names the place (`rank`, `step` and `parameter`, as far as they are given) in front of `got`.
-    """
-    if not condition:
-        raise CheckFailed(Verdict(expected, got, evaluate(likely_cause), **place))
+    """Claim something, with the condition first and the place last: see `At.claim`."""
+    hypothesis = place.pop("hypothesis", "")
+    At(**place).claim(expected, condition, got, likely_cause, hypothesis)
 
 
 def evaluate(value: Any) -> Any:

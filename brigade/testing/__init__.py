@@ -18,9 +18,10 @@
 docs/testing.md describes it, with examples.
 """
 
+from brigade.checks.claims import At, Launches, Step
 from brigade.runner.ranks import PerRank, RankFailure
 from brigade.testing.in_ranks import step, watch
-from brigade.testing.observed import Launches, Observed, Step
+from brigade.testing.observed import Observed
 from brigade.testing.running import run
 
-__all__ = ["Launches", "Observed", "PerRank", "RankFailure", "Step", "run", "step", "watch"]
+__all__ = ["At", "Launches", "Observed", "PerRank", "RankFailure", "Step", "run", "step", "watch"]

@@ -9,7 +9,7 @@ SYMPTOMS = [
 ]  # fmt: skip
 
 
-def explain_launches(launched, case):
+def explain_launches(case, launched):
     """Explain why a step does not launch one all_reduce per trainable parameter."""
     if not launched:
         return "finish_grad_sync launches nothing."

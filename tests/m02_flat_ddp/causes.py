@@ -44,7 +44,7 @@ def find_padding(case, failed):
     return f"the flat tensor has {longest} elements, but the gradients have {numel}. Do not pad it."
 
 
-def explain_launches(launched, case):
+def explain_launches(case, launched):
     """Explain why a step does not launch one all_reduce per dtype."""
     trainable = [p for p in case.parameters().values() if p.requires_grad]
     kinds = [(launch.dtype, launch.numel) for launch in launched]
@@ -91,7 +91,7 @@ def reorder(gradient, stride, is_inverse):
     return in_order.view(gradient.shape).clone()
 
 
-def explain_volume(launched, case):
+def explain_volume(case, launched):
     """Explain why a step does not send each trainable gradient once."""
     every = case.parameters().values()
     trainable = [p for p in every if p.requires_grad]

@@ -8,6 +8,7 @@ IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the paramet
 BLOCKING = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
 WAITS = "backward waits on the handle of a launch. Only finish_grad_sync must wait."
 COPIED_PARAMETERS = "forward uses copies of the parameters, and the gradients are accumulated into the copies."
+WEIGHT = "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad."
 TENSOR_HOOK = (
     "a tensor hook (register_hook) receives the incoming gradient, not the gradient that earlier backward passes "
     "accumulated. Use register_post_accumulate_grad_hook, which runs after accumulation."
@@ -53,9 +54,8 @@ def lost_micro_batches(case):
     }
 
 
-def explain_launches(launched, case):
-    """Explain why a step does not launch one all_reduce per trainable parameter."""
-    numels = sorted(p.numel() for p in case.parameters().values() if p.requires_grad)
+def explain_launches(numels, launched):
+    """Explain why a step does not launch one all_reduce for each parameter, of `numels` elements."""
     if not launched:
         return "no all_reduce is launched. The hook is not registered, or it launches nothing."
     if sorted(launch.numel for launch in launched) == sorted(numels * 2):
@@ -65,16 +65,21 @@ def explain_launches(launched, case):
     return ""
 
 
-def explain_late_launch(num_ready, num_gradients):
-    """Explain why a gradient is launched only when `num_ready` of all gradients are ready."""
-    if num_ready == num_gradients:
-        return "the wrapper delays its launches until the end of backward. Each hook must launch at once."
-    return "the wrapper delays its launches until several more gradients are ready. Each hook must launch at once."
+def explain_late_launch(late):
+    """Explain why a gradient is launched only when several others are ready."""
+    are_all_ready = all(place < late[0].place for place, _ in late.step.ready)
+    until = "the end of backward" if are_all_ready else "several more gradients are ready"
+    return f"the wrapper delays its launches until {until}. Each hook must launch at once."
 
 
 def explain_blocking(blocking):
     """Explain why backward waits for these launches."""
     return BLOCKING if any(launch.sync for launch in blocking) else WAITS
+
+
+def explain_inside(inner_ends_at, early):
+    """Explain why backward passes inside no_sync launch. The inner block has ended at a position in the record."""
+    return FLAG_IGNORED if early[0].place < inner_ends_at else INNER_NO_SYNC
 
 
 def explain_unsynced(events, step):
@@ -84,14 +89,15 @@ def explain_unsynced(events, step):
     return UNSYNCED
 
 
-def explain_race(events, step, numel):
+def explain_race(numel, raced):
     """Explain why a gradient changes between its launch and its wait. All gradients have `numel` elements in total."""
     divided = "the gradient is divided or overwritten while its all_reduce is running."
-    return find_repeated_reduction(events, step, numel) or divided
+    return find_repeated_reduction(raced.step.events, raced.step.number, numel) or divided
 
 
-def explain_silence(events):
+def explain_silence(launched):
     """Explain why the backward after an exception inside no_sync does not launch."""
+    events = launched.step.events
     if mistake := find_repeated_reduction(events, None):
         return mistake
     second = next(place for place, event in enumerate(events) if event.get("part") == "other")  # a second wrapper

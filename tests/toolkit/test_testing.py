@@ -46,6 +46,8 @@ def test_right_claims(seen):
     hooked = seen.step(1)
     assert hooked.gradients == ["2.bias", "2.weight", "0.bias", "0.weight"]
     hooked.launches("all_reduce", count=4).are_asynchronous().are_awaited().come_before_gradient(+1)
+    hooked.launches().come_during_backward().do_not_block_backward().satisfy("has data", lambda one: one.numel > 0)
+    seen.step(0).launches().do_not_block_backward()  # they wait after backward
     hooked.launches().have_dtype(torch.float32).carry(4 * (4 * 4 + 4 + 2 * 4 + 2))
     assert hooked.bytes_sent() == 4 * 30  # half of the bytes, to the other rank and back
     assert [(each.rank, each.number) for each in seen.steps()] == [(rank, n) for rank in (0, 1) for n in (1, 0, 7)]
@@ -53,6 +55,10 @@ def test_right_claims(seen):
     assert seen.kept_bytes("optimizer state") == 4 * 30  # momentum
     assert seen.kept_bytes() >= 3 * 4 * 30
     assert len(seen.launches("broadcast", rank=1)) == 1, "outside of the steps"
+
+
+def describe(wrong):
+    return f"{len(wrong)} in step {wrong.step.number}."
 
 
 @pytest.mark.parametrize(
@@ -65,6 +71,25 @@ def test_right_claims(seen):
         (lambda s: s.step(7).launches().are_awaited(), "step 7: nobody waits for all_reduce #"),
         (lambda s: s.step(1).launches().have_dtype("bfloat16"), "(2.bias, float32, 8 B) carries float32"),
         (lambda s: s.step(1).launches().carry(8), "120 bytes in 4 launches"),
+        (lambda s: s.step(0).launches().come_during_backward(), "4 launches (all_reduce of 2 float32, "),
+        (lambda s: s.step(1).launches().are_none("none"), "rank 0, step 1: there were 4 launches"),
+        (
+            lambda s: s.step(1).launches().are_so_many("{} are made", 1),
+            "1 launch are made\nGot:          rank 0, step 1: there were 4",
+        ),
+        (
+            lambda s: s.step(1).launches().are_one_for_each("layer", "all_reduce", [2]),
+            "one all_reduce for the only layer",
+        ),
+        (lambda s: s.step(1).launches().satisfy("...", lambda x: x.numel > 2, describe), "Likely cause: 1 in step 1"),
+        (
+            lambda s: s.step(1).equal("it has {}", [], [1, 2]),
+            "it has 1 and 2\nGot:          rank 0, step 1: it has none",
+        ),
+        (
+            lambda s: s.step(1).at_most("it has {} B", 9, 8),
+            "it has at most 8 B\nGot:          rank 0, step 1: it has 9 B",
+        ),
     ],
 )
 def test_wrong_claims_say_what_happened(claim, sentence, seen):
