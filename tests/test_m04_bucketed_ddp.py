@@ -6,19 +6,17 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.claims import At, each_step
 from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.expectations import (
-    expect,
     expect_gradients,
     expect_overlap,
     expect_weights,
-    list_steps,
     overlaps,
     replace_cause,
     require_launches,
     start_after_backward,
 )
-from brigade.events import list_ready_gradients, summarize
 from helpers import training
 from helpers.easier import explain_late_last, explain_late_launches
 from helpers.odd_steps import (
@@ -30,7 +28,7 @@ from helpers.odd_steps import (
     expect_unsynced,
 )
 from helpers.steps import expect_averages, expect_four_steps
-from m04_bucketed_ddp import causes as diagnosis
+from m04_bucketed_ddp import causes
 from m04_bucketed_ddp import scenario as m04_bucketed_ddp
 
 CAP_BYTES = 600  # the cap in the checks below: a bucket contains a few parameters
@@ -60,20 +58,20 @@ def test_bucket_rule(submission):
         expect_buckets(case, buckets if case["numels"] else [bucket for bucket in buckets if bucket])
     [counts] = submission.run(m04_bucketed_ddp.plan_model, "xl", list(XL), world_size=1)
     for (cap, expected), count in zip(XL.items(), counts):
-        right, wrong = f"the XL model has {expected} buckets at a cap of {cap} MiB", f"the model has {count} buckets"
-        expect(count == expected, right, wrong, partial(diagnosis.explain_count, cap, count))
+        why = partial(causes.explain_count, cap, count)
+        At().equal(f"the XL model has {{}} buckets at a cap of {cap} MiB", count, expected, why)
 
 
 @pytest.mark.parts("Parts (b) to (h): the wrapper")
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
     """Replicas start with equal weights and buffers. One all-reduce per bucket averages every gradient."""
-    with replace_cause(partial(diagnosis.find_lost_parameter, submission, submission.case("Tied", 1), CAP_BYTES)):
+    with replace_cause(partial(causes.find_lost_parameter, submission, submission.case("Tied", 1), CAP_BYTES)):
         expect_averages(submission, [JOB] * 4, partial(require_buckets, submission))
     # Parameters of one dtype are neighbours, so they share a bucket of the default size, wherever buckets close.
     [world] = submission.worlds(2)
     case = submission.case("MixedDtypes", world)
-    with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):
+    with replace_cause(partial(causes.find_lost_parameter, submission, case, CAP_BYTES)):
         results = submission.run(training.train, case.make_jobs(**JOB | {"arguments": {}}), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
     expect_dtypes(results.events, case)
@@ -87,18 +85,13 @@ def test_buckets_overlap_with_backward(submission):
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
         cap, job = fit_cap(case)
-        jobs = case.make_jobs(proven=1, **job)
+        jobs, buckets = case.make_jobs(proven=1, **job), plan_by_rule(case, cap)
         results = submission.run(training.train, jobs, world_size=world)
-        buckets = plan_by_rule(case, cap)
-        expected = count_elements(case, buckets)
-        for at, events, launched in list_steps(results.events, 2):
-            right = f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
-            right += f"{join(expected)} elements"
-            is_right = [(x.op, x.numel) for x in launched] == [("all_reduce", numel) for numel in expected]
-            why = partial(diagnosis.explain_launches, submission, case, buckets, cap, events, at["step"])
-            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
-            why_late = partial(explain_late_launches, submission, jobs, events, at["step"])
-            expect_overlap(events, at, buckets, why_late=why_late)
+        why = partial(causes.explain_launches, submission, case, buckets, cap)
+        for step in each_step(results.events, 2):
+            launched = step.launches()
+            launched.are_one_for_each("bucket", "all_reduce", count_elements(case, buckets), cause=why)
+            expect_overlap(launched, buckets, why_late=partial(explain_late_launches, submission, jobs))
 
 
 @pytest.mark.points(3)
@@ -110,23 +103,22 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
         cap, job = fit_cap(case)
         jobs = case.make_jobs(**job)
         buckets = plan_by_rule(case, cap)
-        with replace_cause(partial(diagnosis.find_ready_order, submission)):
+        with replace_cause(partial(causes.find_ready_order, submission)):
             results = submission.run(training.train, jobs, world_size=world)
-        expected = count_elements(case, buckets)
-        for at, events, launched in list_steps(results.events, 2):
-            right = f"every rank launches the buckets in order, with {join(expected)} elements"
-            why = partial(diagnosis.explain_launches, submission, case, buckets, cap, events, at["step"])
-            is_right = [launch.numel for launch in launched] == expected
-            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
-            order = list_ready_gradients(events, at["step"])
+        why = partial(causes.explain_launches, submission, case, buckets, cap)
+        for step in each_step(results.events, 2):
+            launched = step.launches()
+            launched.are_one_for_each("bucket", "all_reduce", count_elements(case, buckets), cause=why)
             due_at = 0  # the position in the record from which a bucket and all buckets before it are complete
             for number, (bucket, launch) in enumerate(zip(buckets, launched)):
-                due_at = max([due_at, *(place for place, name in order if name in bucket)])
-                late = [name for place, name in order if due_at < place < launch.place]
-                right = f"bucket {number} is launched as soon as it and all buckets before it are complete"
-                wrong = f"{len(late)} more gradients became ready before the launch"
-                why = partial(diagnosis.explain_delay, submission, jobs, events, at["step"])
-                expect(len(late) < 2, right, wrong, why, **at)
+                due_at = max([due_at, *(place for place, name in step.ready if name in bucket)])
+                late = [name for place, name in step.ready if due_at < place < launch.place]
+                launched.claim(
+                    f"bucket {number} is launched as soon as it and all buckets before it are complete",
+                    len(late) < 2,
+                    f"{len(late)} more gradients became ready before the launch",
+                    partial(causes.explain_delay, submission, jobs),
+                )
         expect_gradients(results, case)
 
 
@@ -140,14 +132,13 @@ def test_unused_parameters(submission):
         )
         cap, job = fit_cap(case)
         buckets = plan_by_rule(case, cap)
-        with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, cap)):
-            with replace_cause(partial(diagnosis.find_ready_order, submission)):
+        with replace_cause(partial(causes.find_lost_parameter, submission, case, cap)):
+            with replace_cause(partial(causes.find_ready_order, submission)):
                 results = submission.run(training.train, case.make_jobs(**job), world_size=world)
             expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
-        for at, events, launched in list_steps(results.events, 3):
-            right, wrong = f"every step has {len(buckets)} launches, one per bucket", f"it has {len(launched)}"
-            why = partial(diagnosis.explain_launches, submission, case, buckets, cap, events, at["step"])
-            expect(len(launched) == len(buckets), right, wrong, why, **at)
+        for step in each_step(results.events, 3):
+            launched, why = step.launches(), partial(causes.explain_launches, submission, case, buckets, cap)
+            launched.are_so_many("every step launches {}, one per bucket", len(buckets), why)
         expect_weights(results, case)
     expect_idle_rank(submission, JOB)
 
@@ -158,24 +149,24 @@ def test_no_sync_accumulates(submission):
     """Inside no_sync, backward launches nothing, and the next finish averages the sum. A second backward is refused."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=3, dtype=torch.float64)
-    with replace_cause(partial(diagnosis.find_lost_parameter, submission, case, CAP_BYTES)):
+    with replace_cause(partial(causes.find_lost_parameter, submission, case, CAP_BYTES)):
         jobs = case.make_jobs(interrupted=1, unsynced=2, **JOB)
         results = submission.run(training.train, jobs, world_size=world)
         expect_silence(results.events, range(world), steps=2)
         expect_gradients(results, case, "every gradient is the average over the ranks of the sum over 3 micro-batches")
     buckets = plan_by_rule(case)
-    expected = len(buckets)
-    for at, events, launched in list_steps(results.events, 2):
-        if at["step"]:
-            expect_restored(results.events, [at["rank"]], at["step"])
-        right = f"a step of 3 micro-batches has {expected} launches, one per bucket"
-        why = partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, at["step"])
-        expect(len(launched) == expected, right, f"the step made {len(launched)} launches", why, **at)
-        is_late = start_after_backward(events, at["step"], launched)
-        late = sum(is_late or launch.phase != "backward" for launch in launched)
-        right = f"all {expected} launches of a step of 3 micro-batches are in the last backward"
-        why = partial(explain_late_launches, submission, jobs, events, at["step"])
-        expect(not late, right, f"{late} of the launches came after backward", why, **at)
+    for step in each_step(results.events, 2):
+        if step.number:
+            expect_restored(results.events, [step.rank], step.number)
+        launched, why = step.launches(), partial(causes.explain_launches, submission, case, buckets, CAP_BYTES)
+        launched.are_so_many("a step of 3 micro-batches launches {}, one per bucket", len(buckets), why)
+        is_late = start_after_backward(launched)
+        launched.satisfy(
+            f"all {len(buckets)} launches of a step of 3 micro-batches are in the last backward",
+            lambda one, is_late=is_late: one.phase == "backward" and not is_late,
+            partial(explain_late_launches, submission, jobs),
+            "{count} of the launches came after backward",
+        )
     expect_unsynced(results, case, step=2)
     expect_second_backward(submission, world, JOB)
     expect_accumulated(submission, world, JOB)
@@ -185,7 +176,7 @@ def test_no_sync_accumulates(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Four overlapped steps with evaluations give the weights of one process, even in a group of ranks 1 and 3."""
-    with replace_cause(partial(diagnosis.find_lost_parameter, submission, submission.case("Tied", 1), CAP_BYTES)):
+    with replace_cause(partial(causes.find_lost_parameter, submission, submission.case("Tied", 1), CAP_BYTES)):
         expect_four_steps(submission, JOB, partial(require_buckets, submission))
 
 
@@ -244,10 +235,10 @@ def require_buckets(submission, results, case, cap=CAP_BYTES, steps=1):
     jobs = case.make_jobs(**JOB | {"arguments": {"bucket_cap_mb": cap / 2**20}})
     names = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
 
-    def explain(events, step):
-        return explain_late_launches(submission, jobs, events, step) or explain_late_last(events, step, names)
+    def why(launched):
+        return explain_late_launches(submission, jobs, launched) or explain_late_last(names, launched)
 
-    require_launches(results.events, case.group, kind, accepts, steps, explain=explain)
+    require_launches(results.events, case.group, kind, accepts, steps, cause=why)
 
 
 def expect_buckets(case, buckets):
@@ -257,30 +248,33 @@ def expect_buckets(case, buckets):
     given = f"for parameters of {join(sizes)} bytes ({dtypes}) and a cap of {case['cap_bytes']} bytes"
     got = f"{given}, the buckets are {[[f'#{i}' for i in bucket] for bucket in buckets]}".replace("'", "")
     flat = [i for bucket in buckets for i in bucket]
-    is_complete = sorted(flat) == list(range(len(sizes))) and all(buckets)
-    right, why = "each parameter is in exactly one bucket, and no bucket is empty", diagnosis.explain_missing
-    expect(is_complete, right, got, partial(why, buckets, len(sizes)))
+    At().claim(
+        "each parameter is in exactly one bucket, and no bucket is empty",
+        sorted(flat) == list(range(len(sizes))) and all(buckets),
+        got,
+        partial(causes.explain_missing, buckets, len(sizes)),
+    )
     for dtype in set(case["dtypes"]):
         order = [i for bucket in buckets for i in bucket if case["dtypes"][i] == dtype]
-        right = "the parameters are in reverse registration order"
-        why = partial(diagnosis.explain_position, case, sizes, buckets)
-        expect(order == sorted(order, reverse=True), right, got, why)
+        why = partial(causes.explain_position, case, sizes, buckets)
+        At().claim("the parameters are in reverse registration order", order == sorted(order, reverse=True), got, why)
     has_one_dtype = all(len({case["dtypes"][i] for i in bucket}) == 1 for bucket in buckets)
-    expect(has_one_dtype, "all parameters of a bucket have the same dtype", got, diagnosis.MIXED_DTYPES)
+    At().claim("all parameters of a bucket have the same dtype", has_one_dtype, got, causes.MIXED_DTYPES)
     totals = [sum(sizes[i] for i in bucket) for bucket in buckets]
     for bucket, total in zip(buckets, totals):
-        right = f"a bucket of several parameters contains at most {case['cap_bytes']} bytes"
-        wrong = f"{got}. One bucket contains {total} bytes"
-        why = partial(diagnosis.explain_large_bucket, apply_rule, case, sizes, buckets)
-        expect(total <= case["cap_bytes"] or len(bucket) == 1, right, wrong, why)
-    for total, after in zip(totals, buckets[1:]):
-        if len(set(case["dtypes"])) == 1:
-            right = (
-                "a bucket closes only if the next parameter does not fit. One that fits exactly belongs to the bucket"
-            )
-            wrong = f"{got}. Parameter #{after[0]} would still fit"
-            why = partial(diagnosis.explain_small_bucket, apply_rule, case, sizes, buckets)
-            expect(total + sizes[after[0]] > case["cap_bytes"], right, wrong, why)
+        At().claim(
+            f"a bucket of several parameters contains at most {case['cap_bytes']} bytes",
+            total <= case["cap_bytes"] or len(bucket) == 1,
+            f"{got}. One bucket contains {total} bytes",
+            partial(causes.explain_large_bucket, apply_rule, case, sizes, buckets),
+        )
+    for total, after in zip(totals, buckets[1:]) if len(set(case["dtypes"])) == 1 else ():
+        At().claim(
+            "a bucket closes only if the next parameter does not fit. One that fits exactly belongs to the bucket",
+            total + sizes[after[0]] > case["cap_bytes"],
+            f"{got}. Parameter #{after[0]} would still fit",
+            partial(causes.explain_small_bucket, apply_rule, case, sizes, buckets),
+        )
 
 
 def join(values):
@@ -294,12 +288,13 @@ def expect_dtypes(events, case):
     expected = Counter()
     for parameter in case.parameters().values():
         expected[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    for at, _, launched in list_steps(events, 1):
-        carried = Counter()
+    for step in each_step(events, 1):
+        launched, carried = step.launches(), Counter()
         for launch in launched:
             carried[launch.dtype] += launch.numel
-        right = "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
-        right += join(f"{numel} elements of {dtype}" for dtype, numel in expected.items())
-        is_right, cause = carried == expected or len(events) == 1, diagnosis.CAST
-        cause = cause if carried.total() == expected.total() else ""
-        expect(is_right, right, f"the step made {summarize(launched)}", cause, rank=at["rank"])
+        launched.claim(
+            "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
+            + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
+            carried == expected or len(events) == 1,
+            cause=causes.CAST if carried.total() == expected.total() else "",
+        )

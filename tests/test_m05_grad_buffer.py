@@ -2,31 +2,30 @@
 
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.claims import At, each_step, show
+from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
-    expect,
     expect_equal,
     expect_gradients,
     expect_overlap,
     explain_failures,
-    list_steps,
     overlaps,
     replace_cause,
     require_launches,
 )
 from brigade.checks.reference import draw_generators
-from brigade.events import summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_zeroed, judge_order
 from helpers.easier import explain_late_launches
 from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages
-from m05_grad_buffer import causes as diagnosis
+from m05_grad_buffer import causes
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.expected import compute_layout
 
@@ -57,16 +56,16 @@ def test_layout_rule(submission):
     [answers] = submission.run(m05_grad_buffer.plan_layouts, cases, world_size=1)
     for case, answer in zip(cases, answers):
         call = f"plan_layout({', '.join(map(str, case['arguments']))}{', pad_for_busbw=True' * bool(case['keywords'])})"
-        is_aligned = all(start % 64 == 0 for start, _ in answer["param_ranges"])
-        right = f"in the layout of {call}, every parameter starts at a multiple of 64 elements"
-        expect(is_aligned, right, f"param_ranges = {answer['param_ranges']}", diagnosis.ALIGNED)
+        is_aligned, what = all(start % 64 == 0 for start, _ in answer["param_ranges"]), f"in the layout of {call}, "
+        what += "every parameter starts at a multiple of 64 elements"
+        At().claim(what, is_aligned, f"param_ranges = {answer['param_ranges']}", causes.ALIGNED)
         layout = compute_layout(*case["arguments"], **case["keywords"])
-        for field, explain in diagnosis.LAYOUT.items():
-            right, wrong = f"{call} returns {field} = {layout[field]}", f"{field} = {answer[field]}"
-            expect(answer[field] == layout[field], right, wrong, partial(explain, answer, layout, **case))
+        for field, find in causes.LAYOUT.items():
+            got, why = f"{field} = {answer[field]}", partial(find, answer, layout, **case)
+            At().claim(f"{call} returns {field} = {layout[field]}", answer[field] == layout[field], got, why)
     [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
-    right = "a BufferLayout cannot be changed: it is a dataclass with frozen=True"
-    expect(frozen, right, "a value could be assigned to numel")
+    what = "a BufferLayout cannot be changed: it is a dataclass with frozen=True"
+    At().claim(what, frozen, "a value could be assigned to numel")
 
 
 @pytest.mark.parts("Part (b): views of the buffer")
@@ -81,29 +80,21 @@ def test_buffer_memory(submission):
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         job = {"values": values, "bucket_numel": BUCKET_NUMEL, "grad_dtype": grad_dtype}
         [states] = submission.run(m05_grad_buffer.move_buffer, job, world_size=1)
-        right = "a parameter whose gradient is None has none after it is in a GradBuffer"
-        expect(states["after construction"]["is_unset"], right, "p.grad is a tensor")
+        what = "a parameter whose gradient is None has none after it is in a GradBuffer"
+        At().claim(what, states["after construction"]["is_unset"], "p.grad is a tensor")
         starts = [start for start, _ in compute_layout([v.numel() for v in values], BUCKET_NUMEL, 1)["param_ranges"]]
-        for when, state in states.items():
-            for i, start in enumerate(starts):
-                for name, flat in (("data", "param_data"), (grad, "grad_data")):
-                    offset, value = state[name][i]
-                    at = {"parameter": f"parameter {i}"}
-                    right = f"{when}, p.{name} is the view of {flat} that begins at element {start}"
-                    wrong = f"p.{name} is not a view of {flat}"
-                    if offset is not None:
-                        wrong = f"p.{name} begins at element {offset}"
-                    why = partial(diagnosis.explain_place, name, when, state["starts"] == starts)
-                    expect(offset == start, right, wrong, why, **at)
-                    # The scenario fills p.grad before it makes the buffer, and main_grad before it moves the buffer.
-                    number = i + 1 if when == "after reallocate()" or name == "grad" else 0
-                    expected = values[i] if name == "data" else torch.full_like(values[i], number, dtype=grad_dtype)
-                    right = f"{when}, p.{name} has the parameter's shape, and its values have not changed"
-                    wrong = f"the shape is {tuple(value.shape)}, expected {tuple(expected.shape)}"
-                    if has_shape := value.shape == expected.shape:
-                        wrong = "the values are different"
-                    why = partial(diagnosis.explain_values, name, value, expected)
-                    expect(has_shape and torch.equal(value, expected), right, wrong, why, **at)
+        for (when, state), (i, start) in product(states.items(), enumerate(starts)):
+            for name, flat in (("data", "param_data"), (grad, "grad_data")):
+                at, (offset, value) = At(parameter=f"parameter {i}"), state[name][i]
+                what = f"{when}, p.{name} is the view of {flat} that begins at element {{}}"
+                at.equal(what, offset, start, partial(causes.explain_place, name, when, state["starts"] == starts))
+                # The scenario fills p.grad before it makes the buffer, and main_grad before it moves the buffer.
+                number = i + 1 if when == "after reallocate()" or name == "grad" else 0
+                expected = values[i] if name == "data" else torch.full_like(values[i], number, dtype=grad_dtype)
+                why = partial(causes.explain_values, name, value, expected)
+                at.equal(f"{when}, p.{name} has the shape {{}}", [*value.shape], [*expected.shape], why)
+                what = f"{when}, the values of p.{name} have not changed"
+                at.claim(what, torch.equal(value, expected), "they are different", why)
 
 
 @pytest.mark.parts("Parts (c) to (g): gradients in place")
@@ -120,19 +111,15 @@ def test_gradients_are_views(submission):
         case = submission.case("Plain", world, steps=3)
         names, layout = lay_out(case, world)
         results = submission.run(m05_grad_buffer.train, case.make_jobs(zero=form, late=False, **JOB), world_size=world)
-        for rank, result in enumerate(results):
-            for step, buffers in enumerate(result["buffers"]):
-                at, numels = {"rank": rank, "step": step}, [buffer["numel"] for buffer in buffers]
-                right = f"there is one grad buffer, with {layout['numel']} elements"
-                wrong = f"the numbers of elements of the grad buffers are {join_names(numels)}"
-                why = partial(diagnosis.explain_buffers, buffers, names)
-                expect(numels == [layout["numel"]], right, wrong, why, **at)
-                for name, (start, _) in zip(names, layout["param_ranges"]):
-                    offset = buffers[0]["offsets"].get(name)
-                    right = f"after finish_grad_sync, p.grad is the view of the buffer that begins at element {start}"
-                    wrong = "p.grad is not in the buffer" if offset is None else f"p.grad begins at element {offset}"
-                    why = partial(diagnosis.explain_offset, results, buffers, names, name)
-                    expect(offset == start, right, wrong, why, parameter=name, **at)
+        for step in each_step(results.events, 3):
+            buffers = results[step.rank]["buffers"][step.number]
+            numels = [buffer["numel"] for buffer in buffers]
+            what, why = "each dtype has a grad buffer, of {} elements", partial(causes.explain_buffers, buffers, names)
+            step.equal(what, numels, [layout["numel"]], why)
+            for name, (start, _) in zip(names, layout["param_ranges"]):
+                why = partial(causes.explain_offset, results, buffers, names, name)
+                what = f"after finish_grad_sync, the gradient of {name} begins at element {{}} of its buffer"
+                step.equal(what, buffers[0]["offsets"].get(name), start, why)
     for model in ("Plain", "MixedDtypes"):
         case = submission.case(model, world)
         results = submission.run(
@@ -142,15 +129,16 @@ def test_gradients_are_views(submission):
         gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
         for rank, result in enumerate(results):
             bare, ddp = ([n for n in result[key]["copied"] if n >= min(numels)] for key in ("bare", "ddp"))
-            right = f"a step copies no more elements than a step of the bare model, which copies {sum(bare)}"
-            wrong = f"the number of copied elements is {sum(ddp)}. The largest copies have "
-            wrong += f"{join_names(sorted(ddp, reverse=True)[:4])} elements"
-            why = partial(diagnosis.explain_copies, Counter(ddp) - Counter(bare), numels)
-            expect(sum(ddp) <= sum(bare), right, wrong, why, rank=rank)
+            why = partial(causes.explain_copies, Counter(ddp) - Counter(bare), numels)
+            At(rank).at_most(
+                "a step copies {} elements, the number that forward and backward of the bare model copy",
+                sum(ddp),
+                sum(bare),
+                why,
+            )
             extra = result["ddp"]["allocated"] - result["bare"]["allocated"]
-            right = "a step allocates no more memory than forward and backward of the bare model"
-            wrong = f"the step allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes"
-            expect(extra < 0.05 * gradient_bytes, right, wrong, diagnosis.ALLOCATES, rank=rank)
+            what = "a step allocates {} bytes more than forward and backward of the bare model, 5 % of all gradients"
+            At(rank).at_most(what, extra, 0.05 * gradient_bytes, causes.ALLOCATES)
 
 
 @pytest.mark.points(2)
@@ -170,18 +158,14 @@ def test_buckets_overlap_with_backward(submission):
         jobs = case.make_jobs(proven=1, **ZEROED, **JOB)
         results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
         expected = [end - start for start, end in layout["bucket_ranges"]]
-        for at, events, launched in list_steps(results.events, 2):
-            buffers = results[at["rank"]]["buffers"][at["step"]]
-            right = f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
-            right += f"{join_names(expected, 8)} elements"
-            is_right = [(x.op, x.numel) for x in launched] == [("all_reduce", numel) for numel in expected]
-            why = partial(diagnosis.explain_launches, buffers, names, layout, events, at["step"])
-            expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
-            why_late = partial(explain_late_launches, submission, jobs, events, at["step"])
-            expect_overlap(events, at, list_buckets(names, layout), why_late=why_late)
-            wrong = f"the absolute values of the padding add up to {buffers[0]['padding']:g}"
-            right = "the padding is zero after every step"
-            expect(not buffers[0]["padding"], right, wrong, diagnosis.LEAKS, **at)
+        for step in each_step(results.events, 2):
+            launched, buffers = step.launches(), results[step.rank]["buffers"][step.number]
+            why = partial(causes.explain_launches, buffers, names, layout)
+            launched.are_one_for_each("bucket", "all_reduce", expected, cause=why)
+            why_late = partial(explain_late_launches, submission, jobs)
+            expect_overlap(launched, list_buckets(names, layout), why_late=why_late)
+            what = "after a step, the absolute values of the padding add up to {}"
+            step.equal(what, buffers[0]["padding"], 0.0, causes.LEAKS)
 
 
 @pytest.mark.points(1)
@@ -191,10 +175,9 @@ def test_steps_and_subgroups(submission):
 
     def inspect(results, case):
         expected = len(lay_out(case, len(case.group))[1]["bucket_ranges"])
-        for at, events, launched in list_steps(results.events, 1, case.group if case.model == "Plain" else []):
-            right = f"a step with 3 micro-batches launches {expected} collectives, one per bucket"
-            wrong, why = f"the step made {len(launched)} launches", partial(find_leftover, events)
-            expect(len(launched) == expected, right, wrong, why, **at)
+        for step in each_step(results.events, 1, case.group if case.model == "Plain" else []):
+            what = "a step with 3 micro-batches makes {}, one per bucket"
+            step.launches().are_so_many(what, expected, lambda launched: find_leftover(launched.step.events))
 
     judge = partial(judge_order, 1, "all_reduce", "bucket")
     expect_all_kinds_of_steps(submission, "Plain", JOB, require_padded, inspect, judge_order=judge)
@@ -226,10 +209,9 @@ def test_main_grad_accumulates_in_fp32(submission):
         jobs = PerRank(common | {"batches": own} for own in batches)
         results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
         for rank, result in enumerate(results):
-            absent = [i for i, main_grad in result["steps"][0]["main_grad"].items() if main_grad is None]
-            right = "with grad_dtype=float32, every bf16 parameter has a main_grad"
-            wrong = f"main_grad is missing for {len(absent)} of {len(sizes)} parameters"
-            expect(not absent, right, wrong, diagnosis.NO_MAIN_GRAD, rank=rank, step=0)
+            absent = [int(i) for i, main_grad in result["steps"][0]["main_grad"].items() if main_grad is None]
+            what = "with grad_dtype=float32, bf16 parameters without main_grad: {}"
+            At(rank, 0).equal(what, absent, [], causes.NO_MAIN_GRAD)
         for step in range(2):
             average = {
                 f"main_grad of parameter {i}": sum(micro[i].float() for own in batches for micro in own[step]) / world
@@ -241,31 +223,25 @@ def test_main_grad_accumulates_in_fp32(submission):
                     [dict(zip(average, result["steps"][step]["main_grad"].values())) for result in results],
                     average,
                     tolerance=1e-5,
-                    hypotheses=partial(diagnosis.suspect_main_grads, batches, step, results),
+                    hypotheses=partial(causes.suspect_main_grads, batches, step, results),
                 )
             for rank, result in enumerate(results):
                 for i, main_grad in result["steps"][step]["main_grad"].items():
                     grad = result["steps"][step]["grad"][i]
-                    is_right = grad is not None and grad.dtype == BF16 and torch.equal(grad, main_grad.bfloat16())
-                    right = "after finish_grad_sync, p.grad equals main_grad rounded to the parameter's dtype"
-                    at = {"rank": rank, "step": step, "parameter": f"parameter {i}"}
-                    expect(is_right, right, describe_grad(grad), diagnosis.NO_ROUNDED_GRAD, **at)
-        for at, _, launched in list_steps(results.events, 1):
-            right, wrong = (
-                "gradients are reduced in fp32, the dtype of the buffer",
-                f"the step made {summarize(launched)}",
-            )
-            expect({launch.dtype for launch in launched} == {"float32"}, right, wrong, **at)
-            result = results[at["rank"]]
-            offsets = list(result["steps"][1]["buffers"][0]["offsets"].values())
-            kept = [is_set for is_set, _ in result["last"] if is_set]
-            right = "after finish_accumulation(set_grads=False), p.grad stays None"
-            expect(not kept, right, f"{len(kept)} of {len(sizes)} parameters have a p.grad", rank=at["rank"])
-            sums = {value for _, main_grad in result["last"] for value in main_grad.unique().tolist()}
-            right = "after finish_accumulation(set_grads=False), main_grad starts from zero: gradients of 1 give 1"
-            expect(sums <= {1.0}, right, f"main_grad contains {join_names(sorted(sums))}", rank=at["rank"])
-            wrong = f"main_grad is not a view for {offsets.count(None)} of {len(offsets)} parameters"
-            expect(None not in offsets, "each main_grad is a view of the buffer", wrong, rank=at["rank"], step=1)
+                    is_rounded = grad is not None and grad.dtype == BF16 and torch.equal(grad, main_grad.bfloat16())
+                    what = "after finish_grad_sync, p.grad equals main_grad rounded to the parameter's dtype"
+                    at = At(rank, step, f"parameter {i}")
+                    at.claim(what, is_rounded, describe_grad(grad), causes.NO_ROUNDED_GRAD)
+        for step in each_step(results.events, 1):
+            step.launches().have_dtype(torch.float32)
+            last, ended = results[step.rank]["last"], "after finish_accumulation(set_grads=False), "
+            kept = [i for i, (is_set, _) in enumerate(last) if is_set]
+            step.equal(f"{ended}parameters with p.grad: {{}}", kept, [])
+            others = {value for _, main_grad in last for value in main_grad.unique().tolist()} - {1.0}
+            step.equal(f"{ended}gradients of 1 give other values in main_grad: {{}}", sorted(others), [])
+            offsets = results[step.rank]["steps"][1]["buffers"][0]["offsets"]
+            lost = [name for name, offset in offsets.items() if offset is None]
+            step.equal("parameters whose main_grad is no view of the buffer: {}", lost, [])
 
 
 @pytest.mark.points(1)
@@ -276,7 +252,7 @@ def test_one_buffer_per_dtype(submission):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}
         wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
-        with replace_cause(partial(diagnosis.find_buffer_dtype, wide)):
+        with replace_cause(partial(causes.find_buffer_dtype, wide)):
             results = submission.run(m05_grad_buffer.train, case.make_jobs(**ZEROED, **job), world_size=world)
         expected = {}
         for name, parameter in case.parameters().items():
@@ -285,21 +261,22 @@ def test_one_buffer_per_dtype(submission):
         for rank, result in enumerate(results):
             buffers = result["buffers"][0]
             parameter_sets = [set(buffer["offsets"]) for buffer in buffers]
-            is_right = len(buffers) == len(expected) and all(names in parameter_sets for names in expected.values())
-            right = f"there are {len(expected)} grad buffers, one for the parameters of each dtype: "
-            right += join_names(sorted(map(str, expected)))
-            wrong = "the dtypes of the grad buffers are "
-            wrong += join_names(sorted(str(buffer["dtype"]) for buffer in buffers), 8)
-            expect(is_right, right, wrong, rank=rank)
+            At(rank).claim(
+                f"each dtype has one grad buffer: {show(sorted(map(str, expected)))}",
+                len(buffers) == len(expected) and all(names in parameter_sets for names in expected.values()),
+                f"the dtypes of the grad buffers are {show(sorted(str(buffer['dtype']) for buffer in buffers))}",
+            )
             for buffer in buffers:
                 name = next(iter(buffer["offsets"]))
-                own, dtype = case.parameters()[name].dtype, dtypes[name]
-                right = f"with grad_dtype={grad_dtype}, the gradients of {own} parameters are in a {dtype} buffer"
-                wrong = f"the gradients are in a {buffer['dtype']} buffer"
-                expect(buffer["dtype"] == dtype, right, wrong, diagnosis.NARROWER if own in wide else "", rank=rank)
+                own, cause = (
+                    case.parameters()[name].dtype,
+                    causes.NARROWER if case.parameters()[name].dtype in wide else "",
+                )
+                what = f"with grad_dtype={grad_dtype}, the gradients of {own} parameters are in a {{}} buffer"
+                At(rank).equal(what, buffer["dtype"], dtypes[name], cause)
             lost = [name for buffer in buffers for name, offset in buffer["offsets"].items() if offset is None]
-            right, wrong = "every gradient is a view of its buffer", f".grad is not a view for {join_names(lost)}"
-            expect(not lost, right, wrong, partial(diagnosis.explain_lost_view, results), rank=rank, step=0)
+            why = partial(causes.explain_lost_view, results)
+            At(rank, 0).equal("parameters whose gradient is no view of its buffer: {}", lost, [], why)
         results = submission.run(training.train, case.make_jobs(**job), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
 

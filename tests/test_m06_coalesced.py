@@ -6,20 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.expectations import (
-    expect,
-    expect_equal,
-    expect_gradients,
-    expect_waited,
-    expect_weights,
-    format_ranks,
-    join_names,
-    list_steps,
-    replace_cause,
-)
+from brigade.checks.claims import At, Step, each_step, in_phase
+from brigade.checks.diagnose.evidence import Evidence, format_ranks, join_names
+from brigade.checks.expectations import expect_equal, expect_gradients, expect_waited, expect_weights, replace_cause
 from brigade.checks.reference import draw_generators
-from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import (
@@ -36,7 +26,7 @@ from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_ol
 from helpers.steps import expect_all_kinds_of_steps, expect_averages, split_ranks
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.expected import compute_layout
-from m06_coalesced import causes as diagnosis
+from m06_coalesced import causes
 from m06_coalesced import scenario as m06_coalesced
 
 FUNCTIONS = {  # public names; torch 2.13 renamed two of them and still has the old names
@@ -78,7 +68,7 @@ def test_coalesce_is_one_launch(submission):
                 for number, (op, name, calls) in enumerate(blocks):
                     count = len(calls[rank])
                     what = f"{count} calls of {name} in the group of {format_ranks(group)}"
-                    expect_one_launch(launches(results.events[rank], number), op, count, what, rank)
+                    expect_one_launch(list_launches(results, rank, number), op, count, what)
                     expect_equal(
                         f"after handle.wait(), each of {count} coalesced calls of {name} has the right result",
                         [{f"call {i}": tensor for i, tensor in enumerate(results[rank][number])}],
@@ -114,24 +104,27 @@ def test_coalesce_refuses_mixtures(submission):
     results = submission.run(m06_coalesced.run_refused_blocks, jobs, world_size=world)
     for number, (label, compared, _) in enumerate(blocks):
         for rank, result in enumerate(results):
-            raised, launched = result[number]["raised"], launches(results.events[rank], number, phase="block")
+            raised, launched = result[number]["raised"], list_launches(results, rank, number)
+            launched = launched.where(in_phase("block"))
             if compared:
-                right = f"a coalesce block raises an exception if it contains {label}"
-                wrong = f"the block raised no exception and made {summarize(launched)}"
-                expect(raised is not None, right, wrong, partial(diagnosis.explain_no_error, compared), rank=rank)
+                launched.claim(
+                    f"a coalesce block raises an exception if it contains {label}",
+                    raised is not None,
+                    "the block raised no exception and made {these}",
+                    lambda _, compared=compared: causes.explain_no_error(compared),
+                )
             else:
-                right = "an exception that is raised inside a coalesce block reaches the caller unchanged"
-                wrong = f"the block raised {f'{raised} instead' if raised else 'nothing'}"
-                expect(result[number]["unchanged"], right, wrong, diagnosis.SWALLOWED, rank=rank)
-            right = f"a coalesce block that contains {label} raises an exception and launches nothing"
-            why = partial(diagnosis.explain_launch_after_error, compared)
-            expect(not launched, right, f"the block made {summarize(launched)}", why, rank=rank)
+                what = "an exception that is raised inside a coalesce block reaches the caller unchanged"
+                got = f"the block raised {f'{raised} instead' if raised else 'nothing'}"
+                At(rank).claim(what, result[number]["unchanged"], got, causes.SWALLOWED)
+            what = f"a coalesce block that contains {label} raises an exception and launches nothing"
+            launched.are_none(what, partial(causes.explain_launch_after_error, compared))
         expect_working([result[number] for result in results], [entry["input"] for entry in after], label)
     total = sum(entry["input"] for entry in after)
     for what, place, expected, cause in (
         ("still launches its calls if its caller catches the exception of a nested block", -2, total,
-         diagnosis.OUTER_LOST),
-        ("may contain a block of another group, and both are summed", -1, 2 * total, diagnosis.OTHER_GROUP),
+         causes.OUTER_LOST),
+        ("may contain a block of another group, and both are summed", -1, 2 * total, causes.OTHER_GROUP),
     ):  # fmt: skip
         actual, expected = [{"the result": result[place]} for result in results], {"the result": expected}
         expect_equal(f"a block {what}", actual, expected, evidence=Evidence(cause))
@@ -164,26 +157,27 @@ def test_bucket_group(submission):
         all_grads = [tensors["grads"] for tensors in own]
         for group in groups:
             group_results = [results[rank] for rank in group]
-            with replace_cause(partial(diagnosis.find_wrong_buckets, results.events[group[0]], lengths)):
+            with replace_cause(partial(causes.find_wrong_buckets, results.events[group[0]], lengths)):
                 grads, records = ([values[rank] for rank in group] for values in (all_grads, results.events))
                 expect_averaged_shards(group_results, grads, layout, [0, 2, 1], group, records)
             expect_gathered_shards(group_results, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
-            with replace_cause(lambda failed: diagnosis.STALE_SHARDS):
+            with replace_cause(lambda failed: causes.STALE_SHARDS):
                 moved = [result["moved"] for result in group_results]
                 expect_averaged_shards(moved, grads, layout, [0, 2, 1], group, records)
                 expect_gathered_shards(moved, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
             for rank, result in zip(group, group_results):
                 expected = [(dtype, numel) for numel in lengths]
                 for step, op, what in ((0, "reduce_scatter", "grad_sync"), (1, "all_gather", "param_sync")):
-                    launched = launches(results.events[rank], step)
-                    expect_started(launched, expected, op, what, {"rank": rank, "step": None})
-                unused = slice(*layout["bucket_ranges"][3])
-                for kind in ("grad_data", "param_data"):
-                    is_unchanged = torch.equal(result[kind][unused], result["before"][kind][unused])
-                    right = "a BucketGroup does not change buckets that are not in its bucket_indices"
-                    wrong = f"the bucket_indices of the two groups are {indices[0]} and {indices[1]}, but bucket 3 of "
-                    wrong += f"{kind} has changed"
-                    expect(is_unchanged, right, wrong, diagnosis.WHOLE_BUFFER, rank=rank)
+                    expect_started(list_launches(results, rank, step), expected, op, what)
+                unused, before = slice(*layout["bucket_ranges"][3]), result["before"]
+                changed = [kind for kind in before if not torch.equal(result[kind][unused], before[kind][unused])]
+                At(rank).claim(
+                    "a BucketGroup does not change buckets that are not in its bucket_indices",
+                    not changed,
+                    f"the bucket_indices of the two groups are {indices[0]} and {indices[1]}, but bucket 3 of "
+                    f"{join_names(changed)} has changed",
+                    causes.WHOLE_BUFFER,
+                )
 
 
 @pytest.mark.parts("Parts (e) and (f): groups of buckets")
@@ -200,15 +194,16 @@ def test_shards_without_gather(submission):
             [p.numel() for p in reversed(case.parameters().values())], BUCKET_NUMEL, len(case.group)
         )
         groups = list_groups(case.parameters(), len(case.group), buckets_per_group)
-        for at, events, launched in list_steps(results.events, 3, case.group):
-            expect_ranks(events, case.group, at["rank"])
-            gradients = [launch for launch in launched if launch.phase != "start"]
+        for step in each_step(results.events, 3, case.group):
+            expect_ranks(step, case.group)
+            parameters, gradients = (
+                step.launches().where(lambda x, n=n: (x.phase == "start") == n) for n in (True, False)
+            )
             setting = " before start_param_sync if gather_grads is False"
-            expect_ops(gradients, ("reduce_scatter",), at, setting, is_gather_off=True)
-            expect_launches(gradients, groups, "reduce_scatter", at, setting, events=events)
-            parameters = [launch for launch in launched if launch.phase == "start"]
-            expect_started(parameters, groups, "all_gather", "param_sync", at)
-            expect_waited(events, launched, at)
+            expect_ops(gradients, ("reduce_scatter",), setting, is_gather_off=True)
+            expect_launches(gradients, groups, "reduce_scatter", setting)
+            expect_started(parameters, groups, "all_gather", "param_sync")
+            expect_waited(step.launches())
         gradients = [case.gradients([rank]) for rank in case.group]
         expect_averaged_shards(
             [{"grad_data": results[rank]["grad_data"]} for rank in case.group],
@@ -237,11 +232,12 @@ def test_launches_and_volume(submission):
         results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)
         groups = list_groups(case.parameters(), world, buckets_per_group)
         setting = f" ({model} model, buckets_per_group={buckets_per_group})"
-        for at, events, launched in list_steps(results.events, 2):
-            expect_ops(launched, ("reduce_scatter", "all_gather"), at, setting)
-            expect_launches(launched, groups, "reduce_scatter", at, setting, events=events)
-            expect_launches(launched, groups, "all_gather", at, setting, ordered=False, events=events)
-            expect_waited(events, launched, at)
+        for step in each_step(results.events, 2):
+            launched = step.launches()
+            expect_ops(launched, ("reduce_scatter", "all_gather"), setting)
+            expect_launches(launched, groups, "reduce_scatter", setting)
+            expect_launches(launched, groups, "all_gather", setting, ordered=False)
+            expect_waited(launched)
         expect_gradients(results, case, tolerance=2**-6)
 
 
@@ -255,11 +251,11 @@ def test_groups_overlap_with_backward(submission):
         results = submission.run(training.train, jobs, world_size=world)
         groups = list_groups(case.parameters(), world, buckets_per_group)
         setting = f" (buckets_per_group={buckets_per_group})"
-        for at, events, launched in list_steps(results.events, 2):
-            expect_launches(launched, groups, "reduce_scatter", at, setting, events=events)
-            expect_complete(events, groups, at, "reduce_scatter", "group")
-            why_late = partial(explain_late_launches, submission, jobs, events, at["step"], "group")
-            expect_group_overlap(events, groups, at, setting, why_late)
+        why_late = partial(explain_late_launches, submission, jobs, unit="group")
+        for step in each_step(results.events, 2):
+            expect_launches(step.launches(), groups, "reduce_scatter", setting)
+            expect_complete(step, groups, "reduce_scatter", "group")
+            expect_group_overlap(step.launches(), groups, setting, why_late)
     # Layer 1's gradients are ready first, so half of group 1 (layers 1 and 0) is ready before group 0 (layers 3 and 2).
     [world] = submission.worlds(2)
     case = submission.case("Reordered", world, branches=[1] * world)
@@ -267,8 +263,8 @@ def test_groups_overlap_with_backward(submission):
     ranges = compute_layout(numels, None, world)["param_ranges"]
     job = make_job(bucket_numel=ranges[7][1] - ranges[4][0])
     results = submission.run(training.train, case.make_jobs(**job), world_size=world)
-    for at, events, _ in list_steps(results.events, 1):
-        expect_late_waits(events, at)
+    for step in each_step(results.events, 1):
+        expect_late_waits(step)
 
 
 @pytest.mark.points(1)
@@ -276,14 +272,14 @@ def test_steps_and_subgroups(submission):
     """Gradients stay correct with no_sync, evaluations and unused parameters, in any ready order, and in sub-groups."""
 
     def inspect(results, case):
-        for at, events, launched in list_steps(results.events, 1, case.group):
-            expect_ranks(events, case.group, at["rank"])
+        for step in each_step(results.events, 1, case.group):
+            expect_ranks(step, case.group)
             if case.model == "Reordered":
                 groups = list_groups(case.parameters(), len(case.group), 2)
-                expect_launches(launched, groups, "reduce_scatter", at, ordered=False, events=events)
+                expect_launches(step.launches(), groups, "reduce_scatter", ordered=False)
 
-    with replace_cause(diagnosis.find_mixed_order):
-        why = diagnosis.suspect_lost_micro_batches
+    with replace_cause(causes.find_mixed_order):
+        why = causes.suspect_lost_micro_batches
         judge = partial(judge_order, 2, "reduce_scatter", "group")
         expect_all_kinds_of_steps(submission, "Plain", make_job(2), require_halves, inspect, why, judge)
     expect_second_backward(submission, submission.worlds(2)[0], make_job(2))
@@ -332,36 +328,41 @@ def compute_result(calls, index):
     return reduced if calls[0]["output_numel"] is None else reduced.chunk(len(inputs))[index]
 
 
-def expect_one_launch(launched, op, count, what, rank):
+def list_launches(results, rank, number):
+    """Return the launches of one block of calls. Messages name the rank only, because the number is the scenario's."""
+    step = Step(results.events[rank], rank, number)
+    step.place = {"rank": rank}
+    return step.launches()
+
+
+def expect_one_launch(launched, op, count, what):
     """Expect that a block of `count` calls made one launch when it ended, and that only handle.wait() waited for it."""
-    right = f"{what}, inside one coalesce block, become one launch of {count} tensors"
-    wrong = f"the block made {summarize(launched)}"
-    if len(launched) == 1:
-        wrong += f", which contains {launched[0].parts} of the tensors"
-    is_one = [(launch.op, launch.parts) for launch in launched] == [(op, count)]
-    expect(is_one, right, wrong, partial(diagnosis.explain_calls, launched, count), rank=rank)
-    [launch] = launched
-    right = f"a coalesce block with {what} launches when it ends"
-    is_early = launch.sync or "block" in launch.wait_phases
-    why = partial(diagnosis.explain_early_wait, launch)
-    expect(not is_early, f"{right}, without waiting", "the block waited for the result", why, rank=rank)
-    wrong = "handle.wait() made the launch"
-    expect(launch.phase == "block", right, wrong, diagnosis.MADE_BY_WAIT, rank=rank)
-    right = f"handle.wait() waits for the launch of a coalesce block with {what}"
-    wrong = "handle.wait() did not wait for this launch"
-    expect(bool(launch.waits), right, wrong, diagnosis.OTHER_HANDLE, rank=rank)
+    parts = f", which contains {launched[0].parts} of the tensors" if len(launched) == 1 else ""
+    launched.claim(
+        f"{what}, inside one coalesce block, become one launch of {count} tensors",
+        [(launch.op, launch.parts) for launch in launched] == [(op, count)],
+        f"the block made {{these}}{parts}",
+        partial(causes.explain_calls, count),
+    )
+    [launch], block = launched, f"a coalesce block with {what}"
+    is_early, got = launch.sync or "block" in launch.wait_phases, "the block waited for the result"
+    launched.claim(f"{block} launches when it ends, without waiting", not is_early, got, causes.explain_early_wait)
+    is_made, got = launch.phase == "block", "handle.wait() made the launch"
+    launched.claim(f"{block} launches when it ends", is_made, got, causes.MADE_BY_WAIT)
+    what, got = f"handle.wait() waits for the launch of {block}", "it did not wait for this launch"
+    launched.claim(what, bool(launch.waits), got, causes.OTHER_HANDLE)
 
 
 def expect_working(answers, inputs, label):
     """Expect that an all_reduce and the next block work after a block that ended with an exception."""
-    right, expected = f"after a failed coalesce block with {label}, the next ", {"the result": sum(inputs)}
+    after, expected = f"after a failed coalesce block with {label}, the next ", {"the result": sum(inputs)}
     alone, again = ([{"the result": answer[key]} for answer in answers] for key in ("alone", "again"))
-    why = partial(diagnosis.suspect_capturing, inputs)
-    expect_equal(f"{right}all_reduce works", alone, expected, hypotheses=why)
+    why = partial(causes.suspect_capturing, inputs)
+    expect_equal(f"{after}all_reduce works", alone, expected, hypotheses=why)
     for rank, answer in enumerate(answers):
-        wrong = f"the next block raised {answer['failure']}"
-        expect(answer["failure"] is None, f"{right}block works", wrong, diagnosis.BLOCK_LEFT_OVER, rank=rank)
-    expect_equal(f"{right}block works", again, expected)
+        failure = answer["failure"]
+        At(rank).claim(f"{after}block works", failure is None, f"it raised {failure}", causes.BLOCK_LEFT_OVER)
+    expect_equal(f"{after}block works", again, expected)
 
 
 def flatten_into_buffer(layout, tensors):
@@ -389,14 +390,13 @@ def expect_averaged_shards(results, grads, layout, buckets, group, records):
     average = sum(own) / size
     for index, rank in enumerate(group):
         actual = results[index]["grad_data"]
-        right, wrong = (f"the grad buffer has {numel} elements" for numel in (layout["numel"], actual.numel()))
-        expect(actual.numel() == layout["numel"], right, wrong, diagnosis.WRONG_NUMEL, rank=rank)
+        At(rank).equal("the grad buffer has {} elements", actual.numel(), layout["numel"], causes.WRONG_NUMEL)
 
         def cut(whole, index=index):
             return {f"shard {index} of bucket {b}": whole[locate_shard(layout, b, index, size)] for b in buckets}
 
         is_subgroup = list(group) != list(range(size))
-        why = partial(diagnosis.suspect_shards, own, average, actual, index, cut, records[index], is_subgroup)
+        why = partial(causes.suspect_shards, own, average, actual, index, cut, records[index], is_subgroup)
         what = f"after finish_grad_sync, rank r of a group of size {size} has the averages in shard r of each bucket"
         expect_equal(what, [cut(actual)], cut(average), ranks=[rank], hypotheses=why)
 
@@ -414,53 +414,52 @@ def expect_gathered_shards(results, params, layout, buckets, group):
         return {f"bucket {b} of param_data": data[slice(*layout["bucket_ranges"][b])] for b in buckets}
 
     options = {"ranks": group, "tolerance": 0.0}
-    what, why = "each bucket is complete: its shard r comes from rank r of the group", diagnosis.suspect_no_gather
+    what, why = "each bucket is complete: its shard r comes from rank r of the group", causes.suspect_no_gather
     actual = [cut(result["param_data"]) for result in results]
     expect_equal(f"after finish_param_sync, {what}", actual, cut(whole), hypotheses=why(own, cut), **options)
     indices = [i for i, bucket in enumerate(layout["bucket_of"]) if bucket in buckets]
-    what, why = "the parameters have the values in param_data", diagnosis.suspect_no_param_views(params, indices)
+    what, why = "the parameters have the values in param_data", causes.suspect_no_param_views(params, indices)
     actual = [{f"parameter {i}": result["params"][i].flatten() for i in indices} for result in results]
     expected = {f"parameter {i}": whole[slice(*layout["param_ranges"][i])] for i in indices}
     expect_equal(f"after finish_param_sync, {what}", actual, expected, hypotheses=why, **options)
 
 
-def expect_started(launched, groups, op, what, at):
+def expect_started(launched, groups, op, what):
     """Expect one launch for each group, made in start_{what} without waiting, and awaited in finish_{what}."""
-    expect_ops(launched, (op,), at, f" in start_{what}")
-    expect_launches(launched, groups, op, at, f" in start_{what}", ordered=False)
-    early = [launch for launch in launched if launch.sync or "start" in launch.wait_phases]
-    late = [launch for launch in launched if launch.phase != "start" or "wait" not in launch.wait_phases]
-    right = f"start_{what} launches without waiting, and finish_{what} waits"
-    wrong = f"for {len(late)} of {len(launched)} launches, start_{what} did not launch or finish_{what} did not wait"
-    if early:
-        wrong = f"start_{what} waited for {len(early)} of {len(launched)} launches"
-    expect(not early and not late, right, wrong, partial(diagnosis.explain_waits, launched, what), **at)
+    expect_ops(launched, (op,), f" in start_{what}")
+    expect_launches(launched, groups, op, f" in start_{what}", ordered=False, is_ddp=False)
+    expected, why = (
+        f"start_{what} launches without waiting, and finish_{what} waits",
+        partial(causes.explain_waits, what),
+    )
+    got = f"start_{what} waited for {{count}} of {{all}} launches"
+    launched.satisfy(expected, lambda one: not one.sync and "start" not in one.wait_phases, why, got)
+    got = f"for {{count}} of {{all}} launches, start_{what} did not launch or finish_{what} did not wait"
+    launched.satisfy(expected, lambda one: one.phase == "start" and "wait" in one.wait_phases, why, got)
 
 
-def expect_ops(launched, ops, at, setting="", is_gather_off=False):
-    """Expect only launches of these kinds; `at` has rank and step, and `setting` is added to what is expected."""
-    others = [launch for launch in launched if launch.op not in ops]
-    right = f"only {' and '.join(ops)} {'is' if len(ops) == 1 else 'are'} launched{setting}"
-    why = partial(diagnosis.explain_other_kinds, others, is_gather_off)
-    expect(not others, right, f"the step also made {summarize(others)}", why, **at)
+def expect_ops(launched, ops, setting="", is_gather_off=False):
+    """Expect only launches of these kinds; `setting` is added to what is expected."""
+    what = f"only {' and '.join(ops)} {'is' if len(ops) == 1 else 'are'} launched{setting}"
+    why = partial(causes.explain_other_kinds, is_gather_off)
+    launched.satisfy(what, lambda one: one.op in ops, why, "the step also made {these}")
 
 
-def expect_launches(launched, groups, op, at, setting="", ordered=True, events=()):
+def expect_launches(launched, groups, op, setting="", ordered=True, is_ddp=True):
     """Expect one launch of this kind for each group, given as (dtype, elements).
 
-    If `ordered`, those of a dtype come in this order. `events` are the rank's record, where a DDP launched.
+    If `ordered`, those of a dtype come in this order. `is_ddp` says that a wrapper launched, in equal steps.
     """
-    of_kind = [launch for launch in launched if launch.op == op]
+    of_kind = launched.where(lambda one: one.op == op)
     made = sort_by_dtype((launch.dtype, launch.numel) for launch in of_kind)
     expected = sort_by_dtype((str(dtype).removeprefix("torch."), numel) for dtype, numel, *_ in groups)
     count_groups = f"each of {len(expected)} groups" if len(expected) > 1 else "the only group"
-    right = f"one {op} is launched for {count_groups}{setting}, with "
-    right += f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)} elements"
-    wrong = f"the step made no {op}, only {summarize(launched)}"
-    if of_kind or not launched:
-        wrong = f"the step made {summarize(of_kind)}"
-    is_right = made == expected if ordered else sorted(made) == sorted(expected)
-    expect(is_right, right, wrong, partial(diagnosis.explain_groups, made, expected, op, events), **at)
+    elements = join_names([f"{numel} {dtype}" for dtype, numel in expected], 8)
+    launched.claim(
+        f"one {op} is launched for {count_groups}{setting}, with {elements} elements",
+        made == expected or not ordered and sorted(made) == sorted(expected),
+        cause=partial(causes.explain_groups, made, expected, op, is_ddp),
+    )
 
 
 def sort_by_dtype(pairs):
@@ -473,25 +472,22 @@ def choose_uneven(case, size):
     return next(number for number in range(2, count) if count % number)
 
 
-def expect_late_waits(events, at):
+def expect_late_waits(step):
     """Expect that no hook waits for the group that it launches, unless it launches the next group, too."""
-    ready = [position for position, _ in list_ready_gradients(events, at["step"])]
-    scatters = [launch for launch in launches(events, at["step"]) if launch.op == "reduce_scatter"]
+    scatters = step.launches("reduce_scatter")
     for number, (launch, after) in enumerate(zip(scatters, scatters[1:])):
-        next_ready = min((position for position in ready if position > launch.place), default=launch.place)
+        next_ready = min((position for position, _ in step.ready if position > launch.place), default=launch.place)
         early = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
         is_early = any(place < next_ready for place in early) and after.place > next_ready
-        right = "no hook waits for the group that it launches, even if half of the next group is already ready"
-        wrong = f"the hook that launched group {number} waited for it"
-        expect(not is_early, right, wrong, diagnosis.GATHERED_AT_ONCE, **at)
+        what = "no hook waits for the group that it launches, even if half of the next group is already ready"
+        step.claim(what, not is_early, f"the hook that launched group {number} waited for it", causes.GATHERED_AT_ONCE)
 
 
-def expect_ranks(events, group, rank):
+def expect_ranks(step, group):
     """Expect the launches of all steps on the group that trains."""
-    others = [x for x in launches(events) if x.phase in ("backward", "finish") and x.ranks != group]
-    right = f"every collective uses the process group that CoalescedDDP received: {format_ranks(group)}"
-    wrong = f"the group of {len(others)} launches is that of {format_ranks(others[0].ranks)}" if others else ""
-    expect(not others, right, wrong, diagnosis.WRONG_GROUP, rank=rank)
+    launched = Step(step.events, step.rank, None).launches().where(in_phase("backward", "finish"))
+    what = f"every collective uses the process group that CoalescedDDP received: {format_ranks(group)}"
+    launched.satisfy(what, lambda one: one.ranks == group, causes.WRONG_GROUP, "{count} launches use another one")
 
 
 def expect_fp32_gradients(submission, world, gather_grads):
@@ -504,9 +500,8 @@ def expect_fp32_gradients(submission, world, gather_grads):
     common = make_job(2, grad_dtype=F32) | {"sizes": sizes, "set_to_none": True, "gather_grads": gather_grads}
     jobs = PerRank(common | {"batches": own} for own in batches)
     results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
-    for at, _, launched in list_steps(results.events, 1):
-        right = "gradients are reduced and gathered in fp32, the dtype of the buffer"
-        expect({x.dtype for x in launched} <= {"float32"}, right, f"the step made {summarize(launched)}", **at)
+    for step in each_step(results.events, 1):  # reduced and gathered in the dtype of the buffer
+        step.launches().have_dtype(F32)
     sums = [
         {str(i): sum(x[i].float() for own in batches for x in own[step]) / world for i in range(len(sizes))}
         for step in range(2)
@@ -515,7 +510,7 @@ def expect_fp32_gradients(submission, world, gather_grads):
     for step, expected in enumerate(sums):
         for key, what, dtype in (("main_grad", "main_grad", F32), ("grad", "p.grad", BF16))[: 1 + gather_grads]:
             what = f"in step {step}, with grad_dtype=float32{where}, {what} is the average of the accumulated gradients"
-            why = partial(diagnosis.suspect_kept_gradients, expected, sums[0], dtype, world, gather_grads)
+            why = partial(causes.suspect_kept_gradients, expected, sums[0], dtype, world, gather_grads)
             actual = [name_tensors(result["steps"][step][key], dtype) for result in results]
             expect_equal(what, actual, name_tensors(expected, dtype), hypotheses=why)
 

@@ -6,31 +6,22 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import find_leftover
+from brigade.checks.claims import At, each_step, in_phase
+from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.expectations import (
-    expect,
     expect_equal,
     expect_gradients,
     expect_start,
     expect_waited,
     expect_weights,
     explain_failures,
-    join_names,
-    list_steps,
     replace_cause,
 )
-from brigade.events import summarize
 from helpers import training
-from helpers.buffers import (
-    BUCKET_NUMEL,
-    expect_group_overlap,
-    expect_zeroed,
-    list_groups,
-    require_halves,
-)
+from helpers.buffers import BUCKET_NUMEL, expect_group_overlap, expect_zeroed, list_groups, require_halves
 from helpers.odd_steps import expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps
-from m07_cached_shards import causes as diagnosis
+from m07_cached_shards import causes
 from m07_cached_shards import scenario as m07_cached_shards
 
 JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
@@ -50,13 +41,13 @@ def test_gradients_are_averaged(submission):
         is_mixed = model == "MixedDtypes"
         case = submission.case(model, world, steps=2, dtype=None if is_mixed else torch.float64)
         jobs = case.make_jobs(reallocate=1, **make_job(buckets_per_group))
-        with replace_cause(diagnosis.find_wrong_view):
+        with replace_cause(causes.find_wrong_view):
             results = submission.run(training.train, jobs, world_size=world)
             expect_start([result["start"] for result in results], case, events=results.events)
-            tolerance, hypotheses = 2**-6 if is_mixed else 1e-5, partial(diagnosis.suspect_copies, case)
+            tolerance, hypotheses = 2**-6 if is_mixed else 1e-5, partial(causes.suspect_copies, case)
             expect_gradients(results, case, tolerance=tolerance, hypotheses=hypotheses)
             if not is_mixed:
-                with explain_failures([], partial(diagnosis.describe_stale, "grad_data")):
+                with explain_failures([], partial(causes.describe_stale, "grad_data")):
                     expect_weights(results, case)
         require_halves(results, case)
 
@@ -73,14 +64,15 @@ def test_steady_step_makes_no_view(submission):
         results = submission.run(m07_cached_shards.run_steps, jobs, world_size=world)
         numels = list_bucket_numels(case, world)
         volume = sum(numels)
-        for at, events, launched in list_steps(results.events, 3):
-            if at["step"] == 2:
-                for step, is_moved in ((2, False), (4, True)):
-                    expect_no_view(at["rank"], step, results[at["rank"]]["views"], gather_grads, numels, is_moved)
-                sums = {sum(x.numel for x in launched if x.op == op) for op in ("reduce_scatter", "all_gather")}
-                right = f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers"
-                wrong, why = f"the step made {summarize(launched)}", partial(find_leftover, events)
-                expect(sums == {volume}, right, wrong, why, **at)
+        for step in (step for step in each_step(results.events, 3) if step.number == 2):
+            for number, is_moved in ((2, False), (4, True)):
+                expect_no_view(step.rank, number, results[step.rank]["views"], gather_grads, numels, is_moved)
+            launched = step.launches()
+            launched.claim(
+                f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers",
+                {sum(x.numel for x in launched if x.op == op) for op in ("reduce_scatter", "all_gather")} == {volume},
+                cause=explain_leftover,
+            )
 
 
 @pytest.mark.points(2)
@@ -111,15 +103,14 @@ def test_views_follow_the_buffer(submission):
             when = f"after {num_moves} call{'s' * (num_moves != 1)}" if num_moves else "before any call"
             actual = [result["tensors"][step] for result in results]
             expected, what = case.gradients(micro=micro), f"in step {step}, {when} of reallocate(), {what}"
-            with replace_cause(partial(diagnosis.find_stale_views, num_moves, gather_grads, results.events)):
+            with replace_cause(partial(causes.find_stale_views, num_moves, gather_grads, results.events)):
                 expect_equal(what, actual, expected, scale=scale)
         runs.append((results, gather_grads, list_bucket_numels(case, world)))
     for results, gather_grads, numels in runs:
         for rank, result in enumerate(results):
             for step, count in enumerate(result["num_alive"]):
-                right = "at the end of the step after reallocate(), nothing keeps the old memory alive"
-                wrong = f"{count} old flat tensor{' is' if count == 1 else 's are'} still alive"
-                expect(not count, right, wrong, diagnosis.OLD_VIEWS, rank=rank, step=step)
+                what = "at the end of the step after reallocate(), {} old flat tensors are still alive"
+                At(rank, step).equal(what, count, 0, causes.OLD_VIEWS)
             expect_no_view(rank, 2, result["views"], gather_grads, numels, is_moved=True)
 
 
@@ -133,8 +124,8 @@ def test_launches_are_those_of_module_6(submission):
         groups = list_groups(case.parameters(), world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
         setting = f" (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
-        for at, events, launched in list_steps(results.events, 2):
-            expect_launches(events, launched, at, groups, gathers, setting)
+        for step in each_step(results.events, 2):
+            expect_launches(step.launches(), groups, gathers, setting)
         for rank, result in enumerate(results):
             expect_no_view(rank, 2, result["views"], gather_grads, list_bucket_numels(case, world))
 
@@ -143,9 +134,9 @@ def test_launches_are_those_of_module_6(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients stay correct with no_sync, evaluations and reallocate(), in any ready order, and in sub-groups."""
-    with replace_cause(diagnosis.find_wrong_view):
+    with replace_cause(causes.find_wrong_view):
         job = make_job(2) | {"reallocate": 1}
-        expect_all_kinds_of_steps(submission, "Frozen", job, require_halves, hypotheses=diagnosis.suspect_copies)
+        expect_all_kinds_of_steps(submission, "Frozen", job, require_halves, hypotheses=causes.suspect_copies)
     [world] = submission.worlds(2)
     expect_second_backward(submission, world, make_job(2))
     expect_no_old_gradients(submission, world, make_job(2))
@@ -178,35 +169,41 @@ def expect_no_view(rank, step, steps, gather_grads, numels, is_moved=False):
     for line, count in lines.most_common(3):
         got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
     which = "the second step after reallocate()" if is_moved else "a steady step"
-    right = f"{which} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses the views of "
-    right += "earlier steps"
-    why = partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, numels)
-    expect(False, right, got, why, rank=rank, step=step)
+    what = f"{which} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses the views of "
+    why = partial(causes.explain_views, steps, step, JOB["package"], gather_grads, is_moved, numels)
+    At(rank, step).claim(f"{what}earlier steps", False, got, why)
 
 
-def expect_launches(events, launched, at, groups, gathers, setting):
+def expect_launches(launched, groups, gathers, setting):
     """Expect one reduce-scatter and one all-gather per group in a step, the latter in phases `gathers`.
 
-    `at` has rank and step, and `setting` ends the text of what is expected.
+    `setting` ends the text of what is expected.
     """
     numels = [numel for _, numel, _ in groups]
-    scatters, all_gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
+    scatters, all_gathers = launched.step.launches("reduce_scatter"), launched.step.launches("all_gather")
     is_right = [launch.numel for launch in scatters] == numels and len(launched) == 2 * len(numels)
-    is_right = is_right and sorted(launch.numel for launch in all_gathers) == sorted(numels)
-    right = f"a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
-    right += f"{join_names(numels, len(numels))} elements{setting}"
-    why = partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events)
-    expect(is_right, right, f"the step made {summarize(launched)}", why, **at)
-    why_late = diagnosis.explain_late_launches(scatters)
-    expect_group_overlap(events, groups, at, setting, why_late, gathered="backward" in gathers)
-    for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
-        others = [launch.phase for launch in launched if launch.op == op and launch.phase not in phases]
+    launched.claim(
+        f"a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
+        f"{join_names(numels, len(numels))} elements{setting}",
+        is_right and sorted(launch.numel for launch in all_gathers) == sorted(numels),
+        cause=partial(causes.explain_launches, numels, "backward" in gathers),
+    )
+    is_gathered = "backward" in gathers
+    expect_group_overlap(launched, groups, setting, causes.explain_late_launches, gathered=is_gathered)
+    for own, phases in ((scatters, ["backward"]), (all_gathers, gathers)):
         where = " or ".join("during backward" if phase == "backward" else f"in {phase}" for phase in phases)
-        right, came = f"each {op} is launched {where}{setting}", join_names(sorted(set(others)))
-        wrong = f"{len(others)} launch{'es' * (len(others) != 1)} came in {came} instead"
-        expect(not others, right, wrong, partial(find_leftover, events), **at)
-    blocking = [x for x in all_gathers if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
-    right = f"backward and start_param_sync wait for no all_gather{setting}"
-    wrong = f"the step waited too early for {summarize(blocking)}"
-    expect(not blocking, right, wrong, partial(diagnosis.explain_blocking, blocking), **at)
-    expect_waited(events, launched, at, setting)
+        came = join_names(sorted({launch.phase for launch in own} - {*phases}))
+        got = f"{{count}} of {{all}} launches came in {came} instead"
+        own.satisfy(f"each {own[0].op} is launched {where}{setting}", in_phase(*phases), explain_leftover, got)
+    all_gathers.satisfy(
+        f"backward and start_param_sync wait for no all_gather{setting}",
+        lambda one: not one.sync and not {"backward", "start_param_sync"} & {*one.wait_phases},
+        causes.explain_blocking,
+        "the step waited too early for {these}",
+    )
+    expect_waited(launched, setting)
+
+
+def explain_leftover(launched):
+    """Return which launch of a later step differs from those of step 0."""
+    return find_leftover(launched.step.events)

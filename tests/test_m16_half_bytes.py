@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.claims import Step
 from brigade.checks.expectations import (
     blocks_backward,
     expect,
@@ -345,7 +346,7 @@ def expect_half(events, launched, at, buckets):
     right = f"all_gathers of {sum(nbytes)} bytes together, in bfloat16, and nothing else, complete the gradients"
     wrong = summarize([x for x in launched if x.op != "all_to_all"])
     expect(is_right, right, wrong, partial(diagnosis.explain_gathers, gathers, nbytes), **at)
-    expect_waited(events, launched, at)
+    expect_waited(Step(events, at["rank"], at["step"]).launches())
 
 
 def expect_overlap(events, launched, at, groups, buckets_per_group):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.checks.claims import At
+from brigade.checks.claims import At, Cause, Launches, each_step, explain
 from brigade.checks.diagnose.evidence import (
     Evidence,
     collect_evidence,
@@ -25,14 +25,7 @@ from brigade.checks.diagnose.evidence import (
 )
 from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, agree_by_name, explain_tensors
 from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict
-from brigade.events import (
-    Event,
-    Launch,
-    find_last_border,
-    launches,
-    list_ready_gradients,
-    summarize,
-)
+from brigade.events import Event, Launch, find_last_border, launches, summarize
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
@@ -336,56 +329,60 @@ def format_distinct(*numbers: float) -> list[str]:
 
 
 def expect_overlap(
-    events: Sequence[Event],
-    at: Mapping[str, int],
+    launched: Launches,
     buckets: Sequence[Sequence[str]],
     *,
     unit: str = "bucket",
     gathered: bool = False,
-    why_late: Callable[[], str] | str = "",
-    why_blocked: Callable[[], str] | str = "",
+    why_late: Cause = "",
+    why_blocked: Cause = "",
     setting: str = "",
 ) -> None:
     """Expect one launch per bucket, in order, before the next bucket is complete, and a wait in finish_grad_sync only.
 
-    `events` is the record of the rank in `at`, which has the step, too. `buckets` contains the parameter names of each
-    bucket, and `unit` is the word for a bucket in messages. With `gathered`, backward may wait for a launch once a
-    gradient of the next bucket is ready, because the second half of the launch can start then. `why_late` is the likely
-    cause if launches are late, and `why_blocked` if backward waits for asynchronous launches. The expected text ends
-    with `setting`, such as " (buckets_per_group=2)".
+    `buckets` contains the parameter names of each bucket, and `unit` is the word for a bucket in messages. With
+    `gathered`, backward may wait for a launch once a gradient of the next bucket is ready, because the second half of
+    the launch can start then. `why_late` is the likely cause if launches are late, and `why_blocked` if backward waits
+    for asynchronous launches. The expected text ends with `setting`, such as " (buckets_per_group=2)".
     """
-    launched = launches(events, at["step"])
-    ready_at = {name: place for place, name in list_ready_gradients(events, at["step"])}
-    cause = (
-        f"the {unit} waits for one gradient too few, or the hook runs before accumulation. Use "
-        "register_post_accumulate_grad_hook."
-    )
+    ready_at = {name: place for place, name in launched.step.ready}
     for number, (launch, names) in enumerate(zip(launched, buckets)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
-        what = f"{unit} {number} is launched after all its gradients are ready{setting}"
-        expect(not missing, what, f"these gradients were not ready: {join_names(missing)}", cause, **at)
+        launched.claim(
+            f"{unit} {number} is launched after all its gradients are ready{setting}",
+            not missing,
+            f"these gradients were not ready: {join_names(missing)}",
+            f"the {unit} waits for one gradient too few, or the hook runs before accumulation. Use "
+            "register_post_accumulate_grad_hook.",
+        )
     for number, (launch, after) in enumerate(zip(launched, buckets[1:])):
-        what = f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}"
-        got = f"it was launched in {launch.phase}. These gradients were ready: {join_names(after)}"
-        in_time = launch.place < max(ready_at.get(name, -1) for name in after)
-        expect(in_time, what, got, why_late, **at)
+        launched.claim(
+            f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}",
+            launch.place < max(ready_at.get(name, -1) for name in after),
+            f"it was launched in {launch.phase}. These gradients were ready: {join_names(after)}",
+            why_late,
+        )
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(launched, nexts) if blocks_backward(launch, after, ready_at)]
     late = [launch for launch in launched if launch.phase != "backward"]
     allowed = f" before a gradient of the next {unit} is ready" * gathered
-    what = f"backward launches all {unit}s and waits for none of them{allowed}{setting}"
-    got = f"backward waited for {summarize(blocking)}. After backward came {summarize(late)}"
 
-    def explain() -> str:
+    def find(launched: Launches) -> str:
         if any(launch.sync for launch in blocking):
             return "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
         if blocking:
-            return evaluate(why_blocked) or "backward waits on the handle of a launch. Wait in finish_grad_sync."
+            usual = "backward waits on the handle of a launch. Wait in finish_grad_sync."
+            return explain(why_blocked, launched) or usual
         is_last = late == launched[-1:] and len(launched) > 1 and all(name in ready_at for name in buckets[-1])
-        return explain_last_launch(unit) if is_last else evaluate(why_late)
+        return explain_last_launch(unit) if is_last else explain(why_late, launched)
 
-    expect(not blocking and not late, what, got, explain, **at)
-    expect_waited(events, launched, at, setting, unit)
+    launched.claim(
+        f"backward launches all {unit}s and waits for none of them{allowed}{setting}",
+        not blocking and not late,
+        f"backward waited for {summarize(blocking)}. After backward came {summarize(late)}",
+        find,
+    )
+    expect_waited(launched, setting, unit)
 
 
 def explain_last_launch(unit: str) -> str:
@@ -396,18 +393,18 @@ def explain_last_launch(unit: str) -> str:
     )
 
 
-def expect_waited(
-    events: Sequence[Event], launched: Sequence[Launch], at: Mapping[str, int], setting: str = "", unit: str = "launch"
-) -> None:
-    """Expect a step to wait for each of these launches, whose tensors have not changed until then. `at`: see above."""
-    unawaited = [launch for launch in launched if at["step"] not in launch.wait_steps]
-    raced = [launch for launch in launched if launch.raced]
-    what = f"the step waits on every handle before it reads or writes the tensors{setting}"
-    got = f"not awaited: {summarize(unawaited)}. Changed before the wait: {summarize(raced)}"
+def expect_waited(launched: Launches, setting: str = "", unit: str = "launch") -> None:
+    """Expect the step to wait for each of these launches, whose tensors have not changed until then."""
+    unawaited, raced = launched.where(lambda one: one.step not in one.wait_steps), launched.where(lambda one: one.raced)
     cause = f"a tensor of a {unit} is changed, for example divided, before wait() is called on its handle."
     if unawaited:
         cause = f"the code does not wait on the handle of every {unit}, for example because it keeps only the last one."
-    expect(not unawaited and not raced, what, got, lambda: find_leftover(events) or cause, **at)
+    launched.claim(
+        f"the step waits on every handle before it reads or writes the tensors{setting}",
+        not unawaited and not raced,
+        f"not awaited: {summarize(unawaited)}. Changed before the wait: {summarize(raced)}",
+        lambda launched: find_leftover(launched.step.events) or cause,
+    )
 
 
 def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:
@@ -421,37 +418,43 @@ def require_launches(
     events: Sequence[Sequence[Event]],
     ranks: Sequence[int],
     kind: str,
-    accepts: Callable[[list[Launch]], bool],
+    accepts: Callable[[Launches], bool],
     steps: int = 1,
     in_backward: bool = True,
-    explain: Callable[[Sequence[Event], int], str] = lambda events, step: "",
+    cause: Cause = "",
 ) -> None:
     """Fail a check whose numbers are right but whose launches are not of its module's `kind`.
 
     `accepts` decides whether the launches of a step are of that kind. It examines nothing else, so a mistake that
     another check covers costs no points here. A rank that is alone in its group may skip its collectives. With
-    `in_backward`, launches must not all come after backward. `explain` returns a cause for a rank's events and a step.
+    `in_backward`, launches must not all come after backward.
     """
-    for at, record, launched in list_steps(events, steps, ranks) if len(ranks) > 1 else ():
+    for step in each_step(events, steps, ranks) if len(ranks) > 1 else ():
+        launched = step.launches()
         idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
         overlap = f". Without overlap with backward: {idle} of {len(launched)}" if in_backward and idle else ""
-        is_right = accepts(launched) and not (in_backward and start_after_backward(record, at["step"], launched))
-        cause = "" if is_right else explain(record, at["step"])
-        what = f"correct numbers earn points only with this module's launches: {kind}"
-        got = f"the step made {summarize(launched)}{overlap}"
-        expect(is_right, what, got, cause or USUAL_LAUNCHES, hypothesis="" if cause else USUAL_CAUSE, **at)
+        is_right = accepts(launched) and not (in_backward and start_after_backward(launched))
+        found = "" if is_right else explain(cause, launched)
+        step.claim(
+            f"correct numbers earn points only with this module's launches: {kind}",
+            is_right,
+            f"the step made {summarize(launched)}{overlap}",
+            found or USUAL_LAUNCHES,
+            hypothesis="" if found else USUAL_CAUSE,
+        )
 
 
-def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[Launch]) -> bool:
+def start_after_backward(launched: Launches) -> bool:
     """Return whether a step makes several reductions, and the first comes after all gradients, in whatever phase.
 
     A rank can report the gradients after the last border later than they are ready. If there are two reductions more
     than such gradients, the first one must come before the border.
     """
-    ready, border = list_ready_gradients(events, step), find_last_border(events, step)
-    reductions = [launch for launch in launched if launch.op != "all_gather"]
-    num_last = sum(place > border for place, _ in ready)
-    end = border if border >= 0 and len(reductions) > num_last + 1 else ready[-1][0] if ready else len(events)
+    step, reductions = launched.step, launched.where(lambda one: one.op != "all_gather")
+    border = find_last_border(step.events, step.number)
+    num_last = sum(place > border for place, _ in step.ready)
+    end = step.ready[-1][0] if step.ready else len(step.events)
+    end = border if border >= 0 and len(reductions) > num_last + 1 else end
     return len(reductions) > 1 and reductions[0].place > end
 
 

@@ -5,20 +5,18 @@ from functools import partial
 
 import torch
 
+from brigade.checks.claims import each_step, in_phase
 from brigade.checks.diagnose.evidence import find_unreduced
 from brigade.checks.expectations import (
-    expect,
     expect_overlap,
     expect_trained,
     explain_failures,
     find_leftover,
     join_names,
-    list_steps,
     overlaps,
     replace_cause,
     require_launches,
 )
-from brigade.events import launches, list_ready_gradients
 from m05_grad_buffer import causes, scenario
 from m05_grad_buffer.expected import compute_layout
 
@@ -80,22 +78,21 @@ def expect_zeroed(submission, job, variants):
             expect_trained(what, [result["weights"] for result in results], case)
 
 
-def expect_group_overlap(events, groups, at, setting, why_late, gathered=True):
-    """Expect the reduce-scatters of the groups, as in `list_groups`, to overlap with backward."""
-    scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
+def expect_group_overlap(launched, groups, setting, why_late, gathered=True):
+    """Expect the reduce-scatters among the launches of a step to overlap with backward: see `list_groups`."""
+    scatters, names = launched.where(lambda one: one.op == "reduce_scatter"), [names for *_, names in groups]
     options = {"unit": "group", "gathered": gathered, "why_late": why_late, "setting": setting}
-    options["why_blocked"] = partial(find_gather_at_once, events, at["step"])
-    with replace_cause(lambda failed: find_leftover(events)):  # also of the all-gathers, after which nothing is awaited
-        expect_overlap(scatters, at, [names for _, _, names in groups], **options)
+    with replace_cause(lambda failed: find_leftover(launched.step.events)):  # also of the all-gathers
+        expect_overlap(scatters, names, why_blocked=find_gather_at_once, **options)
 
 
-def find_gather_at_once(events, step):
+def find_gather_at_once(scatters):
     """Describe an all-gather that backward launches in the hook that launches its group's reduce-scatter."""
-    launched = launches(events, step, phase="backward")
-    ready = [place for place, _ in list_ready_gradients(events, step)]
+    launched = scatters.step.launches().where(in_phase("backward"))
+    ready = [place for place, _ in scatters.step.ready]
     for launch in launched:
         later = [*ready, *(x.place for x in launched if x.op == "reduce_scatter")]
-        after = min((place for place in later if place > launch.place), default=len(events))
+        after = min((place for place in later if place > launch.place), default=math.inf)
         waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
         gathers = [x.place for x in launched if x.op == "all_gather" and x.place < after]
         if launch.op == "reduce_scatter" and any(wait < gather for wait in waits if wait < after for gather in gathers):
@@ -108,17 +105,19 @@ def find_gather_at_once(events, step):
 
 def judge_order(buckets_per_group, op, unit, records, case):
     """Expect each launch of `op` in step 0 when all gradients of its `unit`, a group or a bucket, are ready."""
-    for at, events, _ in list_steps(records, 1, case.group):
-        expect_complete(events, list_groups(case.parameters(), len(case.group), buckets_per_group), at, op, unit)
+    for step in each_step(records, 1, case.group):
+        expect_complete(step, list_groups(case.parameters(), len(case.group), buckets_per_group), op, unit)
 
 
-def expect_complete(events, groups, at, op, unit):
+def expect_complete(step, groups, op, unit):
     """Expect launch i of `op` in a step when all gradients of `groups[i]` are ready. The rank uses all parameters."""
     ready_at = {name: math.inf for _, _, names in groups for name in names}  # the record may end before it is ready
-    ready_at |= {name: place for place, name in list_ready_gradients(events, at["step"])}
-    launched = [launch for launch in launches(events, at["step"]) if launch.op == op]
-    for number, (launch, (_, _, names)) in enumerate(zip(launched, groups)):
+    ready_at |= {name: place for place, name in step.ready}
+    for number, (launch, (_, _, names)) in enumerate(zip(step.launches(op), groups)):
         missing = [name for name in names if ready_at[name] > launch.place]
-        right = f"{unit}s are launched in order, each when all its gradients are ready"
-        wrong = f"launch {number} ({unit} {number}) came before these gradients were ready: {join_names(missing)}"
-        expect(not missing, right, wrong, partial(causes.explain_early_launch, ready_at, launch, groups, unit), **at)
+        step.claim(
+            f"{unit}s are launched in order, each when all its gradients are ready",
+            not missing,
+            f"launch {number} ({unit} {number}) came before these gradients were ready: {join_names(missing)}",
+            partial(causes.explain_early_launch, ready_at, launch, groups, unit),
+        )

@@ -6,25 +6,27 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from brigade.checks.claims import Launches, in_phase
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import explain_last_launch
 from brigade.checks.verdict import CheckFailed
-from brigade.events import Event, launches, list_backward_passes, list_ready_gradients
+from brigade.events import launches, list_backward_passes
 from brigade.runner.ranks import PerRank, RankResults
 from helpers import training
 
 
 def explain_late_launches(
-    submission: Any, jobs: Sequence[Mapping[str, Any]], events: Sequence[Event], step: int, unit: str = "bucket"
+    submission: Any, jobs: Sequence[Mapping[str, Any]], launched: Launches, unit: str = "bucket"
 ) -> str:
     """Explain why a step launches too late. `jobs` are the inputs of the ranks, and `unit` names what is launched."""
-    if cause := find_leftover(events):
+    step = launched.step
+    if cause := find_leftover(step.events):
         return cause
-    if any(launch.phase == "backward" for launch in launches(events, step)):
+    if step.launches().where(in_phase("backward")):
         return ""
     changes = {"interrupted": None, "visits": ()}
     alone = [dict(job) | {"batches": [[micro[-1]] for micro in job["batches"]]} | changes for job in jobs]
-    if len(list_backward_passes(events, step)) > 1 and launches_in_backward(submission, alone):
+    if len(list_backward_passes(step.events, step.number)) > 1 and launches_in_backward(submission, alone):
         return (
             "gradients that become ready inside no_sync are counted too. Without no_sync, the same wrapper launches "
             "during backward."
@@ -40,12 +42,11 @@ def explain_late_launches(
     )
 
 
-def explain_late_last(events: Sequence[Event], step: int, names: Collection[str], unit: str = "bucket") -> str:
+def explain_late_last(names: Collection[str], launched: Launches, unit: str = "bucket") -> str:
     """Explain why only the last launch of a step comes after backward, which must have made all of `names` ready."""
-    *before, last = launches(events, step) or [None]
-    is_ready = {name for _, name in list_ready_gradients(events, step)} >= set(names)
+    *before, last = launched or [None]
     is_last = before and last.phase == "finish" and all(launch.phase == "backward" for launch in before)
-    return explain_last_launch(unit) if is_ready and is_last else ""
+    return explain_last_launch(unit) if {*names} <= {*launched.step.gradients} and is_last else ""
 
 
 def launches_in_backward(submission: Any, jobs: Sequence[Mapping[str, Any]]) -> bool:

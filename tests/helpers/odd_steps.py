@@ -2,44 +2,55 @@
 
 from functools import partial
 
+from brigade.checks.claims import At, Launches, Step, after, each_step, in_phase
 from brigade.checks.diagnose.evidence import Evidence, find_leftover, find_no_sync_launches
-from brigade.checks.expectations import expect, expect_equal, expect_weights, list_steps, replace_cause
-from brigade.events import launches, list_backward_passes, summarize
+from brigade.checks.expectations import expect_equal, expect_weights, replace_cause
+from brigade.events import launches, list_backward_passes
 from brigade.runner.ranks import PerRank
 from helpers import training
 from m03_overlapped_ddp import causes
 from m05_grad_buffer.causes import suspect_old_gradients
 
 
-def expect_restored(events, ranks, step):
+def expect_restored(events, ranks, number):
     """Expect the last backward of a step to communicate after an exception ended the no_sync blocks of the step."""
-    what = "after an exception inside no_sync, the next backward communicates again"
     for rank in ranks:
-        begin, launched = list_backward_passes(events[rank], step)[-1], launches(events[rank], step)
-        is_restored = any(launch.phase == "backward" and launch.place > begin for launch in launched)
-        got = f"the last backward pass launched nothing. The whole step made {summarize(launched)}"
-        start = next(i for i, event in enumerate(events[rank]) if event["kind"] == "step" and event["step"] == step)
-        cause = "no_sync restores its state only if the block ends normally. Use try ... finally."
-        cause = "" if is_restored else find_leftover(events[rank][:start]) or cause
-        expect(is_restored, what, got, cause, rank=rank, step=step)
+        step = Step(events[rank], rank, number)
+        begin = list_backward_passes(step.events, number)[-1]
+        step.launches().claim(
+            "after an exception inside no_sync, the next backward communicates again",
+            bool(step.launches().where(in_phase("backward")).where(after(begin))),
+            "the last backward pass launched nothing. The whole step made {these}",
+            explain_lasting_no_sync,
+        )
+
+
+def explain_lasting_no_sync(launched):
+    """Explain why the last backward of a step launches nothing after an exception inside no_sync."""
+    step = launched.step
+    start = next(i for i, e in enumerate(step.events) if e["kind"] == "step" and e["step"] == step.number)
+    usual = "no_sync restores its state only if the block ends normally. Use try ... finally."
+    return find_leftover(step.events[:start]) or usual
 
 
 def expect_silence(events, ranks, steps=1):
     """Expect the backward passes inside no_sync (all passes of a step except the last) to launch nothing."""
-    for at, record, launched in list_steps(events, steps, ranks):
-        early = find_no_sync_launches(record, at["step"])
-        is_first = early and early[0].place < list_backward_passes(record, at["step"])[1]
-        got = f"they made {len(early)} of the step's {len(launched)} launches"
-        cause = causes.FLAG_IGNORED if is_first else causes.INNER_NO_SYNC
-        expect(not early, "backward passes inside no_sync launch nothing", got, cause, **at)
+    for step in each_step(events, steps, ranks):
+        early = Launches(find_no_sync_launches(step.events, step.number), step)
+        early.are_none("backward passes inside no_sync launch nothing", explain_early_launches)
+
+
+def explain_early_launches(early):
+    """Explain why backward passes inside no_sync launch: already the first of them, or only later ones."""
+    return causes.explain_inside(list_backward_passes(early.step.events, early.step.number)[1], early)
 
 
 def expect_unsynced(results, case, step):
     """Expect finish_grad_sync to average gradients if all backward passes of a step were inside no_sync."""
     for rank, events in enumerate(results.events):
-        early = [launch for launch in launches(events, step) if launch.phase == "backward"]
+        early = Step(events, rank, step).launches().where(in_phase("backward"))
         what = "backward passes inside no_sync launch nothing, even if their forwards are outside"
-        expect(not early, what, f"they made {summarize(early)}", causes.READ_IN_FORWARD, rank=rank, step=step)
+        early.are_none(what, causes.READ_IN_FORWARD)
     is_launched = all(launches(events, step, phase="finish") for events in results.events)
     why = partial(causes.explain_unsynced, results.events[case.group[0]], step)
     with replace_cause(lambda failed: "" if is_launched or len(case.group) == 1 else why()):
@@ -91,7 +102,7 @@ def expect_second_backward(submission, world, job):
     for what, results in zip(orders, submission.run_each(training.take_odd_step, jobs)):
         cause = LOST_BETWEEN if what in LATE_FORWARDS else causes.SECOND_BACKWARD
         if training.KINDS[0] in what:
-            expect(None not in results, f"{what} is accepted", "RuntimeError", cause)
+            At().claim(f"{what} is accepted", None not in results, "RuntimeError", cause)
         with replace_cause(partial(find_forgetful_forward, what)):
             expect_right_or_refused(f"{what} is averaged", results, case.gradients(), evidence=Evidence(cause))
 

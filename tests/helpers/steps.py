@@ -4,14 +4,8 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import (
-    expect,
-    expect_gradients,
-    expect_start,
-    expect_weights,
-    find_cause,
-    replace_cause,
-)
+from brigade.checks.claims import At
+from brigade.checks.expectations import expect_gradients, expect_start, expect_weights, find_cause, replace_cause
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel
 from helpers.easier import blame_visits
@@ -29,7 +23,7 @@ def expect_interface(results, case):
         for name, expected in (("module", True), ("process_group", case.group)):
             is_kept = results[rank]["interface"][name] == expected
             cause = f"the constructor does not keep its argument in self.{name}, which other modules read."
-            expect(is_kept, f"the wrapper's .{name} is the one that it was given", "it is not", cause, rank=rank)
+            At(rank).claim(f"the wrapper's .{name} is the one that it was given", is_kept, "it is not", cause)
 
 
 def expect_steps(case, require, results):

@@ -100,10 +100,10 @@ def find_lost_parameter(submission, case, cap, failed):
     return SEE_RULE if buckets is not None and sorted(n for bucket in buckets for n in bucket) != names else ""
 
 
-def explain_launches(submission, case, buckets, cap, events, step):
+def explain_launches(submission, case, buckets, cap, launched):
     """Explain why a step does not launch each of these buckets once. They are lists of parameter names."""
     parameters = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
-    launched = [launch.numel for launch in launches(events, step)]
+    events, launched = launched.step.events, [launch.numel for launch in launched]
     expected = [sum(parameters[name] for name in bucket) for bucket in buckets]
     planned = run_plan(submission, case, cap)
     if planned != buckets:
@@ -149,10 +149,10 @@ def explain_order(submission):
     return READY_ORDER if sorted(first) == sorted(second) else FILLED_IN_READY_ORDER
 
 
-def explain_delay(submission, jobs, events, step):
+def explain_delay(submission, jobs, launched):
     """Explain why a bucket is not launched as soon as it and all buckets before it are complete."""
     several = "the hook launches only one bucket. When a bucket becomes complete, several buckets may be due at once."
-    return explain_late_launches(submission, jobs, events, step) or several
+    return explain_late_launches(submission, jobs, launched) or several
 
 
 def explain_no_handle(failure, sources):

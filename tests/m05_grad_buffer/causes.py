@@ -6,7 +6,6 @@ import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.diagnose.exceptions import Symptom
-from brigade.events import launches
 from m02_flat_ddp.causes import OTHER_DTYPE
 
 # plan_layout
@@ -156,18 +155,17 @@ def explain_lost_view(results):
     return ""
 
 
-def explain_launches(buffers, names, layout, events, step):
+def explain_launches(buffers, names, layout, launched):
     """Return why a step's launches are not one all_reduce per bucket; `buffers` are those of this step."""
     offsets = list(buffers[0]["offsets"].values())
     starts = [start for start, _ in layout["param_ranges"]]
     is_planned = buffers[0]["numel"] == layout["numel"] and all(a in (None, b) for a, b in zip(offsets, starts))
     if len(buffers) != 1 or not is_planned:
         return explain_buffers(buffers, names)
-    launched = launches(events, step)
     expected = [end - start for start, end in layout["bucket_ranges"]]
     if others := sorted({launch.op for launch in launched} - {"all_reduce"}):
         return f"the buckets are not all-reduced: the step launches {join_names(others)}."
-    if cause := find_leftover(events):
+    if cause := find_leftover(launched.step.events):
         return cause
     numels = [launch.numel for launch in launched]
     if sorted(numels) == sorted(expected):

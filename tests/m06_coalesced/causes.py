@@ -63,7 +63,7 @@ SYMPTOMS = [
 ]  # fmt: skip
 
 
-def explain_calls(launched, count):
+def explain_calls(count, launched):
     """Return why a block of `count` coalesced calls is not one launch."""
     if not launched:
         return "the block collects the calls but never launches them."
@@ -74,9 +74,11 @@ def explain_calls(launched, count):
     return ""
 
 
-def explain_early_wait(launch):
+def explain_early_wait(waiting):
     """Return why a block waits for its launch."""
-    return "coalesce does not pass async_ops=True." if launch.sync else "coalesce calls wait() on the handle itself."
+    return (
+        "coalesce does not pass async_ops=True." if waiting[0].sync else "coalesce calls wait() on the handle itself."
+    )
 
 
 def explain_no_error(compared):
@@ -89,7 +91,7 @@ def explain_no_error(compared):
     )
 
 
-def explain_launch_after_error(compared):
+def explain_launch_after_error(compared, _):
     """Return why a block that raises an exception launches; `compared` is None if the exception is the caller's."""
     if compared == "nested":
         return NESTED
@@ -162,7 +164,7 @@ def suspect_no_param_views(params, indices):
     return {cause: [{f"parameter {i}": tensors[i].flatten() for i in indices} for tensors in params]}
 
 
-def explain_waits(launched, what):
+def explain_waits(what, launched):
     """Return why start_... waits, or finish_... does not; `what` is "grad_sync" or "param_sync"."""
     if any(launch.sync for launch in launched):
         return "the launch is synchronous. coalesce must use async_ops=True."
@@ -173,7 +175,7 @@ def explain_waits(launched, what):
     return f"finish_{what} does not wait on the handle of every launch."
 
 
-def explain_other_kinds(others, is_gather_off):
+def explain_other_kinds(is_gather_off, others):
     """Return why there are launches of other kinds; with `is_gather_off`, `ddp.gather_grads` is False."""
     ops = {launch.op for launch in others}
     if "all_reduce" in ops:
@@ -183,9 +185,9 @@ def explain_other_kinds(others, is_gather_off):
     return ""
 
 
-def explain_groups(made, expected, op, events):
-    """Return why the launches `made`, as (dtype, elements), are not the `expected`; a DDP recorded `events`."""
-    if cause := find_leftover(events):
+def explain_groups(made, expected, op, is_ddp, launched):
+    """Return why the launches `made`, as (dtype, elements), are not the `expected`; `is_ddp` if a wrapper made them."""
+    if is_ddp and (cause := find_leftover(launched.step.events)):
         return cause
     total, expected_total = (sum(numel for _, numel in pairs) for pairs in (made, expected))
     if sorted(made) == sorted(expected):

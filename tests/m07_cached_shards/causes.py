@@ -127,9 +127,9 @@ def describe_kind(views, numels):
     return "the views listed above"
 
 
-def explain_launches(launched, numels, gather_grads, events):
+def explain_launches(numels, gather_grads, launched):
     """Return why a step does not have one launch of each kind per group; `numels` are the elements of the groups."""
-    if cause := find_leftover(events):
+    if cause := find_leftover(launched.step.events):
         return cause
     if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):
         return "gradients are gathered, although gather_grads is False. In this case, gather only parameters."
