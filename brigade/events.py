@@ -161,7 +161,7 @@ def list_ready_gradients(events: Sequence[Event], step: int | None) -> list[tupl
     return [(place, event["name"]) for place, event in list_step_events(events, step) if event["kind"] == "ready"]
 
 
-def find_last_border(events: Sequence[Event], step: int) -> int:
+def find_last_border(events: Sequence[Event], step: int | None) -> int:
     """Return the position in the record of the last border of a step, or -1."""
     return max((place for place, event in list_step_events(events, step) if event["kind"] == "border"), default=-1)
 
