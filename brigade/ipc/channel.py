@@ -14,12 +14,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from brigade.ipc import wire
 
 UNSTREAMED_S = 0.5  # the longest time between two batches of events that are not streamed
+SMALL = 1 << 14  # bytes
 LETTERS = (b"E", b"R", b"X", b"C", b"P")
 HEADER = struct.Struct("<cQ")  # of a message to the parent: its letter and its length
 
@@ -65,14 +66,14 @@ class Channel:
         """Send the description of an exception, after all events."""
         self._send(b"X", json.dumps(description).encode())
 
-    def send_launch(self, header: dict[str, Any], tensors: list[bytes]) -> int:
+    def send_launch(self, header: dict[str, Any], tensors: Sequence[memoryview]) -> int:
         """Send a launch to the switch, after its event. Return its number."""
         text = json.dumps(header).encode()
-        self._send(b"C", b"".join([struct.pack("<I", len(text)), text, *tensors]))
+        self._send(b"C", struct.pack("<I", len(text)) + text, tensors)
         self._num_launches += 1
         return self._num_launches - 1
 
-    def receive_answer(self) -> bytes:
+    def receive_answer(self) -> bytearray:
         """Send all events. Wait until the switch answers the last one, or the request or a call comes."""
         self._send()
         return self._read(struct.unpack("<Q", self._read(8))[0])
@@ -82,24 +83,30 @@ class Channel:
         self._send(b"P", struct.pack("<Q", index))
         return self.receive_answer() == b"complete"
 
-    def _send(self, letter: bytes = b"", body: bytes = b"") -> None:
-        """Send the events that have not been sent, then a message if there is a letter."""
+    def _send(self, letter: bytes = b"", body: bytes = b"", more: Sequence[memoryview] = ()) -> None:
+        """Send the events that have not been sent, then a message of `body` and `more` if there is a letter."""
         with self._lock:  # gloo's thread may call this too; keep the order, and send no event twice
             events = self._events[:]
             del self._events[: len(events)]
             self._sent_at = time.monotonic()
-            parts = [(b"E", encode_events(events).encode())] if events else []
-            parts += [(letter, body)] if letter else []
-            self._socket.sendall(b"".join(HEADER.pack(mark, len(data)) + data for mark, data in parts))
+            data = b""
+            if events:
+                text = encode_events(events).encode()
+                data = HEADER.pack(b"E", len(text)) + text
+            if letter:
+                data += HEADER.pack(letter, len(body) + sum(map(len, more))) + body
+            pieces: list[bytes | memoryview] = [data, *more] if sum(map(len, more)) > SMALL else [data + b"".join(more)]
+            for piece in pieces:  # large tensors are not copied
+                self._socket.sendall(piece)
 
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            piece = self._socket.recv(min(size - len(data), 1 << 20))
-            if not piece:
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            if not (count := self._socket.recv_into(rest)):
                 os._exit(1)  # the parent has ended
-            data += piece
-        return bytes(data)
+            rest = rest[count:]
+        return data
 
 
 class ParentChannel:
@@ -160,7 +167,8 @@ class ParentChannel:
         end = HEADER.size + size
         if len(self._buffer) < end:
             return None
-        body = bytes(self._buffer[HEADER.size : end])
+        with memoryview(self._buffer) as view:
+            body = bytes(view[HEADER.size : end])
         del self._buffer[:end]
         self.num_received += HEADER.size + (0 if letter == b"C" else size)  # the switch counts launches
         return letter, body

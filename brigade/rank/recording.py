@@ -120,7 +120,7 @@ def ask(batch: int, number: int, x: torch.Tensor) -> torch.Tensor:
     note("border", batch=batch, number=number, numel=x.numel(), values=values)
     if _seeds:
         return draw_halved(_seeds[batch][number], x.numel())
-    return torch.frombuffer(bytearray(_switch.receive_answer()), dtype=torch.uint8)
+    return torch.frombuffer(_switch.receive_answer(), dtype=torch.uint8)
 
 
 def sample(x: torch.Tensor) -> torch.Tensor:

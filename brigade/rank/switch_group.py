@@ -23,6 +23,7 @@ from brigade.rank.recording import METHODS, find_options
 from brigade.rank.strict import is_contiguous
 
 Parts = list[list[torch.Tensor]]
+NOTHING = ctypes.c_char()  # the memory of tensors without elements
 
 
 class SwitchGroup:
@@ -66,7 +67,7 @@ class SwitchGroup:
         tag = args[-1] if op in OPPOSITES else 0
         header = {"sizes": count_bytes(sent), "receives": received_sizes, "splits": splits, "tag": tag}
         is_sender = op not in ("broadcast", "scatter") or is_root
-        body = [read_bytes(tensor) for part in sent for tensor in part] if is_sender else []
+        body = [view_bytes(tensor) for part in sent for tensor in part] if is_sender else []
         index = self._channel.send_launch(header, body)
         return SwitchWork(self._channel, index, [tensor for part in received for tensor in part])
 
@@ -84,7 +85,7 @@ class SwitchWork(dist.Work):
             answer = self._channel.receive_answer()  # to the event of the wait
             self._source, start = int.from_bytes(answer[:4], "little"), 4
             for tensor in self._outputs if len(answer) > 4 else []:
-                write_bytes(tensor, answer[start : start + tensor.nbytes])
+                write_bytes(tensor, answer, start)
                 start += tensor.nbytes
         return True
 
@@ -124,16 +125,16 @@ def split_rows(tensor: torch.Tensor, rows: Sequence[int], n: int) -> list[int]:
     return [count * (tensor.nbytes // max(1, len(tensor))) for count in rows]
 
 
-def read_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the contents of a tensor in the order of its memory."""
+def view_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor, without a copy."""
     require_dense(tensor)
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+    address = tensor.data_ptr() if tensor.numel() else ctypes.addressof(NOTHING)
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(address)).cast("B")
 
 
-def write_bytes(tensor: torch.Tensor, data: bytes) -> None:
-    """Overwrite the contents of a tensor."""
-    require_dense(tensor)
-    ctypes.memmove(tensor.data_ptr(), data, len(data))
+def write_bytes(tensor: torch.Tensor, data: bytearray, start: int) -> None:
+    """Overwrite the contents of a tensor with the bytes from `start` on."""
+    view_bytes(tensor)[:] = memoryview(data)[start : start + tensor.nbytes]
 
 
 def require_dense(tensor: torch.Tensor) -> None:
