@@ -103,6 +103,7 @@ def collect(
 ) -> dict[int | None, Values]:
     """Return what launches inside a group delivered, by the step in which they were launched."""
     delivered: dict[int | None, list[Tensor]] = {}
+    known: set[tuple[int | None, int]] = set()  # steps and results that several ranks share
     for rank in members:
         for event in events[rank]:
             if event["kind"] == "step":  # in some, nothing may be launched
@@ -110,7 +111,9 @@ def collect(
         for _, step, event in follow_steps(events[rank]):
             if event["kind"] == "launch" and step is not None:
                 call = carried[rank][event["index"]]
-                if call.carried and call.dtype and members.issuperset(call.ranks):
+                is_new = (step, id(call.carried)) not in known
+                if call.carried and call.dtype and is_new and members.issuperset(call.ranks):
+                    known.add((step, id(call.carried)))
                     delivered[step].append(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]))
     return {step: Values(tensors) for step, tensors in delivered.items()}
 

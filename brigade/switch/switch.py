@@ -31,7 +31,7 @@ from brigade.switch import Refused
 
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
-MOST_CARRIED = 64 << 20  # bytes of results that are kept for the content witness
+MOST_CARRIED = 192 << 20  # bytes of results that are kept for the content witness
 MOST_LAUNCHES = 100_000  # of one rank
 MOST_BARRIERS = 64  # of one rank that are not beside another launch: nobody needs more, and each can carry a bit
 MOST_PARTS = 1_000  # tensors of a coalesced launch
@@ -88,6 +88,7 @@ class Switch:
         self._joined: dict[tuple, dict[int, Call]] = {}  # by (group, ranks, number): each rank's call, if not complete
         self._messages: dict[tuple, deque[Call]] = {}  # unmatched, by (group, op, receiver, tag)
         self._held = self._carried = 0
+        self._last = b""  # the result that was counted last
         self._sent = [0] * world_size
 
     # ---- what ranks send
@@ -276,7 +277,9 @@ class Switch:
     def _complete(self, call: Call, result: bytes) -> None:
         call.result, call.body = result, b""
         self._hold(call, len(result))
-        self._carried += len(result)
+        if result is not self._last:  # several ranks of a group can share a result
+            self._carried += len(result)
+            self._last = result
         if self._carried <= MOST_CARRIED:
             call.carried = result
         if self._waiting.get(call.rank) is call:
