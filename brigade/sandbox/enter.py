@@ -5,9 +5,9 @@ not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel.
-The kernel also refuses sockets, terminals, futexes between processes, file locks, notifications about files, and calls
-that tell which pages of a file are in memory, or drop them. Other ranks use NCCL, and find each other through a file in
-the run's directory.
+The kernel also refuses all system calls that are not in a list (ALLOWED), such as those for sockets, file locks,
+notifications about files, and calls that tell which pages of a file are in memory, or drop them. Other ranks use NCCL,
+and find each other through a file in the run's directory.
 
 If namespaces are not allowed (in most containers), hidden paths are not masked. Instead, the grader has removed the
 permissions on them (`grade/isolation.py`), and the network and the disk are open.
@@ -43,18 +43,35 @@ SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 TERMINALS = "/dev/pts"  # their numbers are messages between ranks
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
 
-# System calls that the kernel refuses. Those with numbers, which all machines share, are unknown to some libseccomp.
+# System calls that the kernel refuses to ranks that are not offline.
 REFUSED = ["add_key", "request_key", "keyctl", "shmget", "msgget", "semget", "mq_open", "unshare", "setns", "ptrace"]
 REFUSED += ["process_vm_readv", "process_vm_writev"]
-REFUSED_OFFLINE: list[str | int] = ["socket", "socketpair", "io_uring_setup", "flock", "inotify_init", "inotify_init1"]
-REFUSED_OFFLINE += ["fanotify_init", 449, 454, 455, 456]  # futex_waitv, futex_wake, futex_wait, futex_requeue
-# Which pages of a file are in memory is a message, for other ranks and for later runs. 451 is cachestat.
-REFUSED_OFFLINE += ["fadvise64", "readahead", "preadv2", "pwritev2", "mincore", 451]
+# Offline ranks may only use these calls, apart from clone, futex and fcntl. No call that is missing here is needed by
+# Python, torch or the C library for memory, threads, files, processes, signals, time or the channel that a rank has.
+ALLOWED = """
+    access alarm arch_prctl brk capget chdir chmod clock_getres clock_gettime clock_nanosleep close close_range
+    copy_file_range dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd2 execve
+    exit exit_group faccessat faccessat2 fallocate fchdir fchmod fchmodat fdatasync fork fstat fstatfs fsync
+    ftruncate get_mempolicy get_robust_list getcpu getcwd getdents getdents64 getegid geteuid getgid getgroups
+    getitimer getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid getrlimit getrusage
+    getsid getsockname getsockopt gettid gettimeofday getuid ioctl kill link linkat lseek lstat madvise
+    membarrier mkdir mkdirat mlock mmap mprotect mremap msync munlock munmap nanosleep newfstatat open openat
+    pause pipe pipe2 poll ppoll prctl pread64 preadv prlimit64 pselect6 pwrite64 pwritev read readlink
+    readlinkat readv recvfrom recvmsg rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction
+    rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo
+    sched_get_priority_max sched_get_priority_min sched_getaffinity sched_getattr sched_getparam
+    sched_getscheduler sched_setaffinity sched_setscheduler sched_yield select sendfile sendmsg sendto
+    set_robust_list set_tid_address setitimer setpgid setpriority setrlimit setsid setsockopt shutdown
+    sigaltstack stat statfs statx symlink symlinkat sysinfo tgkill time times tkill truncate umask uname unlink
+    unlinkat utimensat vfork wait4 waitid write writev
+"""
+# A C library that gets ENOSYS from a call that is newer than Linux 5.0 uses older ones.
+NEWER = range(424, 600)
+COMMANDS = (0, 1, 2, 3, 4, 1030, 1032)  # of fcntl: copies of descriptors, flags, the size of a pipe
 MOUNT_SETATTR, CLONE3 = 442, 435
 AT_RECURSIVE, MOUNT_ATTR_RDONLY = 0x8000, 0x1
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
 FUTEX_PRIVATE_FLAG = 128
-SHARING_COMMANDS = (1024, 1025, 1026, 5, 6, 7, 36, 37, 38)  # of fcntl: leases and notifications, then locks
 SCMP_ACT_ALLOW, SCMP_ACT_ERRNO, SCMP_CMP_MASKED_EQ = 0x7FFF0000, 0x50000, 7
 SCMP_FLTATR_ACT_BADARCH, SCMP_FLTATR_CTL_SSB = 2, 7
 
@@ -113,8 +130,15 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> str:
     return directory
 
 
+def is_scarce(settings: dict) -> bool:
+    """Return whether the run limits the memory of its ranks, which only offline ranks allow."""
+    return settings["offline"] and settings["memory"] is not None
+
+
 def filter_system_calls(offline: bool = False) -> bool:
-    """Make the kernel refuse some system calls to this process and its children. Return whether this succeeded.
+    """Make the kernel refuse system calls to this process and its children. Return whether this succeeded.
+
+    A process that is `offline` may only use the calls of ALLOWED, and others may use all but REFUSED.
 
     The filter recognises calls that create a namespace by their flags. The flags of clone3 are in memory, which a
     filter cannot read. The filter therefore answers clone3 as a kernel without this call would. The C library then uses
@@ -124,28 +148,39 @@ def filter_system_calls(offline: bool = False) -> bool:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
         return False
+    refuse = SCMP_ACT_ERRNO | errno.EPERM
     library.seccomp_init.restype = ctypes.c_void_p
-    rules = ctypes.c_void_p(library.seccomp_init(SCMP_ACT_ALLOW))
+    rules = ctypes.c_void_p(library.seccomp_init(refuse if offline else SCMP_ACT_ALLOW))
 
-    def refuse(call: str | int, error: int = errno.EPERM, *condition: int) -> None:
-        """Refuse a call, or only calls in which (argument number `condition[0]`) & `condition[1]` is `condition[2]`."""
+    def resolve(call: str) -> int:
+        return library.seccomp_syscall_resolve_name(call.encode())  # negative if this machine does not have the call
+
+    def add(action: int, number: int, *condition: int) -> None:
+        """Add a rule for a call, or only for those in which (argument `condition[0]`) & `condition[1]` is the last."""
         array = struct.pack("IIQQ", condition[0], SCMP_CMP_MASKED_EQ, *condition[1:]) if condition else b""
-        number = call if isinstance(call, int) else library.seccomp_syscall_resolve_name(call.encode())
-        # The number is negative if this machine does not have the call.
-        if number >= 0 and library.seccomp_rule_add_array(rules, SCMP_ACT_ERRNO | error, number, len(array) > 0, array):
-            raise OSError(f"libseccomp cannot refuse system call {call}")
+        if number >= 0 and library.seccomp_rule_add_array(rules, action, number, len(array) > 0, array):
+            raise OSError(f"libseccomp cannot filter system call {number}")
 
-    library.seccomp_attr_set(rules, SCMP_FLTATR_ACT_BADARCH, SCMP_ACT_ERRNO | errno.EPERM)  # other tables of calls
+    library.seccomp_attr_set(rules, SCMP_FLTATR_ACT_BADARCH, refuse)  # other tables of calls
     library.seccomp_attr_set(rules, SCMP_FLTATR_CTL_SSB, 1)  # or kernels before 5.16 slow a filtered process down
-    for call in [*REFUSED, *REFUSED_OFFLINE] if offline else REFUSED:
-        refuse(call)
-    refuse(CLONE3, errno.ENOSYS)
-    for bit in (1 << place for place in range(32) if CLONE_NEW_ANY >> place & 1):
-        refuse("clone", errno.EPERM, 0, bit, bit)
+    clone, fcntl, futex = map(resolve, ("clone", "fcntl", "futex"))
     if offline:
-        for command in SHARING_COMMANDS:
-            refuse("fcntl", errno.EPERM, 1, 0xFFFFFFFF, command)
-        refuse("futex", errno.EINVAL, 1, FUTEX_PRIVATE_FLAG, 0)  # a C library that gets EINVAL asks again
+        allowed = {*map(resolve, ALLOWED.split())}
+        for number in allowed:
+            add(SCMP_ACT_ALLOW, number)
+        for number in {*NEWER} - allowed:
+            add(SCMP_ACT_ERRNO | errno.ENOSYS, number)
+        add(SCMP_ACT_ALLOW, clone, 0, CLONE_NEW_ANY, 0)
+        for command in COMMANDS:
+            add(SCMP_ACT_ALLOW, fcntl, 1, 0xFFFFFFFF, command)
+        add(SCMP_ACT_ALLOW, futex, 1, FUTEX_PRIVATE_FLAG, FUTEX_PRIVATE_FLAG)
+        add(SCMP_ACT_ERRNO | errno.EINVAL, futex, 1, FUTEX_PRIVATE_FLAG, 0)  # a C library that gets it asks again
+    else:
+        for call in REFUSED:
+            add(refuse, resolve(call))
+        add(SCMP_ACT_ERRNO | errno.ENOSYS, CLONE3)
+        for bit in (1 << place for place in range(32) if CLONE_NEW_ANY >> place & 1):
+            add(refuse, clone, 0, bit, bit)
     is_loaded = library.seccomp_load(rules) == 0
     library.seccomp_release(rules)
     return is_loaded

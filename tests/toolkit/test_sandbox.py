@@ -62,20 +62,40 @@ def filters() -> None:
         pytest.skip("no filter of system calls here")
 
 
+# Calls with which ranks could reach each other or keep data. Every libseccomp knows those with names.
+SHARING = ["socket", "socketpair", "accept4", "bind", "connect", "io_setup", "flock", "inotify_init", "inotify_init1"]
+SHARING += ["fanotify_init", "fadvise64", "readahead", "preadv2", "pwritev2", "mincore", "memfd_create", "vmsplice"]
+SHARING += ["splice", "tee", "userfaultfd", "bpf", "mount", "perf_event_open", "kcmp", "name_to_handle_at", "setxattr"]
+SHARING += ["syslog", "sethostname", "mbind"]
+NEW = (425, 438, 447, 449, 451, 454)  # io_uring_setup, pidfd_getfd, memfd_secret, futex_waitv, cachestat, futex_wake
+SHARING_COMMANDS = (1024, 1025, 1026, 5, 6, 7, 36, 37, 38, 1031)  # of fcntl: leases, notifications, locks, pipes
+
+
 def test_each_of_the_calls_is_refused():
     def work() -> bool:
         libc = load_filtered_libc(offline=True)
         futex, fcntl = map(get_number, ("futex", "fcntl"))
-        refused = map(get_number, enter.REFUSED + enter.REFUSED_OFFLINE)
-        errors = [find_refusal(libc, number, 0, 0, 0, 0, 0) for number in refused if number >= 0]
-        for command in enter.SHARING_COMMANDS:  # the kernel looks at 32 bits of the command
+        refused = [*map(get_number, [*enter.REFUSED, *SHARING])]
+        errors = [find_refusal(libc, number, 0, 0, 0, 0, 0) for number in refused if 0 <= number < min(enter.NEWER)]
+        for command in SHARING_COMMANDS:  # the kernel looks at 32 bits of the command
             errors += [find_refusal(libc, fcntl, 0, command | high, 0) for high in (0, 1 << 32)]
+        newer = [find_refusal(libc, number, 0, 0, 0, 0, 0) for number in NEW]
         wake, get_flags = 1, 3
         return (
             set(errors) == {EPERM}
+            and set(newer) == {ENOSYS}
             and find_refusal(libc, futex, 0, wake, 0) == EINVAL
             and find_refusal(libc, fcntl, 1, get_flags, 0) == 0
         )
+
+    assert run_in_child(work)
+
+
+def test_each_of_the_calls_is_refused_to_other_ranks():
+    def work() -> bool:
+        libc = load_filtered_libc()
+        refused = [number for number in map(get_number, enter.REFUSED) if number >= 0]
+        return {find_refusal(libc, number, 0, 0, 0, 0, 0) for number in refused} == {EPERM}
 
     assert run_in_child(work)
 
