@@ -6,9 +6,11 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.content import Values
 from brigade.checks.expectations import expect, expect_equal, join_names, list_steps, replace_cause
 from brigade.checks.reference import draw_generators
-from brigade.events import drop_flags, summarize
+from brigade.events import drop_flags, launches, summarize
+from brigade.ipc.wire import DTYPES
 from brigade.runner.ranks import PerRank
 from m15_sharded_muon import causes as diagnosis
 from m15_sharded_muon import scenario as scenarios
@@ -20,6 +22,8 @@ PRECISION = {torch.float64: EXACT, torch.float32: 1e-3, torch.bfloat16: 0.15}  #
 BALANCE = 1.10  # the largest sum of costs, relative to the mean, on the reading's lists
 PADDING = 1.25  # all buffers, relative to the matrices; the largest group, relative to the mean
 WORK = 1.15  # FLOPs of a rank, relative to the larger of total / N and the largest matrix
+ROOM = 1.5  # elements of a step's all-gathers, relative to the matrices; the reference has 1.0
+CLOSE = 1e-6  # relative to the largest entry
 COUNTED = 0.2  # the least part of all FLOPs that the counter must see
 RANKS = range(2, 17)
 MIXED = [(6, 9), (9, 6), (7, 7), (1, 12), (12, 1), (5, 16), (16, 5)]
@@ -240,6 +244,7 @@ def test_flops(submission):
                 expect(count <= limit, right, f"it computes {count:,}", why, rank=rank)
             right = f"torch computes the matrix products of {name}, so its counter sees about {sum(costs):,} FLOPs"
             expect(sum(flops) >= COUNTED * sum(costs), right, f"it sees {sum(flops):,} on all ranks")
+            expect_divided(results, problem)
 
 
 @pytest.mark.points(1)
@@ -379,6 +384,31 @@ def expect_weights(results, problem, after=""):
         what = f"{after}after {step + 1} step{'s' * (step > 0)}, the weights are those of one process"
         why = partial(diagnosis.suspect_weights, problem, step, weights, actual)
         expect_equal(what, actual, weights, ranks=problem.job["group"], tolerance=EXACT, hypotheses=why)
+
+
+def expect_divided(results, problem):
+    """Expect that no rank can have computed the part of others in a step, because it has only averages of its own part.
+
+    The grader's switch shows this, whatever the ranks report. Reduce-scatters give each rank its part. All other
+    launches carry the new weights or what the step adds to them, and have no room for averages too.
+    """
+    if not any(results.carried):
+        return
+    for rank, events in enumerate(results.events):
+        numel = sum(x.numel for x in launches(events, 0) if x.op != "reduce_scatter")
+        most = ROOM * sum(rows * columns for rows, columns in problem.shapes)
+        right = f"besides reduce-scatters, a step launches at most {most:,.0f} elements"
+        expect(numel <= most, right, f"it launches {numel:,}", rank=rank)
+    calls = [call for own in results.carried for call in own if call.op != "reduce_scatter" and call.carried]
+    gathered = Values(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]) for call in calls)
+    [weights], _ = problem.train()
+    for i, (name, after) in enumerate(weights.items()):
+        before, options = problem.job["start"][name], problem.get_options(i, 0)
+        change = after - (1 - options["lr"] * options["weight_decay"]) * before
+        direction = change / -options["lr"]
+        forms = after, after - before, change, direction, direction / math.sqrt(max(1, len(after) / len(after[0])))
+        right = f"all-gathers carry the new weights of {name}, or what the step adds to them"
+        expect(any(gathered.contain(form, CLOSE) for form in forms), right, "they carry other numbers")
 
 
 def expect_momentum(results, problem):
