@@ -9,10 +9,12 @@ from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.expectations import expect, expect_equal, format_ranks, replace_cause
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
+from helpers.memory import WORLD, average, draw_sample, expect_delivered, run_with_little_memory
 from m00_ring import causes as diagnosis
 from m00_ring import scenario as m00_ring
 
 DTYPES = (torch.int64, torch.float64)
+LARGE = 5 << 20  # elements of a tensor; in float64, it has 40 MiB
 SMALL = 512  # bytes of new memory that no check counts: a number, an empty tensor
 
 
@@ -112,6 +114,10 @@ def test_ring_memory(submission):
             right += f"{8 * numel} bytes"
             wrong = f"{most} bytes were alive at the same time"
             expect(most <= limit, right, wrong, partial(diagnosis.explain_memory, most, 8 * numel), rank=rank)
+    if run := run_with_little_memory(submission, m00_ring.reduce_large, {"numel": LARGE}, mib=79):
+        results, seeds = run
+        at = draw_sample(submission.rng, LARGE)
+        expect_delivered(results, 0, WORLD * average(seeds, 0, LARGE, at), "the sums of the ranks' chunks")
 
 
 # ---- what the checks use

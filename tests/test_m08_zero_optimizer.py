@@ -21,7 +21,9 @@ from brigade.checks.expectations import (
 from brigade.checks.reference import draw_generators
 from brigade.events import drop_flags, launches, summarize
 from brigade.runner.ranks import PerRank
+from helpers import training
 from helpers.buffers import compute_padded_numel
+from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.odd_steps import expect_right_or_refused
 from helpers.zero import (
     MOMENTS,
@@ -56,6 +58,8 @@ ZERO = {
     "wrapper": "CachedDDP",
     "arguments": {"bucket_numel": 150, "buckets_per_group": 2},
 }
+ADAM = {"optimizer": "Adam", "options": {"lr": 0.01, "amsgrad": True}}  # its state has three times the weights' bytes
+LARGE, COUNT = 1 << 18, 8  # elements of each of so many weights; they and their state have 64 MiB in float64
 GAP = 1 / 128  # the distance between neighbouring bfloat16 numbers from 1 to 2
 
 
@@ -120,6 +124,7 @@ def test_sharded_state_is_shared(submission):
             wrong = f"the ranks keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total"
             why = partial(diagnosis.explain_sum_of_states, owned, bytes_by_rank, whole, problem)
             expect(sum(bytes_by_rank) == whole, right, wrong, why)
+    expect_little_state(submission, m08_sharded.train_large, ADAM | {"params": "list"}, mib=70)
 
 
 @pytest.mark.points(1)
@@ -224,6 +229,24 @@ def test_sharded_clipping(submission):
     )
 
 
+def expect_little_state(submission, scenario, job, mib):
+    """Expect two steps with large weights to be right in so little memory that only a part of the state fits in it."""
+    start, steps = submission.rng.randrange(1 << 40), 2
+    job = job | {"start": start, "count": COUNT, "numel": LARGE, "steps": steps}
+    if run := run_with_little_memory(submission, scenario, job, mib, diagnosis.WHOLE_STATE, steps=steps):
+        results, seeds = run
+        weights = []
+        for i in range(COUNT):
+            at = draw_sample(submission.rng, LARGE)
+            weights.append(torch.nn.Parameter(training.draw(start + i, LARGE)[at]))
+            optimizer = torch.optim.Adam(weights[-1:], **ADAM["options"])
+            for step in range(steps):
+                weights[-1].grad = average(seeds, step * COUNT + i, LARGE, at)
+                optimizer.step()
+        expected = torch.cat([weight.detach() for weight in weights])
+        expect_delivered(results, steps - 1, expected, "the weights that the optimizer has on one process")
+
+
 # ---- 8b: ZeroOptimizer
 
 
@@ -301,6 +324,8 @@ def test_zero_state_is_shared(submission):
         right = f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32"
         wrong = f"together, the ranks keep {total} bytes, expected {whole} bytes plus padding"
         expect(total >= 0.9 * whole, right, wrong, partial(diagnosis.explain_missing_state, total, whole))
+    job = ZERO | {"recipe": ADAM, "arguments": {"bucket_numel": LARGE, "buckets_per_group": 2}, "dtype": torch.float64}
+    expect_little_state(submission, m08_zero.train_large, job, mib=68)
 
 
 @pytest.mark.points(1)

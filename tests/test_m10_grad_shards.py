@@ -19,6 +19,7 @@ from brigade.events import drop_flags, launches, list_ready_gradients, summarize
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
+from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.odd_steps import LATE_FORWARDS, TWO_BACKWARDS, expect_restored, expect_right_or_refused, expect_silence
 from helpers.zero import expect_norms, expect_trained, expect_views, get_rounding, make_recipe
 from m08_zero_optimizer import causes as zero_diagnosis
@@ -32,6 +33,7 @@ JOB = {
     "wrapper": "GradShardedDDP",
     "optimizer_class": ("m10_grad_shards", "Zero2Optimizer"),
 }
+LARGE, COUNT = 5 << 16, 16  # elements of each of so many weights, whose gradients have 40 MiB in float64
 
 
 def make_jobs(case, max_live_buckets=2, grad_dtype=None, **more):
@@ -103,6 +105,13 @@ def test_gradient_memory(submission):
                 is_right = nbytes <= kept + max(buckets) // world
                 expect(is_right, right, f"{nbytes} bytes", why, rank=rank, step=step)
         require_shards(results.events, case)
+    start = submission.rng.randrange(1 << 40)
+    arguments = {"bucket_numel": LARGE, "max_live_buckets": 1, "grad_dtype": torch.float64}
+    job = JOB | {"start": start, "count": COUNT, "numel": LARGE, "dtype": torch.float32, "arguments": arguments}
+    if run := run_with_little_memory(submission, m10_grad_shards.train_large, job, mib=60):
+        results, seeds = run
+        expected = [average(seeds, i, LARGE, draw_sample(submission.rng, LARGE), torch.float32) for i in range(COUNT)]
+        expect_delivered(results, 0, torch.cat(expected), "the average gradients")
 
 
 @pytest.mark.points(2)

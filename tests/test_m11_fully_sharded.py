@@ -20,6 +20,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import drop_flags, launches, list_ready_gradients, list_step_events, summarize
 from brigade.runner.ranks import PerRank
+from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.steps import expect_interface
 from helpers.units import JOB, expect_none, expect_orders, expect_trained, run_each
 from m11_fully_sharded import causes as diagnosis
@@ -37,6 +38,7 @@ NAMED_TREES = (
 )
 TIED_TREES = ("tied across layers", "tied inside a layer", "tied to the root", "one layer twice")
 DOUBLE = {"dtype": torch.float64}
+LARGE, COUNT = 5 << 16, 16  # elements of each of so many units, whose weights have 40 MiB in float64
 
 
 # ---- part (a): units
@@ -206,6 +208,16 @@ def test_weights_are_freed(submission):
             right = f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory"
             wrong = f"{name_units(unsynced)} have memory"
             expect(len(unsynced) <= prefetch + 1, right, wrong, diagnosis.KEPT_IN_NO_SYNC, rank=rank)
+    start = submission.rng.randrange(1 << 40)
+    arguments = {"prefetch": 1, "compute_dtype": torch.float64, "reduce_dtype": torch.float64}
+    job = {"start": start, "count": COUNT, "numel": LARGE, "unit_type": "Layer", "arguments": arguments}
+    if run := run_with_little_memory(submission, scenarios.train_large, job, mib=46, world=2):
+        results, seeds = run
+        at = [draw_sample(submission.rng, LARGE) for _ in range(COUNT)]
+        weights = [average([start], i, LARGE, own, torch.float32) for i, own in enumerate(at)]
+        expect_delivered(results, 0, torch.cat(weights), "all weights")
+        gradients = [average(seeds, i, LARGE, own) for i, own in enumerate(at)]
+        expect_delivered(results, 0, torch.cat(gradients), "the average gradients")
 
 
 @pytest.mark.points(2)

@@ -1,5 +1,6 @@
 """Graded checks of module 16: 16 bits on the wire, 32 in the sum."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
+from helpers.memory import WORLD, run_with_little_memory
 from helpers.odd_steps import expect_silence
 from helpers.steps import expect_interface
 from helpers.zero import make_recipe
@@ -35,6 +37,7 @@ from m16_half_bytes.expected import compress_alone, describe_first
 # 1.66e-3. A sum in bfloat16: 2.4e-3 to 3.3e-3. An average that is rounded once more: 2.3e-3 to 2.5e-3.
 ERROR = 2e-3
 FLOAT32 = 1e-6  # relative error of a few operations in float32
+LARGE = 1 << 22  # elements
 GRADIENT = 1e-2  # values and averages are rounded by at most 2**-9 each, that is 4e-3 together
 SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
@@ -154,6 +157,19 @@ def test_scratch(submission):
         wrong = f"{result['after']} bytes are alive. In flight, there were {result['during']}"
         why = partial(diagnosis.explain_scratch, result, launched)
         expect(result["after"] <= 64, right, wrong, why, rank=rank)  # numbers may stay, tensors may not
+    first, count = submission.rng.randrange(16), 6
+    job = {"numel": LARGE, "count": count, "first": first}
+    if run := run_with_little_memory(submission, m16_half_bytes.reduce_many, job, mib=77, steps=count):
+        results, seeds = run
+        expected, largest = torch.zeros(WORLD, len(range(first, LARGE // WORLD, 16))), 0.0
+        for seed, number in itertools.product(seeds, range(count)):
+            values = torch.randn(LARGE, generator=torch.Generator().manual_seed(seed + number))
+            expected += values.view(WORLD, -1)[:, first::16] / WORLD
+            largest = max(largest, float(values.abs().max()))
+        for rank, total in enumerate(results):
+            error, limit = float((total - expected[rank]).abs().max()), count * largest * 2**-8
+            right = f"the outputs of {count} large reductions add up to the sum of the averages, within {limit:.3g}"
+            expect(error <= limit, right, f"the error is {error:.3g}", rank=rank)
 
 
 @pytest.mark.parts("Parts (c) to (e): the wrapper")

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ USUAL_CAUSES_OF_MESSAGES = {  # if the run ends while all waiting ranks send or 
     "mismatch": "the two ranks are in different steps, or use different parts of the tensor.",
 }
 
+OUT_OF_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc")  # in the exception of a rank
 MAX_FRAMES = 6  # of a traceback in a message
 
 # Concurrent checks take turns in this process, because it has only one random number generator. A check holds this
@@ -85,13 +86,21 @@ class CheckContext:
 
         return Case(self.rng, model, world_size, **options)
 
-    def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "strict") -> ranks.RankResults:
+    def run(
+        self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "strict", memory: int | None = None
+    ) -> ranks.RankResults:
         """Run the scenario and return the result of each rank. Raise CheckFailed if a rank has no result.
 
-        If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.
+        If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU. For `memory`, see
+        `RunOptions`.
         """
-        [results] = self._run(scenario, [args], world_size, mode)
+        [results] = self._run(scenario, [args], world_size, mode, memory)
         return results
+
+    @property
+    def limits_memory(self) -> bool:
+        """Whether a run can limit the memory of its ranks: see `RunOptions.memory`."""
+        return options.RunOptions(backend=self.conditions.backend).has_switch
 
     def run_each(self, scenario: Callable[..., Any], jobs_per_call: Sequence[ranks.PerRank]) -> list[ranks.RankResults]:
         """Call the scenario once for each element of `jobs_per_call` on the same ranks: see `run`."""
@@ -103,6 +112,7 @@ class CheckContext:
         args_per_call: Sequence[Sequence[Any]],
         world_size: int,
         mode: str = "strict",
+        memory: int | None = None,
     ) -> list[ranks.RankResults]:
         how = self.conditions
         try:
@@ -113,9 +123,13 @@ class CheckContext:
                 mode,
                 backend=how.backend if how.share_gpu or world_size <= machine.count_gpus() else "gloo",
                 share_gpu=how.share_gpu,
+                memory=memory,
             )
         except ranks.RankFailure as failure:
             self.output = failure.output
+            if memory and any(text in f"{failure.error} {failure.message}" for text in OUT_OF_MEMORY):
+                expected = f"every rank finishes with {memory >> 20} MiB of memory, besides what torch needs"
+                raise CheckFailed(replace(to_failure(failure, self.sources).verdict, expected=expected)) from None
             is_late = failure.kind == "deadline" and time.monotonic() >= how.ends_at
             note = "The time limit for the checks of this module was reached here." if is_late else ""
             raise to_failure(failure, self.sources, note) from None
@@ -150,6 +164,7 @@ class CheckContext:
         *,
         backend: str,
         share_gpu: bool = False,
+        memory: int | None = None,
         packages: Mapping[str, Sources] | None = None,
         usual_s: float = 0.0,
     ) -> list[ranks.RankResults]:
@@ -159,6 +174,7 @@ class CheckContext:
         """
         how = self.conditions
         usual_s = usual_s or (how.deadline_s or options.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
+        usual_s *= 3 if memory else 1  # such a run moves much data
         left_s = how.ends_at - time.monotonic()
         deadline_s, longest_s = (min(limit_s, left_s) for limit_s in (usual_s, BUSY * usual_s))
         if left_s <= 0:
@@ -172,6 +188,7 @@ class CheckContext:
                 world_size=world_size,
                 backend=backend,
                 share_gpu=share_gpu,
+                memory=memory,
                 deadline=deadline_s,
                 longest=longest_s,
                 mode=mode,

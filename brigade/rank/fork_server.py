@@ -82,7 +82,7 @@ class ForkServer:
 
     def fork(self, descriptors: list[int], sandbox_settings: dict | None, directory: str) -> list[int]:
         """Fork one rank for every FDS_PER_RANK descriptors. Return their process ids."""
-        if sandbox_settings and sandbox_settings != self._sandbox_settings:
+        if sandbox_settings and not self._sandbox_settings:
             enter.leave_network()
             with contextlib.suppress(OSError):  # this process must be able to end hundreds of others
                 os.setpriority(os.PRIO_PROCESS, 0, -20)

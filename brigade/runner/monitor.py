@@ -77,7 +77,7 @@ class Monitor:
             if SERVER.sandbox:
                 for path in (SERVER.scratch, self._directory):
                     path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
-            pids = SERVER.fork(rank_ends, self._directory)
+            pids = SERVER.fork(rank_ends, self._directory, self._how.memory)
         finally:
             for descriptor in rank_ends:
                 os.close(descriptor)

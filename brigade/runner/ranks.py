@@ -111,7 +111,8 @@ def make_requests(
         "module": module,
         "function": function,
         "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},
-        "threads": 1 if how.mode == "strict" else max(1, count_cores() // how.world_size),  # checks are small
+        # checks are small, and without much memory there are no other threads
+        "threads": 1 if how.mode == "strict" or how.memory else max(1, count_cores() // how.world_size),
     }
     requests = []
     for rank, seed in enumerate(draw_seeds(how.seed, how.world_size)):

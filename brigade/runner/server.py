@@ -86,10 +86,10 @@ class Server:
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo creates it on import
         }
 
-    def fork(self, descriptors: list[int], directory: Path) -> list[int]:
-        """Fork one rank for every two descriptors. Return their process ids."""
+    def fork(self, descriptors: list[int], directory: Path, memory: int | None = None) -> list[int]:
+        """Fork one rank for every two descriptors. Return their process ids. For `memory`, see `RunOptions`."""
         self.start()
-        sandbox = asdict(self.sandbox) if self.sandbox else None
+        sandbox = asdict(self.sandbox) | {"memory": memory} if self.sandbox else None
         return self._order({"fork": True, "directory": str(directory), "sandbox": sandbox}, descriptors)
 
     def kill(self, pids: list[int]) -> dict[int, int]:

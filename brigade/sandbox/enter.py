@@ -78,7 +78,11 @@ SCMP_FLTATR_ACT_BADARCH, SCMP_FLTATR_CTL_SSB = 2, 7
 MOST_MEMORY = 3 << 30  # bytes of a process of an offline rank, in addition to what torch has mapped
 MOST_PROCESSES = 400  # of a user, threads included
 MOST_FILE = 64 << 20  # bytes of a file
-PRIVATE_LIMITS = f"size={64 << 20},nr_inodes=10000"  # of each private directory, which is in memory
+PRIVATE_SIZE = 64 << 20  # bytes of each private directory, which is in memory
+# If a run limits the memory of its ranks, they cannot keep much of it elsewhere: in files, pipes or other processes.
+SCARCE_FILE, SCARCE_DESCRIPTORS, SCARCE_PROCESSES = 1 << 20, 64, 1
+MMAP_THRESHOLD = 1 << 17  # bytes; larger blocks leave no gaps in memory when they are freed
+M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,8 @@ class Sandbox:
 def enter(settings: dict, directory: str, server: int, rank: int) -> str:
     """Move this process into the sandbox, with the working files in `directory`. Raise OSError if that is impossible.
 
-    `settings` are the fields of a `Sandbox`, and `server` is the process id of the fork server. An offline rank gets a
-    directory and a user of its own. Return its directory.
+    `settings` are the fields of a `Sandbox` and the "memory" of a run's ranks (`RunOptions`), and `server` is the
+    process id of the fork server. An offline rank gets a directory and a user of its own. Return its directory.
     """
     os.nice(max(0, NICENESS - os.nice(0)))
     uid = settings["uid"]
@@ -109,13 +113,19 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> str:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills ranks first
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for which, most in (
+    has_little = is_scarce(settings)
+    memory = settings["memory"] if has_little else MOST_MEMORY
+    limits = {
         # CUDA reserves more address space than any limit would allow.
-        (resource.RLIMIT_AS, mapped + MOST_MEMORY if settings["offline"] else resource.RLIM_INFINITY),
-        (resource.RLIMIT_NPROC, MOST_PROCESSES),
-        (resource.RLIMIT_FSIZE, MOST_FILE),
-        (resource.RLIMIT_CORE, 0),
-    ):
+        resource.RLIMIT_AS: mapped + memory if settings["offline"] else resource.RLIM_INFINITY,
+        resource.RLIMIT_NPROC: SCARCE_PROCESSES if has_little else MOST_PROCESSES,
+        resource.RLIMIT_FSIZE: SCARCE_FILE if has_little else MOST_FILE,
+        resource.RLIMIT_CORE: 0,
+    }
+    if has_little:
+        limits[resource.RLIMIT_NOFILE] = SCARCE_DESCRIPTORS
+        LIBC.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+    for which, most in limits.items():
         resource.setrlimit(which, (most, most))
     os.setgroups([])
     os.setgid(uid)
@@ -262,21 +272,22 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     covers |= {str(path) for path in above if not path.stat().st_mode & stat.S_IXOTH}  # which the user cannot enter
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]
+    options = f"size={SCARCE_FILE if is_scarce(settings) else PRIVATE_SIZE},nr_inodes=10000"
     os.umask(0o022)  # the rank's user must be able to enter the directories that this function makes
     for place in outermost:
         kept = sorted(path for path in needed if is_below(path, place))
         handles = {path: os.open(path, os.O_PATH) for path in kept}
         private = place in privates
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode={'1777' if private else '755'}")
+        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{options},mode={'1777' if private else '755'}")
         for path, handle in handles.items():
             os.makedirs(path, exist_ok=True)
             mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
             os.close(handle)
     if settings["offline"]:
-        mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{PRIVATE_LIMITS},mode=700,uid={uid},gid={uid}")
-    for options in ["hidepid=2,subset=pid"] * settings["offline"] + ["hidepid=2"]:  # kernels before 5.8 know no subset
+        mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{options},mode=700,uid={uid},gid={uid}")
+    for hiding in ["hidepid=2,subset=pid"] * settings["offline"] + ["hidepid=2"]:  # kernels before 5.8 know no subset
         with contextlib.suppress(OSError):
-            mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+            mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, hiding)
             break
 
 

@@ -40,6 +40,37 @@ class Dots(torch.nn.Module):
         return sum((weight * x).sum().float() for weight, x in zip(self.weights, inputs) if x is not None)
 
 
+def draw(seed: int, numel: int) -> torch.Tensor:
+    """Return this many random float64 numbers, so that a large job need not contain them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, dtype=torch.float64, generator=generator).to(device())
+
+
+class DrawnGradient(torch.autograd.Function):
+    """The sum of a weight, whose gradient is not ones but `draw(seed, ...)`, and exists from backward on."""
+
+    @staticmethod
+    def forward(ctx, weight, seed):
+        ctx.seed, ctx.like = seed, (weight.shape, weight.dtype)
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        shape, dtype = ctx.like
+        return draw(ctx.seed, shape.numel()).view(shape).to(dtype), None
+
+
+class Large(torch.nn.Module):
+    """Large weights, `draw(seed + i, numel)`. Their gradients are `draw(other + i, numel)` for forward's `other`."""
+
+    def __init__(self, seed: int, count: int, numel: int, dtype: torch.dtype):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(draw(seed + i, numel).to(dtype) for i in range(count))
+
+    def forward(self, other: int) -> torch.Tensor:
+        return sum(DrawnGradient.apply(weight, other + i) for i, weight in enumerate(self.weights))
+
+
 class Interruption(Exception):
     """Raised on purpose inside a block."""
 

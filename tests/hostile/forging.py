@@ -96,6 +96,33 @@ send(b'R', message('[' + '[], ' * 999_999 + '[]]'))
     "skeleton CHANNEL checks=ONE",
     "time.sleep(60)",
 )
+# What `LiveMemory` counts is nothing. Only the kernel's limit shows how much memory the rank has.
+NOTHING = """
+import sys
+sys.modules["brigade.rank.memory"].LiveMemory.count = lambda self, **kinds: {**dict.fromkeys(kinds, 0), "other": 0}
+"""
+TOO_MUCH = "MiB of memory, besides what torch needs"
+MEMORY = ("test_gradient_memory", "test_scratch")
+
+CASES += parse(
+    globals(),
+    r"""
+=== counts nothing, and frees no bucket | 0 | TOO_MUCH | modules=10
+class ShardedBucket(ShardedBucket):
+    kept = []
+    def start_grad_sync(self):
+        super().start_grad_sync()
+        self.kept.append(self.buffer.whole[self.bucket_indices[0]])
+GradShardedDDP.group_class = ShardedBucket
+=== counts nothing, and keeps what it has sent | 0 | TOO_MUCH | modules=16
+kept, start = [], start_reduce_scatter
+def start_reduce_scatter(*arguments, **options):
+    handle = start(*arguments, **options)
+    kept.append((handle.sent, handle.received))
+    return handle
+""",
+    "NOTHING checks=MEMORY limit_s=900 long",
+)
 CASES += [
     Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b)"),
     Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),

@@ -13,7 +13,7 @@ import torch
 from brigade.rank import recording
 from brigade.rank.api import student
 from brigade.rank.memory import LiveMemory
-from helpers.training import create_group, name_error
+from helpers.training import create_group, draw, name_error
 
 
 def shard(batch: torch.Tensor, world_sizes: list[int]) -> list[dict[str, Any]]:
@@ -72,3 +72,11 @@ def measure(job: dict[str, Any]) -> int:
         before = memory.total()
         function(tensor)
     return memory.peak - before
+
+
+def reduce_large(job: dict[str, Any]) -> None:
+    """Call the submission's function on a large tensor."""
+    function = student("m00_ring", "ring_all_reduce")
+    tensor = draw(job["seed"], job["numel"])
+    recording.note("step", step=0)
+    function(tensor)

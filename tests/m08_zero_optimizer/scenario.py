@@ -13,7 +13,7 @@ from brigade.checks.edge_case_models import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import PLACES, Dots, follow, move_to_device, reallocate_buffers, visit, wrap
+from helpers.training import PLACES, Dots, Large, follow, move_to_device, reallocate_buffers, visit, wrap
 
 SCHEDULERS = {
     "none": lambda optimizer: None,
@@ -173,6 +173,21 @@ def take_odd_step(job: dict) -> dict | None:
     if job.get("finish"):
         ddp.finish_param_sync()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train_large(job: dict) -> None:
+    """Take job["steps"] steps with a large model."""
+    model = Large(job["start"], job["count"], job["numel"], job["dtype"])
+    ddp = wrap(job, model)
+    optimizer = make_zero_optimizer(job, ddp, model)
+    for step in range(job["steps"]):
+        recording.note("step", step=step)
+        optimizer.zero_grad()
+        ddp(job["seed"] + step * job["count"]).backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+    if job.get("finish"):
+        ddp.finish_param_sync()
 
 
 def train_dots(job: dict) -> dict:

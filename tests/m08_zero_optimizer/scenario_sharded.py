@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from brigade.checks.edge_case_models import compute_loss
+from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import build, create_group, follow, move_to_device
+from helpers.training import build, create_group, draw, follow, move_to_device
 from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, take_steps
 
 
@@ -115,6 +116,18 @@ def measure_states(problems: list[dict]) -> list[dict]:
         state = optimizer.optim.state
         measured.append({"bytes": count_state_bytes(state), "indices": sorted(index.get(id(p), -1) for p in state)})
     return measured
+
+
+def train_large(job: dict) -> None:
+    """Take job["steps"] steps with large parameters."""
+    params = [nn.Parameter(draw(job["start"] + i, job["numel"])) for i in range(job["count"])]
+    optimizer = make_sharded_optimizer(job, params)
+    for step in range(job["steps"]):
+        recording.note("step", step=step)
+        for i, parameter in enumerate(params):
+            parameter.grad = draw(job["seed"] + step * job["count"] + i, job["numel"])
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train_once(optimizer: torch.optim.Optimizer, everyone: list[nn.Parameter]) -> None:

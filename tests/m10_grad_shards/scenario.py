@@ -16,6 +16,7 @@ from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
 from helpers.training import (
     PLACES,
+    Large,
     accumulate,
     build,
     follow,
@@ -121,6 +122,14 @@ def count_at_hooks(
             finished.append(count())
             left.append(count_left())
     return {"constructed": constructed, "hooks": hooks, "finished": finished, "left": left}
+
+
+def train_large(job: dict) -> None:
+    """Run forward, backward and finish_grad_sync on a large model."""
+    ddp = wrap(job, Large(job["start"], job["count"], job["numel"], job["dtype"]))
+    recording.note("step", step=0)
+    ddp(job["seed"]).backward()
+    ddp.finish_grad_sync()
 
 
 def collect_points(job: dict) -> dict[str, torch.Tensor | None]:

@@ -17,7 +17,16 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
-from helpers.training import accumulate, build, create_group, describe_interface, forward_backward, move_to_device
+from helpers.training import (
+    DrawnGradient,
+    accumulate,
+    build,
+    create_group,
+    describe_interface,
+    draw,
+    forward_backward,
+    move_to_device,
+)
 
 PACKAGE = "m11_fully_sharded"
 
@@ -278,6 +287,40 @@ def measure(job: dict) -> dict:
     both = {"boundaries": boundaries.entries, "bare": alone.entries}
     sharded = sum(shard.nbytes for shard in ddp.shards())
     return both | {"after": after, "whole": whole, "unsynced": unsynced, "held": held, "sharded": sharded}
+
+
+class LargeUnit(Layer):
+    """A unit whose forward adds the sum of its weight to the output of the unit before."""
+
+    def __init__(self, seed: int, numel: int):
+        super().__init__()
+        self.weight = nn.Parameter(draw(seed, numel).float())
+
+    def forward(self, x: Tensor, seed: int) -> Tensor:
+        return x + DrawnGradient.apply(self.weight, seed)
+
+
+class LargeModel(nn.Module):
+    """Large units in a row, behind a root with one weight."""
+
+    def __init__(self, seed: int, count: int, numel: int):
+        super().__init__()
+        self.root = nn.Parameter(torch.zeros(2, device=device()))
+        self.units = nn.ModuleList(LargeUnit(seed + i, numel) for i in range(count))
+
+    def forward(self, seed: int) -> Tensor:
+        x = self.root.sum()
+        for i, unit in enumerate(self.units):
+            x = unit(x, seed + i)
+        return x
+
+
+def train_large(job: dict) -> None:
+    """Run forward, backward and finish_grad_sync on a large model."""
+    ddp = wrap(job, LargeModel(job["start"], job["count"], job["numel"]))
+    recording.note("step", step=0)
+    ddp(job["seed"]).backward()
+    ddp.finish_grad_sync()
 
 
 def cut(batch: dict) -> dict:

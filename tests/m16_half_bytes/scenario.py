@@ -77,6 +77,24 @@ def measure_scratch(job: dict) -> dict[str, int]:
         return {"during": during, "after": after, "without": count() if after else 0}
 
 
+def reduce_many(job: dict) -> torch.Tensor:
+    """Make job["count"] large reductions, one after the other. Return every 16th entry of the sum of their outputs.
+
+    All handles exist until the end.
+    """
+    start, handles, size = student(PACKAGE, "start_reduce_scatter"), [], dist.get_world_size()
+    values = torch.empty(job["numel"], device=device())
+    output = torch.empty(job["numel"] // size, device=device())
+    total = torch.zeros(len(output[job["first"] :: 16]), device=device())
+    for number in range(job["count"]):
+        recording.note("step", step=number)
+        values.copy_(torch.randn(len(values), generator=torch.Generator().manual_seed(job["seed"] + number)))
+        handles.append(start(output, values))
+        handles[-1].wait()
+        total += output[job["first"] :: 16]
+    return total
+
+
 def measure_kept(job: dict) -> list[int]:
     """Return the bytes that each step adds to the memory of the wrapper, besides its buffers and the gradients."""
     model = build(job)

@@ -263,6 +263,19 @@ def test_a_frame_in_a_scenario_shows_where_and_not_what(user):
     assert re.fullmatch(r"  basics\.py, line \d+, in fail", caught.value.lines[-1])
 
 
+# ---- budgets
+
+
+def test_with_little_memory_a_rank_can_keep_nothing_elsewhere(user):
+    """It gets about the memory of the run, and little more in files, pipes and other processes."""
+    mib = 1 << 20
+    [kept] = ranks.run_ranks(functions.keep_elsewhere, world_size=1, memory=32 * mib)
+    assert 16 * mib < kept["memory"] <= 32 * mib
+    assert kept["files"] + kept["pipes"] < 10 * mib and kept["processes"] == 0
+    [kept] = ranks.run_ranks(functions.keep_elsewhere, world_size=1)
+    assert kept["memory"] >= functions.MOST and kept["files"] > 32 * mib and kept["processes"] == 1
+
+
 # ---- the grader survives
 
 
