@@ -73,7 +73,7 @@ def list_steps(deadline: str, out: str) -> list[Step]:
     steps.append(Step("torchrun: launch.py", 2, [*torchrun, "2", "lessons/m00_ring/launch.py"], said="on cuda:1"))
     bench = [*brigade, "bench", "--target", "solutions"]
     steps.append(Step("torchrun: benchmark", 2, [*torchrun, "2", *bench], said="nccl"))
-    short = ["--modules", "1", "--rounds", "4"]
+    short = ["--modules", "1", "--rounds", "7"]
     steps.append(Step("torchrun: 16 ranks", 16, [*torchrun, "16", *bench, *short], said="16 ranks"))
     train = ["python", "lessons/capstone/train.py", "--target", "solutions", "--steps", "20", "--rounds", "3"]
     found = {"PYTHONPATH": str(ROOT)}  # the simulation installs no course
