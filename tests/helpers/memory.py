@@ -43,7 +43,7 @@ def average(seeds, number, numel, at, dtype=torch.float64):
 
 
 def expect_delivered(results, step, expected, what):
-    """Expect the launches of a step to have delivered these numbers, or a multiple such as their sum over the ranks."""
+    """Expect the launches of a step to have delivered these numbers, or instead of sums over the ranks, averages."""
     world = len(results)
     delivered = collect(results.events, results.carried, set(range(world)))[step]
     is_right = any(delivered.contain(factor * expected, CLOSE) for factor in list_factors(world))
