@@ -89,7 +89,7 @@ def list_steps(deadline: str, out: str) -> list[Step]:
     for gpus in (1, 2, 4):  # with eight GPUs, the mutants' ranks use the same ones as with four
         steps.append(Step("sample of mutants", gpus, [*pytest, *nccl, mutants, "-m", "sample", "--everything"]))
     styles = "right_variant or another_style"
-    steps.append(Step("other styles", 1, [*pytest, *nccl, mutants, "-k", styles]))
+    steps.append(Step("other styles", 1, [*pytest, *nccl, mutants, "-k", styles, "--everything"]))
     steps.append(Step("checks with gloo", 1, [*pytest, "--backend", "gloo", *checks], without_cuda=True))
     if is_root:
         steps += [
