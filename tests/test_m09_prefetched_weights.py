@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from brigade.checks import edge_case_models
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names, list_steps, replace_cause
-from brigade.events import launches, list_step_events, summarize
+from brigade.checks.claims import Step, each_step, in_phase
+from brigade.checks.expectations import MANY_STEPS, expect_equal, join_names, replace_cause
+from brigade.events import list_step_events
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits
 from helpers.zero import draw_case, expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
-from m09_prefetched_weights import causes as diagnosis
+from m09_prefetched_weights import causes
 from m09_prefetched_weights import scenario as m09_prefetched_weights
 
 JOB = {
@@ -70,12 +71,10 @@ def test_step_waits_for_no_weights(submission):
         jobs = make_jobs(case, make_recipe("SGD"), per_group)
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         numels = sorted(numel for _, numel, _ in list_forward_groups(build(case), world, per_group))
-        right = f"step launches one all-gather for each of {len(numels)} groups, of {join_names(numels)} elements"
-        for at, events, launched in list_steps(results.events, 3):
-            gathers = [x for x in launched if x.op == "all_gather" and x.phase == "step"]
-            why = partial(diagnosis.explain_gathers, gathers, launches(events), numels)
-            expect(sorted(x.numel for x in gathers) == numels, right, summarize(gathers), why, **at)
-            expect_not_awaited(gathers, "step returns without waiting for the weights", at)
+        for step in each_step(results.events, 3):
+            gathers, why = list_gathers(step), partial(causes.explain_gathers, numels)
+            gathers.are_one_for_each("group", "all_gather", numels, in_order=False, cause=why)
+            expect_not_awaited(gathers, "step returns without waiting for the weights")
 
 
 @pytest.mark.points(4)
@@ -92,9 +91,9 @@ def test_weights_are_awaited_just_before_use(submission):
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         module = build(case)
         expected = count_waits(module, list_forward_groups(module, world, per_group, bucket_numel))
-        for at, events, _ in list_steps(results.events, 4):
-            if at["step"] >= 2:  # in the first forward, it is unknown which modules are called
-                expect_places(events, at, expected, model == "Listed")
+        for step in each_step(results.events, 4):
+            if step.number >= 2:  # in the first forward, it is unknown which modules are called
+                expect_places(step, expected, model == "Listed")
 
 
 @pytest.mark.points(2)
@@ -109,23 +108,19 @@ def test_groups_that_no_forward_used(submission):
             for [batch] in job["batches"][1:]:
                 batch["branch"] = -1 if model == "Branches" else 1  # `right`, or all other blocks
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
-        for at, events, launched in list_steps(results.events, 4):
-            early = find_early_module(events, at["step"])
-            right = (
-                "a module runs only when its own weights are complete, even if it shares a weight or a group with a "
+        for step in each_step(results.events, 4):
+            early, end = find_early_module(step.events, step.number), find_write(step.events, step.number + 1)
+            step.claim(
+                "a module runs only when its own weights are complete, even those that it shares with a skipped layer",
+                not early,
+                f"{early and early['name']} starts with incomplete weights: {join_names(list_incomplete(early))}",
+                partial(causes.explain_forward, step.events, list(case.parameters()), step.number),
             )
-            right += "layer that forward skips"
-            wrong = f"{early and early['name']} starts with incomplete weights: {join_names(list_incomplete(early))}"
-            why = partial(diagnosis.explain_forward, events, list(case.parameters()), at["step"])
-            expect(not early, right, wrong, why, **at)
-            gathers = [x for x in launched if x.op == "all_gather"]
-            right = "step returns without waiting for the weights, also for those that the next forward does not use"
-            expect_not_awaited(gathers, right, at)
-            end = find_write(events, at["step"] + 1)
-            left = [x for x in gathers if x.raced or not any(place < end for place in x.waits)]
-            right = "the next step waits for a group that forward has not used before it writes its weights"
-            wrong = f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them before"
-            expect(not left, right, wrong, partial(diagnosis.explain_unused, left, events, at["step"]), **at)
+            gathers = step.launches("all_gather")
+            what = "step returns without waiting for the weights, also for those that the next forward does not use"
+            expect_not_awaited(gathers, what)
+            left = gathers.where(lambda one, end=end: one.raced or all(place >= end for place in one.waits))
+            left.are_none("the next step waits for unused groups before it writes weights", causes.explain_unused)
         require_prefetch(results.events, range(world))
 
 
@@ -164,7 +159,7 @@ def test_complete_weights_elsewhere(submission):
         if "evaluation" in reader:
             model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
             expected = {"output": model(jobs[0]["probe"]).detach()}
-        why = partial(diagnosis.explain_reading, reader, submission, jobs, results, list(case.parameters()))
+        why = partial(causes.explain_reading, reader, submission, jobs, results, list(case.parameters()))
         with replace_cause(why):
             expect_equal(
                 f"after step, {reader} {'use' if 'late' in recipe else 'uses'} the plain optimizer's weights",
@@ -182,38 +177,43 @@ def expect_unsharded(submission, jobs, case, recipe, is_shared, results):
     """Expect the plain optimizer's weights, a prefetch and, if `is_shared`, state for a rank's own shards only."""
     steps, optimizer = len(case.batches[0]), recipe["optimizer"]
     what = f"weights after {steps} steps of {optimizer} equal those of the plain optimizer ({case.model} model)"
-    with replace_cause(partial(diagnosis.explain_incomplete, submission, jobs, results, case)):
+    with replace_cause(partial(causes.explain_incomplete, submission, jobs, results, case)):
         expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
     if is_shared:
         require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
     require_prefetch(results.events, case.group if len(case.group) > 1 else [])
 
 
-def expect_not_awaited(gathers, right, at):
+def list_gathers(step):
+    """Return the all-gathers that the optimizer's step launches."""
+    return step.launches("all_gather").where(in_phase("step"))
+
+
+def expect_not_awaited(gathers, what):
     """Expect the optimizer's step that has launched these all-gathers to wait for none of them."""
-    awaited = [launch for launch in gathers if is_awaited_in_step(launch)]
-    why = partial(diagnosis.explain_early_wait, awaited, gathers)
-    expect(not awaited, right, f"it waits for {len(awaited)} of {len(gathers)} all-gathers", why, **at)
+    why = partial(causes.explain_early_wait, len(gathers))
+    gathers.satisfy(what, lambda one: not is_awaited_in_step(one), why, "it waits for {count} of {all} all-gathers")
 
 
-def expect_places(events, at, expected, is_listed):
+def expect_places(step, expected, is_listed):
     """Expect the forward of a step to wait for the groups just before the modules that need them, in launch order."""
-    gathers = [x for x in launches(events, at["step"] - 1, phase="step") if x.op == "all_gather"]
-    right = f"forward waits for all {len(gathers)} all-gathers of the previous step"
-    wrong = f"it never waits for {sum(not launch.waits for launch in gathers)} of them"
-    expect(all(launch.waits for launch in gathers), right, wrong, partial(diagnosis.explain_forgotten, events), **at)
-    actual = locate_waits(events, at["step"], gathers)
-    is_right = all(actual.get(name, 0) == expected.get(name, 0) for name in {*actual, *expected})
-    right = f"forward waits for groups just before the module that needs them first: {describe_waits(expected)}"
-    why = partial(diagnosis.explain_places, actual, expected, is_listed, gathers, events)
-    expect(is_right, right, describe_waits(actual) or "no wait", why, **at)
-    starts = [place for place, event in enumerate(events) if event["kind"] == "module"]
+    gathers = list_gathers(Step(step.events, step.rank, step.number - 1))
+    what = f"forward waits for all {len(gathers)} all-gathers of the previous step"
+    gathers.satisfy(what, lambda one: bool(one.waits), causes.explain_forgotten)
+    actual = locate_waits(step.events, step.number, gathers)
+    gathers.claim(
+        f"forward waits for groups just before the module that needs them first: {describe_waits(expected)}",
+        all(actual.get(name, 0) == expected.get(name, 0) for name in {*actual, *expected}),
+        describe_waits(actual) or "no wait",
+        partial(causes.explain_places, actual, expected, is_listed),
+    )
+    starts = [place for place, event in enumerate(step.events) if event["kind"] == "module"]
     hooks = [bisect(starts, launch.waits[0]) for launch in gathers]
     order = [gathers[i] for i in sorted(range(len(hooks)), key=hooks.__getitem__)]  # free inside of one hook
-    is_right = order == gathers or is_listed  # the wrapper waits for the groups of a ParameterList first
-    right = "step launches the all-gathers in the order in which forward waits for them"
-    wrong = f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order"
-    expect(is_right, right, wrong, partial(diagnosis.explain_order, hooks), **at)
+    is_right = order == [*gathers] or is_listed  # the wrapper waits for the groups of a ParameterList first
+    got = f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order"
+    what, why = "step launches the all-gathers in the order in which forward waits for them", causes.explain_order
+    gathers.claim(what, is_right, got, partial(why, hooks))
 
 
 def build(case):
@@ -305,10 +305,8 @@ def is_awaited_in_step(launch):
 
 def require_prefetch(events_by_rank, ranks):
     """Require that weights are gathered, and that step does not wait for them."""
-    right = "correct weights earn points only if step returns without waiting for the weights"
+    what = "correct weights earn points only if step gathers the weights and returns without waiting for them"
     for rank in ranks:
-        gathers = [x for x in launches(events_by_rank[rank], phase="step") if x.op == "all_gather"]
-        wrong = f"step launches {len(gathers)} all-gathers and waits for all of them"
-        wrong = wrong if gathers else "step gathers no weights"
-        is_right = not all(is_awaited_in_step(launch) for launch in gathers)
-        expect(is_right, right, wrong, diagnosis.AS_MODULE_8, rank=rank)
+        gathers = list_gathers(Step(events_by_rank[rank], rank, None))
+        are_awaited = all(map(is_awaited_in_step, gathers))
+        gathers.claim(what, not are_awaited, "step waits for {these}", causes.AS_MODULE_8)

@@ -5,27 +5,19 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.claims import At, Step, each_step
 from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.expectations import (
-    MANY_STEPS,
-    blocks_backward,
-    expect,
-    expect_equal,
-    join_names,
-    list_steps,
-    replace_cause,
-)
-from brigade.events import drop_flags, launches, list_ready_gradients, summarize
+from brigade.checks.expectations import MANY_STEPS, blocks_backward, expect_equal, replace_cause
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.odd_steps import LATE_FORWARDS, TWO_BACKWARDS, expect_restored, expect_right_or_refused, expect_silence
 from helpers.zero import expect_norms, expect_trained, expect_views, get_rounding, make_recipe
-from m08_zero_optimizer import causes as zero_diagnosis
+from m08_zero_optimizer import causes as zero_causes
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights, train_alone
-from m10_grad_shards import causes as diagnosis
+from m10_grad_shards import causes
 from m10_grad_shards import scenario as m10_grad_shards
 
 JOB = {
@@ -63,7 +55,7 @@ def test_equals_unsharded(submission):
             job["visits"] = ()  # only one rank evaluates
         judge = partial(expect_unsharded, submission, jobs, case, recipe)
         with (
-            replace_cause(partial(diagnosis.explain_failed_run, groups)),
+            replace_cause(partial(causes.explain_failed_run, groups)),
             blame_visits(submission, jobs, judge, m10_grad_shards.train),
         ):
             results = submission.run(m10_grad_shards.train, jobs, world_size=world)
@@ -83,27 +75,21 @@ def test_gradient_memory(submission):
         bound = (max_live + 1) * max(buckets) + largest + kept + outputs
         setting = f"(max_live_buckets={max_live}, {world} ranks)"
         for rank, result in enumerate(results):
-            right = f"the constructor allocates the shards, {kept} bytes, and no full gradients {setting}"
-            wrong = f"it allocates {result['constructed']} bytes. Full gradients take {sum(buckets)} bytes"
-            is_right = result["constructed"] < kept + min(buckets)
-            expect(is_right, right, wrong, diagnosis.WHOLE_AT_START, rank=rank)
-            right = (
-                f"at every gradient hook, at most {bound} bytes of gradients are alive: {max_live + 1} buckets of at "
-                f"most {max(buckets)} bytes, a gradient of at most {largest}, the shards of {kept}, and {outputs} for "
-                f"outputs of reduce-scatters {setting}"
-            )
+            what = f"the constructor allocates {{}} bytes: the shards, {kept}, and less than a bucket {setting}"
+            At(rank).at_most(what, result["constructed"], kept + min(buckets) - 1, causes.WHOLE_AT_START)
             for hook in result["hooks"]:
-                wrong, at = (
-                    f"{hook['nbytes']} bytes at the hook of {hook['name']}",
-                    {"rank": rank, "step": hook["step"]},
+                At(rank, hook["step"]).at_most(
+                    f"at every gradient hook, here of {hook['name']}, {{}} bytes of gradients are alive: "
+                    f"{max_live + 1} buckets of {max(buckets)} bytes, a gradient of {largest}, shards of {kept} and "
+                    f"{outputs} for outputs of reduce-scatters {setting}",
+                    hook["nbytes"],
+                    bound,
+                    partial(causes.explain_bytes, hook, result, results.events[rank], buckets, world, max_live),
                 )
-                why = partial(diagnosis.explain_bytes, hook, result, results.events[rank], buckets, world, max_live)
-                expect(hook["nbytes"] <= bound, right, wrong, why, **at)
-            right = f"after finish_grad_sync only the shards are alive, {kept} bytes {setting}"
+            what = f"after finish_grad_sync, {{}} bytes are alive: the shards, {kept}, and one output {setting}"
             for step, nbytes in enumerate(result["finished"]):
-                why = partial(diagnosis.explain_left, nbytes, result["left"][step], buckets, kept)
-                is_right = nbytes <= kept + max(buckets) // world
-                expect(is_right, right, f"{nbytes} bytes", why, rank=rank, step=step)
+                why = partial(causes.explain_left, nbytes, result["left"][step], buckets, kept)
+                At(rank, step).at_most(what, nbytes, kept + max(buckets) // world, why)
         require_shards(results.events, case)
     start = submission.rng.randrange(1 << 40)
     arguments = {"bucket_numel": LARGE, "max_live_buckets": 1, "grad_dtype": torch.float64}
@@ -119,15 +105,13 @@ def test_live_buckets(submission):
     """Backward launches the buckets in order. If too many buckets are live, it first waits for the oldest one."""
     for case, max_live, results in measure(submission, ("MixedDtypes", 1)):
         groups = list_groups(case.parameters(), len(case.group), 1)
-        for at, events, launched in list_steps(results.events, 2):
-            reduced = [x for x in launched if x.op == "reduce_scatter"]
-            expect_bounded_launches(reduced, groups, max_live, list_ready_gradients(events, at["step"]), at)
+        for step in each_step(results.events, 2):
+            expect_bounded_launches(step.launches("reduce_scatter"), groups, max_live)
     [world] = submission.worlds(2)
     jobs = make_jobs(submission.case("Plain", world), values=[0, -1, 1])
-    right = "max_live_buckets of 0 and -1 raise ValueError, and 1 is accepted"
     for rank, answers in enumerate(submission.run(m10_grad_shards.refuse, jobs, world_size=world)):
-        wrong = join_names([answer or "accepted" for answer in answers])
-        expect(answers == ["ValueError", "ValueError", None], right, wrong, diagnosis.NO_VALUE_ERROR, rank=rank)
+        got, what = [answer or "accepted" for answer in answers], "the values 0, -1 and 1 of max_live_buckets: {}"
+        At(rank).equal(what, got, ["ValueError", "ValueError", "accepted"], causes.NO_VALUE_ERROR)
 
 
 @pytest.mark.points(3)
@@ -148,8 +132,8 @@ def test_accumulation(submission):
         expect_no_gradient(results, case)
         how = "finish_grad_sync after each" if finish_each else "no_sync"
         what = f"weights after 6 steps of Adam with {micro_batches} micro-batches and {how} are the plain optimizer's"
-        why = partial(diagnosis.suspect_accumulation, case, recipe, finish_each)
-        with replace_cause(partial(diagnosis.explain_clearing, submission, jobs)):
+        why = partial(causes.suspect_accumulation, case, recipe, finish_each)
+        with replace_cause(partial(causes.explain_clearing, submission, jobs)):
             expect_trained(what, results, compute_weights(case, recipe), case.start(), why)
         if interrupted:
             expect_silence(results.events, case.group, steps=2)
@@ -164,7 +148,7 @@ def test_accumulation(submission):
             f"a step after a {backward}, without finish_grad_sync, gives the plain optimizer's weights",
             submission.run(m08_zero.take_odd_step, jobs, world_size=world),
             compute_weights(case, recipe),
-            evidence=Evidence(diagnosis.NO_FINISH),
+            evidence=Evidence(causes.NO_FINISH),
         )
     results = submission.run(m10_grad_shards.collect_points, make_jobs(case, orders=ORDERS), world_size=world)
     for rank, points in enumerate(results):
@@ -173,7 +157,7 @@ def test_accumulation(submission):
             if points[name] is None and ("second" in name or training.KINDS[1] in name):  # refused
                 continue
             when = "after two calls of finish_grad_sync" if name == "two" else name
-            with replace_cause(partial(diagnosis.explain_point, name, points)):
+            with replace_cause(partial(causes.explain_point, name, points)):
                 expect_equal(
                     f"{when}, the gradient shards are {factor} times those of one backward",
                     [{"grad_data": points[name]}],
@@ -209,17 +193,17 @@ def test_volume_and_dtypes(submission):
         results = submission.run(m10_grad_shards.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
         weights, is_wider = str(dtype).removeprefix("torch."), grad_dtype.itemsize > dtype.itemsize
-        for at, _, launched in list_steps(results.events, 3):
-            launched = drop_flags(launched)
+        for step in each_step(results.events, 3):
             for op, where, name in (
                 ("reduce_scatter", "backward and finish launch", "float32"),
                 ("all_gather", "step launches", weights),
             ):
-                own = [launch for launch in launched if (launch.phase == "step") == (op == "all_gather")]
+                launched, is_gather = step.launches().without_flags(), op == "all_gather"
+                own = launched.where(lambda one, is_gather=is_gather: (one.phase == "step") == is_gather)
                 got = {launch.op for launch in own}, {launch.dtype for launch in own}, sum(x.numel for x in own)
-                right = f"{where} {op}s of all {numel} elements of the buckets once, in {name}, and nothing else"
-                why = partial(diagnosis.explain_volume, own, op, numel, name, is_wider)
-                expect(got == ({op}, {name}, numel), right, summarize(own), why, **at)
+                what = f"{where} {op}s of all {numel} elements of the buckets once, in {name}, and nothing else"
+                why = partial(causes.explain_volume, op, numel, name, is_wider)
+                own.claim(what, got == ({op}, {name}, numel), cause=why)
     # In bfloat16 the sum of many equal micro-batches stops growing: 256 + 1 is 256 there.
     [world] = submission.worlds(2)
     ones = [torch.ones(200, dtype=torch.bfloat16)]
@@ -228,14 +212,15 @@ def test_volume_and_dtypes(submission):
     jobs = submission.case("Plain", world).make_jobs(**JOB, **job)
     clipped = 1 - 200**-0.5  # the norm of 200 ones is the root of 200
     for rank, result in enumerate(submission.run(m10_grad_shards.accumulate_many, jobs, world_size=world)):
-        right = "with grad_dtype=torch.float32, 300 micro-batches in no_sync whose gradients are 1 accumulate to 300"
-        wrong = f"the largest entry of grad_data is {result['largest']:g}"
-        expect(result["largest"] == 300, right, wrong, diagnosis.NARROW_SUM * (result["largest"] == 256), rank=rank)
-        right = "with 200 bfloat16 weights and gradients that are all 1, clip_grad_norm_(1.0) and a step of SGD with "
-        right += f"lr=1 give weights of {clipped:.4f}, with an error of at most {2**-7:.4f}"
-        wrong = f"weights are from {result['lowest']:.4f} to {result['highest']:.4f}"
-        is_right = all(abs(result[end] - clipped) <= 2**-7 for end in ("lowest", "highest"))
-        expect(is_right, right, wrong, partial(diagnosis.explain_clipping, result), rank=rank)
+        what = "with grad_dtype=torch.float32, 300 micro-batches in no_sync whose gradients are 1 accumulate to {}"
+        At(rank).equal(what, result["largest"], 300.0, causes.NARROW_SUM * (result["largest"] == 256))
+        At(rank).claim(
+            "with 200 bfloat16 weights and gradients that are all 1, clip_grad_norm_(1.0) and a step of SGD with lr=1 "
+            f"give weights of {clipped:.4f}, with an error of at most {2**-7:.4f}",
+            all(abs(result[end] - clipped) <= 2**-7 for end in ("lowest", "highest")),
+            f"weights are from {result['lowest']:.4f} to {result['highest']:.4f}",
+            partial(causes.explain_clipping, result),
+        )
 
 
 # ---- what the checks use
@@ -247,13 +232,13 @@ def expect_unsharded(submission, jobs, case, recipe, results):
     expect_no_gradient(results, case)
     steps, name = len(case.batches[0]), recipe["optimizer"]
     what = f"weights after {steps} steps of {name} equal those of the plain optimizer ({case.model} model)"
-    why = partial(diagnosis.suspect_mistakes, case, recipe, results.events[case.group[0]])
-    with replace_cause(partial(diagnosis.explain_clearing, submission, jobs)):
+    why = partial(causes.suspect_mistakes, case, recipe, results.events[case.group[0]])
+    with replace_cause(partial(causes.explain_clearing, submission, jobs)):
         expect_trained(what, results, weights, case.start(), why, ranks=case.group)
     if norms:
         ranks_norms = [results[rank]["norms"] for rank in case.group]
         expect_norms(
-            ranks_norms, norms, get_rounding(results), why=partial(zero_diagnosis.explain_norms, len(case.parameters()))
+            ranks_norms, norms, get_rounding(results), why=partial(zero_causes.explain_norms, len(case.parameters()))
         )
     require_shards(results.events, case)
 
@@ -267,49 +252,50 @@ def measure(submission, *more):
         yield from zip(cases, limits, submission.run_each(m10_grad_shards.measure, jobs_per_call))
 
 
-def expect_bounded_launches(launched, buckets, max_live, ready, at):
+def expect_bounded_launches(launched, buckets, max_live):
     """Expect one reduce-scatter per bucket, during backward and in order, and at most `max_live` live buckets."""
-    setting = f" (max_live_buckets={max_live})"
-    numels = [numel for _, numel, _ in buckets]
-    right = f"one reduce-scatter for each of {len(numels)} buckets, of {join_names(numels)} elements{setting}"
-    why = partial(diagnosis.explain_launches, launched, numels)
-    expect([launch.numel for launch in launched] == numels, right, summarize(launched), why, **at)
-    late = [launch for launch in launched if launch.phase != "backward"]
-    phases = sorted({"finish_grad_sync" if launch.phase == "finish" else launch.phase for launch in late})
-    right = f"during backward, each bucket is launched when its last gradient is ready{setting}"
-    wrong = f"{len(late)} of {len(launched)} buckets were launched in {join_names(phases)}"
-    is_right = all(launch.phase == "backward" for launch in launched[:-1])
-    why = diagnosis.NO_LAUNCH if len(late) == len(launched) else diagnosis.LATE
-    expect(is_right, right, wrong, why, **at)
-    ready_at = {name: place for place, name in ready}
+    setting, numels = f" (max_live_buckets={max_live})", [numel for _, numel, _ in buckets]
+    why = partial(causes.explain_launches, numels)
+    launched.are_one_for_each("bucket", "reduce_scatter", numels, setting, cause=why)
+    launched.where(lambda one: one.phase != "backward").claim(
+        f"during backward, each bucket is launched when its last gradient is ready{setting}",
+        all(launch.phase == "backward" for launch in launched[:-1]),
+        "{these} came after backward",
+        causes.explain_late,
+    )
+    ready_at = {name: place for place, name in launched.step.ready}
     for number, launch in enumerate(launched):
         oldest = launched[number - max_live] if number >= max_live else None
-        is_right = oldest is None or (oldest.waits and oldest.waits[0] < launch.place)
-        right = f"backward waits for bucket {number - max_live} before it launches bucket {number}{setting}"
-        why = partial(diagnosis.explain_unbounded, launched, max_live)
-        expect(is_right, right, "it launches without this wait", why, **at)
+        launched.claim(
+            f"backward waits for bucket {number - max_live} before it launches bucket {number}{setting}",
+            oldest is None or bool(oldest.waits and oldest.waits[0] < launch.place),
+            "it launches without this wait",
+            partial(causes.explain_unbounded, max_live),
+        )
         after = [name for *_, names in buckets[number + 1 : number + max_live] for name in names]
         awaited_at = launch.waits[0] if launch.waits and not launch.is_polled else float("inf")
         too_early = launch.sync or (bool(after) and awaited_at < max(ready_at.get(name, -1) for name in after))
         blocks = number + 1 < len(buckets) and blocks_backward(launch, buckets[number + 1][-1], ready_at)
-        right = f"the code waits for bucket {number} only in backward, when there are too many live buckets, or in "
-        right += f"finish_grad_sync{setting}"
-        wrong = "the launch itself waits" if launch.sync else "it waits earlier"
-        expect(not too_early and not blocks, right, wrong, diagnosis.TOO_EARLY, **at)
+        launched.claim(
+            f"the code waits for bucket {number} only in backward, when there are too many live buckets, or in "
+            f"finish_grad_sync{setting}",
+            not too_early and not blocks,
+            "the launch itself waits" if launch.sync else "it waits earlier",
+            causes.TOO_EARLY,
+        )
 
 
 def expect_no_gradient(results, case):
     """Expect p.grad to be None after every finish."""
-    right = "after finish_grad_sync, p.grad is None for every parameter: gradients exist as shards only"
+    what = "gradients exist as shards only: parameters whose p.grad is set after finish_grad_sync: {}"
     for rank in case.group:
-        left = results[rank]["left"]
-        expect(not left, right, f"{join_names(left)} have gradients", diagnosis.GRADIENTS_LEFT, rank=rank)
+        At(rank).equal(what, results[rank]["left"], [], causes.GRADIENTS_LEFT)
 
 
 def require_shards(events_by_rank, case):
     """Require that gradients are reduce-scattered."""
-    right = "correct numbers earn points only if gradients are reduce-scattered, so that each rank gets its own shards"
     for rank in case.group if len(case.group) > 1 else []:
-        launched = drop_flags([x for x in launches(events_by_rank[rank]) if x.phase not in ("construct", "step")])
-        is_right = {launch.op for launch in launched} == {"reduce_scatter"}
-        expect(is_right, right, summarize(launched), diagnosis.NOT_SCATTERED, rank=rank)
+        launched = Step(events_by_rank[rank], rank, None).launches()
+        launched = launched.where(lambda one: one.phase not in ("construct", "step")).without_flags()
+        what = "correct numbers earn points only if gradients are reduce-scattered, and each rank gets its own shards"
+        launched.claim(what, {launch.op for launch in launched} == {"reduce_scatter"}, "{these}", causes.NOT_SCATTERED)

@@ -84,8 +84,9 @@ def is_written(launch, events):
     return any(event["kind"] == "write" for event in events[launch.place : (launch.waits or [0])[0]])
 
 
-def explain_unused(left, events, step):
-    """Return why the next step does not wait for the launches `left` of `step` before it writes weights."""
+def explain_unused(left):
+    """Return why the next step does not wait for the launches `left` of a step before it writes weights."""
+    events, step = left.step.events, left.step.number
     if cause := find_unfinished([events]):
         return cause
     is_late = any(launch.waits and launch.wait_steps[0] == step + 1 and is_written(launch, events) for launch in left)
@@ -121,13 +122,13 @@ def find_unfinished(events_by_rank):
     return ""
 
 
-def explain_forgotten(events):
+def explain_forgotten(left):
     """Return why nothing ever waits for some of the all-gathers in a rank's record."""
-    gathers = [launch for launch in launches(events, phase="step") if launch.op == "all_gather"]
+    gathers = [launch for launch in launches(left.step.events, phase="step") if launch.op == "all_gather"]
     return FORGOTTEN if any(launch.waits for launch in gathers) else NOTHING_AWAITED
 
 
-def explain_order(hooks):
+def explain_order(hooks, _):
     """Return why a step launches all-gathers in another order than the hooks, numbered as they run, wait for them."""
     return LAUNCH_ORDER if hooks == sorted(hooks, reverse=True) else NOT_BY_FIRST
 
@@ -186,9 +187,9 @@ def explain_forward(events, trainable, step=1):
     return ""
 
 
-def explain_gathers(gathers, launched, numels):
-    """Return why step does not launch one all-gather per group, of these `numels`. `launched` are all launches."""
-    elsewhere = sorted({launch.phase for launch in launched if launch.op == "all_gather"})
+def explain_gathers(numels, gathers):
+    """Return why step does not launch one all-gather per group, of these `numels`."""
+    elsewhere = sorted({launch.phase for launch in launches(gathers.step.events) if launch.op == "all_gather"})
     if not gathers:
         late = f"the all-gathers are launched only in {join_names(elsewhere)}, and the link is idle until then."
         return late if elsewhere else "step does not gather the weights."
@@ -200,18 +201,18 @@ def explain_gathers(gathers, launched, numels):
     return f"step launches {what} again." if extra else f"step does not launch {what}."
 
 
-def explain_early_wait(awaited, launched):
-    """Return why step waits for the all-gathers `awaited` among those that it has launched."""
+def explain_early_wait(count, awaited):
+    """Return why step waits for the all-gathers `awaited` among the `count` ones that it has launched."""
     if any(launch.sync for launch in awaited):
         return "the all-gathers are launched without async_op=True."
-    return AS_MODULE_8 if len(awaited) == len(launched) else SOME_AWAITED
+    return AS_MODULE_8 if len(awaited) == count else SOME_AWAITED
 
 
-def explain_places(actual, expected, is_listed, gathers, events):
+def explain_places(actual, expected, is_listed, gathers):
     """Return why forward waits for the launches `gathers` in the wrong places, according to the rank's record."""
     surplus = {name: actual.get(name, 0) - expected.get(name, 0) for name in {*actual, *expected}}
     if actual.get("", 0) == sum(expected.values()):
-        if not any(event["kind"] == "hooks" and event["count"] for event in events):
+        if not any(event["kind"] == "hooks" and event["count"] for event in gathers.step.events):
             return "no module has a forward pre-hook, so the wrapper's forward waits for all groups."
         return (
             "modules have forward pre-hooks, but the wrapper's forward waits for all groups before they run. It may "
@@ -229,6 +230,6 @@ def explain_places(actual, expected, is_listed, gathers, events):
             "to the first module, in call order, that directly owns one of its parameters."
         )
     if awaited := [x for x in gathers if x.sync or (x.wait_phases[0], x.wait_steps[0]) == ("step", x.step)]:
-        return explain_early_wait(awaited, gathers)
+        return explain_early_wait(len(gathers), awaited)
     silent = [name for name in expected if name and surplus[name] < 0]
     return f"no hook of {join_names(silent)} waits for its own weights, although its forward is called."

@@ -111,18 +111,23 @@ def explain_bytes(hook, result, events, buckets, world, max_live):
     if growth == sorted(growth) and growth[-1] >= whole + kept:
         return "no bucket is freed during backward. Free each bucket after the wait for its reduce-scatter."
     if count_live(launched) > max_live:
-        return explain_unbounded(launched, max_live)
+        return explain_unbounded(max_live, launched)
     return "after the wait for a reduce-scatter, its bucket or its output stays alive. Drop every reference to both."
 
 
-def explain_launches(launched, numels):
+def explain_late(late):
+    """Return why buckets are launched after backward."""
+    return NO_LAUNCH if len(late) == len(late.step.launches("reduce_scatter")) else LATE
+
+
+def explain_launches(numels, launched):
     """Return why there is not one reduce-scatter per bucket."""
     if len(launched) == 1 and len(numels) > 1:
         return "one launch carries all buckets."
     return "a bucket is launched twice, a bucket is missing, or the buckets do not follow module 5's rule."
 
 
-def explain_unbounded(launched, max_live):
+def explain_unbounded(max_live, launched):
     """Return why more than `max_live` buckets are between launch and wait."""
     if not any("backward" in launch.wait_phases for launch in launched):
         return "backward waits for no bucket. launch must first wait for the oldest live bucket if there are too many."
@@ -150,7 +155,7 @@ def explain_clipping(result):
     return CLIPPED_COPY if result["after"] == result["before"] else CLIPPED_ONLY_THERE
 
 
-def explain_volume(launched, op, numel, dtype, is_wider):
+def explain_volume(op, numel, dtype, is_wider, launched):
     """Return why the launches have another volume. `is_wider` says whether grad_dtype is wider than the weights."""
     if any(launch.op == "all_reduce" for launch in launched):
         return "an all-reduce sends twice the bytes of a reduce-scatter."
