@@ -98,7 +98,8 @@ def test_busy_processes_run_until_the_row_ends(course):
     with room.cleanup:
         ROWS["busy"].change(room)
         start_busy_processes(room)
-        assert len(list(list_processes(room.base))) == BUSY_PROCESSES
+        # A process that has just started may not show its environment yet.
+        hang_guard.wait_until(lambda: len(list(list_processes(room.base))) == BUSY_PROCESSES)
         assert end_processes(room.base, besides=room.busy) == 0
     expect_nothing_left(course)
 
