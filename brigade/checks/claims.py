@@ -44,8 +44,7 @@ class At:
     def claim(self, expected: str, condition: bool, got: str, cause: Any = "", hypothesis: str = "") -> None:
         """Claim anything: a condition, and what to say if it is false."""
         if not condition:
-            found = cause() if callable(cause) else cause
-            raise CheckFailed(Verdict(expected, got, found, hypothesis, **self.place))  # type: ignore[arg-type]
+            raise CheckFailed(Verdict(expected, got, evaluate(cause), hypothesis, **self.place))  # type: ignore[arg-type]
 
     def equal(self, sentence: str, actual: Any, wanted: Any, cause: Any = "") -> None:
         """Claim that two values are equal. In the sentence, {} becomes what is expected, or what it was instead."""
@@ -97,7 +96,7 @@ class Step(At):
         found = Launches(launches(self.events, self.number), self)
         chosen = found.where(lambda one: op in (None, one.op))
         others = f"; all of them: {summarize(found)}" if len(found) > len(chosen) else ""
-        expected = f"{count} launch{'' if count == 1 else 'es'}" + (f" of {op}" if op else "")
+        expected = count_launches(count or 0) + (f" of {op}" if op else "")
         return chosen.claim(expected, count in (None, len(chosen)), "{these}" + others)
 
     def bytes_sent(self) -> float:
@@ -163,7 +162,7 @@ class Launches(Sequence[Launch]):
 
     def are_so_many(self, sentence: str, count: int, cause: Cause = "") -> Launches:
         """Claim that there are `count` launches. In the sentence, {} becomes "5 launches"."""
-        expected = sentence.replace("{}", f"{count} launch{'es' * (count != 1)}")
+        expected = sentence.replace("{}", count_launches(count))
         return self.claim(expected, len(self) == count, "there were {these}", cause)
 
     def are_one_for_each(
@@ -284,6 +283,16 @@ def is_awaited_in_step(launch: Launch) -> bool:
 def is_unchanged(launch: Launch) -> bool:
     """Return whether the tensors of a launch did not change between launch and wait."""
     return not launch.raced
+
+
+def count_launches(count: int) -> str:
+    """Return text such as: 5 launches"""
+    return f"{count} launch{'es' * (count != 1)}"
+
+
+def evaluate(value: Any) -> Any:
+    """Return a value, or the result of a function that was passed instead."""
+    return value() if callable(value) else value
 
 
 def explain(cause: Cause, launched: Launches) -> str:

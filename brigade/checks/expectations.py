@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.checks.claims import At, Cause, Launches, each_step, explain
+from brigade.checks.claims import At, Cause, Launches, each_step, evaluate, explain, is_awaited_in_step, is_unchanged
 from brigade.checks.diagnose.evidence import (
     Evidence,
     collect_evidence,
@@ -47,11 +47,6 @@ def expect(condition: bool, expected: str, got: str, likely_cause: str | Callabl
     """Claim something, with the condition first and the place last: see `At.claim`."""
     hypothesis = place.pop("hypothesis", "")
     At(**place).claim(expected, condition, got, likely_cause, hypothesis)
-
-
-def evaluate(value: Any) -> Any:
-    """Return a value, or the result of a function that was passed instead."""
-    return value() if callable(value) else value
 
 
 def expect_start(
@@ -395,7 +390,8 @@ def explain_last_launch(unit: str) -> str:
 
 def expect_waited(launched: Launches, setting: str = "", unit: str = "launch") -> None:
     """Expect the step to wait for each of these launches, whose tensors have not changed until then."""
-    unawaited, raced = launched.where(lambda one: one.step not in one.wait_steps), launched.where(lambda one: one.raced)
+    unawaited = launched.where(lambda one: not is_awaited_in_step(one))
+    raced = launched.where(lambda one: not is_unchanged(one))
     cause = f"a tensor of a {unit} is changed, for example divided, before wait() is called on its handle."
     if unawaited:
         cause = f"the code does not wait on the handle of every {unit}, for example because it keeps only the last one."

@@ -66,8 +66,8 @@ class GradebookFile:
             known = [one for one in before if get_key(one) == key]
             by_hand = find_changes(row, known)
             new = waiting.pop(key, None)
-            if new is None and not submission:  # the student may have handed in by now
-                new = waiting.pop(uploads.get(student, key), None)
+            if new is None and not submission and student in uploads:  # the student has handed in by now
+                new = waiting.pop(uploads[student], None)
             if new:
                 for column in new if known else ():
                     if column in by_hand and column != "score" and not is_same(by_hand[column], new[column]):

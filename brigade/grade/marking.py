@@ -91,12 +91,12 @@ def make_pages(
         number = task["number"]
         texts = {name: written.split_answers(files.get(task["module"], "")).get(number) for name, files in found}
         texts = {make_id(secret, name, task): formats.make_printable(text) for name, text in texts.items() if text}
-        answers: list[dict[str, Any]] = []
-        answers += ({"id": name, "task": index, "text": text} for name, text in sorted(texts.items()))
+        answers: list[dict[str, Any]] = [
+            {"id": name, "task": index, "text": text} for name, text in sorted(texts.items())
+        ]
         again = answers[: math.ceil(TWICE * len(answers))] if len(answers) > 1 else []
-        turns: list[tuple[int, str, list[dict[str, Any]]]] = [(0, "", answers), (1, AGAIN, again)]
-        for shift, ending, some in turns:
-            for place, answer in enumerate(some):
+        for shift, ending, chosen in ((0, "", answers), (1, AGAIN, again)):
+            for place, answer in enumerate(chosen):
                 pages[(place + shift) % num_markers].append({**answer, "id": answer["id"] + ending})
     data = {"title": title, "tasks": tasks, "all": [answer["id"] for page in pages for answer in page]}
     template = formats.load_template("mark.html")

@@ -1,6 +1,5 @@
 """What commands leave and print where ranks share a GPU. These tests run on a fake one, as a step of `simulate.py`."""
 
-import json
 import re
 import shlex
 import shutil
@@ -11,27 +10,27 @@ import time
 import psutil
 
 from brigade.course.modules import ROOT
+from tools.gpu_first_run import read_facts
 
 BRIGADE = [sys.executable, "-m", "brigade.cli"]
 
 
-def read_results(path):
+def read_results(out):
     """Return the steps that have ended, and their results."""
-    facts = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {fact["step"]: fact["result"] for fact in facts if "result" in fact}
+    return {fact["step"]: fact["result"] for fact in read_facts(out) if "result" in fact}
 
 
 def test_a_killed_first_run_has_written_what_it_knew(tmp_path):
     """A machine that is lent can be taken back at any moment."""
     command = [sys.executable, "tools/gpu_first_run.py", str(tmp_path)]
     run = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not read_results(tmp_path / "facts.jsonl").get("machine") and run.poll() is None:
+    while not read_results(tmp_path).get("machine") and run.poll() is None:
         time.sleep(0.1)
     assert run.poll() is None, "the first run ended before it had measured anything"
     for process in [*run.children(recursive=True), run]:
         process.kill()
     run.wait()
-    assert read_results(tmp_path / "facts.jsonl")["machine"] == "passed"
+    assert read_results(tmp_path)["machine"] == "passed"
     assert "| machine | passed |" in (tmp_path / "report.md").read_text()
 
 
