@@ -22,7 +22,7 @@ from torch import Tensor
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import NotedSeeds, compute_loss
 from brigade.events import Event
-from brigade.rank.recording import Recorder, sample
+from brigade.rank.recorder import Recorder, sample
 from brigade.switch.borders import list_batches
 
 TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves values

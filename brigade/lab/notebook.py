@@ -2,7 +2,7 @@
 
     ranks.deadline_s = 5      how many seconds a cell may take from now on
     ranks["loss"]             the variable `loss` of every rank, in a list
-    ranks.read_events()       for each rank, the events that it has recorded so far (see `recording.py`)
+    ranks.read_events()       for each rank, the events that it has recorded so far (see `events.py`)
     ranks.stop()              end the ranks; they also end with the notebook's process, however that ends
 
 A rank is a process with an initialised default process group that records every collective. The reference solutions are

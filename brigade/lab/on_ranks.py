@@ -31,8 +31,7 @@ from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, read_link
-from brigade.rank.memory import LiveMemory, list_tensors
-from brigade.rank.recording import is_self_copy
+from brigade.rank.memory import LiveMemory, is_self_copy, list_tensors
 
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
 FP32_BYTES = 4

@@ -24,9 +24,9 @@ from brigade.checks.tiny_lm import Block
 from brigade.lab.memory_accounting import Bytes, count_kept_bytes, list_tensors_by_kind
 from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission, load_class
 from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
-from brigade.rank import recording
+from brigade.rank import process_group, recording
 from brigade.rank.memory import LiveMemory, get_local, list_tensors
-from brigade.rank.recording import RecordingGroup
+from brigade.rank.recording_group import RecordingGroup
 
 STEPS = 2  # the last one is recorded, because module 9 ends a step with all-gathers; torch DDP needs one step more
 DIVISIONS = {"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_"}
@@ -163,8 +163,9 @@ class PlannedGroup(RecordingGroup):
 
     def __init__(self, log: Log, name: str, ranks: list[int]):
         dist.ProcessGroup.__init__(self, 0, len(ranks))
-        recording.register(self, "cpu")  # keeps the group's name, which `fully_shard` needs
-        self._recorder, self._name, self._ranks = log, name, ranks
+        process_group.register(self, "cpu")  # keeps the group's name, which `fully_shard` needs
+        self._recorder: Any = log
+        self._name, self._ranks = name, ranks
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work:
         tensors = [tensor for tensor in list_tensors(args) if tensor.is_meta]

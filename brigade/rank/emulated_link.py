@@ -36,7 +36,8 @@ import torch.distributed as dist
 
 from brigade.events import OPPOSITES
 from brigade.rank.memory import list_tensors
-from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options
+from brigade.rank.recorder import Recorder
+from brigade.rank.recording_group import METHODS, RecordedWork, RecordingGroup, find_options
 
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
 LOOK_S = 1e-4  # pause between two checks for the launch of the last rank

@@ -31,10 +31,14 @@ import torch.distributed as dist
 from brigade.course import submission
 from brigade.ipc import wire
 from brigade.ipc.channel import Channel
-from brigade.rank import api, emulated_link, recording, strict
+from brigade.rank import api, emulated_link, process_group, recording
+from brigade.rank.lockdown import expect_submission
+from brigade.rank.recorder import Recorder
+from brigade.rank.recording_group import RecordingGroup
+from brigade.rank.strict import StrictGroup
 from brigade.rank.switch_group import SwitchGroup
 
-MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
+MODES = {"record": RecordingGroup, "strict": StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 
 MAX_MESSAGE = 4_000  # characters of an exception's message that are sent
 SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
@@ -114,20 +118,20 @@ def perform(
     if backend == "nccl":
         forbid_tf32()
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
-    recorder = recording.Recorder(sink)
-    recording.install(recorder, request.get("borders", ()), switch)
+    recorder = Recorder(sink, request.get("borders", ()), switch)
+    recording.install(recorder)
     if request["mode"] == "emulate":
         emulated_link.share_launches(os.getcwd(), world_size)
-    make_inner: Any = functools.partial(recording.make_torch_group, backend)
+    make_inner: Any = functools.partial(process_group.make_torch_group, backend)
     if switch:
         make_inner = functools.partial(SwitchGroup, switch)
     where = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-    recording.start_process_group(MODES[request["mode"]], recorder, backend, make_inner, **where)
+    process_group.start(MODES[request["mode"]], recorder, backend, make_inner, **where)
     function: Any = importlib.import_module(request["module"])
     for name in request["function"].split("."):
         function = getattr(function, name)
     if request.get("graded"):
-        recording.expect_submission()
+        expect_submission(recorder)
     kept = scatter(request["seed"]) if request["mode"] == "strict" else []
     for number, args in enumerate(request["calls"]):
         if number:

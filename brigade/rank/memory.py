@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,12 @@ def list_tensors(value: Any) -> list[torch.Tensor]:
 def get_local(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a tensor that torch's fully_shard has sharded. Return any other tensor unchanged."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_self_copy(tensors: Sequence[Any]) -> bool:
+    """Return whether a copy is from a slice to itself. Python makes such a copy at the end of `data[a:b] /= n`."""
+    places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
+    return len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors[:2]) and len(places) == 1
 
 
 class LiveMemory(TorchDispatchMode):

@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from brigade.events import OPPOSITES
 from brigade.rank.memory import list_tensors, uncounted
-from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options
+from brigade.rank.recorder import Recorder
+from brigade.rank.recording_group import METHODS, RecordedWork, RecordingGroup, find_options
 
 
 class FreedTensorError(RuntimeError):

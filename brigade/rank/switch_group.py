@@ -19,7 +19,7 @@ import torch.distributed as dist
 from brigade.events import OPPOSITES
 from brigade.ipc.channel import Channel
 from brigade.rank.memory import list_tensors
-from brigade.rank.recording import METHODS, find_options
+from brigade.rank.recording_group import METHODS, find_options
 from brigade.rank.strict import is_contiguous
 
 Parts = list[list[torch.Tensor]]

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
-from brigade.rank.recording import is_self_copy
+from brigade.rank.memory import is_self_copy
 
 KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added", "zero_": "zeroed"}
 

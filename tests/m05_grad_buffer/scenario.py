@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
+from brigade.rank.memory import is_self_copy, list_tensors
 from brigade.rank.recording import phase
 from helpers.training import Dots, build, create_group, forward_backward, move_to_device, wrap
 
@@ -163,10 +164,10 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function._overloadpacket.__name__ in COPIES and not recording.is_self_copy(args):
-            self.copied += [tensor.numel() for tensor in recording.list_tensors(result)]
-        known = {tensor.untyped_storage().data_ptr() for tensor in recording.list_tensors(list(args))}
-        for tensor in recording.list_tensors(result):
+        if function._overloadpacket.__name__ in COPIES and not is_self_copy(args):
+            self.copied += [tensor.numel() for tensor in list_tensors(result)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in list_tensors(list(args))}
+        for tensor in list_tensors(result):
             if tensor.untyped_storage().data_ptr() not in known:
                 self.allocated += tensor.untyped_storage().nbytes()
         return result

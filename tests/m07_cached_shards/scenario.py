@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss, copy_gradients
-from brigade.rank import recording, strict, switch_group
+from brigade.rank import recorder, recording, recording_group, strict, switch_group
 from brigade.rank.memory import list_tensors
 from helpers.training import build, move_to_device, wrap
 
@@ -110,7 +110,7 @@ def count_new_views(function, arguments: list, result) -> int:
 
 def is_ours(frame: FrameType) -> bool:
     """Return whether a frame runs code of this file, of the recording group, or of torch.distributed's collectives."""
-    ours = map(vars, (edge_case_models, recording, strict, switch_group))
+    ours = map(vars, (edge_case_models, recorder, recording_group, strict, switch_group))
     is_named = any(frame.f_globals is namespace for namespace in (globals(), *ours))
     return is_named or frame.f_code in COLLECTIVES
 

@@ -12,6 +12,7 @@ from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
+from brigade.rank.memory import list_tensors
 from brigade.rank.recording import phase
 from helpers.training import PLACES, Dots, Large, follow, move_to_device, reallocate_buffers, visit, wrap
 
@@ -260,7 +261,7 @@ def move_state_to_device(value: Any) -> Any:
 
 def count_state_bytes(state: dict) -> int:
     """Return the bytes of an optimizer's state, except scalars such as Adam's step."""
-    tensors = recording.list_tensors([list(entries.values()) for entries in state.values()])
+    tensors = list_tensors([list(entries.values()) for entries in state.values()])
     return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from brigade.rank import recording
 from brigade.rank.api import device, student
+from brigade.rank.memory import list_tensors
 from brigade.rank.recording import phase
 from helpers.training import create_group, name_error
 
@@ -101,7 +102,7 @@ def list_momentum(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) 
     """Return [number of the parameter, bytes] for each parameter with state, its scalars aside."""
     numbers = {p: i for i, p in enumerate(params)}
     nbytes = {
-        numbers.get(p, -1): sum(t.nbytes for t in recording.list_tensors(list(state.values())) if t.numel() > 1)
+        numbers.get(p, -1): sum(t.nbytes for t in list_tensors(list(state.values())) if t.numel() > 1)
         for p, state in optimizer.state.items()
     }
     return sorted([i, count] for i, count in nbytes.items() if count)

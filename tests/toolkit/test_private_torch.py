@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
-from brigade.rank import recording
+from brigade.rank import process_group
 from brigade.runner.machine import find_loopback_interface
 from brigade.runner.ranks import run_ranks
 
@@ -57,8 +57,8 @@ def test_grad_scaler_asks_the_optimizer_before_it_decides(factor):
 @pytest.mark.parametrize("interfaces", ["", find_loopback_interface()])
 def test_options_of_gloo(interfaces, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
-    options = recording.make_gloo_options(timedelta(seconds=7))
-    needs = "gloo_options in brigade/rank/recording.py needs "
+    options = process_group.make_gloo_options(timedelta(seconds=7))
+    needs = "gloo_options in brigade/rank/process_group.py needs "
     assert options._timeout == timedelta(seconds=7) and options._threads == 1, needs + "_timeout and _threads"
     assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
@@ -79,7 +79,7 @@ def test_node_of_a_gradient():
 def test_stand_in_for_a_backend():
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 2)
-    recording.register(group, "cpu")
+    process_group.register(group, "cpu")
     tensor = torch.ones(2)
     group.allreduce([tensor]).wait()
     assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"

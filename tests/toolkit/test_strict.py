@@ -13,7 +13,8 @@ from torch import Tensor
 
 from brigade.events import launches
 from brigade.ipc.wire import encode
-from brigade.rank.recording import Recorder, RecordingGroup
+from brigade.rank.recorder import Recorder
+from brigade.rank.recording_group import RecordingGroup
 from brigade.rank.strict import StrictGroup, get_filler
 from brigade.runner.ranks import RankFailure, RunOptions, run_ranks
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.rank import recording
+from brigade.rank import process_group, recording
 from in_ranks.gate import wait_at
 
 
@@ -145,7 +145,7 @@ def create_group_on_rank_0() -> None:
 
 def hang_in_a_new_group() -> None:
     """Create a process group whose backends never connect."""
-    recording.make_gloo_options = lambda *_: threading.Event().wait()  # pause() would end at SIGUSR1
+    process_group.make_gloo_options = lambda *_: threading.Event().wait()  # pause() would end at SIGUSR1
     dist.new_group([0, 1])
 
 

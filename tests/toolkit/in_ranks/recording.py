@@ -13,6 +13,7 @@ from torch.distributed import all_reduce as imported_by_another_name
 
 from brigade.rank import recording
 from brigade.rank.recording import phase
+from brigade.rank.recording_group import RecordingGroup
 from in_ranks.collectives import every_collective
 
 
@@ -112,5 +113,5 @@ def train_ddp_twice() -> list[dict[str, Tensor]]:
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore("plain", world), rank=rank, world_size=world)
-    assert not isinstance(dist.group.WORLD, recording.RecordingGroup)
+    assert not isinstance(dist.group.WORLD, RecordingGroup)
     return [recorded, train_ddp()]
