@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,10 +40,6 @@ USUAL_CAUSES_OF_MESSAGES = {  # if the run ends while all waiting ranks send or 
 
 OUT_OF_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc")  # in the exception of a rank
 MAX_FRAMES = 6  # of a traceback in a message
-
-# Concurrent checks take turns in this process, because it has only one random number generator. A check holds this
-# lock, except while it waits for its ranks.
-TURN = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -179,26 +174,21 @@ class CheckContext:
         deadline_s, longest_s = (min(limit_s, left_s) for limit_s in (usual_s, BUSY * usual_s))
         if left_s <= 0:
             raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
-        seed = self.rng.randrange(2**63)
-        TURN.release()
-        try:
-            return ranks.run_calls(
-                scenario,
-                args_per_call,
-                world_size=world_size,
-                backend=backend,
-                share_gpu=share_gpu,
-                memory=memory,
-                deadline=deadline_s,
-                longest=longest_s,
-                mode=mode,
-                packages={"submission": self.sources, **(packages or {})},
-                graded=True,
-                seed=seed,
-                terminal=how.is_debugged,
-            )
-        finally:
-            TURN.acquire()
+        return ranks.run_calls(
+            scenario,
+            args_per_call,
+            world_size=world_size,
+            backend=backend,
+            share_gpu=share_gpu,
+            memory=memory,
+            deadline=deadline_s,
+            longest=longest_s,
+            mode=mode,
+            packages={"submission": self.sources, **(packages or {})},
+            graded=True,
+            seed=self.rng.randrange(2**63),
+            terminal=how.is_debugged,
+        )
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
         """Run a scenario only to look for a cause. Return None if the run fails. Keep the failed check's output."""

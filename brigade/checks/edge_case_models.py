@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -31,18 +32,19 @@ OPTIMIZERS = {
 
 BORDERS = 8  # between layers: no model has more
 ALL_BORDERS = 3 * BORDERS  # with those inside of blocks; the numbers of borders in forward follow
-_seeds: Any = None  # of the batch whose forward is running
+_seeds: ContextVar[Any] = ContextVar("seeds", default=None)  # of the batch whose forward is running
 
 
 def border(x: Tensor, number: int) -> Tensor:
     """Return `x`, multiplied by factors if the batch has seeds for forward. In backward, multiply the gradient too."""
-    count = 0 if _seeds is None else len(_seeds) if isinstance(_seeds, list) else _seeds["count"]
+    seeds = _seeds.get()
+    count = 0 if seeds is None else len(seeds) if isinstance(seeds, list) else seeds["count"]
     if number >= count:
         return x
     if count > ALL_BORDERS:
-        x = scale(_seeds, ALL_BORDERS + number, x)
+        x = scale(seeds, ALL_BORDERS + number, x)
     if x.requires_grad:
-        x.register_hook(partial(scale, _seeds, number))
+        x.register_hook(partial(scale, seeds, number))
     return x
 
 
@@ -263,12 +265,11 @@ def copy_state(model: nn.Module) -> dict[str, Tensor]:
 
 def compute_output(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the model's output for a batch, whose seeds determine the factors of the model's borders."""
-    global _seeds
-    _seeds = batch.get("borders")
+    before = _seeds.set(batch.get("borders"))
     try:
         return model(batch["x"], branch=batch["branch"])
     finally:
-        _seeds = None
+        _seeds.reset(before)
 
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from brigade import dynamo_stub
 from brigade.checks import edge_case_models
@@ -57,11 +58,11 @@ class Case:
         self.states: list[dict[str, Tensor]] = []
         self.batches: list[list[list[dict[str, Any]]]] = []
         for branch in branches or [0] * world_size:  # seeds for each rank: no rank can draw another rank's numbers
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(rng.randrange(2**63))
-                self.states.append(self._random_state())
-                own = random.Random(rng.randrange(2**63))  # torch's generator can be reconstructed from its numbers
-                self.batches.append([[self._batch(branch, own) for _ in range(micro_batches)] for _ in range(steps)])
+            generator = torch.Generator().manual_seed(rng.randrange(2**63))
+            self.states.append(self._random_state(generator))
+            own = random.Random(rng.randrange(2**63))  # torch's generator can be reconstructed from its numbers
+            batches = [[self._batch(branch, generator, own) for _ in range(micro_batches)] for _ in range(steps)]
+            self.batches.append(batches)
 
     def make_jobs(self, **more: Any) -> PerRank:
         """Return the input of each rank: a description of its model, its batches, the optimizer, and `more`."""
@@ -126,21 +127,36 @@ class Case:
         """Return the model with the weights with which training starts."""
         return edge_case_models.build(self.model, self.sizes, self.start(), self.dtype)
 
-    def _random_state(self) -> dict[str, Tensor]:
-        model = edge_case_models.MODELS[self.model](self.sizes)
+    def _random_state(self, generator: torch.Generator) -> dict[str, Tensor]:
+        with DrawFrom(generator):
+            model = edge_case_models.MODELS[self.model](self.sizes)
         for buffer in model.buffers():  # a fresh BatchNorm has the same statistics on all ranks
             if buffer.dtype.is_floating_point:
-                buffer.uniform_(0.5, 1.5)
+                buffer.uniform_(0.5, 1.5, generator=generator)
             else:
-                buffer.random_(0, 2 if buffer.dtype == torch.bool else 100)
+                buffer.random_(0, 2 if buffer.dtype == torch.bool else 100, generator=generator)
         return edge_case_models.copy_state(model.to(self.dtype))
 
-    def _batch(self, branch: int, rng: random.Random) -> dict[str, Any]:
+    def _batch(self, branch: int, generator: torch.Generator, rng: random.Random) -> dict[str, Any]:
         dtype = self.dtype or torch.float32
-        x = torch.randn(self.batch_size, self.sizes[0], dtype=dtype)
-        y = torch.randn(self.batch_size, 1, dtype=dtype)
+        x = torch.randn(self.batch_size, self.sizes[0], dtype=dtype, generator=generator)
+        y = torch.randn(self.batch_size, 1, dtype=dtype, generator=generator)
         seeds = [rng.randrange(2**62) for _ in range(self.num_borders)]
         return {"x": x, "y": y, "branch": branch, "borders": seeds}
+
+
+class DrawFrom(TorchFunctionMode):
+    """A context manager in which layers draw their weights from `generator`, not from torch's, which threads share."""
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.generator = generator
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "generator" in kwargs or function in (torch.rand, torch.randn):  # functions of `nn.init` pass None
+            kwargs = kwargs | {"generator": self.generator}
+        return function(*args, **kwargs)
 
 
 def draw_generators(rng: random.Random, world_size: int) -> list[torch.Generator]:

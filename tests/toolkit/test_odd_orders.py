@@ -2,7 +2,7 @@
 
 import pytest
 
-from brigade.checks.context import TURN, CheckContext
+from brigade.checks.context import CheckContext
 from brigade.checks.expectations import expect_equal
 from brigade.course.modules import get_module
 from brigade.course.submission import read
@@ -63,8 +63,7 @@ def test_right_or_refused(world, number, model):
     orders = [order if number < 8 else [*order, "step"] for order, _ in rows]
     jobs = [case.make_jobs(order=order, recipe=SGD, **job) for order in orders]
     run = training.take_odd_step if number < 8 else scenario.take_odd_step
-    with TURN:
-        results_per_order = context.run_each(run, jobs)
+    results_per_order = context.run_each(run, jobs)
     for (order, used), results in zip(rows, results_per_order):
         case.batches = [[own[0][used]] for own in batches]
         expected = case.gradients() if number < 8 else compute_weights(case, SGD)

@@ -63,8 +63,10 @@ def concatenate(batches: list[dict]) -> dict:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_seed_makes_a_case(name):
+    before = torch.get_rng_state()
     one, same, other = (encode(list(case(name, 2, seed, steps=2).make_jobs())) for seed in (1, 1, 2))
     assert one == same != other
+    assert torch.equal(torch.get_rng_state(), before), "threads share torch's own generator"
 
 
 @pytest.mark.parametrize("hidden_layers", [1, 2, 4, 6])
