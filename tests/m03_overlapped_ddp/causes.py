@@ -1,8 +1,8 @@
 """Likely causes when a check of module 3 fails."""
 
-from brigade.checks.diagnose.evidence import find_repeated_reduction
-from brigade.checks.diagnose.exceptions import Symptom, get_events
-from brigade.events import launches, list_backward_passes, list_ready_gradients, list_step_events
+from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, find_repeated_reduction
+from brigade.checks.diagnose.evidence import READ_IN_FORWARD as READ_IN_FORWARD  # for helpers/odd_steps.py
+from brigade.events import launches
 
 IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
 BLOCKING = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
@@ -33,12 +33,6 @@ SHARED_HANDLES = (
 )
 SWALLOWED = "no_sync ends the exception, with an `except` or with a `return` in `finally`. Use only try ... finally."
 NEVER_CLEARED = "the list of handles is never cleared."
-FLAG_IGNORED = (
-    "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must be "
-    "False, and the hook must test it before it counts or launches anything."
-)
-READ_IN_FORWARD = "the flag of no_sync is read in forward. The hooks must read it, during backward."
-INNER_NO_SYNC = "an inner no_sync switches synchronisation on when it ends. It must restore the previous state."
 
 
 def lost_micro_batches(case):
@@ -108,41 +102,3 @@ def explain_silence(launched):
         "no_sync does not restore its state: an exception skips this, or an inner block has overwritten the saved "
         "state. Save it in a local variable, and use try ... finally."
     )
-
-
-def explain_refusal(failure, sources):
-    """Explain why the submission's own `raise` refuses a gradient of a step that has one synchronising backward."""
-    events = get_events(failure)
-    steps = [None, *(event["step"] for event in events if event["kind"] == "step")]
-    phase = [event["phase"] for event in events if event["kind"] != "end"][-1:]  # another thread records an "end"
-    if not failure.own or phase != ["backward"]:
-        return ""
-    launched = launches(events, steps[-1], phase="backward")
-    passes = list_backward_passes(events, steps[-1])
-    ready = [name for place, name in list_ready_gradients(events, steps[-1]) if place > passes[-1]]
-    if not launched and len(ready) > 1:
-        return (
-            "gradients are counted for the wrong bucket. A lambda in a loop sees the last value of the loop variable, "
-            "so every hook counts for the last bucket."
-        )
-    if not launched and len(passes) > 1:
-        return "gradients that become ready inside no_sync are counted too."
-    if not launched and len(steps) > 2:
-        phases = {launch.phase for launch in launches(events, steps[-2])}
-        method = "zero_grad" if phases == {"clip"} else "step" if phases <= {"clip", "step"} else "finish_grad_sync"
-        return f"{method} did not reset the state of step {steps[-2]}, so step {steps[-1]} refuses its first gradient."
-    if not launched:
-        return "the hook refuses the first gradient of all."
-    finishes = [place for place, event in list_step_events(events, steps[-1]) if event.get("phase") == "finish"]
-    if any(launched[0].place < place < passes[-1] for place in finishes):
-        return "after finish_grad_sync, state is left that makes the wrapper refuse the next backward of the same step."
-    if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
-        last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # scenarios may lack steps
-        if last.get("unsynced") and any(len(list_backward_passes(events, step)) > 1 for step in steps[1:-1]):
-            return READ_IN_FORWARD  # earlier steps were not refused: their forwards were inside no_sync, too
-        return FLAG_IGNORED if launched[0].place < passes[1] else INNER_NO_SYNC
-    is_same = launched[-1].name == ready[-1]
-    return "the hook runs twice for one gradient: it is registered twice." if is_same else ""
-
-
-SYMPTOMS = [Symptom("refusal", "RuntimeError", "", explain_refusal, line="^raise ")]

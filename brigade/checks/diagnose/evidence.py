@@ -11,13 +11,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from brigade.events import Event, Launch, drop_flags, follow_steps, launches, list_backward_passes, list_ready_gradients
+from brigade.events import (
+    Event,
+    Launch,
+    drop_flags,
+    follow_steps,
+    launches,
+    list_backward_passes,
+    list_ready_gradients,
+    list_step_events,
+)
 from brigade.progress import make_signature
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
 
 TOO_LARGE = "{} {}× too large, although every reduction has ReduceOp.AVG."
+FLAG_IGNORED = (
+    "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must be "
+    "False, and the hook must test it before it counts or launches anything."
+)
+READ_IN_FORWARD = "the flag of no_sync is read in forward. The hooks must read it, during backward."
+INNER_NO_SYNC = "an inner no_sync switches synchronisation on when it ends. It must restore the previous state."
 GATHERING = ("state_dict", "full_state_dict")  # methods that look local, but gather shards from every rank
 
 
@@ -151,6 +166,43 @@ def find_leftover(events: Sequence[Event]) -> str:
                     "reset this state."
                 )
     return ""
+
+
+def explain_refusal(events: Sequence[Event]) -> str:
+    """Explain why the submission's own `raise` refuses a gradient of a step that has one synchronising backward.
+
+    The record ends with the refusal.
+    """
+    steps = [None, *(event["step"] for event in events if event["kind"] == "step")]
+    phase = [event["phase"] for event in events if event["kind"] != "end"][-1:]  # another thread records an "end"
+    if phase != ["backward"]:
+        return ""
+    launched = launches(events, steps[-1], phase="backward")
+    passes = list_backward_passes(events, steps[-1])
+    ready = [name for place, name in list_ready_gradients(events, steps[-1]) if place > passes[-1]]
+    if not launched and len(ready) > 1:
+        return (
+            "gradients are counted for the wrong bucket. A lambda in a loop sees the last value of the loop variable, "
+            "so every hook counts for the last bucket."
+        )
+    if not launched and len(passes) > 1:
+        return "gradients that become ready inside no_sync are counted too."
+    if not launched and len(steps) > 2:
+        phases = {launch.phase for launch in launches(events, steps[-2])}
+        method = "zero_grad" if phases == {"clip"} else "step" if phases <= {"clip", "step"} else "finish_grad_sync"
+        return f"{method} did not reset the state of step {steps[-2]}, so step {steps[-1]} refuses its first gradient."
+    if not launched:
+        return "the hook refuses the first gradient of all."
+    finishes = [place for place, event in list_step_events(events, steps[-1]) if event.get("phase") == "finish"]
+    if any(launched[0].place < place < passes[-1] for place in finishes):
+        return "after finish_grad_sync, state is left that makes the wrapper refuse the next backward of the same step."
+    if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
+        last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # scenarios may lack steps
+        if last.get("unsynced") and any(len(list_backward_passes(events, step)) > 1 for step in steps[1:-1]):
+            return READ_IN_FORWARD  # earlier steps were not refused: their forwards were inside no_sync, too
+        return FLAG_IGNORED if launched[0].place < passes[1] else INNER_NO_SYNC
+    is_same = launched[-1].name == ready[-1]
+    return "the hook runs twice for one gradient: it is registered twice." if is_same else ""
 
 
 def select_sync_launches(events: Sequence[Event], step: int | None) -> list[Launch]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.checks.course_tests import import_from_tests
-from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.evidence import explain_refusal, find_leftover, join_names
 from brigade.course.modules import MODULES
 from brigade.course.syntax import parse_tree
 from brigade.events import Event
@@ -103,21 +103,25 @@ SYMPTOMS = [
             "use is None. Treat it as zeros.", line=r"\.grad\."),
     Symptom("world rank", "IndexError", "", explain_world_rank, file=r"get_rank\(\)"),
 ]  # fmt: skip
-LEFT_OVER = Symptom("left over", "", "", lambda failure, _: find_leftover(get_events(failure)))
+LAST_SYMPTOMS = [  # which apply to the wrappers of all modules
+    Symptom("refusal", "RuntimeError", "",
+            lambda failure, _: explain_refusal(get_events(failure)) if failure.own else "", line="^raise "),
+    Symptom("left over", "", "", lambda failure, _: find_leftover(get_events(failure))),
+]  # fmt: skip
 
 
 def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]:
     """Return the likely cause of a rank's exception and the name of the symptom, or ("", "") if there is none.
 
     The first symptom that applies counts: of the general ones, then of those of the modules, the last module first, and
-    then launches that differ from those of step 0.
+    then `LAST_SYMPTOMS`.
     """
     registering = [text for _, _, function, text in failure.frames[:-1] if function != "<lambda>"]
     if any(re.search(r"register_\w*hook\(", text) for text in registering) and failure.own:
         return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
     file, _, _, line = failure.frames[-1] if failure.frames else ("", 0, "", "")
     text = next((text for path, text in sources.values() if Path(path).name == file), "")
-    for symptom in itertools.chain(SYMPTOMS, list_symptoms_of_modules(), [LEFT_OVER]):
+    for symptom in itertools.chain(SYMPTOMS, list_symptoms_of_modules(), LAST_SYMPTOMS):
         match, in_file = re.search(symptom.message, failure.message), re.search(symptom.file, text, re.MULTILINE)
         is_there = re.search(symptom.line, line) and symptom.error in ("", failure.error)
         if match and in_file and is_there and not (symptom.not_own and failure.own):
