@@ -10,8 +10,7 @@ from brigade.checks.expectations import expect, expect_equal, format_ranks, repl
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
 from helpers.memory import WORLD, average, draw_sample, expect_delivered, run_with_little_memory
-from m00_ring import causes as diagnosis
-from m00_ring import scenario as m00_ring
+from m00_ring import causes, scenario
 
 DTYPES = (torch.int64, torch.float64)
 LARGE = 5 << 20  # elements of a tensor; in float64, it has 40 MiB
@@ -25,17 +24,17 @@ def test_shard_batch(submission):
     [world] = submission.worlds(1)
     for shape in ((12, 3), (24,), (12, 2, 2)):
         batch = draw(submission, shape, torch.float64)
-        [answers] = submission.run(m00_ring.shard, batch, [1, 2, 3, 4], world_size=world)
+        [answers] = submission.run(scenario.shard, batch, [1, 2, 3, 4], world_size=world)
         for rank, size in [(rank, world_size) for world_size in (1, 2, 3, 4) for rank in range(world_size)]:
             rows, count = answers.pop(0).get("rows"), len(batch) // size
             start, end = rank * count, (rank + 1) * count
             is_right = isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end])
             right = f"for a batch of {len(batch)} rows, shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}]"
-            why = partial(diagnosis.explain_rows, rows, batch, rank, size)
+            why = partial(causes.explain_rows, rows, batch, rank, size)
             expect(is_right, right, describe_rows(rows, batch), why)
     for num_rows in (7, 1):
         batch = draw(submission, (num_rows, 2), torch.float64)
-        [answers] = submission.run(m00_ring.shard, batch, [2, 3, 4], world_size=world)
+        [answers] = submission.run(scenario.shard, batch, [2, 3, 4], world_size=world)
         for answer, size in zip(answers, [2] * 2 + [3] * 3 + [4] * 4):
             right = (
                 f"shard_batch raises ValueError on every rank for {num_rows} row{'s'[: num_rows - 1]} and {size} ranks"
@@ -43,7 +42,7 @@ def test_shard_batch(submission):
             wrong = f"shard_batch raised {answer.get('error')}"
             if "rows" in answer:
                 wrong = f"shard_batch returned a tensor of shape {tuple(answer['rows'].shape)}"
-            expect(answer.get("error") == "ValueError", right, wrong, diagnosis.UNEVEN)
+            expect(answer.get("error") == "ValueError", right, wrong, causes.UNEVEN)
 
 
 @pytest.mark.parts("Part (b): through a root")
@@ -54,7 +53,7 @@ def test_sum_through_the_root(submission):
         expect_sums(results, tensors, group, "all_reduce_via_root")
         for step, rank in ((step, rank) for step in range(len(tensors)) for rank in group):
             peers = group[1:] if rank == group[0] else group[:1]
-            expect_messages(results, rank, step, peers, peers, diagnosis.OTHER_ROOT if group[0] else "")
+            expect_messages(results, rank, step, peers, peers, causes.OTHER_ROOT if group[0] else "")
 
 
 @pytest.mark.parts("Parts (c) and (d): the first lap")
@@ -75,7 +74,7 @@ def test_ring_all_gather(submission):
             shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
             what = f"after ring_all_gather of {tensors[step][0].numel()} elements on {format_ranks(group)}, every rank "
             what += "has chunk r of rank r of the group"
-            why = partial(diagnosis.explain_gathered, [tensors[step][rank] for rank in group])
+            why = partial(causes.explain_gathered, [tensors[step][rank] for rank in group])
             gathered = torch.cat(shards).view_as(tensors[step][0])
             expect_results(what, results, group, step, gathered, why)
         expect_ring(results, tensors, group, num_phases=1)
@@ -91,11 +90,11 @@ def test_ring_all_reduce(submission):
         expect_ring(results, tensors, group, num_phases=2)
     [world] = submission.worlds(1)
     names = ["all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"]
-    [errors] = submission.run(m00_ring.refuse, {"functions": names}, world_size=world)
+    [errors] = submission.run(scenario.refuse, {"functions": names}, world_size=world)
     for name, error in zip(names, errors):
         right = f"{name} raises ValueError for a tensor that is not contiguous"
         wrong = f"{name} raised {error or 'no exception'}"
-        expect(error == "ValueError", right, wrong, diagnosis.NOT_CONTIGUOUS)
+        expect(error == "ValueError", right, wrong, causes.NOT_CONTIGUOUS)
 
 
 @pytest.mark.points(1)
@@ -107,14 +106,14 @@ def test_ring_memory(submission):
         tensors = [draw(submission, (numel,), torch.float64) for _ in range(world)]
         jobs = [{"function": "ring_all_reduce", "tensor": tensor} for tensor in tensors]
         limit = 2 * 8 * -(-numel // world) + SMALL
-        with replace_cause(diagnosis.explain_messages):
-            results = submission.run(m00_ring.measure, PerRank(jobs), world_size=world, mode="record")
+        with replace_cause(causes.explain_messages):
+            results = submission.run(scenario.measure, PerRank(jobs), world_size=world, mode="record")
         for rank, most in enumerate(results):
             right = f"at any time, at most {limit - SMALL} bytes of new memory (two chunks) are alive. The tensor has "
             right += f"{8 * numel} bytes"
             wrong = f"{most} bytes were alive at the same time"
-            expect(most <= limit, right, wrong, partial(diagnosis.explain_memory, most, 8 * numel), rank=rank)
-    if run := run_with_little_memory(submission, m00_ring.reduce_large, {"numel": LARGE}, mib=79):
+            expect(most <= limit, right, wrong, partial(causes.explain_memory, most, 8 * numel), rank=rank)
+    if run := run_with_little_memory(submission, scenario.reduce_large, {"numel": LARGE}, mib=79):
         results, seeds = run
         at = draw_sample(submission.rng, LARGE)
         expect_delivered(results, 0, WORLD * average(seeds, 0, LARGE, at), "the sums of the ranks' chunks")
@@ -146,8 +145,8 @@ def run(submission, function, numels=(24, 23, 5, 2)):
         tensors = [[draw(submission, s, DTYPES[step % 2]) for _ in range(world)] for step, s in enumerate(shapes)]
         job = {"function": function} | ({} if groups == [list(range(world))] else {"groups": groups})
         jobs = [job | {"tensors": [own[rank] for own in tensors]} for rank in range(world)]
-        with replace_cause(diagnosis.explain_messages):
-            results = submission.run(m00_ring.reduce, PerRank(jobs), world_size=world)
+        with replace_cause(causes.explain_messages):
+            results = submission.run(scenario.reduce, PerRank(jobs), world_size=world)
         for group in groups:
             yield group, tensors, results
 
@@ -163,7 +162,7 @@ def expect_sums(results, tensors, group, function):
     for step, own in enumerate(tensors):
         what = f"after {function} of {own[0].numel()} elements on {format_ranks(group)}, every rank has the sum of "
         members = [own[rank] for rank in group]
-        why = partial(diagnosis.explain_sum, members, own)
+        why = partial(causes.explain_sum, members, own)
         expect_results(what + "their tensors", results, group, step, sum(members), why)
 
 
@@ -178,12 +177,12 @@ def expect_own_chunks(results, tensors, group):
             what = f"after ring_reduce_scatter on {format_ranks(group)}, rank {place} of the group has the sum of "
             what += f"elements {start}:{end} of {ends[-1]}"
             actual, expected = found["tensor"].flatten()[start:end].cpu(), sum(members).flatten()[start:end]
-            why = partial(diagnosis.explain_chunk, members, place, start, end)
+            why = partial(causes.explain_chunk, members, place, start, end)
             options = {"ranks": [rank], "tolerance": 0.0, "hypotheses": why}
             expect_equal(what, [{"the tensor": actual}], {"the tensor": expected}, **options)
             right, view = f"ring_reduce_scatter returns a view of elements {start}:{end} of the tensor", found["view"]
             is_right = view == [start if end > start else 0, end - start]
-            why = partial(diagnosis.explain_view, view, len(group))
+            why = partial(causes.explain_view, view, len(group))
             expect(is_right, right, describe_view(view), why, rank=rank)
 
 
@@ -202,14 +201,14 @@ def expect_ring(results, tensors, group, num_phases):
         count = num_phases * (size - 1)
         if numel >= size:
             launched = launches(results.events[group[place]], step)
-            why = partial(diagnosis.explain_ring, num_phases, launched, itemsize * -(-numel // size))
+            why = partial(causes.explain_ring, num_phases, launched, itemsize * -(-numel // size))
             expect_messages(results, group[place], step, [after] * count, [before] * count, why)
         sent = sum(launch.nbytes for launch in launches(results.events[group[place]], step) if launch.op == "send")
         limit = count * itemsize * -(-numel // size)
         right = f"a rank sends at most {'2' * (num_phases == 2)}(N − 1) chunks: {limit} bytes for {numel} elements on "
         right += f"{size} ranks"
         wrong = f"the step sent {sent} bytes"
-        expect(sent <= limit, right, wrong, diagnosis.WHOLE_TENSOR, rank=group[place], step=step)
+        expect(sent <= limit, right, wrong, causes.WHOLE_TENSOR, rank=group[place], step=step)
 
 
 def expect_messages(results, rank, step, to, source, likely_cause=""):
@@ -220,7 +219,7 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     has_barrier = any(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
     right = "the function calls only send, recv, isend, irecv and batch_isend_irecv"
     wrong = f"the step also made {summarize(collectives)}" if collectives else "the step also called a barrier"
-    expect(not collectives and not has_barrier, right, wrong, diagnosis.COLLECTIVE, **at)
+    expect(not collectives and not has_barrier, right, wrong, causes.COLLECTIVE, **at)
     for op, peers, (verb, past, side) in (
         ("send", to, ("sends", "sent", "to")),
         ("recv", source, ("receives", "received", "from")),
@@ -232,10 +231,10 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     raced, unawaited = [x for x in found if x.raced], [x for x in found if not x.waits]
     right = "no tensor changes between the call that sends or receives it and wait()"
     wrong = f"the tensor changed in {len(raced)} of {len(found)} messages"
-    expect(not raced, right, wrong, diagnosis.CHANGED, **at)
+    expect(not raced, right, wrong, causes.CHANGED, **at)
     right = "the function calls wait() on every handle of isend and irecv"
     wrong = f"the step did not call wait() on {len(unawaited)} of {len(found)} handles"
-    expect(not unawaited, right, wrong, diagnosis.NOT_AWAITED, **at)
+    expect(not unawaited, right, wrong, causes.NOT_AWAITED, **at)
 
 
 def format_messages(peers, side):

@@ -11,8 +11,7 @@ from helpers import training
 from helpers.easier import blame_visits
 from helpers.odd_steps import expect_idle_rank
 from helpers.steps import expect_interface
-from m01_naive_ddp import causes
-from m01_naive_ddp import scenario as m01_naive_ddp
+from m01_naive_ddp import causes, scenario
 
 JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 
@@ -26,7 +25,7 @@ def test_parameters_start_equal(submission):
         for states, events in collect_start_states(submission, case, world):
             expect_start(states, case, "parameters", events=events)
     case = submission.case("Transposed", world)
-    states = submission.run(m01_naive_ddp.broadcast, case.make_jobs(**JOB), world_size=world)
+    states = submission.run(scenario.broadcast, case.make_jobs(**JOB), world_size=world)
     expect_start(states, case, "parameters", events=states.events)
 
 
@@ -105,6 +104,6 @@ def test_subgroups(submission):
 
 def collect_start_states(submission, case, world):
     """Yield states and records of the ranks after broadcast_module_state alone, and after constructing NaiveDDP."""
-    for scenario in (m01_naive_ddp.broadcast, m01_naive_ddp.construct):
-        states = submission.run(scenario, case.make_jobs(**JOB), world_size=world)
+    for function in (scenario.broadcast, scenario.construct):
+        states = submission.run(function, case.make_jobs(**JOB), world_size=world)
         yield states, states.events

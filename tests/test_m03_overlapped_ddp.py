@@ -11,8 +11,7 @@ from brigade.checks.expectations import expect_equal, expect_gradients, overlaps
 from helpers import training
 from helpers.odd_steps import expect_second_backward, expect_silence, expect_unsynced
 from helpers.steps import expect_averages, expect_four_steps
-from m03_overlapped_ddp import causes
-from m03_overlapped_ddp import scenario as m03_overlapped_ddp
+from m03_overlapped_ddp import causes, scenario
 
 JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
 
@@ -100,7 +99,7 @@ def test_no_sync_restores_its_state(submission):
     """no_sync can be nested, and left by an exception. A second backward is averaged or raises RuntimeError."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3)
-    results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)
+    results = submission.run(scenario.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)
     for rank, events in enumerate(results.events):
         expect_parts(Step(events, rank, None), len(case.parameters()))
     texts = ("the sum over all three micro-batches", "the gradient of another wrapper, which finishes later")

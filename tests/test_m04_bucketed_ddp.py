@@ -28,8 +28,7 @@ from helpers.odd_steps import (
     expect_unsynced,
 )
 from helpers.steps import expect_averages, expect_four_steps
-from m04_bucketed_ddp import causes
-from m04_bucketed_ddp import scenario as m04_bucketed_ddp
+from m04_bucketed_ddp import causes, scenario
 
 CAP_BYTES = 600  # the cap in the checks below: a bucket contains a few parameters
 JOB = {"package": "m04_bucketed_ddp", "wrapper": "BucketedDDP", "arguments": {"bucket_cap_mb": CAP_BYTES / 2**20}}
@@ -53,10 +52,10 @@ def test_bucket_rule(submission):
         numels = [rng.randint(1, 60) for _ in range(rng.randint(1, 20))]
         drawn = [rng.choice(dtypes) for _ in numels]
         cases.append({"numels": numels, "dtypes": drawn, "cap_bytes": rng.randint(4, 400)})
-    [answers] = submission.run(m04_bucketed_ddp.plan, cases, world_size=1)
+    [answers] = submission.run(scenario.plan, cases, world_size=1)
     for case, buckets in zip(cases, answers):
         expect_buckets(case, buckets if case["numels"] else [bucket for bucket in buckets if bucket])
-    [counts] = submission.run(m04_bucketed_ddp.plan_model, "xl", list(XL), world_size=1)
+    [counts] = submission.run(scenario.plan_model, "xl", list(XL), world_size=1)
     for (cap, expected), count in zip(XL.items(), counts):
         why = partial(causes.explain_count, cap, count)
         At().equal(f"the XL model has {{}} buckets at a cap of {cap} MiB", count, expected, why)

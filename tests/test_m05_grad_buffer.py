@@ -25,8 +25,7 @@ from helpers.buffers import BUCKET_NUMEL, expect_zeroed, judge_order
 from helpers.easier import explain_late_launches
 from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages
-from m05_grad_buffer import causes
-from m05_grad_buffer import scenario as m05_grad_buffer
+from m05_grad_buffer import causes, scenario
 from m05_grad_buffer.expected import compute_layout
 
 JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bucket_numel": BUCKET_NUMEL}}
@@ -53,7 +52,7 @@ def test_layout_rule(submission):
         keywords = {"pad_for_busbw": True} if rng.random() < 0.3 else {}
         cases.append({"arguments": [numels, bucket_numel, dp_size], "keywords": keywords})
     cases.sort(key=lambda case: len(case["arguments"][0]))  # the first wrong plan, which a student sees, is small
-    [answers] = submission.run(m05_grad_buffer.plan_layouts, cases, world_size=1)
+    [answers] = submission.run(scenario.plan_layouts, cases, world_size=1)
     for case, answer in zip(cases, answers):
         call = f"plan_layout({', '.join(map(str, case['arguments']))}{', pad_for_busbw=True' * bool(case['keywords'])})"
         is_aligned, what = all(start % 64 == 0 for start, _ in answer["param_ranges"]), f"in the layout of {call}, "
@@ -63,7 +62,7 @@ def test_layout_rule(submission):
         for field, find in causes.LAYOUT.items():
             got, why = f"{field} = {answer[field]}", partial(find, answer, layout, **case)
             At().claim(f"{call} returns {field} = {layout[field]}", answer[field] == layout[field], got, why)
-    [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
+    [frozen] = submission.run(scenario.is_frozen, world_size=1)
     what = "a BufferLayout cannot be changed: it is a dataclass with frozen=True"
     At().claim(what, frozen, "a value could be assigned to numel")
 
@@ -79,7 +78,7 @@ def test_buffer_memory(submission):
         shapes = [(rng.randint(1, 20), rng.randint(2, 30)) for _ in range(rng.randint(4, 7))]
         values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         job = {"values": values, "bucket_numel": BUCKET_NUMEL, "grad_dtype": grad_dtype}
-        [states] = submission.run(m05_grad_buffer.move_buffer, job, world_size=1)
+        [states] = submission.run(scenario.move_buffer, job, world_size=1)
         what = "a parameter whose gradient is None has none after it is in a GradBuffer"
         At().claim(what, states["after construction"]["is_unset"], "p.grad is a tensor")
         starts = [start for start, _ in compute_layout([v.numel() for v in values], BUCKET_NUMEL, 1)["param_ranges"]]
@@ -110,7 +109,7 @@ def test_gradients_are_views(submission):
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
         names, layout = lay_out(case, world)
-        results = submission.run(m05_grad_buffer.train, case.make_jobs(zero=form, late=False, **JOB), world_size=world)
+        results = submission.run(scenario.train, case.make_jobs(zero=form, late=False, **JOB), world_size=world)
         for step in each_step(results.events, 3):
             buffers = results[step.rank]["buffers"][step.number]
             numels = [buffer["numel"] for buffer in buffers]
@@ -122,9 +121,7 @@ def test_gradients_are_views(submission):
                 step.equal(what, buffers[0]["offsets"].get(name), start, why)
     for model in ("Plain", "MixedDtypes"):
         case = submission.case(model, world)
-        results = submission.run(
-            m05_grad_buffer.measure_steady_step, case.make_jobs(**JOB), world_size=world, mode="record"
-        )
+        results = submission.run(scenario.measure_steady_step, case.make_jobs(**JOB), world_size=world, mode="record")
         numels = [p.numel() for p in case.parameters().values()]
         gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
         for rank, result in enumerate(results):
@@ -156,7 +153,7 @@ def test_buckets_overlap_with_backward(submission):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
         names, layout = lay_out(case, world)
         jobs = case.make_jobs(proven=1, **ZEROED, **JOB)
-        results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
+        results = submission.run(scenario.train, jobs, world_size=world)
         expected = [end - start for start, end in layout["bucket_ranges"]]
         for step in each_step(results.events, 2):
             launched, buffers = step.launches(), results[step.rank]["buffers"][step.number]
@@ -207,7 +204,7 @@ def test_main_grad_accumulates_in_fp32(submission):
         arguments = {"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
         common = JOB | {"sizes": sizes, "set_to_none": set_to_none, "arguments": arguments}
         jobs = PerRank(common | {"batches": own} for own in batches)
-        results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
+        results = submission.run(scenario.accumulate, jobs, world_size=world)
         for rank, result in enumerate(results):
             absent = [int(i) for i, main_grad in result["steps"][0]["main_grad"].items() if main_grad is None]
             what = "with grad_dtype=float32, bf16 parameters without main_grad: {}"
@@ -253,7 +250,7 @@ def test_one_buffer_per_dtype(submission):
         job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}
         wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
         with replace_cause(partial(causes.find_buffer_dtype, wide)):
-            results = submission.run(m05_grad_buffer.train, case.make_jobs(**ZEROED, **job), world_size=world)
+            results = submission.run(scenario.train, case.make_jobs(**ZEROED, **job), world_size=world)
         expected = {}
         for name, parameter in case.parameters().items():
             expected.setdefault(parameter.dtype, set()).add(name)

@@ -26,8 +26,7 @@ from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_ol
 from helpers.steps import expect_all_kinds_of_steps, expect_averages, split_ranks
 from m05_grad_buffer import scenario as m05_grad_buffer
 from m05_grad_buffer.expected import compute_layout
-from m06_coalesced import causes
-from m06_coalesced import scenario as m06_coalesced
+from m06_coalesced import causes, scenario
 
 FUNCTIONS = {  # public names; torch 2.13 renamed two of them and still has the old names
     "all_reduce": ["all_reduce"],
@@ -62,7 +61,7 @@ def test_coalesce_is_one_launch(submission):
                 several = [kind] * submission.rng.randint(2, 5)
                 blocks.append((kind[0], name, draw_calls(submission.rng, world, len(groups[0]), several, name)))
         jobs = PerRank({"groups": groups, "blocks": [calls[r] for _, _, calls in blocks]} for r in range(world))
-        results = submission.run(m06_coalesced.run_blocks, jobs, world_size=world)
+        results = submission.run(scenario.run_blocks, jobs, world_size=world)
         for group in groups:
             for index, rank in enumerate(group):
                 for number, (op, name, calls) in enumerate(blocks):
@@ -101,7 +100,7 @@ def test_coalesce_refuses_mixtures(submission):
         {"blocks": [block[rank] for block in calls], "nested": len(blocks) - 2, "after": after[rank], "labels": None}
         for rank in range(world)
     )
-    results = submission.run(m06_coalesced.run_refused_blocks, jobs, world_size=world)
+    results = submission.run(scenario.run_refused_blocks, jobs, world_size=world)
     for number, (label, compared, _) in enumerate(blocks):
         for rank, result in enumerate(results):
             raised, launched = result[number]["raised"], list_launches(results, rank, number)
@@ -150,7 +149,7 @@ def test_bucket_group(submission):
         ]
         common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups, "labels": [0, 1, 2, 3]}
         results = submission.run(
-            m06_coalesced.sync_bucket_groups, PerRank(common | tensors for tensors in own), world_size=world
+            scenario.sync_bucket_groups, PerRank(common | tensors for tensors in own), world_size=world
         )
         layout = compute_layout([value.numel() for value in own[0]["params"]], BUCKET_NUMEL, len(groups[0]))
         lengths = [sum(end - start for start, end in (layout["bucket_ranges"][i] for i in g)) for g in indices]
@@ -188,7 +187,7 @@ def test_shards_without_gather(submission):
     for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
         case = submission.case("Plain", world, steps=3, dtype=F64, group=split_ranks(world)[0])
         jobs = case.make_jobs(groups=split_ranks(world), **make_job(buckets_per_group))
-        results = submission.run(m06_coalesced.train_on_shards, jobs, world_size=world)
+        results = submission.run(scenario.train_on_shards, jobs, world_size=world)
         names = list(reversed(case.parameters()))
         layout = compute_layout(
             [p.numel() for p in reversed(case.parameters().values())], BUCKET_NUMEL, len(case.group)

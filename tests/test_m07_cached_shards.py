@@ -21,8 +21,7 @@ from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_group_overlap, expect_zeroed, list_groups, require_halves
 from helpers.odd_steps import expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps
-from m07_cached_shards import causes
-from m07_cached_shards import scenario as m07_cached_shards
+from m07_cached_shards import causes, scenario
 
 JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
 
@@ -61,7 +60,7 @@ def test_steady_step_makes_no_view(submission):
         jobs = case.make_jobs(
             gather_grads=gather_grads, moves=[0, 0, 0, 1, 0], **make_job(buckets_per_group, grad_dtype=grad_dtype)
         )
-        results = submission.run(m07_cached_shards.run_steps, jobs, world_size=world)
+        results = submission.run(scenario.run_steps, jobs, world_size=world)
         numels = list_bucket_numels(case, world)
         volume = sum(numels)
         for step in (step for step in each_step(results.events, 3) if step.number == 2):
@@ -89,7 +88,7 @@ def test_views_follow_the_buffer(submission):
         jobs = case.make_jobs(
             gather_grads=gather_grads, moves=moves, labels=[*range(5)], **late, **make_job(2, grad_dtype=torch.float64)
         )
-        results = submission.run(m07_cached_shards.run_steps, jobs, world_size=world)
+        results = submission.run(scenario.run_steps, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)
             own = [case.gradients([rank], micro) for rank in range(world)]
@@ -120,7 +119,7 @@ def test_launches_are_those_of_module_6(submission):
     for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
         jobs = case.make_jobs(proven=1, gather_grads=gather_grads, moves=[0] * 3, **make_job(buckets_per_group))
-        results = submission.run(m07_cached_shards.run_steps, jobs, world_size=world)
+        results = submission.run(scenario.run_steps, jobs, world_size=world)
         groups = list_groups(case.parameters(), world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
         setting = f" (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"

@@ -16,8 +16,7 @@ from helpers.easier import blame_visits
 from helpers.zero import draw_case, expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
-from m09_prefetched_weights import causes
-from m09_prefetched_weights import scenario as m09_prefetched_weights
+from m09_prefetched_weights import causes, scenario
 
 JOB = {
     "package": "m09_prefetched_weights",
@@ -69,7 +68,7 @@ def test_step_waits_for_no_weights(submission):
     for world, model, per_group in zip(submission.worlds(2, 3), ("Plain", "MixedDtypes"), (2, 1)):
         case = submission.case(model, world, steps=3, hidden_layers=5)
         jobs = make_jobs(case, make_recipe("SGD"), per_group)
-        results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
+        results = submission.run(scenario.observe, jobs, world_size=world)
         numels = sorted(numel for _, numel, _ in list_forward_groups(build(case), world, per_group))
         for step in each_step(results.events, 3):
             gathers, why = list_gathers(step), partial(causes.explain_gathers, numels)
@@ -88,7 +87,7 @@ def test_weights_are_awaited_just_before_use(submission):
         case = submission.case(model, world, steps=4, hidden_layers=hidden_layers, forward_borders=True)
         still = {"optimizer": "SGD", "options": {"lr": 1e-6}}  # then the values at all borders are known
         jobs = make_jobs(case, still, per_group, bucket_numel, proven=4)
-        results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
+        results = submission.run(scenario.observe, jobs, world_size=world)
         module = build(case)
         expected = count_waits(module, list_forward_groups(module, world, per_group, bucket_numel))
         for step in each_step(results.events, 4):
@@ -107,7 +106,7 @@ def test_groups_that_no_forward_used(submission):
         for job in jobs:  # the first forward uses the layer `left` or the first block, which the later ones skip
             for [batch] in job["batches"][1:]:
                 batch["branch"] = -1 if model == "Branches" else 1  # `right`, or all other blocks
-        results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
+        results = submission.run(scenario.observe, jobs, world_size=world)
         for step in each_step(results.events, 4):
             early, end = find_early_module(step.events, step.number), find_write(step.events, step.number + 1)
             step.claim(
@@ -152,7 +151,7 @@ def test_complete_weights_elsewhere(submission):
         # With a bucket for each parameter, nobody else waits for the weights of a layer or a ParameterList.
         bucket_numel = BUCKET_NUMEL if model == "Plain" else 1
         jobs_per_call.append(make_jobs(case, recipe, 1, bucket_numel, read=reader, probe=probe, labels=[0, 1, 2]))
-    all_results = submission.run_each(m09_prefetched_weights.read_weights, jobs_per_call)
+    all_results = submission.run_each(scenario.read_weights, jobs_per_call)
     settings = zip(readers.items(), cases, recipes, jobs_per_call)
     for ((reader, (_, steps)), case, recipe, jobs), results in zip(settings, all_results):
         expected = step_alone(case, recipe, steps)

@@ -17,8 +17,7 @@ from helpers.zero import expect_norms, expect_trained, expect_views, get_roundin
 from m08_zero_optimizer import causes as zero_causes
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights, train_alone
-from m10_grad_shards import causes
-from m10_grad_shards import scenario as m10_grad_shards
+from m10_grad_shards import causes, scenario
 
 JOB = {
     "package": "m10_grad_shards",
@@ -56,9 +55,9 @@ def test_equals_unsharded(submission):
         judge = partial(expect_unsharded, submission, jobs, case, recipe)
         with (
             replace_cause(partial(causes.explain_failed_run, groups)),
-            blame_visits(submission, jobs, judge, m10_grad_shards.train),
+            blame_visits(submission, jobs, judge, scenario.train),
         ):
-            results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+            results = submission.run(scenario.train, jobs, world_size=world)
             judge(results)
         for rank in case.group:
             expect_views(results[rank], rank)
@@ -94,7 +93,7 @@ def test_gradient_memory(submission):
     start = submission.rng.randrange(1 << 40)
     arguments = {"bucket_numel": LARGE, "max_live_buckets": 1, "grad_dtype": torch.float64}
     job = JOB | {"start": start, "count": COUNT, "numel": LARGE, "dtype": torch.float32, "arguments": arguments}
-    if run := run_with_little_memory(submission, m10_grad_shards.train_large, job, mib=60):
+    if run := run_with_little_memory(submission, scenario.train_large, job, mib=60):
         results, seeds = run
         expected = [average(seeds, i, LARGE, draw_sample(submission.rng, LARGE), torch.float32) for i in range(COUNT)]
         expect_delivered(results, 0, len(results) * torch.cat(expected), "the averages of all gradients")
@@ -109,7 +108,7 @@ def test_live_buckets(submission):
             expect_bounded_launches(step.launches("reduce_scatter"), groups, max_live)
     [world] = submission.worlds(2)
     jobs = make_jobs(submission.case("Plain", world), values=[0, -1, 1])
-    for rank, answers in enumerate(submission.run(m10_grad_shards.refuse, jobs, world_size=world)):
+    for rank, answers in enumerate(submission.run(scenario.refuse, jobs, world_size=world)):
         got, what = [answer or "accepted" for answer in answers], "the values 0, -1 and 1 of max_live_buckets: {}"
         At(rank).equal(what, got, ["ValueError", "ValueError", "accepted"], causes.NO_VALUE_ERROR)
 
@@ -128,7 +127,7 @@ def test_accumulation(submission):
         interrupted = 1 if model == "Plain" else None  # before the step in which a rank is idle
         common = {"finish_each": finish_each, "micro_batches": micro_batches, "interrupted": interrupted}
         jobs = make_jobs(case, recipe=recipe, **common)
-        results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+        results = submission.run(scenario.train, jobs, world_size=world)
         expect_no_gradient(results, case)
         how = "finish_grad_sync after each" if finish_each else "no_sync"
         what = f"weights after 6 steps of Adam with {micro_batches} micro-batches and {how} are the plain optimizer's"
@@ -150,7 +149,7 @@ def test_accumulation(submission):
             compute_weights(case, recipe),
             evidence=Evidence(causes.NO_FINISH),
         )
-    results = submission.run(m10_grad_shards.collect_points, make_jobs(case, orders=ORDERS), world_size=world)
+    results = submission.run(scenario.collect_points, make_jobs(case, orders=ORDERS), world_size=world)
     for rank, points in enumerate(results):
         one = points["one"]
         for name, factor in POINTS.items():
@@ -190,7 +189,7 @@ def test_volume_and_dtypes(submission):
     for world, (dtype, grad_dtype) in zip(submission.worlds(2, 3), dtypes):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         jobs = make_jobs(case, 2, grad_dtype, recipe=make_recipe("AdamW"), finish_each=False, micro_batches=1)
-        results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+        results = submission.run(scenario.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
         weights, is_wider = str(dtype).removeprefix("torch."), grad_dtype.itemsize > dtype.itemsize
         for step in each_step(results.events, 3):
@@ -211,7 +210,7 @@ def test_volume_and_dtypes(submission):
     job = {"weights": ones, "inputs": ones, "count": 300, "arguments": arguments}
     jobs = submission.case("Plain", world).make_jobs(**JOB, **job)
     clipped = 1 - 200**-0.5  # the norm of 200 ones is the root of 200
-    for rank, result in enumerate(submission.run(m10_grad_shards.accumulate_many, jobs, world_size=world)):
+    for rank, result in enumerate(submission.run(scenario.accumulate_many, jobs, world_size=world)):
         what = "with grad_dtype=torch.float32, 300 micro-batches in no_sync whose gradients are 1 accumulate to {}"
         At(rank).equal(what, result["largest"], 300.0, causes.NARROW_SUM * (result["largest"] == 256))
         At(rank).claim(
@@ -249,7 +248,7 @@ def measure(submission, *more):
         models, limits = zip(*pairs)
         cases = [submission.case(model, world, steps=2, hidden_layers=10) for model in models]
         jobs_per_call = [make_jobs(case, max_live, proven=1) for case, max_live in zip(cases, limits)]
-        yield from zip(cases, limits, submission.run_each(m10_grad_shards.measure, jobs_per_call))
+        yield from zip(cases, limits, submission.run_each(scenario.measure, jobs_per_call))
 
 
 def expect_bounded_launches(launched, buckets, max_live):

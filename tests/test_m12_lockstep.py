@@ -17,8 +17,7 @@ from brigade.checks.expectations import (
     replace_cause,
 )
 from brigade.events import launches, list_backward_passes, list_ready_gradients, list_step_events
-from m12_lockstep import causes as diagnosis
-from m12_lockstep import scenario as scenarios
+from m12_lockstep import causes, scenario
 from m12_lockstep.causes import SMALL
 from m12_lockstep.expected import find_reason, split_into_steps, train_alone
 from m12_lockstep.scenario import FIELDS, IGNORED, PLAIN
@@ -42,22 +41,22 @@ def test_assignment(submission):
     """assign_sequences gives every index to one rank, and no rank more than the mean plus the longest sequence."""
     [world] = submission.worlds(2)
     problems = draw_assignments(submission.rng)
-    results = submission.run(scenarios.assign, {"problems": problems}, world_size=world)
+    results = submission.run(scenario.assign, {"problems": problems}, world_size=world)
     for number, (lengths, num_ranks) in enumerate(problems):
         parts, *others = [result[number] for result in results]
         setting = f"for {len(lengths)} sequences of {join_names(lengths, 6) or 'no'} tokens and {num_ranks} ranks, "
         indices = sorted(index for part in parts for index in part)
         right = f"{setting}assign_sequences returns {num_ranks} lists, with every index in one of them"
         wrong = f"{len(parts)} lists with {len(indices)} indices, {len(set(indices))} of them different"
-        why = partial(diagnosis.explain_indices, lengths, parts)
+        why = partial(causes.explain_indices, lengths, parts)
         expect(len(parts) == num_ranks and indices == list(range(len(lengths))), right, wrong, why)
         heaviest = max(sum(lengths[index] for index in part) for part in parts)
         bound = sum(lengths) / num_ranks + max(lengths, default=0)
         right = f"{setting}the heaviest rank has at most the mean plus the longest sequence: {bound:g} tokens"
-        why = partial(diagnosis.explain_loads, lengths, num_ranks, parts)
+        why = partial(causes.explain_loads, lengths, num_ranks, parts)
         expect(heaviest <= bound, right, f"the heaviest rank has {heaviest} tokens", why)
         is_equal = all(other == parts for other in others)
-        expect(is_equal, f"{setting}all ranks compute the same", "the ranks differ", diagnosis.NOT_DETERMINISTIC)
+        expect(is_equal, f"{setting}all ranks compute the same", "the ranks differ", causes.NOT_DETERMINISTIC)
 
 
 # ---- one step
@@ -110,7 +109,7 @@ def test_collectives(submission):
     settings = [(wrapper, [[1, 3, 2], [2, 1, 0]], {}) for wrapper in (BUCKETED, CACHED_ZERO)]
     without_tokens = partial(ignore, step=2, ranks=[0], part=slice(-1, None))  # this rank's last backward
     common = {"labels": [PLAIN, None, 0, 1, 2], **SGD}
-    for results, _, _ in run_cases(submission, 2, settings, scenarios.count_collectives, without_tokens, **common):
+    for results, _, _ in run_cases(submission, 2, settings, scenario.count_collectives, without_tokens, **common):
         for at, events, launched in list_steps(results.events if len(results) > 1 else [], 3):
             expect_collectives(events, launched, at)
 
@@ -165,7 +164,7 @@ def test_one_decision(submission):
             change = float((before[name] - after[name]).flatten()[-1])
             wrong = "it is skipped" if is_skipped else f"it is not skipped, and the weight changes by {change:.3g}"
             is_right = not is_skipped and abs(change - 0.5) < 1e-3
-            expect(is_right, right, wrong, diagnosis.NARROW_NORM if is_skipped else "", rank=rank)
+            expect(is_right, right, wrong, causes.NARROW_NORM if is_skipped else "", rank=rank)
 
 
 # ---- the end of the data
@@ -182,7 +181,7 @@ def test_run(submission):
         (CACHED, [[1, 2], [3, 0], [0, 2]], {"micro_batches": 1}),
     )
     without_tokens = partial(ignore, step=0, part=slice(2, 4))  # in the first setting, such a step is not the end
-    for results, case, job in run_cases(submission, 3, settings, scenarios.run, without_tokens, **SGD):
+    for results, case, job in run_cases(submission, 3, settings, scenario.run, without_tokens, **SGD):
         expect_epochs(results, case, job)
 
 
@@ -200,13 +199,13 @@ def test_iterable_raises(submission):
             ([[1], [1], [1]], 1, world - 1, 1, "ValueError"),  # when no rank has data left
         )
     ]
-    for results, case, job in run_cases(submission, world, settings, scenarios.run, **SGD):
+    for results, case, job in run_cases(submission, world, settings, scenario.run, **SGD):
         micro_batches, (failing, fails_at, kind) = job["micro_batches"], job["fails"].values()
         steps = max(fails_at, 0) // micro_batches
         where = f"if the iterable of rank {failing} raises {kind} instead of its batch {fails_at}"
         for rank, [answer] in enumerate(results):
             wanted, got = ("the exception itself" if rank == failing else "RuntimeError"), answer["raised"]
-            why = partial(diagnosis.explain_raised, got, rank == failing)
+            why = partial(causes.explain_raised, got, rank == failing)
             expect(got == wanted, f"{where}, run raises {wanted}", f"it raised {got or 'nothing'}", why, rank=rank)
         case.batches = [split_into_steps(batches, micro_batches, steps) for [batches] in case.batches]
         expect_equal(
@@ -214,7 +213,7 @@ def test_iterable_raises(submission):
             [answer["weights"] for [answer] in results],
             train_alone(case, job)["weights"][-1],
             tolerance=MANY_STEPS,
-            evidence=partial(diagnosis.find_wrong_steps, results, steps),
+            evidence=partial(causes.find_wrong_steps, results, steps),
         )
 
 
@@ -233,8 +232,8 @@ def draw_assignments(rng):
     return fixed + [(lengths, rng.randint(1, 8)) for lengths in drawn]
 
 
-def run_cases(submission, world, settings, scenario=scenarios.train, prepare=lambda case: {}, **common):
-    """Run the scenario for each (wrapper, counts, options), on the same ranks. Return results, case and job of each.
+def run_cases(submission, world, settings, function=scenario.train, prepare=lambda case: {}, **common):
+    """Run the function for each (wrapper, counts, options), on the same ranks. Return results, case and job of each.
 
     The options "model", "scale", "branches" and "groups" make the case. Only the first group is compared. `prepare`
     changes a case, and may return more options.
@@ -245,8 +244,8 @@ def run_cases(submission, world, settings, scenario=scenarios.train, prepare=lam
         options |= {"groups": [[0]]} if world == 1 else {}
         cases.append(make_case(submission, counts[:world], options))
         jobs.append(cases[-1].make_jobs(**common, **options, **(prepare(cases[-1]) or {})))
-    with replace_cause(diagnosis.explain_failed_run):
-        return zip(submission.run_each(scenario, jobs), cases, (own[0] for own in jobs))
+    with replace_cause(causes.explain_failed_run):
+        return zip(submission.run_each(function, jobs), cases, (own[0] for own in jobs))
 
 
 def make_case(submission, counts, options):
@@ -291,8 +290,8 @@ def expect_weights(results, case, job, alone, tolerance=MANY_STEPS):
             weights,
             ranks=case.group,
             tolerance=tolerance,
-            hypotheses=partial(diagnosis.suspect_weights, case, job, step),
-            evidence=partial(diagnosis.find_missing_clip, results.events, job),
+            hypotheses=partial(causes.suspect_weights, case, job, step),
+            evidence=partial(causes.find_missing_clip, results.events, job),
         )
 
 
@@ -307,7 +306,7 @@ def expect_results(results, case, job, alone):
                 is_right = value == right or abs(value - right) <= RESULT * abs(right) < math.inf
                 is_right |= math.isnan(right) and math.isnan(value)
                 texts = [str(right), str(value)] if name == "is_skipped" else format_distinct(right, value)
-                why = partial(diagnosis.explain_result, name, returned, expected, case.group.index(rank), reason)
+                why = partial(causes.explain_result, name, returned, expected, case.group.index(rank), reason)
                 expect(is_right, f"{name} is {texts[0]}{reason}", f"it is {texts[1]}", why, rank=rank, step=step)
             if expected[2] and "poison" in job:
                 expect_bits(results[rank], reason, rank, step)
@@ -319,9 +318,9 @@ def expect_bits(result, reason, rank, step):
         before, after = result[what][step : step + 2]
         changed = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
         right, wrong = f"a skipped step keeps the {what}{reason}", f"{join_names(changed)} changed"
-        expect(not changed, right, wrong, diagnosis.STEPPED, rank=rank, step=step)
+        expect(not changed, right, wrong, causes.STEPPED, rank=rank, step=step)
     left, right = result["left"][step], "after a skipped step, gradients are None or zero"
-    expect(not left, right, f"those of {join_names(left)} are not", diagnosis.GRADIENTS_LEFT, rank=rank, step=step)
+    expect(not left, right, f"those of {join_names(left)} are not", causes.GRADIENTS_LEFT, rank=rank, step=step)
 
 
 def expect_collectives(events, launched, at):
@@ -333,13 +332,13 @@ def expect_collectives(events, launched, at):
     expect(not missing, right, f"it does not make {describe_launches(missing)}", **at)
     is_small = added.total() <= 2 and all(nbytes <= SMALL for _, _, nbytes in added)
     right = f"beside the collectives of a plain step, the step makes at most two, of at most {SMALL} bytes each"
-    why = partial(diagnosis.explain_added, added, needed)
+    why = partial(causes.explain_added, added, needed)
     expect(is_small, right, f"it adds {describe_launches(added)}", why, **at)
     if passes := list_backward_passes(events, at["step"]):
         first = next(x for x in launched if x.nbytes > SMALL).place
-        wrong, why = ("in an earlier", diagnosis.NOT_LAST)
+        wrong, why = ("in an earlier", causes.NOT_LAST)
         if first > passes[-1]:
-            wrong, why = ("after the last", diagnosis.ALL_QUIET)
+            wrong, why = ("after the last", causes.ALL_QUIET)
         is_right = passes[-1] < first < list_ready_gradients(events, at["step"])[-1][0]
         right = "the wrapper begins to reduce in this rank's last backward"
         expect(is_right, right, f"it begins {wrong} backward", why, **at)
@@ -375,20 +374,20 @@ def expect_epochs(results, case, job):
             got, reads = [total for _, total, _ in answer["results"]], answer["reads"]
             right = f"run returns the results of {count} steps with {join_names(totals)} tokens{setting}"
             wrong = f"it returned {len(got)} results with {join_names(got) or 'no'} tokens"
-            why = partial(diagnosis.explain_num_steps, got, totals, own, micro_batches)
+            why = partial(causes.explain_num_steps, got, totals, own, micro_batches)
             expect(got == totals and not answer["raised"], right, wrong, why, **at)
             is_right = all(taken <= most for taken, most in zip(reads, taken_at))
             right = f"before step k, run has taken at most k · {micro_batches} + 1 batches{setting}"
             wrong = f"it had taken {join_names(reads)} batches before its steps"
-            expect(is_right, right, wrong, diagnosis.READ_AHEAD, **at)
+            expect(is_right, right, wrong, causes.READ_AHEAD, **at)
             small = [x for x in count_launches(results.events[rank], epoch).elements() if x[2] <= SMALL]
             is_right = len(small) <= 2 * count + 2 or case.world_size == 1
             right = f"run adds at most 2 small collectives per step, and 2 at the end: {2 * count + 2}{setting}"
-            expect(is_right, right, f"it adds {len(small)}", diagnosis.TOO_MANY, **at)
+            expect(is_right, right, f"it adds {len(small)}", causes.TOO_MANY, **at)
         expect_equal(
             f"after call {epoch + 1} of run, the weights are those of one process that gets the same batches{setting}",
             [results[rank][epoch]["weights"] for rank in case.group],
             expected["weights"][first + count],
             tolerance=MANY_STEPS,
-            hypotheses=partial(diagnosis.suspect_weights, case, job, first + count),
+            hypotheses=partial(causes.suspect_weights, case, job, first + count),
         )

@@ -7,9 +7,8 @@ import pytest
 
 from brigade.checks.expectations import expect, join_names
 from brigade.course.modules import ROOT
-from m13_post_mortem import causes as diagnosis
+from m13_post_mortem import causes, scenario
 from m13_post_mortem import expected as jobs
-from m13_post_mortem import scenario as scenarios
 
 DUMPS = ROOT / "tests" / "m13_post_mortem" / "dumps"
 VERSIONS = ("2.11", "2.13", "2.15")  # of torch, which recorded the dumps
@@ -119,7 +118,7 @@ def test_program(submission):
     first, second, _ = jobs["2.13", "skip"]
     broken = {"truncated": first[:-1], "empty": "", "binary": "\x80\x02}q", "foreign": "[1, 2]", "missing": None}
     runs = [*jobs.values(), *([second, first, text] for text in broken.values())]
-    [answers] = submission.run(scenarios.run_main, {"runs": runs}, world_size=world)
+    [answers] = submission.run(scenario.run_main, {"runs": runs}, world_size=world)
     for ((version, name), dumps), (result, printed, _) in zip(jobs.items(), answers):
         where = f"for the dumps of hang.py {name}, torch {version}"
         right = 0 if name == "healthy" else 1
@@ -130,7 +129,7 @@ def test_program(submission):
             is_right = any(all(word in line for word in words) for line in printed.splitlines())
             expect(is_right, f"{where}, main prints a line with {join_names(words)}", f"it printed {printed!r}")
         expect_words(printed, CULPRITS[name], f"{where}, the text")
-    expect_refusals(broken, answers[len(jobs) :], diagnosis.UNREADABLE)
+    expect_refusals(broken, answers[len(jobs) :], causes.UNREADABLE)
 
 
 @pytest.mark.points(1)
@@ -146,10 +145,10 @@ def test_jobs_folders_and_pages(submission):
         "of a job with another name": json.dumps(record | {"job": "another"}),
     }
     runs = [[second, first, text] for text in foreign.values()]
-    [answers] = submission.run(scenarios.run_main, {"runs": runs}, world_size=world)
-    expect_refusals(foreign, answers, diagnosis.OTHER_JOB)
+    [answers] = submission.run(scenario.run_main, {"runs": runs}, world_size=world)
+    expect_refusals(foreign, answers, causes.OTHER_JOB)
     job = {"runs": [[first, second, third]], "as_folder": True, "with_page": True}
-    [[[result, printed, page]]] = submission.run(scenarios.run_main, job, world_size=world)
+    [[[result, printed, page]]] = submission.run(scenario.run_main, job, world_size=world)
     expect(
         result == 1, "for a folder with three dumps, main returns 1", f"it returned {result} and printed {printed!r}"
     )
@@ -180,7 +179,7 @@ def ask(submission, function, drawn):
     [world] = submission.worlds(1)
     traces = [job[2] for job in drawn]
     job = {"function": function, "jobs": json.dumps(traces)}
-    [text] = submission.run(scenarios.examine, job, world_size=world)
+    [text] = submission.run(scenario.examine, job, world_size=world)
     return zip(traces, json.loads(text))
 
 
@@ -208,7 +207,7 @@ def expect_alignment(submission, drawn):
         expected = sorted([*key, describe_row(row)] for key, row in jobs.align(traces).items())
         right, returned = list_numbers(expected), list_numbers(got)
         wrong = f"it returned {returned}{' with other calls' if returned == right else ''}"
-        why = partial(diagnosis.explain_alignment, traces, got, expected)
+        why = partial(causes.explain_alignment, traces, got, expected)
         expect(got == expected, f"for {jobs.describe(traces)}, align returns {right}", wrong, why)
 
 
@@ -218,7 +217,7 @@ def expect_divergence(submission, drawn):
         place = jobs.choose_divergence(traces)
         expected = place and [*place[:2], describe_row(place[2])]
         right = f"for {jobs.describe(traces)}, find_divergence returns {describe_place(expected)}"
-        why = partial(diagnosis.explain_place, traces, got, expected)
+        why = partial(causes.explain_place, traces, got, expected)
         expect(got == expected, right, describe_place(got), why)
 
 
@@ -229,7 +228,7 @@ def expect_finding(submission, kinds):
         got_kind, ranks, *place, text = answer
         right = f"for {jobs.describe(traces)}, diagnose finds {kind!r} and the culprits {culprits}"
         wrong = f"it found {got_kind!r} and the culprits {ranks}"
-        why = partial(diagnosis.explain_finding, traces, kind, culprits, got_kind, ranks)
+        why = partial(causes.explain_finding, traces, kind, culprits, got_kind, ranks)
         expect((got_kind, ranks) == (kind, culprits), right, wrong, why)
         has_place, words = kind not in ("dead", "unseen", "healthy"), [str(rank) for rank in culprits]
         places = jobs.list_places(traces) if has_place else []
@@ -259,7 +258,7 @@ def expect_waits(text, traces):
         says_it = any(call["op"] in text and call["line"] in text for call in unfinished)
         places = " or ".join(f"{call['op']} at {call['line']}" for call in unfinished)
         right = f"the text says where rank {trace['rank']} itself waits: in {places}"
-        expect(says_it or not unfinished, right, f"the text is {text!r}", diagnosis.NO_WAIT)
+        expect(says_it or not unfinished, right, f"the text is {text!r}", causes.NO_WAIT)
 
 
 def expect_words(text, words, what):

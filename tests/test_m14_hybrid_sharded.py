@@ -20,8 +20,7 @@ from brigade.runner.ranks import PerRank
 from m11_fully_sharded import scenario as fully_sharded
 from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, train_plain
 from m11_fully_sharded.scenario import UNIT_TYPES
-from m14_hybrid_sharded import causes as diagnosis
-from m14_hybrid_sharded import scenario as scenarios
+from m14_hybrid_sharded import causes, scenario
 from m14_hybrid_sharded.scenario import CROSSED, IN_BLOCKS, NESTED, QUIET, REPEATED, UNSYNCED
 
 ALL = [0, 1, 2, 3]
@@ -39,15 +38,15 @@ def test_grid(submission):
     grids = [(6, 2), (6, 3), (4, 2), (4, 1), (4, 4), (1, 1), (5, 5)]
     grids += [(shards * submission.rng.randint(1, 9), shards) for shards in range(1, 9)]
     wrong = [(4, 3), (6, 4), (2, 4), (4, 0), (4, -1), (4, -2)]
-    [(answers, _)] = submission.run(scenarios.plan, grids + wrong, [], world_size=1)
+    [(answers, _)] = submission.run(scenario.plan, grids + wrong, [], world_size=1)
     for arguments, answer in zip(grids + wrong, answers):
         call = f"plan_grid{arguments}"
         if arguments in wrong:
-            expect(answer == "ValueError", f"{call} raises ValueError", f"it returned {answer}", diagnosis.NO_ERROR)
+            expect(answer == "ValueError", f"{call} raises ValueError", f"it returned {answer}", causes.NO_ERROR)
             continue
         expected = [sorted(groups) for groups in make_grid(list(range(arguments[0])), arguments[1])]
         got = answer if isinstance(answer, str) else [sorted(map(sorted, groups)) for groups in answer]
-        why = partial(diagnosis.explain_groups, got, expected) if got != answer or got and got[0] else ""
+        why = partial(causes.explain_groups, got, expected) if got != answer or got and got[0] else ""
         expect(got == expected, f"{call} returns {expected[0]} and {expected[1]}", f"it returned {answer}", why)
 
 
@@ -64,12 +63,12 @@ def test_traffic(submission):
         (10**6, 4, 1, 2, 4),
     ]
     cases += [tuple(rng.randint(1, most) for most in (2 * 10**9, 64, 16, 9)) + (4,) for _ in range(9)]
-    [(_, answers)] = submission.run(scenarios.plan, [], [*cases, cases[0][:4]], world_size=1)
+    [(_, answers)] = submission.run(scenario.plan, [], [*cases, cases[0][:4]], world_size=1)
     for arguments, got in zip([*cases, cases[0]], answers):
         numel, replicas, shards, micro_batches, itemsize = arguments
         inner = 3 * micro_batches * numel * itemsize * (shards - 1) / shards
         expected = [inner, 2 * numel * itemsize / shards * (replicas - 1) / replicas]
-        why = partial(diagnosis.explain_traffic, got, expected, arguments)
+        why = partial(causes.explain_traffic, got, expected, arguments)
         for name, value, exact in zip(("inner", "outer"), got, expected):
             right_text, text = format_distinct(exact, value)
             right = f"plan_traffic{arguments} has {name} = {right_text} bytes"
@@ -91,13 +90,13 @@ def test_same_start(submission):
         ("Transposed", [1, 3], 1, {}),
         ("Buffers", [2, 3], 2, {}),
     ]
-    for case, grid, results in run_cases(submission, scenarios.construct, settings):
+    for case, grid, results in run_cases(submission, scenario.construct, settings):
         expect_equal(
             f"every rank of the grid starts with the weights and buffers of rank {case.group[0]}",
             [results[rank]["start"] for rank in case.group],
             case.start(),
             ranks=case.group,
-            hypotheses=partial(diagnosis.suspect_start, case, grid.shards),
+            hypotheses=partial(causes.suspect_start, case, grid.shards),
             tolerance=0.0,
         )
         sizes = [numel // grid.shards for numel in grid.list_numels()]
@@ -105,7 +104,7 @@ def test_same_start(submission):
             shard_ranks, _ = grid.get_groups(rank)
             ranks, numels = results[rank]["interface"]["process_group"], results[rank]["numels"]
             right, wrong = f".process_group is the shard group, ranks {shard_ranks}", f"ranks {ranks}"
-            expect(ranks == shard_ranks, right, wrong, diagnosis.OTHER_GROUP, rank=rank)
+            expect(ranks == shard_ranks, right, wrong, causes.OTHER_GROUP, rank=rank)
             right = f"with {grid.shards} ranks in a shard group, shards() have {join_names(sizes)} elements"
             expect(numels == sizes, right, f"{join_names(numels)} elements", rank=rank)
 
@@ -122,7 +121,7 @@ def test_weights_equal_plain_training(submission):
         ("Blocks", [1, 3], 1, {}),
         ("Blocks", [1, 2], 2, {}),
     ]
-    for case, grid, results in run_cases(submission, scenarios.train, settings, **DOUBLE, steps=2):
+    for case, grid, results in run_cases(submission, scenario.train, settings, **DOUBLE, steps=2):
         for rank in case.group:
             right = "after finish_grad_sync every shard has a gradient"
             expect(not any(results[rank]["missing"]), right, "shard.grad is None for some shards", rank=rank)
@@ -131,8 +130,8 @@ def test_weights_equal_plain_training(submission):
             [grid.join([results[rank]["gradients"][0] for rank in node]) for node in grid.nodes],
             case.gradients(),
             ranks=[node[0] for node in grid.nodes],
-            hypotheses=partial(diagnosis.suspect_gradients, case, grid.shards, results.events[case.group[0]]),
-            evidence=partial(diagnosis.find_mistake, results.events, grid),
+            hypotheses=partial(causes.suspect_gradients, case, grid.shards, results.events[case.group[0]]),
+            evidence=partial(causes.find_mistake, results.events, grid),
             scale=case.largest_entries(),
             tolerance=ONE_STEP,
         )
@@ -150,7 +149,7 @@ def test_collectives(submission):
         ("FrozenBlocks", ALL, 1, {}),
         ("Buffers", [0, 2], 1, {}),
     ]
-    for case, grid, results in run_cases(submission, scenarios.train, settings, steps=2, hidden_layers=4):
+    for case, grid, results in run_cases(submission, scenario.train, settings, steps=2, hidden_layers=4):
         for at, _, launched in list_steps(results.events, 2, case.group):
             expect_collectives(results.events, launched, grid, at)
 
@@ -165,7 +164,7 @@ def test_overlap(submission):
         ("Blocks", ALL, 1, {"arguments": {"prefetch": 0}}),
         ("Blocks", ALL, 2, {"forward": "narrow norms"}),
     ]
-    for (*_, own), (case, grid, results) in zip(settings, run_cases(submission, scenarios.train, settings, **options)):
+    for (*_, own), (case, grid, results) in zip(settings, run_cases(submission, scenario.train, settings, **options)):
         for at, events, launched in list_steps(results.events, 2, case.group if len(grid.nodes) > 1 else []):
             expect_overlap(events, launched, grid, 1 + ("forward" in own), at)
 
@@ -179,7 +178,7 @@ def test_unusual_orders(submission):
         ("Blocks", ALL, 2, {"order": order, "number": 0, "micro_batches": 2 - isinstance(order, tuple)})
         for order in orders
     ]
-    outcomes = run_cases(submission, scenarios.train_unusually, settings, **DOUBLE, steps=2)
+    outcomes = run_cases(submission, scenario.train_unusually, settings, **DOUBLE, steps=2)
     for order, (case, _, results) in zip(orders, outcomes):
         what = " ".join(order) if isinstance(order, tuple) else order
         refusals = [result["refusal"] for result in results if "refusal" in result]
@@ -194,18 +193,18 @@ def test_unusual_orders(submission):
 def test_clipping_and_checkpoints(submission):
     """clip_grad_norm_ returns the norm of all gradients. State dicts equal the plain module's and fit every grid."""
     settings = [("TiedBlocks", ALL, 2, {"clip": 0.1}), ("Blocks", ALL, 2, {"steps": 4, "optimizer": "adam", "part": 0})]
-    [(case, _, clipped), (whole, _, saved)] = run_cases(submission, scenarios.train, settings, **DOUBLE, steps=2)
+    [(case, _, clipped), (whole, _, saved)] = run_cases(submission, scenario.train, settings, **DOUBLE, steps=2)
     weights, norms, _ = train_plain(case, max_norm=0.1)
     for rank, result in enumerate(clipped):
         right, got = format_distinct(norms[0], result["norms"][0][0])
         is_right = abs(result["norms"][0][0] - norms[0]) <= 1e-5 * norms[0]
         right = f"clip_grad_norm_ returns the norm of all gradients, {right}"
-        expect(is_right, right, f"it returned {got}", diagnosis.NORM, rank=rank)
+        expect(is_right, right, f"it returned {got}", causes.NORM, rank=rank)
     # torch adds 1e-6 to the norm. It is right to add it or not.
     expect_trained(clipped, case, "weights after 2 steps with gradients clipped to 0.1", weights, 1e-4)
     expect_trained(saved, whole, "weights in a state dict after 2 steps", train_plain(whole, range(2))[0])
     jobs = Grid(whole, 1).make_jobs(part=1, load=(saved[0]["weights"], saved[0]["optimizer"]))
-    [resumed] = submission.run_each(scenarios.train, [jobs])
+    [resumed] = submission.run_each(scenario.train, [jobs])
     expect_trained(resumed, whole, "weights after shard groups of one rank load it and take 2 steps")
 
 
@@ -218,11 +217,11 @@ def test_no_replica_sync(submission):
     options = DOUBLE | {"steps": len(orders), "micro_batches": 3, "orders": orders}
     few = {"steps": 2, "orders": orders[:2]}
     settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
-    for case, grid, results in run_cases(submission, scenarios.accumulate, settings, **options):
+    for case, grid, results in run_cases(submission, scenario.accumulate, settings, **options):
         for at, events, launched in list_steps(results.events, len(case.batches[0]), case.group):
             expect_accumulation(events, launched, orders[at["step"]], grid, at)
-        evidence = partial(diagnosis.explain_nodes, results, grid)
-        suspects = partial(diagnosis.suspect_forgotten, case, options["orders"])
+        evidence = partial(causes.explain_nodes, results, grid)
+        suspects = partial(causes.suspect_forgotten, case, options["orders"])
         what = "weights after steps of three micro-batches"
         expect_trained(results, case, what, evidence=evidence, hypotheses=suspects)
 
@@ -270,8 +269,8 @@ class Grid:
         return join_shards(shards, lay_out(self.case, self.unit_type, size=self.shards), self.case)
 
 
-def run_cases(submission, scenario, settings, **common):
-    """Run the scenario for each (model, ranks, shards, options), on the same ranks. Return case, grid and results."""
+def run_cases(submission, function, settings, **common):
+    """Run the function for each (model, ranks, shards, options), on the same ranks. Return case, grid and results."""
     [world], runs, jobs = submission.worlds(4), [], []
     for model, ranks, shards, own in settings:
         options = common | own
@@ -281,8 +280,8 @@ def run_cases(submission, scenario, settings, **common):
         is_resharded = options.get("arguments", {}).get("reshard_after_forward", True)
         runs.append((case, Grid(case, shards if world > 1 else 1, is_resharded)))
         jobs.append(runs[-1][1].make_jobs(**options))
-    with replace_cause(partial(diagnosis.explain_run, [grid for _, grid in runs])):
-        return [(*run, results) for run, results in zip(runs, submission.run_each(scenario, jobs))]
+    with replace_cause(partial(causes.explain_run, [grid for _, grid in runs])):
+        return [(*run, results) for run, results in zip(runs, submission.run_each(function, jobs))]
 
 
 def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS, evidence=None, hypotheses=None):
@@ -311,7 +310,7 @@ def expect_collectives(events, launched, grid, at):
     is_right = all(x.op == "all_reduce" for x in crossing) and sorted(x.numel for x in crossing) == expected
     right = f"a step makes {len(expected) or 'no'} all-reduces in the replica group {groups[1]}"
     right += f", of {join_names(expected, 9)} elements" if expected else ""
-    why = partial(diagnosis.explain_crossing, events, grid, at["rank"], crossing)
+    why = partial(causes.explain_crossing, events, grid, at["rank"], crossing)
     expect(is_right, right, f"in this group it makes {summarize(crossing)}", why, **at)
     right = f"all collectives of a step are in the shard group {groups[0]} or in the replica group {groups[1]}"
     expect(not others, right, f"{summarize(others)} in {join_names({str(x.ranks) for x in others})}", **at)
@@ -344,7 +343,7 @@ def expect_overlap(events, launched, grid, dtypes, at):
     end = next(place for place, event in enumerate(events) if place > max(ready[0]) and event.get("phase") == "step")
     for number, (unit, launch) in enumerate(zip(order, crossing)):
         name = f"the all-reduce of unit {unit}" if unit else "the all-reduce of the root"
-        expect(not launch.sync, f"{name} is launched without waiting", "the launch blocks", diagnosis.SYNC, **at)
+        expect(not launch.sync, f"{name} is launched without waiting", "the launch blocks", causes.SYNC, **at)
         if reduced:
             waits = reduced[number].waits
             is_late = bool(waits) and launch.place > waits[0]
@@ -354,12 +353,12 @@ def expect_overlap(events, launched, grid, dtypes, at):
         if unit >= 3:
             right = f"{name} is launched before the first gradient of unit {unit - 2} is ready"
             is_last = crossing[0].place > max(sum(ready.values(), []))
-            why = diagnosis.IN_FINISH if is_last else ""
+            why = causes.IN_FINISH if is_last else ""
             expect(launch.place < min(ready[unit - 2]), right, "it is launched later", why, **at)
             right = f"no rank waits for {name} before the last gradient of unit {unit - 2} is ready"
             is_right = launch.waits[0] > max(ready[unit - 2])
             is_first = order[number + 1] == unit  # of two dtypes: with one, the rank does not wait earlier
-            why = diagnosis.AWAITED_IN_UNIT if is_first else diagnosis.AWAITED_AT_ONCE
+            why = causes.AWAITED_IN_UNIT if is_first else causes.AWAITED_AT_ONCE
             expect(is_right, right, "the rank waited earlier", why, **at)
     raced = [x for x in crossing if x.raced]
     expect(not raced, "no shard's gradient changes before wait()", f"{len(raced)} of {len(order)} changed", **at)
@@ -377,10 +376,10 @@ def expect_accumulation(events, launched, order, grid, at):
     is_late = late > finishes and order != UNSYNCED
     right = f"with {order}, only the last of three backward passes makes all-reduces across nodes: {count}"
     got = f"{len(crossing)} all-reduces, {len(early)} of them before the last backward"
-    blame = diagnosis.NO_SYNC if is_late else diagnosis.BLOCK_IGNORED
-    why = blame if early else diagnosis.NOT_RESTORED if order == NESTED else ""
+    blame = causes.NO_SYNC if is_late else causes.BLOCK_IGNORED
+    why = blame if early else causes.NOT_RESTORED if order == NESTED else ""
     if order == CROSSED:
-        why = partial(diagnosis.explain_crossed, [sum(x.place > place for x in crossing) for place in passes])
+        why = partial(causes.explain_crossed, [sum(x.place > place for x in crossing) for place in passes])
     is_right = len(crossing) == count and not early
     if order == REPEATED:
         right, is_right = (
@@ -393,4 +392,4 @@ def expect_accumulation(events, launched, order, grid, at):
         right = f"with {order}, each of the {finishes} finishes completes {count} reduce-scatters inside the node"
         expect(len(reduced) == finishes * count, right, f"the step makes {len(reduced)}", **at)
         right = f"with {order}, reduce-scatters are launched during backward"
-        expect(not is_late, right, f"{late} come after it", diagnosis.NO_SYNC, **at)
+        expect(not is_late, right, f"{late} come after it", causes.NO_SYNC, **at)

@@ -12,8 +12,7 @@ from brigade.checks.reference import draw_generators
 from brigade.events import drop_flags, launches, summarize
 from brigade.ipc.wire import DTYPES
 from brigade.runner.ranks import PerRank
-from m15_sharded_muon import causes as diagnosis
-from m15_sharded_muon import scenario as scenarios
+from m15_sharded_muon import causes, scenario
 from m15_sharded_muon.expected import LISTS, SMALL, assign, count_cost, draw_problem, orthogonalize
 
 # Relative to the largest entry. The iteration amplifies rounding by up to 3.4445 ** 5 = 485 per step.
@@ -51,21 +50,21 @@ def test_orthogonalize(submission):
         matrix = torch.randn(shape, dtype=torch.float64, generator=generator)
         matrix = (matrix if norm is None else matrix * norm / matrix.norm()).to(dtype)
         problems.append((matrix, number % 2 == 1, options))
-    [answers] = submission.run(scenarios.orthogonalize_each, {"problems": problems}, world_size=1)
+    [answers] = submission.run(scenario.orthogonalize_each, {"problems": problems}, world_size=1)
     for (matrix, is_transposed, options), answer in zip(problems, answers):
         dtype = str(matrix.dtype).removeprefix("torch.")
         rows, columns = matrix.shape
         where = f"for a {rows} × {columns} matrix in {dtype} with norm {matrix.double().norm():.3g}"
         where += " (a transposed view)" * is_transposed + f" and steps={options.get('steps', 5)}"
         is_kept, result = torch.equal(answer["given"], matrix), answer["result"]
-        expect(is_kept, f"{where}, orthogonalize does not change the matrix", "it changed", diagnosis.IN_PLACE)
+        expect(is_kept, f"{where}, orthogonalize does not change the matrix", "it changed", causes.IN_PLACE)
         right = f"{where}, the result has the matrix's dtype and shape"
         wrong = f"it has {result.dtype} and the shape {tuple(result.shape)}"
         expect((result.dtype, result.shape) == (matrix.dtype, matrix.shape), right, wrong)
         expected, limit = orthogonalize(matrix, **options), PRECISION[matrix.dtype]
         error = float((result.double() - expected).norm()) / max(1e-30, float(expected.norm()))
         right = f"{where}, the relative error of the result is at most {limit:g} (2-norm)"
-        why = partial(diagnosis.explain_result, matrix, result, **options)
+        why = partial(causes.explain_result, matrix, result, **options)
         expect(error <= limit or torch.equal(result.double(), expected), right, f"it is {error:.3g}", why)
 
 
@@ -74,12 +73,12 @@ def test_orthogonalize(submission):
 def test_short_side(submission):
     """The matrix products of orthogonalize take at most 2 · steps · short² · (2 · long + short) FLOPs."""
     problems = [(torch.ones(shape), False, {"steps": 4}) for shape in ((24, 24), (12, 48), (48, 12), (1, 16), (16, 1))]
-    [answers] = submission.run(scenarios.orthogonalize_each, {"problems": problems}, world_size=1)
+    [answers] = submission.run(scenario.orthogonalize_each, {"problems": problems}, world_size=1)
     for (matrix, _, _), answer in zip(problems, answers):
         rows, columns = matrix.shape
         limit = 8 * count_cost(matrix.shape)
         right = f"4 iterations of a {rows} × {columns} matrix take at most {limit:,} FLOPs"
-        why = partial(diagnosis.explain_flops, matrix.shape, answer["flops"])
+        why = partial(causes.explain_flops, matrix.shape, answer["flops"])
         expect(answer["flops"] <= limit, right, f"they take {answer['flops']:,}", why)
 
 
@@ -111,7 +110,7 @@ def test_assignment(submission):
             limit = min(limit, BALANCE * mean)
         right = f"{where}the largest sum of costs is at most {limit / max(mean, 1):.3f} times the mean"
         wrong = f"it is {max(loads) / max(mean, 1):.3f} times the mean"
-        expect(max(loads) <= limit, right, wrong, partial(diagnosis.explain_owners, shapes, size, owners))
+        expect(max(loads) <= limit, right, wrong, partial(causes.explain_owners, shapes, size, owners))
 
 
 @pytest.mark.parts("Part (c): which matrices travel together")
@@ -132,7 +131,7 @@ def test_groups(submission):
         right = f"{where}plan_groups returns at most {num_groups} groups with {num_ranks} lists each, and none is empty"
         is_valid = len(groups) <= num_groups and all(len(rows) == num_ranks and any(rows) for rows in groups)
         wrong = f"it returned {len(groups)} groups with {join_names([sum(map(len, rows)) for rows in groups])} matrices"
-        expect(is_valid, right, wrong, partial(diagnosis.explain_groups, groups, num_ranks, num_groups))
+        expect(is_valid, right, wrong, partial(causes.explain_groups, groups, num_ranks, num_groups))
         placed = sorted((i, rank) for rows in groups for rank, row in enumerate(rows) for i in row)
         right = f"{where}every matrix is in one group, in its owner's list"
         expect(placed == list(enumerate(owners)), right, "some are in another list, in several or in none")
@@ -140,11 +139,11 @@ def test_groups(submission):
             numels = [rows * columns for rows, columns in shapes]
             buffers = [num_ranks * max(sum(numels[i] for i in row) for row in rows) for rows in groups]
             right = f"{where}plan_groups returns {num_groups} groups"
-            why = diagnosis.ONE_GROUP * (len(groups) == 1)
+            why = causes.ONE_GROUP * (len(groups) == 1)
             expect(len(groups) == num_groups, right, f"it returned {len(groups)}", why)
             sizes = [sum(numels[i] for row in rows for i in row) for rows in groups]
             padding, largest = sum(buffers) / sum(numels), max(sizes) * len(sizes) / sum(sizes)
-            why = partial(diagnosis.explain_buffers, groups)
+            why = partial(causes.explain_buffers, groups)
             right = f"{where}all buffers together have at most {PADDING} times the elements of the matrices"
             expect(padding <= PADDING, right, f"they have {padding:.3f} times as many", why)
             right = f"{where}the matrices of the largest group have at most {PADDING} times the mean number of elements"
@@ -177,7 +176,7 @@ def test_equals_one_process(submission):
             ops = {launch.op for launch in drop_flags(launched)}
             wrong = f"the step launched {join_names(sorted(ops)) or 'nothing'}"
             is_right = ops == {"reduce_scatter", "all_gather"}
-            expect(is_right, right, wrong, diagnosis.NOT_SCATTERED, rank=at["rank"])
+            expect(is_right, right, wrong, causes.NOT_SCATTERED, rank=at["rank"])
 
 
 @pytest.mark.points(2)
@@ -193,7 +192,7 @@ def test_launches(submission):
         wrong = f"it made {summarize(launched, 12)}" + f" and {barriers} barriers" * bool(barriers)
         expected = [(op, size) for op in ("all_gather", "reduce_scatter") for size in sizes]
         is_right = sorted((x.op, x.numel) for x in launched) == expected and not barriers
-        why = partial(diagnosis.explain_launches, launched, sizes, len(MIXED_TWICE))
+        why = partial(causes.explain_launches, launched, sizes, len(MIXED_TWICE))
         expect(is_right, right, wrong, why, **at)
         raced = [x for x in launched if x.raced]
         right = "no tensor of a collective changes between launch and wait"
@@ -212,9 +211,9 @@ def test_overlap(submission):
         early = sum(wait < max(x.place for x in reduces) for wait in waits)
         right = f"all {len(reduces)} reduce-scatters are launched before the first wait"
         wrong = f"the rank waits {early} times before it launches the last one"
-        expect(not early, right, wrong, partial(diagnosis.explain_reductions, reduces, gathers), **at)
+        expect(not early, right, wrong, partial(causes.explain_reductions, reduces, gathers), **at)
         polled = sum(x.is_polled for x in reduces)
-        why = diagnosis.LATE_GATHERS if waits and gathers[0].place > waits[-1] else ""
+        why = causes.LATE_GATHERS if waits and gathers[0].place > waits[-1] else ""
         for number, wait in enumerate(waits):
             before = sum(x.place < wait for x in gathers)
             right = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
@@ -222,7 +221,7 @@ def test_overlap(submission):
         last = max(x.place for x in gathers)
         blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]
         right = "no all-gather is awaited before all are launched"
-        expect(not blocked, right, f"{len(blocked)} are", diagnosis.EARLY_GATHER, **at)
+        expect(not blocked, right, f"{len(blocked)} are", causes.EARLY_GATHER, **at)
 
 
 @pytest.mark.points(2)
@@ -240,7 +239,7 @@ def test_flops(submission):
             flops = [result["steps"][0]["flops"] for result in results]
             right = f"with {name}, each of {world} ranks computes at most {limit:,.0f} FLOPs per step"
             for rank, count in enumerate(flops):
-                why = partial(diagnosis.explain_work, problem.shapes, flops)
+                why = partial(causes.explain_work, problem.shapes, flops)
                 expect(count <= limit, right, f"it computes {count:,}", why, rank=rank)
             right = f"torch computes the matrix products of {name}, so its counter sees about {sum(costs):,} FLOPs"
             expect(sum(flops) >= COUNTED * sum(costs), right, f"it sees {sum(flops):,} on all ranks")
@@ -265,14 +264,14 @@ def test_options(submission):
         for step, answer in enumerate(result["steps"]):
             wrong = f"it called it {answer['calls']} times" + " and returned something else" * (not answer["is_loss"])
             is_right = answer["calls"] == 1 and answer["is_loss"]
-            expect(is_right, right, wrong, diagnosis.CLOSURE, rank=rank, step=step)
+            expect(is_right, right, wrong, causes.CLOSURE, rank=rank, step=step)
     matrix = torch.ones(4, 4)
     wrong = {
         "a vector": [matrix[0]],
         "a matrix and a parameter with 3 dimensions": [matrix, torch.ones(2, 2, 2)],
         "two dtypes": [matrix, matrix.double()],
     }
-    [answers] = submission.run(scenarios.refuse, {"problems": list(wrong.values())}, world_size=1)
+    [answers] = submission.run(scenario.refuse, {"problems": list(wrong.values())}, world_size=1)
     for name, answer in zip(wrong, answers):
         right = f"ShardedMuon raises ValueError for {name}"
         expect(answer == "ValueError", right, "it accepts them" if answer is None else f"it raised {answer}")
@@ -311,7 +310,7 @@ def test_state_dict(submission):
             right = "before the first step, " * (not problem.gradients[0])
             right += f"state_dict()['state'] has momentum_buffer for {join_names(sorted(momentum, key=int))}"
             is_complete = set(have) == set(momentum) and None not in saved["momentum"].values()
-            why = partial(diagnosis.explain_numbers, have, momentum, numbers)
+            why = partial(causes.explain_numbers, have, momentum, numbers)
             expect(is_complete, right, f"it has {join_names(have) or 'nothing'}", why, rank=rank)
             wrong = f"they are on {join_names(saved['devices'])}"
             expect(saved["devices"] == ["cpu"], "state_dict returns tensors on the CPU", wrong, rank=rank)
@@ -320,7 +319,7 @@ def test_state_dict(submission):
         right = "the momentum in state_dict is that of one process"
         actual = [results[rank]["saved"]["momentum"] for rank in problem.job["group"]]
         events = results.events[problem.job["group"][0]]
-        why = partial(diagnosis.suspect_momentum, problem, numbers, momentum, events)
+        why = partial(causes.suspect_momentum, problem, numbers, momentum, events)
         expect_equal(right, actual, momentum, ranks=problem.job["group"], tolerance=EXACT, hypotheses=why)
 
 
@@ -346,9 +345,9 @@ def ask(submission, function, problems):
     """Return what a function of the submission returns for each list of arguments. All ranks must compute the same."""
     [world] = submission.worlds(2)
     job = {"function": function, "problems": problems}
-    first, *others = submission.run(scenarios.call_each, job, world_size=world)
+    first, *others = submission.run(scenario.call_each, job, world_size=world)
     is_equal = all(other == first for other in others)
-    expect(is_equal, f"all ranks compute the same {function}", "the ranks differ", diagnosis.NOT_DETERMINISTIC)
+    expect(is_equal, f"all ranks compute the same {function}", "the ranks differ", causes.NOT_DETERMINISTIC)
     return first
 
 
@@ -364,8 +363,8 @@ def train(submission, world, *settings):
     [world] = submission.worlds(world)
     problems = [draw_problem(submission.rng, shapes, world, steps, **job) for shapes, steps, job in settings]
     jobs = [PerRank(problem.job | {"gradients": own} for own in problem.gradients) for problem in problems]
-    with replace_cause(diagnosis.explain_failed_run):
-        return list(zip(submission.run_each(scenarios.train, jobs), problems))
+    with replace_cause(causes.explain_failed_run):
+        return list(zip(submission.run_each(scenario.train, jobs), problems))
 
 
 def list_two_steps(submission, world, *options):
@@ -382,7 +381,7 @@ def expect_weights(results, problem, after=""):
     for step, weights in enumerate(history):
         actual = [results[rank]["steps"][step]["weights"] for rank in problem.job["group"]]
         what = f"{after}after {step + 1} step{'s' * (step > 0)}, the weights are those of one process"
-        why = partial(diagnosis.suspect_weights, problem, step, weights, actual)
+        why = partial(causes.suspect_weights, problem, step, weights, actual)
         expect_equal(what, actual, weights, ranks=problem.job["group"], tolerance=EXACT, hypotheses=why)
 
 
@@ -419,5 +418,5 @@ def expect_momentum(results, problem):
         right = f"optimizer.state has the momentum of the matrices that this rank owns: {join_names(names) or 'none'}"
         wrong = join_names([f"{count} bytes of matrix {i}" for i, count in result["owned"]], 4)
         is_everywhere = len(result["owned"]) == len(problem.trainable())
-        why = diagnosis.EVERYWHERE if is_everywhere else "" if result["owned"] else diagnosis.NO_STATE
+        why = causes.EVERYWHERE if is_everywhere else "" if result["owned"] else causes.NO_STATE
         expect(result["owned"] == owned, right, f"it has {wrong or 'nothing'}", why, rank=rank)

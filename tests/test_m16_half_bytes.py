@@ -29,8 +29,7 @@ from helpers.steps import expect_interface
 from helpers.zero import make_recipe
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
-from m16_half_bytes import causes as diagnosis
-from m16_half_bytes import scenario as m16_half_bytes
+from m16_half_bytes import causes, scenario
 from m16_half_bytes.expected import compress_alone, describe_first
 
 # Relative 2-norm errors of the average of normal values on 2, 3 and 4 ranks. Values that are rounded to bfloat16 once:
@@ -62,7 +61,7 @@ def test_error_does_not_grow(submission):
             right = right if limit else "on one rank, the output is a copy of the values, without rounding"
             for rank, output, exact, values, index in list_outputs(results, calls, group):
                 error = float((output.double() - exact).norm() / exact.norm())
-                why = partial(diagnosis.explain_error, output, values, index)
+                why = partial(causes.explain_error, output, values, index)
                 expect(error <= limit, right, f"the relative error is {error:.3g}", why, rank=rank)
 
 
@@ -84,7 +83,7 @@ def test_exact_values(submission):
                 got, wanted = format_distinct(float(output[at]), float(exact[at]))
                 name = str(wire).removeprefix("torch.")
                 right = f"values that {name} can represent are averaged with the accuracy of float32: {wanted}"
-                why = partial(diagnosis.explain_error, output, values, index, wire)
+                why = partial(causes.explain_error, output, values, index, wire)
                 is_right = not wrong.any() and bool(output.isfinite().all())
                 expect(is_right, right, f"entry {at} of the output is {got}", why, rank=rank)
 
@@ -101,19 +100,19 @@ def test_one_all_to_all(submission):
                 expect_one_launch(launched, size * 24, at["rank"])
                 is_right = not launched[0].sync and "launch" not in launched[0].wait_phases
                 right = "start_reduce_scatter returns without waiting for the all_to_all"
-                expect(is_right, right, "it waits", diagnosis.BLOCKED, rank=at["rank"])
+                expect(is_right, right, "it waits", causes.BLOCKED, rank=at["rank"])
             right = f"each rank of the group {join_names(group)} gets its part of the group's average"
             for rank, output, exact, values, index in list_outputs(results, calls, group):
                 wrong = f"the output is wrong by up to {float((output.double() - exact).abs().max()):.3g}"
-                why = partial(diagnosis.explain_error, output, values, index, world=world)
+                why = partial(causes.explain_error, output, values, index, world=world)
                 expect(torch.allclose(output.double(), exact, atol=0.05), right, wrong, why, rank=rank)
 
 
 KEPT = {  # what must stay as it is -> what a change says
-    "kept_input": ("the input keeps its values", diagnosis.INPUT_CHANGED),
-    "kept_output": ("the output keeps its values until the wait", diagnosis.WRITTEN_EARLY),
-    "kept_rest": ("a wait writes nothing except the output", diagnosis.INPUT_CHANGED),
-    "kept_twice": ("a second wait changes nothing", diagnosis.WRITTEN_TWICE),
+    "kept_input": ("the input keeps its values", causes.INPUT_CHANGED),
+    "kept_output": ("the output keeps its values until the wait", causes.WRITTEN_EARLY),
+    "kept_rest": ("a wait writes nothing except the output", causes.INPUT_CHANGED),
+    "kept_twice": ("a second wait changes nothing", causes.WRITTEN_TWICE),
 }
 
 
@@ -133,13 +132,13 @@ def test_several_in_flight(submission):
                 raced = [x for x in launched if x.raced or not x.waits]
                 right = "the tensors of a launch stay as they are until its wait"
                 wrong = f"those of reduction {number} have changed before, or nothing waits for it"
-                why = diagnosis.SHARED if raced and raced[0].waits else diagnosis.UNAWAITED
+                why = causes.SHARED if raced and raced[0].waits else causes.UNAWAITED
                 expect(not raced, right, wrong, why, rank=rank)
             right = f"four reductions in flight, awaited in the order {join_names(order)}, all get their averages"
             for place, (rank, output, exact, values, index) in enumerate(list_outputs(results, calls, group)):
                 error = float((output - exact).abs().max())
                 wrong = f"the output of reduction {place % 4} is wrong by up to {error:.3g}"
-                why = partial(diagnosis.explain_error, output, values, index)
+                why = partial(causes.explain_error, output, values, index)
                 expect(torch.allclose(output.double(), exact, atol=0.05), right, wrong, why, rank=rank)
 
 
@@ -148,18 +147,18 @@ def test_scratch(submission):
     """After the wait, a reduction keeps no memory, even if its handle still exists."""
     [world] = submission.worlds(2)
     jobs = PerRank({"values": values} for [values] in draw_normal(submission.rng, world, [world * 4096]))
-    results = submission.run(m16_half_bytes.measure_scratch, jobs, world_size=world)
+    results = submission.run(scenario.measure_scratch, jobs, world_size=world)
     right = "after the wait, the scratch memory of a reduction is gone, even if its handle still exists"
     for rank, result in enumerate(results):
         launched = launches(results.events[rank])
         if world > 1:
             expect_one_launch(launched, world * 4096, rank)
         wrong = f"{result['after']} bytes are alive. In flight, there were {result['during']}"
-        why = partial(diagnosis.explain_scratch, result, launched)
+        why = partial(causes.explain_scratch, result, launched)
         expect(result["after"] <= 64, right, wrong, why, rank=rank)  # numbers may stay, tensors may not
     first, count = submission.rng.randrange(16), 6
     job = {"numel": LARGE, "count": count, "first": first}
-    if run := run_with_little_memory(submission, m16_half_bytes.reduce_many, job, mib=77, steps=count):
+    if run := run_with_little_memory(submission, scenario.reduce_many, job, mib=77, steps=count):
         results, seeds = run
         expected, largest = torch.zeros(WORLD, len(range(first, LARGE // WORLD, 16))), 0.0
         for seed, number in itertools.product(seeds, range(count)):
@@ -183,7 +182,7 @@ def test_gradients(submission):
         case = submission.case(model, world, steps=2, micro_batches=micro_batches, **options)
         results = submission.run(training.train, case.make_jobs(groups=groups, **make_job(2)), world_size=world)
         expect_start([result["start"] for result in results], case, events=results.events)
-        hypotheses = partial(diagnosis.suspect_mistakes, case)
+        hypotheses = partial(causes.suspect_mistakes, case)
         expect_gradients(results, case, tolerance=GRADIENT, hypotheses=hypotheses)
         if micro_batches > 1:
             expect_silence(results.events, case.group)
@@ -194,21 +193,21 @@ def test_gradients(submission):
     [world] = submission.worlds(2)
     job = JOB | {"dtypes": [(F64, True), (BF16, True), (F64, False), (F32, True)]}
     right = "trainable weights in float64 or bfloat16 raise ValueError. Frozen ones in float64 are accepted"
-    for rank, answers in enumerate(submission.run(m16_half_bytes.wrap_dtypes, job, world_size=world)):
+    for rank, answers in enumerate(submission.run(scenario.wrap_dtypes, job, world_size=world)):
         wrong = f"the four answers are {join_names([answer or 'accepted' for answer in answers])}"
         is_right = answers == ["ValueError", "ValueError", None, None]
-        expect(is_right, right, wrong, partial(diagnosis.explain_refusals, answers), rank=rank)
+        expect(is_right, right, wrong, partial(causes.explain_refusals, answers), rank=rank)
     for is_zero in (False, True):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         results = submission.run(
-            m16_half_bytes.measure_kept, case.make_jobs(is_zero=is_zero, labels=None, **make_job(2)), world_size=world
+            scenario.measure_kept, case.make_jobs(is_zero=is_zero, labels=None, **make_job(2)), world_size=world
         )
         right = "after a step, the wrapper keeps no memory besides its buffers"
         right += " (with ZeroOptimizer)" * is_zero
         for rank, kept in enumerate(results):
             for step, nbytes in enumerate(kept):
                 expect(
-                    nbytes <= 256, right, f"it keeps {nbytes} bytes more", diagnosis.KEPT_BY_GROUP, rank=rank, step=step
+                    nbytes <= 256, right, f"it keeps {nbytes} bytes more", causes.KEPT_BY_GROUP, rank=rank, step=step
                 )
 
 
@@ -237,7 +236,7 @@ def test_zero_optimizer(submission):
         scale = 0.01 * 4 * max(case.largest_entries().values())
         right = "after 4 steps of SGD with ZeroOptimizer, the weights are those of training in one process"
         for rank in case.group:
-            why = partial(diagnosis.explain_zero, launches(results.events[rank], 0))
+            why = partial(causes.explain_zero, launches(results.events[rank], 0))
             for name, value in expected.items():
                 error = float((results[rank]["weights"][name] - value).abs().max())
                 is_right = error <= GRADIENT * max(float((start[name] - value).abs().max()), scale)
@@ -256,7 +255,7 @@ def test_zero_optimizer(submission):
             got, wanted = format_distinct(-float(weight.max()), mean)
             right = f"a step of SGD with lr=1 subtracts the average of 256 to {257 - world}, which is {wanted}"
             is_rounded = -float(weight.max()) == float(torch.tensor(mean).bfloat16())
-            why = diagnosis.ROUNDED_AGAIN if is_rounded else ""
+            why = causes.ROUNDED_AGAIN if is_rounded else ""
             is_right = bool(((weight + mean).abs() <= FLOAT32 * mean).all())
             expect(is_right, right, f"it subtracts {got}", why, rank=rank)
 
@@ -270,7 +269,7 @@ def test_error_feedback(submission):
     for values in steps:
         values[:2] = torch.tensor([1 + 2**-10, -3 * 2**-12])  # the first is 1 in bfloat16
     [world] = submission.worlds(1)
-    [result] = submission.run(m16_half_bytes.compress, {"values": steps}, world_size=world)
+    [result] = submission.run(scenario.compress, {"values": steps}, world_size=world)
     first = result["errors"][0]
     is_right = first.dtype == F32 and first.shape == (64,) and not first.any()
     right = "a new ErrorFeedback(64) has an error of 64 zeros in float32"
@@ -278,15 +277,15 @@ def test_error_feedback(submission):
     expected = compress_alone(steps, lambda values, error: (values + error, values + error))
     for number, (rounded, error) in enumerate(expected):
         right = torch.equal(result["rounded"][number].float(), rounded) and result["rounded"][number].dtype == BF16
-        why = partial(diagnosis.explain_feedback, steps, result)
+        why = partial(causes.explain_feedback, steps, result)
         got = f"call {number} returned {describe_first(result['rounded'][number], rounded)}"
         expect(right, "compress returns values + error, rounded to bfloat16", got, why)
         right = torch.equal(result["errors"][number + 1].float(), error) and result["errors"][number + 1].dtype == F32
         got = f"after call {number}, error has {describe_first(result['errors'][number + 1], error)}"
         expect(right, "error becomes values + error minus the rounded numbers, in float32", got, why)
-        expect(result["kept"][number], "compress does not change values", "it does", diagnosis.VALUES_CHANGED)
+        expect(result["kept"][number], "compress does not change values", "it does", causes.VALUES_CHANGED)
         right = "the result of compress is a new tensor, which later calls do not change"
-        expect(result["lasting"][number], right, "a later call changes it", diagnosis.SAME_RESULT)
+        expect(result["lasting"][number], right, "a later call changes it", causes.SAME_RESULT)
 
 
 # ---- what the checks use
@@ -309,7 +308,7 @@ def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
     common = {"groups": groups, "order": order or list(range(count))}
     common |= {"options": options, "views": views or [False] * count}
     jobs = PerRank(common | {"tensors": values} for values in own)
-    results = submission.run(m16_half_bytes.reduce, jobs, world_size=world)
+    results = submission.run(scenario.reduce, jobs, world_size=world)
     for group in groups:
         yield results, [own[rank] for rank in group], group
         for rank in group if len(group) > 1 else []:
@@ -330,7 +329,7 @@ def expect_one_launch(launched, numel, rank):
     """Expect that a reduction of `numel` elements launches one all_to_all, in 16 bits."""
     is_right = [(launch.op, launch.nbytes) for launch in launched] == [("all_to_all", 2 * numel)]
     right = f"a reduction of {numel} elements launches one all_to_all, of {2 * numel} bytes, and nothing else"
-    expect(is_right, right, summarize(launched), partial(diagnosis.explain_calls, launched, numel), rank=rank)
+    expect(is_right, right, summarize(launched), partial(causes.explain_calls, launched, numel), rank=rank)
 
 
 def expect_same_bits(tensors_by_rank, group, step, kind="gradients"):
@@ -340,7 +339,7 @@ def expect_same_bits(tensors_by_rank, group, step, kind="gradients"):
     for rank, tensors in zip(group, tensors_by_rank):
         for name, tensor in tensors.items():
             is_right = (tensor is None and first[name] is None) or torch.equal(tensor, first[name])
-            why = diagnosis.OWN_PART if kind == "gradients" else ""
+            why = causes.OWN_PART if kind == "gradients" else ""
             expect(is_right, right, wrong, why, rank=rank, step=step, parameter=name)
 
 
@@ -355,13 +354,13 @@ def expect_half(events, launched, at, buckets):
     exchanges, gathers = ([x for x in launched if x.op == op] for op in ("all_to_all", "all_gather"))
     is_right = [x.nbytes for x in exchanges] == nbytes and "float16" not in {x.dtype for x in exchanges}
     right = f"one all_to_all in bfloat16 for each of {len(nbytes)} buckets, of {join_names(nbytes)} bytes"
-    why = partial(diagnosis.explain_buckets, launched, nbytes)
+    why = partial(causes.explain_buckets, launched, nbytes)
     expect(is_right, right, summarize(launched), why, **at)
     is_right = sum(x.nbytes for x in gathers) == sum(nbytes) and "float16" not in {x.dtype for x in gathers}
     is_right &= len(exchanges) + len(gathers) == len(launched)
     right = f"all_gathers of {sum(nbytes)} bytes together, in bfloat16, and nothing else, complete the gradients"
     wrong = summarize([x for x in launched if x.op != "all_to_all"])
-    expect(is_right, right, wrong, partial(diagnosis.explain_gathers, gathers, nbytes), **at)
+    expect(is_right, right, wrong, partial(causes.explain_gathers, gathers, nbytes), **at)
     expect_waited(Step(events, at["rank"], at["step"]).launches())
 
 
@@ -377,13 +376,13 @@ def expect_overlap(events, launched, at, groups, buckets_per_group):
         right = f"during backward, group {number} is launched before the next group is complete"
         when = late[0].phase if late else ""
         wrong = f"it was launched in {when}. These gradients were ready: {join_names(after or names)}"
-        expect(not late, right, wrong, diagnosis.LATE, **at)
+        expect(not late, right, wrong, causes.LATE, **at)
         blocking = [x for x in own if blocks_backward(x, after, ready_at)] if after else [x for x in own if x.sync]
         right = f"backward does not wait for group {number} before gradients of the next group are ready"
-        expect(not blocking, right, "it waits earlier", diagnosis.BLOCKED if at_once else "", **at)
+        expect(not blocking, right, "it waits earlier", causes.BLOCKED if at_once else "", **at)
     gathers = [x for x in at_once if x.op == "all_gather"]
     right = "backward does not wait for an all_gather where it is launched"
-    expect(not gathers, right, f"it waits for {summarize(gathers)}", diagnosis.BLOCKED, **at)
+    expect(not gathers, right, f"it waits for {summarize(gathers)}", causes.BLOCKED, **at)
 
 
 def waits_at_once(launch, ready):
@@ -394,7 +393,7 @@ def waits_at_once(launch, ready):
 
 def expect_zero_bytes(launched, numel, at):
     """Expect 16-bit all_to_alls of all gradients, and float32 all_gathers of all weights in the optimizer's step."""
-    why = partial(diagnosis.explain_zero, launched)
+    why = partial(causes.explain_zero, launched)
     for phases, op, nbytes, right in (
         (
             ("backward", "finish"),

@@ -16,8 +16,7 @@ from brigade.checks.verdict import CheckFailed, Verdict
 from brigade.course.modules import get_module
 from brigade.course.syntax import parse_tree
 from brigade.runner.ranks import PerRank, RankFailure
-from m17_prove_it import causes as diagnosis
-from m17_prove_it import scenario as m17_prove_it
+from m17_prove_it import causes, scenario
 from m17_prove_it.implementations import UNDER_TEST, Implementation, choose
 
 HALF, ALL = 60, 90  # percent of the wrong implementations that earn half and all of the points
@@ -126,15 +125,15 @@ def expect_share(submission, part, percent):
         for size, reason in trial.reasons.items():
             what = f"on {size} ranks, they reject {trial.under_test.sentence}: {reason}"
             expected = f"drive_{part} and judge_{part} accept every right implementation"
-            expect(not reason, expected, what, partial(diagnosis.explain_false_alarm, trial, trials))
+            expect(not reason, expected, what, partial(causes.explain_false_alarm, trial, trials))
     expected = f"judge_{part} rejects something that drive_{part} returns"
-    expect(any(trial.is_judged for trial in wrong), expected, "it accepts everything", diagnosis.ACCEPTS_ALL)
+    expect(any(trial.is_judged for trial in wrong), expected, "it accepts everything", causes.ACCEPTS_ALL)
     survivors = [trial.under_test for trial in wrong if not trial.is_rejected]
     needed = math.ceil(percent * len(wrong) / 100)
     listed = "".join(sorted(f"\nsurvived: {each.sentence}" for each in survivors))
     what = f"they reject {len(wrong) - len(survivors)}{listed}"
     expected = f"drive_{part} and judge_{part} reject {needed} of {len(wrong)} wrong implementations"
-    cause = diagnosis.explain_survivors(survivors, [trial.under_test for trial in wrong])
+    cause = causes.explain_survivors(survivors, [trial.under_test for trial in wrong])
     expect(len(wrong) - len(survivors) >= needed, expected, what, cause)
 
 
@@ -183,7 +182,7 @@ def run_drivers(submission, part, trials, size):
     while waiting:
         packages = {f"p{place}": trial.under_test.sources for place, trial in enumerate(waiting[:CALLS])}
         jobs = [make_job(part, trial.under_test, package, size) for trial, package in zip(waiting, packages)]
-        results = submission.run_until_failure(m17_prove_it.drive, jobs, packages=packages)
+        results = submission.run_until_failure(scenario.drive, jobs, packages=packages)
         failed = results.pop() if isinstance(results[-1], RankFailure) else None
         for trial, result in zip(waiting, results):
             what = {"values": list(result), "events": json.dumps(result.events), "output": result.output}
@@ -207,7 +206,7 @@ def make_job(part, under_test, package, size):
 def run_judge(submission, part, observed):
     """Return why the judge, in a process of its own, rejects what a driver has returned, or "" if it accepts."""
     jobs = PerRank([observed | {"part": part}])
-    [result] = submission.run_until_failure(m17_prove_it.judge, [jobs], usual_s=JUDGE_S)
+    [result] = submission.run_until_failure(scenario.judge, [jobs], usual_s=JUDGE_S)
     if not isinstance(result, RankFailure):
         return str(result[0])
     if result.part:

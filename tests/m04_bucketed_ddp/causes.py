@@ -7,7 +7,7 @@ from brigade.checks.diagnose.exceptions import Symptom, get_events
 from brigade.events import launches
 from helpers import training
 from helpers.easier import explain_late_launches
-from m04_bucketed_ddp import scenario as m04_bucketed_ddp
+from m04_bucketed_ddp import scenario
 
 # plan_buckets
 NOT_REVERSED = "the parameters are not reversed. Reverse the parameters, not the list of buckets."
@@ -78,7 +78,7 @@ def run_plan(submission, case, cap):
     """Return the buckets that the submission plans for the case's model, as lists of names, or None."""
     named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
     problem = {"numels": [p.numel() for _, p in named], "dtypes": [p.dtype for _, p in named], "cap_bytes": cap}
-    answers = submission.try_run(m04_bucketed_ddp.plan, [problem], world_size=1)
+    answers = submission.try_run(scenario.plan, [problem], world_size=1)
     return answers and [[named[i][0] if i >= 0 else "" for i in bucket] for bucket in answers[0][0]]
 
 

@@ -6,7 +6,7 @@ from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
 from brigade.events import launches, list_step_events
 from brigade.runner.ranks import PerRank
-from m09_prefetched_weights import scenario as m09_prefetched_weights
+from m09_prefetched_weights import scenario
 
 AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launch them; forward waits."
 SOME_AWAITED = "step waits for some of the all-gathers that it launches. It may only launch them; forward waits."
@@ -136,7 +136,7 @@ def explain_order(hooks, _):
 def find_early_forward(submission, jobs, trainable):
     """Observe the forwards of the same training without micro-batches, and return why one of them was too early."""
     alone = PerRank(job | {"batches": [[micro[-1]] for micro in (job["batches"] * 2)]} for job in jobs)
-    results = submission.try_run(m09_prefetched_weights.observe, alone, world_size=len(alone))
+    results = submission.try_run(scenario.observe, alone, world_size=len(alone))
     causes = (explain_forward(own, trainable) for own in results.events) if results else ()
     return next(filter(None, causes), "")
 

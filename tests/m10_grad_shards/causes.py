@@ -11,7 +11,7 @@ from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from helpers.odd_steps import LATE_FORWARDS, LOST_BETWEEN
 from m08_zero_optimizer.expected import compute_weights
-from m10_grad_shards import scenario as m10_grad_shards
+from m10_grad_shards import scenario
 
 WHOLE_AT_START = "the constructor allocates the gradients of all buckets. Allocate a bucket at its first gradient."
 TOO_EARLY = "backward waits before it must, so nothing overlaps. Wait just before a launch that would exceed the limit."
@@ -66,7 +66,7 @@ def explain_clearing(submission, jobs, failed):
     """Return which zero_grad does not clear the shards, if they are never cleared."""
     is_kept = failed.verdict.likely_cause == NEVER_CLEARED
     alone = PerRank(job | {"batches": [job["batches"][0][:1]]} for job in jobs)
-    results = is_kept and submission.try_run(m10_grad_shards.collect_points, alone, world_size=len(jobs))
+    results = is_kept and submission.try_run(scenario.collect_points, alone, world_size=len(jobs))
     if results and results[0]["after ddp.zero_grad()"].any():
         return KEPT_BY_WRAPPER
     return KEPT_BY_OPTIMIZER if results and results[0]["after optimizer.zero_grad()"].any() else ""
