@@ -42,7 +42,7 @@ class At:
         self.place = {"rank": rank, "step": step, "parameter": parameter}
 
     def claim(self, expected: str, condition: bool, got: str, cause: Any = "", hypothesis: str = "") -> None:
-        """Claim anything: a condition, and what to say if it is false."""
+        """Claim anything: a condition, and what to say if it is false. Then raise CheckFailed, an AssertionError."""
         if not condition:
             raise CheckFailed(Verdict(expected, got, evaluate(cause), hypothesis, **self.place))  # type: ignore[arg-type]
 
@@ -103,13 +103,15 @@ class Step(At):
         """Return how many bytes the rank sends in its launches with a ring algorithm, on average over the ranks.
 
         A reduce-scatter, an all-gather and an all-to-all of n bytes on N ranks count as n (N - 1) / N, an all-reduce as
-        twice as much.
+        twice as much, as in nccl-tests/doc/PERFORMANCE.md.
         """
         return sum(count_sent_bytes(one.op, one.nbytes, len(one.ranks)) for one in self.launches())
 
 
 class Launches(Sequence[Launch]):
-    """Some launches of one step in order, and claims about them. Each claim returns the launches, so more can follow.
+    """Some launches of one step in order, and claims about them.
+
+    A claim returns the launches, so more claims can follow, or it raises CheckFailed, an AssertionError.
 
     A launch has the fields of `brigade.events.Launch`, such as `op`, `dtype`, `numel` and `nbytes`. A claim's cause is
     a sentence, or a function that gets the launches which are not as claimed, with their `step`, and returns a

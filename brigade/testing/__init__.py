@@ -15,7 +15,8 @@
         for each in seen.steps():
             each.launches("all_reduce", count=4).are_asynchronous().come_before_gradient(+2).are_awaited()
 
-docs/testing.md describes it, with examples.
+A claim that is wrong raises an AssertionError, which says what was expected, what the rank did instead, and the likely
+cause. docs/testing.md describes it, with examples.
 """
 
 from brigade.checks.claims import At, Launches, Step

@@ -78,7 +78,8 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
     def finish_grad_sync(self) -> None:
         """Wait for every all-reduce of this step. Afterwards, each gradient is the average over the group.
 
-        If all backward passes of the step ran inside `no_sync`, launch the all-reduces here.
+        If all backward passes of the step ran inside `no_sync`, launch the all-reduces here. Raise RuntimeError if a
+        gradient was cleared after its launch.
         """
         self.require_same_parameters()
         if any(parameter.grad is None for parameter in self.in_flight):

@@ -114,7 +114,10 @@ class BucketedDDP(GradSyncMixin, Wrapper):
         raise NotImplementedError("module 4, part (g)")
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining buckets and wait for all buckets. Afterwards, each gradient is the average."""
+        """Launch the remaining buckets and wait for all buckets. Afterwards, each gradient is the average.
+
+        Raise RuntimeError if a gradient was cleared after its launch.
+        """
         self.require_same_parameters()
         launched = self.buckets[: self.queue.next_to_launch]
         if any(parameter.grad is None for bucket in launched for parameter in bucket.parameters):

@@ -98,7 +98,8 @@ class HybridShardedDDP(FullyShardedDDP):
     def shard_reduced(self, shard: nn.Parameter) -> None:
         """Start to average `shard.grad` over the replica group, without waiting. Module 11 calls this method.
 
-        `shard.grad` contains the average over the shard group, which module 11 has just added to what was there.
+        `shard.grad` contains the average over the shard group, which module 11 has just added to what was there. Raise
+        RuntimeError if the shard's all-reduce of this step is already launched.
         """
         if shard in self.in_flight:
             raise RuntimeError(SECOND_BACKWARD)

@@ -178,7 +178,7 @@ class ShardedMuon(Optimizer):
 
         All reduce-scatters are launched before the first one is awaited. The all-gather of group k is launched before
         the reduce-scatter of group k + 1 is awaited. No all-gather is awaited before all are launched. There are no
-        other collectives.
+        other collectives. Raise RuntimeError if the trainable parameters are not those of the construction.
         """
         if {p for options in self.param_groups for p in options["params"] if p.requires_grad} != self.group_of.keys():
             raise RuntimeError(

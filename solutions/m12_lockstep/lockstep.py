@@ -170,7 +170,8 @@ class LockstepLoop:
 
         All ranks take equally many steps, until no rank has data left. If an iterable raises an exception instead of a
         batch, the step that would use this batch happens on no rank, but all earlier steps do, even if `run` reads
-        ahead. The exception leaves `run` on its own rank, and RuntimeError on the others.
+        ahead. The exception leaves `run` on its own rank, and RuntimeError on the others. Raise ValueError if
+        `micro_batches` is less than 1.
         """
         if micro_batches < 1:
             raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
