@@ -4,7 +4,8 @@ A rank calls `enter` before it receives the submission. docs/isolation.md lists 
 not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
-user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel.
+user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel,
+not even those about itself, because some of them depend on other processes.
 The kernel also refuses all system calls that are not in a list (ALLOWED), such as those for sockets, file locks,
 notifications about files, and calls that tell which pages of a file are in memory, or drop them. Other ranks use NCCL,
 and find each other through a file in the run's directory.
@@ -34,7 +35,8 @@ from pathlib import Path
 from brigade.course.modules import ROOT
 from brigade.sandbox import users
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 21, 38
+SECCOMP_MODE_FILTER = 2
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -62,7 +64,7 @@ ALLOWED = """
     rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo sched_get_priority_max sched_get_priority_min
     sched_getaffinity sched_getattr sched_getparam sched_getscheduler sched_setaffinity sched_setscheduler
     sched_yield select sendfile sendmsg sendto set_robust_list set_tid_address setitimer setpgid setpriority
-    setrlimit setsid setsockopt shutdown sigaltstack stat statfs statx symlink symlinkat sysinfo tgkill time
+    setrlimit setsid setsockopt shutdown sigaltstack stat statfs statx symlink symlinkat tgkill time
     times tkill truncate umask uname unlink unlinkat utimensat vfork wait4 waitid write writev
 """
 # A C library that gets ENOSYS from a call that is newer than Linux 5.0 uses older ones.
@@ -108,11 +110,11 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> str:
         directory = os.path.join(directory, str(rank))
         os.makedirs(directory, 0o700, exist_ok=True)
     os.chown(directory, uid, uid)
-    if unshare_mounts():
-        mask_paths(settings, directory, uid)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills ranks first
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if unshare_mounts():
+        mask_paths(settings, directory, uid)
     has_little = is_scarce(settings)
     memory = settings["memory"] if has_little else MOST_MEMORY
     limits = {
@@ -202,7 +204,7 @@ def probe() -> dict:
     return {
         "uid": os.getuid(),
         "secrets": [name for name in SECRETS if has_readable(name)],
-        "is_filtered": "Seccomp:\t2" in Path("/proc/self/status").read_text().splitlines(),
+        "is_filtered": LIBC.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) == SECCOMP_MODE_FILTER,
         "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
     }
 
@@ -255,7 +257,8 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     """Mask the course, the hidden paths and the temporary directories.
 
     Then mount again the directories inside them that a rank needs. The directory of an offline rank becomes private,
-    too. Only the user's processes remain visible.
+    too. Only the user's processes remain visible, and for an offline rank not even these: the kernel tells a process
+    which of its pages others have mapped, and how many descriptors of some kinds are open.
     """
     if settings["offline"]:  # not even permissions or times of files change; kernels before 5.12 cannot do this
         attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
@@ -285,10 +288,10 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
             os.close(handle)
     if settings["offline"]:
         mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{options},mode=700,uid={uid},gid={uid}")
-    for hiding in ["hidepid=2,subset=pid"] * settings["offline"] + ["hidepid=2"]:  # kernels before 5.8 know no subset
+        mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, "nr_inodes=1,mode=555")
+    else:
         with contextlib.suppress(OSError):
-            mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, hiding)
-            break
+            mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
 
 
 def is_below(path: str, directory: str) -> bool:

@@ -9,6 +9,7 @@ switch trusts nothing that a rank sends:
 - It performs an operation only if all ranks of the group made the same call with the same sizes and dtype.
 - It gives a rank its result only when the rank waits, and lets a send end only when the peer has posted the receive.
 - It limits the number, the size and the total memory of launches, and the number of barriers.
+- It says only so often that a launch is not complete yet. Later, such an answer comes when the launch is complete.
 
 The switch has no sockets: the monitor passes complete messages to it and sends its answers.
 """
@@ -33,7 +34,9 @@ MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
 MOST_CARRIED = 192 << 20  # bytes of results that are kept for the content witness
 MOST_LAUNCHES = 100_000  # of one rank
-MOST_BARRIERS = 64  # of one rank that are not beside another launch: nobody needs more, and each can carry a bit
+# Of one rank: barriers, and answers that a launch is not complete yet. Nobody needs more, and each can carry a bit.
+# Each launch that is no barrier allows two more.
+MOST_SIGNALS = 64
 MOST_PARTS = 1_000  # tensors of a coalesced launch
 MOST_ENTRIES = 1 << 20  # of a border's gradient
 HEADER_LIMIT = 1 << 18  # bytes of a launch's header
@@ -82,6 +85,8 @@ class Switch:
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
         self._waiting: dict[int, Call] = {}  # by rank
+        self._asking: set[int] = set()  # ranks that wait for the answer whether a launch is complete
+        self._num_barriers, self._num_pending = [0] * world_size, [0] * world_size  # by rank
         self._connecting: dict[int, tuple[str, tuple[int, ...]]] = {}  # the group that a rank is creating
         self._groups: set[tuple[str, tuple[int, ...]]] = set()  # that all of their ranks have created
         self._counts: Counter[tuple] = Counter()  # of collectives, by (group, ranks, rank)
@@ -125,9 +130,9 @@ class Switch:
         if self._sent[rank] > MOST_SENT or len(self.calls[rank]) >= MOST_LAUNCHES:
             raise Refused("launched too much. Likely cause: it launches collectives in an endless loop.")
         self.calls[rank].append(call)
-        num_barriers = sum(own.op == "barrier" for own in self.calls[rank]) if call.op == "barrier" else 0
-        if num_barriers > 2 * (len(self.calls[rank]) - num_barriers) + MOST_BARRIERS:
-            raise Refused(f"called {num_barriers} barriers, many more than other collectives")
+        self._num_barriers[rank] += call.op == "barrier"
+        if self._num_barriers[rank] > self._count_signals(rank):
+            raise Refused(f"called {self._num_barriers[rank]} barriers, many more than other collectives")
         self._hold(call, len(call.body) + sum(call.receives))
         if call.op in OPPOSITES:
             self._match(call)
@@ -135,13 +140,23 @@ class Switch:
             self._join(call)
 
     def poll(self, rank: int, index: int) -> None:
-        """Answer whether launch `index` of the rank is complete. Raise Refused if the rank has not made it."""
+        """Answer whether launch `index` of the rank is complete. Raise Refused if the rank has not made it.
+
+        If the rank has heard too often that a launch is not complete, the answer comes when it is.
+        """
         self._expect_not_waiting(rank)
         if index >= len(self.calls[rank]):
             raise Refused("asked for a launch that it has not made")
         call = self.calls[rank][index]
         call.is_polled = call.result is not None
-        self.answers.append((rank, b"complete" if call.is_polled else b"pending"))
+        if call.is_polled:
+            self.answers.append((rank, b"complete"))
+        elif self._num_pending[rank] < self._count_signals(rank):
+            self._num_pending[rank] += 1
+            self.answers.append((rank, b"pending"))
+        else:
+            self._asking.add(rank)
+            self._waiting[rank], self._records[rank].waiting = call, self._records[rank].launches[index]
 
     def check_end(self, rank: int) -> None:
         """Raise Refused if a rank ends a call while it waits, or has recorded a launch that it did not make."""
@@ -153,6 +168,10 @@ class Switch:
         """Return whether every rank waits for a launch or a group, except the ranks in `settled`."""
         stopped = {*self._waiting, *self._connecting, *settled}
         return len(stopped) == len(self.calls)
+
+    def _count_signals(self, rank: int) -> int:
+        """Return how many barriers the rank may call, and how often it may hear that a launch is not complete."""
+        return MOST_SIGNALS + 2 * (len(self.calls[rank]) - self._num_barriers[rank])
 
     def _expect_not_waiting(self, rank: int) -> None:
         if rank in {*self._waiting, *self._connecting, *(number for number, _ in self.answers)}:
@@ -284,7 +303,12 @@ class Switch:
             call.carried = result
         if self._waiting.get(call.rank) is call:
             del self._waiting[call.rank]
-            self._deliver(call)
+            if call.rank in self._asking:
+                self._asking.remove(call.rank)
+                call.is_polled = True
+                self.answers.append((call.rank, b"complete"))
+            else:
+                self._deliver(call)
 
     def _deliver(self, call: Call) -> None:
         assert call.result is not None  # `_complete` has set it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import gc
@@ -85,9 +86,8 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("terminal", os.openpty)
     attempt("drop pages", lambda: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
     attempt("pages in memory", lambda: os.preadv(file, [bytearray(1)], 0, os.RWF_NOWAIT))
-    found["counters"] = [
-        str(path) for path in (Path("/proc/meminfo"), Path("/proc/sys"), *Path("/sys").glob("*")) if path.exists()
-    ]
+    attempt("free memory", ask_for_free_memory)
+    found["counters"] = os.listdir("/proc") + os.listdir("/sys")
     found["pid"] = os.getpid(), os.getppid()
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):
         attempt(f"write {place}", lambda place=place: Path(place, f"from-{rank}").write_text("secret"))
@@ -95,10 +95,14 @@ def look_around(path: str) -> dict[str, Any]:
     places = ("/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.getcwd()), path)
     found["files"] = [str(file) for place in places for file in Path(place).glob(f"**/from-{1 - rank}")]
     found["uid"] = os.getuid()
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-    found["processes"] = [pid for pid in pids if is_visible(pid)]
+    found["processes"] = [pid for pid in range(2, 1 << 15) if is_visible(pid)]
     dist.barrier()
     return found
+
+
+def ask_for_free_memory() -> None:
+    if ctypes.CDLL(None, use_errno=True).sysinfo(ctypes.create_string_buffer(256)):
+        raise OSError(ctypes.get_errno(), "sysinfo")
 
 
 def is_visible(pid: int) -> bool:
@@ -158,6 +162,20 @@ def call_unusually() -> dict[str, Any]:
     if found["objects"]:
         dist.all_gather_object(found["objects"], f"from {rank}", group=group)
     return {name: to_numbers(value) for name, value in found.items()}
+
+
+def ask_in_loops(is_right: bool) -> list[float]:
+    """Ask until launches are complete, and return the results. If that is not right, rank 1 does not launch."""
+    found = []
+    for number in range(3):
+        tensor = torch.ones(1) * number
+        if is_right or dist.get_rank() == 0:
+            handle = dist.all_reduce(tensor, async_op=True)
+            while not handle.is_completed():
+                pass
+            handle.wait()
+        found.append(tensor.item())
+    return found
 
 
 def to_numbers(value: Any) -> Any:
