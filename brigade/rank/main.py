@@ -86,8 +86,10 @@ def run(
     if request["mode"] != "emulate" and request["backend"] == "gloo" and not switch and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
-            # as long. On the emulated link, however, a collective must interrupt the computation.
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            # as long. On the emulated link, however, a collective must interrupt the computation. If the user has
+            # chosen another policy, such as that of idle processes, ranks keep it.
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.update(request["environment"])
     store = dist.HashStore() if switch else dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
     return perform(request, sink, store, switch=switch)

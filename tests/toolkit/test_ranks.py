@@ -27,6 +27,7 @@ from brigade.course.submission import PACKAGE
 from brigade.ipc import protocol
 from brigade.ipc.temporary import PREFIX, make_locked_directory, sweep
 from brigade.progress import Progress
+from brigade.rank import main
 from brigade.runner import deadline, machine, monitor
 from brigade.runner.failure import make_exception_failure
 from brigade.runner.process import OUTPUT_LIMIT, RankProcess
@@ -188,8 +189,21 @@ def test_threads_of_ranks(mode):
 
     A collective that is due on this link must not wait for a computing thread.
     """
-    expected = (os.sched_getscheduler(0) if mode == "emulate" else os.SCHED_BATCH, 1)
-    assert [tuple(found) for found in run_ranks(functions.scheduling, mode=mode)] == [expected, expected]
+    for usual, policy, num_threads in run_ranks(functions.scheduling, mode=mode):
+        is_chosen = mode == "emulate" or usual != os.SCHED_OTHER
+        assert (policy, num_threads) == (usual if is_chosen else os.SCHED_BATCH, 1)
+
+
+@linux
+@pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_IDLE"])
+def test_ranks_keep_a_policy_that_the_user_has_chosen(policy, tmp_path, monkeypatch):
+    request = {"mode": "strict", "backend": "gloo", "environment": {}, "world_size": 1}
+    policies = [getattr(os, policy)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: policies[-1])
+    monkeypatch.setattr(os, "sched_setscheduler", lambda pid, policy, param: policies.append(policy))
+    main.run(request, sink=None)
+    assert policies[1:] == [os.SCHED_BATCH] * (policy == "SCHED_OTHER")
 
 
 def test_a_rank_that_cannot_connect_is_not_to_blame(gate, patient, monkeypatch):

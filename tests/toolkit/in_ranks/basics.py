@@ -42,10 +42,12 @@ def random_number() -> float:
 
 
 def scheduling() -> list[int]:
-    """Return the scheduling policy of this process, and the number of gloo's threads for collectives."""
+    """Return the scheduling policies of the fork server and this process, and the number of gloo's threads for
+    collectives.
+    """
     dist.barrier()  # then the thread has begun, and has its name
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    return [os.sched_getscheduler(0), names.count("pt_gloo_runloop")]
+    return [os.sched_getscheduler(os.getppid()), os.sched_getscheduler(0), names.count("pt_gloo_runloop")]
 
 
 def cut_off(gate: str) -> None:
