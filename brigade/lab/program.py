@@ -25,6 +25,7 @@ from brigade.course.modules import ROOT, CourseError
 from brigade.course.submission import Sources
 from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import Bytes
+from brigade.runner.deadline import BUSY
 from brigade.runner.ranks import RankFailure, run_ranks
 
 DEADLINE_S = 300.0
@@ -151,7 +152,8 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
     except OSError:
         from brigade.lab.recorded_step import record_steps
 
-        how = {"world_size": 1, "packages": {"submission": sources}, "deadline": DEADLINE_S, "stream": False}
+        deadlines = {"deadline": DEADLINE_S, "longest": BUSY * DEADLINE_S}
+        how = {"world_size": 1, "packages": {"submission": sources}, "stream": False} | deadlines
         try:
             text = run_ranks(record_steps, *case, **how)[0]
         except RankFailure as failure:
