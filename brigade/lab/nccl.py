@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+ALGORITHMS = ("ring", "tree", "NVLS", "NVLS tree", "PAT")
 PROTOCOLS = ("LL", "LL128", "Simple")
 MAX_CHANNELS = 32  # MAXCHANNELS / 2: each channel that NCCL finds is used twice
 
@@ -148,6 +149,7 @@ class Network:
     The GPUs of a node share its cards evenly. So a group of one rank in each node, beside which the other groups do the
     same at the same time, has `cards` / `ranks_per_node` cards. `latency_us` is what NCCL's plugin for the network
     reports: 0 for InfiniBand, and 35 or 75 us for AWS's EFA (aws-ofi-nccl 2daf7d30, src/platform-aws.cpp).
+    `algorithms` and `protocols` are those that NCCL_ALGO and NCCL_PROTO allow.
     """
 
     fabric: Fabric
@@ -155,6 +157,8 @@ class Network:
     card_gbps: float | None = None
     cards: int = 1
     latency_us: float = 0.0
+    algorithms: tuple[str, ...] = ALGORITHMS
+    protocols: tuple[str, ...] = PROTOCOLS
 
     def count_nodes(self, ranks: Collection[int]) -> int:
         """Return the number of nodes of these ranks."""
@@ -171,12 +175,12 @@ class Network:
     def list_estimates(self, op: str, nbytes: float, num_ranks: int, num_nodes: int) -> Iterator[Estimate]:
         """Yield the estimates for all algorithms and protocols that NCCL could choose."""
         per_node = num_ranks / num_nodes
-        for algorithm in ("ring", "tree", "NVLS", "NVLS tree", "PAT"):
+        for algorithm in self.algorithms:
             if not self.has_algorithm(algorithm, op, num_ranks, num_nodes):
                 continue
             channels = self.find_group_channels(algorithm, per_node, num_nodes)
             for index, protocol in enumerate(PROTOCOLS):
-                if protocol != "Simple" and algorithm not in ("ring", "tree"):
+                if protocol not in self.protocols or (protocol != "Simple" and algorithm not in ("ring", "tree")):
                     continue
                 if protocol == "LL128" and not self.fabric.is_nvlink and per_node > 1:
                     continue
@@ -240,6 +244,9 @@ class Network:
         )
         if algorithm == "ring":
             return (min(ll, total / 2), min(0.92 * total, count * per_ring), total)[protocol]
+        if num_nodes == 2 and per_node > 1:  # the rate inside a node counts, at most twice that of a card's channel
+            inner = min(2 * channels.gbps, fabric.gbps / count)
+            total = count * max(speed for speed in (*fabric.network_speeds, channels.gbps) if speed <= inner)
         total = min(0.92 * total, count * fabric.tree_by_nodes[index])
         narrowing = 7 / 9 if num_nodes == 1 else 120 / 128
         return (min(total / 3.8, ll), min(total * narrowing, count * per_tree), total)[protocol]

@@ -6,8 +6,9 @@
 
 A training run is predicted twice: from the device's typical utilisation, and *calibrated*. Another run of the family
 then tells how fast the GPUs compute this model: the smallest one with the same micro-batch, as if somebody had measured
-`--backward-ms` on fewer GPUs, or else the smallest one. Nothing else is fitted: the network is that of NCCL's tuner
-(`nccl.py`), and peaks and memory bandwidths are those of datasheets.
+`--backward-ms` on fewer GPUs, or else the smallest one. Runs with other sequence lengths are also *calibrated on two*
+runs, because attention has a rate of its own. Nothing else is fitted: the network is that of NCCL's tuner (`nccl.py`),
+and peaks and memory bandwidths are those of datasheets.
 
 The runs use torch's FSDP and the like. Their steps are planned with the schedule of module 11, which gathers one unit
 ahead (`make_sharded_program`; `tests/toolkit/test_published.py` compares it with what module 11 really does).
@@ -19,6 +20,7 @@ import csv
 import functools
 import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,8 +28,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from brigade.course.modules import ROOT
-from brigade.lab.devices import CONTENTION, DEVICES
-from brigade.lab.nccl import Network
+from brigade.lab.devices import CONTENTION, DEVICES, Device
+from brigade.lab.nccl import ALGORITHMS, PROTOCOLS, Network
 from brigade.lab.program import Machine, simulate
 from brigade.lab.shapes import MODELS, Shape
 
@@ -36,6 +38,7 @@ BYTES = {"bf16": 2, "fp32": 4}
 A100_40GB_GBPS = 1555.0  # memory bandwidth of the A100 with 40 GB; that with 80 GB has 2039 GB/s
 LARGE_BYTES = 256 * 2**20  # a collective on a larger buffer is limited by bandwidth rather than by latency
 TRAINING, COLLECTIVE = "training", "collective"
+SEQUENCES = "sequence"  # how the name of a family begins whose runs differ in sequence length
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Row:
 
     `launch_us` is the time of the host that a measured collective includes. The benchmark of stas00/ml-engineering
     (commit 744d01e) times one call on an idle GPU. Its later version (0cc3de50) says that this adds "some 20-30us".
+    `settings` are variables of the environment that limit what NCCL may choose.
 
     Of a training run, `subject` is the model, `sequence` and `micro_batch` give the tokens of a GPU and micro-batch,
     `sharding` is "full", "keep" (units stay gathered after forward) or "hybrid" (a replica in each node), `gather` and
@@ -62,6 +66,7 @@ class Row:
     card_gbit: float
     latency_us: float
     launch_us: float
+    settings: str
     subject: str
     sequence: int
     micro_batch: int
@@ -92,11 +97,19 @@ class Row:
         factor = (2 if self.subject == "all_reduce" else 1) * (self.gpus - 1) / self.gpus
         return self.sequence * factor / (self.measured * 1e9)  # of busbw, as nccl-tests defines it
 
+    @property
+    def gpu(self) -> Device:
+        """The GPU. Its memory is that of the larger variant."""
+        return DEVICES[self.device.partition("-")[0]]
+
     @functools.cached_property
     def network(self) -> Network:
         """The network between these GPUs."""
-        fabric = DEVICES[self.device.partition("-")[0]].fabric
-        return Network(fabric, self.node_size, self.card_gbit / 8 or None, self.cards, self.latency_us)
+        allowed = dict(one.split("=") for one in self.settings.split() if one != "-")
+        algorithms = tuple(name.lower() for name in allowed.get("NCCL_ALGO", "").split(",") if name) or ALGORITHMS
+        protocols = tuple(allowed.get("NCCL_PROTO", ",".join(PROTOCOLS)).split(","))
+        card_gbps = self.card_gbit / 8 or None
+        return Network(self.gpu.fabric, self.node_size, card_gbps, self.cards, self.latency_us, algorithms, protocols)
 
 
 def read_rows() -> list[Row]:
@@ -205,29 +218,39 @@ def make_sharded_program(
     return program
 
 
-def make_parts(shape: Shape, sequence: int, tokens: int) -> tuple[list[int], tuple[int, int], list[float]]:
+class Rates(NamedTuple):
+    """How many seconds a GPU needs for an operation of a matrix product, and of attention."""
+
+    matrices: float
+    attention: float
+
+
+def make_parts(shape: Shape, sequence: int, tokens: int) -> tuple[list[int], tuple[int, int], list[Rates]]:
     """Return a model's units and root for `make_sharded_program`, and the operations of forward for each parameter."""
     attention = 4 * shape.heads * shape.d_head * sequence  # all pairs of positions, as in `Shape.count_forward_flops`
     vocabulary = shape.vocabulary * shape.d_model
-    flops = [0.0, *[(2 * shape.block_numel + attention) * tokens] * shape.layers, 2.0 * vocabulary * tokens]
+    block = Rates(2.0 * shape.block_numel * tokens, float(attention * tokens))
     root = (0 if shape.is_tied else vocabulary, vocabulary)
-    return [shape.block_numel] * shape.layers, root, flops
+    return (
+        [shape.block_numel] * shape.layers,
+        root,
+        [Rates(0, 0), *[block] * shape.layers, Rates(2.0 * vocabulary * tokens, 0)],
+    )
 
 
-def make_machine(row: Row, forward_flops: Sequence[float], utilisation: float) -> Machine:
-    """Return the speed of one GPU of a run, for one micro-batch."""
-    device = DEVICES[row.device.partition("-")[0]]
-    memory = (A100_40GB_GBPS if row.device == "a100-40" else device.memory_gbps) * 1e9
-    seconds = [one / (utilisation * device.tflops["bf16"] * 1e12) for one in forward_flops]
+def make_machine(row: Row, forward: Sequence[Rates], rates: Rates) -> Machine:
+    """Return the speed of one GPU of a run, for one micro-batch. `forward` are operations."""
+    gbps = A100_40GB_GBPS if row.device == "a100-40" else row.gpu.memory_gbps
+    seconds = [sum(map(operator.mul, flops, rates)) for flops in forward]
     backward = tuple((2 + row.recompute) * one for one in seconds)
-    return Machine(sum(seconds), backward, memory, memory, CONTENTION)
+    return Machine(sum(seconds), backward, gbps * 1e9, gbps * 1e9, CONTENTION)
 
 
-def predict(row: Row, utilisation: float | None = None) -> float:
-    """Return the predicted seconds of a row. A run computes at `utilisation` (default: its device's typical one)."""
+def predict(row: Row, rates: Rates | None = None) -> float:
+    """Return the predicted seconds of a row. A run computes with `rates` (default: its device's typical ones)."""
     if row.kind == COLLECTIVE:
         return row.launch_us * 1e-6 + row.network.seconds(row.subject, row.sequence, row.gpus, row.num_nodes)
-    return Run(row).predict(utilisation or DEVICES[row.device.partition("-")[0]].utilisation.typical)
+    return Run(row).predict(rates or Rates(*[1 / (row.gpu.utilisation.typical * row.gpu.tflops["bf16"] * 1e12)] * 2))
 
 
 class Run:
@@ -250,30 +273,51 @@ class Run:
             for micro_batches in range(1, min(row.accumulation, 2) + 1)
         ]
 
-    def predict(self, utilisation: float) -> float:
+    def predict(self, rates: Rates) -> float:
         """Return the seconds of a step. Every micro-batch after the first one takes as long as the second."""
-        machine = make_machine(self.row, self.flops, utilisation)
+        machine = make_machine(self.row, self.flops, rates)
         one, *two = (simulate(program, machine, self.row.network).step_s for program in self.programs)
         return one + (self.row.accumulation - 1) * (two[0] - one) if two else one
 
-    def calibrate(self) -> float:
-        """Return the utilisation with which the predicted step takes as long as the measured one."""
-        utilisation = 0.4
+    def calibrate(self) -> Rates:
+        """Return the rates, equal ones, with which the predicted step takes as long as the measured one."""
+        rate = 1 / (self.row.gpu.tflops["bf16"] * 1e12)
         for _ in range(8):  # computation is nearly all of a step, so this converges quickly
-            utilisation *= self.predict(utilisation) / self.row.measured_s
-        return utilisation
+            rate *= self.row.measured_s / self.predict(Rates(rate, rate))
+        return Rates(rate, rate)
+
+    @functools.cached_property
+    def operations(self) -> Rates:
+        """The operations of a step: of matrix products and of attention."""
+        factor = (3 + self.row.recompute) * self.row.accumulation
+        return Rates(*(factor * sum(kind) for kind in zip(*self.flops)))
+
+
+def calibrate_two(short: Run, long: Run) -> Rates | None:
+    """Return the rates with which both steps take as long as measured, or None if these are not positive."""
+    rates = short.calibrate()
+    (a, b), (c, d) = short.operations, long.operations
+    for _ in range(8):
+        e, f = (run.row.measured_s - run.predict(rates) for run in (short, long))
+        change = Rates((d * e - b * f) / (a * d - b * c), (a * f - c * e) / (a * d - b * c))
+        rates = Rates(*map(operator.add, rates, change))
+        if min(rates) <= 0:
+            return None
+    return rates
 
 
 class Error(NamedTuple):
     """The error of a prediction, relative to what was measured: 0.1 means 10 % too long.
 
     `calibrated` and `calibrator`, the run that calibrates it, are None for collectives and for a family's smallest run.
+    `paired` is the error of a run that is calibrated on two sequence lengths, or None.
     """
 
     row: Row
     raw: float
     calibrated: float | None
     calibrator: Row | None
+    paired: float | None
 
 
 def list_errors(rows: Iterable[Row]) -> list[Error]:
@@ -284,13 +328,31 @@ def list_errors(rows: Iterable[Row]) -> list[Error]:
         if row.kind == TRAINING:
             families[row.family].append(row)
     calibrate = functools.cache(lambda row: Run(row).calibrate())
+    calibrate_pair = functools.cache(lambda short, long: calibrate_two(Run(short), Run(long)) or calibrate(short))
     errors = []
     for row in rows:
-        raw, calibrated = predict(row) / row.measured_s - 1, None
+        raw, calibrated, paired = predict(row) / row.measured_s - 1, None, None
         if calibrator := find_calibrator(row, families[row.family]):
             calibrated = predict(row, calibrate(calibrator)) / row.measured_s - 1
-        errors.append(Error(row, raw, calibrated, calibrator))
+        if (pair := find_pair(families[row.family])) and row not in pair:
+            paired = predict(row, calibrate_pair(*pair)) / row.measured_s - 1
+        errors.append(Error(row, raw, calibrated, calibrator, paired))
     return errors
+
+
+def find_pair(family: Sequence[Row]) -> tuple[Row, Row] | None:
+    """Return the runs that tell how fast GPUs compute matrix products and attention, or None if the family has none.
+
+    They are the run with the shortest sequences, and the one with the shortest of those that are at least four times as
+    long: with a smaller difference, an error of 1 % in both throughputs would be a large one of attention's rate.
+    """
+    if not family or not family[0].family.startswith(SEQUENCES):
+        return None
+    short = min(family, key=lambda one: one.sequence)
+    long = min(
+        (one for one in family if one.sequence >= 4 * short.sequence), key=lambda one: one.sequence, default=None
+    )
+    return long and (short, long)
 
 
 def find_calibrator(row: Row, family: Sequence[Row]) -> Row | None:
@@ -316,21 +378,23 @@ class ErrorBar:
 
 # The kinds of predictions. "guessed" means: with the device's typical utilisation; "calibrated": with one measured run.
 OTHER, SEQUENCE = "calibrated, another micro-batch", "calibrated, another sequence length"
+PAIR = "calibrated on two sequence lengths"
 LARGE, SMALL = "collectives of 256 MiB or more", "smaller collectives"
 NODES = {4: "1 to 4 nodes", 16: "5 to 16 nodes", 64: "17 to 64 nodes"}
 
 # What `make validate-plan` prints, for plans to show. `tests/toolkit/test_published.py` fails if a median moves.
 ERROR_BARS = {
+    PAIR: ErrorBar(81, 0.027, 0.166),
     OTHER: ErrorBar(19, 0.052, 0.190),
     SEQUENCE: ErrorBar(103, 0.036, 0.172),
     "calibrated, 1 to 4 nodes": ErrorBar(13, 0.023, 0.080),
     "calibrated, 17 to 64 nodes": ErrorBar(12, 0.025, 0.061),
     "calibrated, 5 to 16 nodes": ErrorBar(26, 0.024, 0.082),
-    LARGE: ErrorBar(39, 0.032, 0.188),
+    LARGE: ErrorBar(39, 0.029, 0.155),
     "guessed, 1 to 4 nodes": ErrorBar(169, 0.123, 0.384),
     "guessed, 17 to 64 nodes": ErrorBar(12, 0.274, 0.413),
     "guessed, 5 to 16 nodes": ErrorBar(40, 0.246, 0.414),
-    SMALL: ErrorBar(25, 0.164, 0.741),
+    SMALL: ErrorBar(25, 0.164, 0.525),
 }
 
 
@@ -349,7 +413,9 @@ def name_kinds(error: Error) -> dict[str, float]:
     if error.calibrated is not None and error.calibrator is not None:
         is_same = error.calibrator.micro_batch == row.micro_batch
         calibrated = f"calibrated, {nodes}" if is_same else OTHER
-        kinds[SEQUENCE if row.family.startswith("sequence") else calibrated] = error.calibrated
+        kinds[SEQUENCE if row.family.startswith(SEQUENCES) else calibrated] = error.calibrated
+    if error.paired is not None:
+        kinds[PAIR] = error.paired
     return kinds
 
 

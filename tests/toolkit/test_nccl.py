@@ -92,6 +92,16 @@ def test_the_latency_of_a_plugin_counts_for_hops_between_nodes():
     assert efa.seconds("all_reduce", GIB, 8, 1) == B200.seconds("all_reduce", GIB, 8, 1)
 
 
+def test_an_environment_that_limits_the_choice():
+    """As on Google's A3 mega machines: rings and trees only, with the protocol Simple."""
+    limited = replace(Network(HOPPER, 8, 25.0, 8), algorithms=("ring", "tree"), protocols=("Simple",))
+    estimates = {one.algorithm: one for one in limited.list_estimates("all_reduce", 8 * GIB, 16, 2)}
+    assert estimates.keys() == {"ring", "tree"} and {one.protocol for one in estimates.values()} == {"Simple"}
+    # Between two nodes, NCCL raises a tree's rate inside nodes: eight channels of 45 GB/s, as much as NVLink carries.
+    latency_s = 1e-6 * (8.4 + 2 * (7 * 4 + 14))
+    assert estimates["tree"].seconds == pytest.approx(latency_s + 8 * GIB / (0.5 * 8 * min(0.92 * 45, 41.4) * 1e9))
+
+
 def test_the_rate_of_an_nvls_tree_is_corrected_on_a_b200():
     def get_rate(network, nbytes):
         """Return the rate of an NVLS tree, from two buffers with the same correction."""

@@ -51,8 +51,8 @@ def test_the_slowdown_from_128_to_512_gpus(rows, errors):
     assert len(families) == 6
     for name, both in families.items():
         measured = both[512].measured_s / both[128].measured_s
-        utilisation = published.Run(calibrators[both[512].name]).calibrate()
-        seconds = {gpus: published.predict(row, utilisation) for gpus, row in both.items()}
+        rates = published.Run(calibrators[both[512].name]).calibrate()
+        seconds = {gpus: published.predict(row, rates) for gpus, row in both.items()}
         assert seconds[512] / seconds[128] == pytest.approx(measured, rel=0.08), name
 
 
@@ -68,10 +68,30 @@ def test_a_run_is_calibrated_on_the_smallest_one_with_its_micro_batch(errors):
 def test_nine_of_ten_runs_with_the_same_micro_batch_are_within_15_percent(errors):
     same = [
         abs(value) for error in errors for kind, value in published.name_kinds(error).items()
-        if kind.startswith("calibrated") and kind not in (published.OTHER, published.SEQUENCE)
+        if kind.startswith("calibrated,") and kind not in (published.OTHER, published.SEQUENCE)
     ]  # fmt: skip
     assert len(same) >= 50 and sum(value <= 0.15 for value in same) >= 0.9 * len(same)
     assert sorted(same)[len(same) // 2] <= 0.05
+
+
+def test_two_sequence_lengths_tell_the_rate_of_attention(rows):
+    """Both runs then take as long as measured, and longer sequences are predicted better than from one run."""
+    family = [row for row in rows if row.family == "sequence mpt-7b other checkpoints h100"]
+    short, long = published.find_pair(family)
+    assert (short.sequence, long.sequence) == (1024, 4096)
+    rates = published.calibrate_two(published.Run(short), published.Run(long))
+    for row in (short, long):
+        assert published.predict(row, rates) == pytest.approx(row.measured_s, rel=1e-6)
+    assert rates.attention > 1.5 * rates.matrices
+    (longest,) = (one for one in published.list_errors(family) if one.row.sequence == 65_536)
+    assert abs(longest.paired) < 0.1 < 0.3 < abs(longest.calibrated)
+
+
+def test_runs_that_contradict_each_other_give_no_rates(rows):
+    """Longer sequences cannot take less time per token: then one run calibrates."""
+    family = [row for row in rows if row.family == "sequence mpt-760m a100-80"]
+    short, long = published.find_pair(family)
+    assert short.measured < long.measured and published.calibrate_two(published.Run(short), published.Run(long)) is None
 
 
 def test_a_wrong_constant_is_noticed(rows, monkeypatch):
