@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -187,6 +188,7 @@ def main() -> int:
         faults = run_notebook(options.name, out)
         print(*(f"FAULT {options.name}, {fault}" for fault in faults), sep="\n")
         return int(bool(faults))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the notebook ends, too
     status = 0
     for name in list_names(options.modules):
         for path in out.glob(f"{name}_*.png"):

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -121,6 +122,7 @@ def main() -> int:
     parser.add_argument("--deadline", default="300", help="time limit for one run of ranks, in seconds")
     parser.add_argument("--only", default="", help="only steps whose name contains this text")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the step ends, too
     subprocess.run([HERE / "build.sh", options.dir], check=True)
     logs, results = Path(options.dir) / "logs", Path(options.dir) / "results"
     for directory in (logs, results):
