@@ -3,23 +3,15 @@
 import copy
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
+from brigade.checks.claims import At, Step, each_step, in_phase, is_unchanged, show
 from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.expectations import (
-    MANY_STEPS,
-    expect,
-    expect_equal,
-    explain_failures,
-    format_ranks,
-    join_names,
-    list_steps,
-    replace_cause,
-)
+from brigade.checks.expectations import MANY_STEPS, expect_equal, explain_failures, format_ranks, replace_cause
 from brigade.checks.reference import draw_generators
-from brigade.events import drop_flags, launches, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import compute_padded_numel
@@ -38,7 +30,7 @@ from helpers.zero import (
     require_shared_state,
 )
 from m05_grad_buffer.expected import compute_layout
-from m08_zero_optimizer import causes as diagnosis
+from m08_zero_optimizer import causes
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer import scenario_sharded as m08_sharded
 from m08_zero_optimizer.expected import (
@@ -89,7 +81,7 @@ def test_sharded_equals_unsharded(submission):
         ),
     ):
         case = submission.case(model, world, steps=steps, dtype=torch.float64, **more)
-        with replace_cause(diagnosis.find_skipped_parameter):
+        with replace_cause(causes.find_skipped_parameter):
             results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
         expect_unsharded(results, case, job)
 
@@ -108,22 +100,16 @@ def test_sharded_state_is_shared(submission):
         )
         for number, (name, problem) in enumerate(problems.items()):
             numels = [numel for group in problem["first"] + problem["late"] for numel in group]
-            owned = [result[number]["indices"] for result in results]
-            bytes_by_rank = [result[number]["bytes"] for result in results]
+            owned, kept = ([result[number][key] for result in results] for key in ("indices", "bytes"))
             state_bytes = [2 * numel * (8 if i in problem["wide"] else 4) for i, numel in enumerate(numels)]  # moments
             trainable = [nbytes for i, nbytes in enumerate(state_bytes) if i not in problem["frozen"]]
-            whole = sum(trainable)
-            bound = max(trainable) + whole / world
-            right = f"with {name}, each of {world} ranks keeps at most the average state plus the state of the largest "
-            right += f"parameter: {bound:.0f} of {whole} bytes"
-            for rank, nbytes in enumerate(bytes_by_rank):
-                wrong = f"the state takes {nbytes} bytes. By rank, it takes {join_names(bytes_by_rank)} bytes"
-                why = partial(diagnosis.explain_state, owned, numels, problem)
-                expect(nbytes <= bound, right, wrong, why, rank=rank)
-            right = f"with {name}, {world} ranks together keep the state of the unsharded optimizer once: {whole} bytes"
-            wrong = f"the ranks keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total"
-            why = partial(diagnosis.explain_sum_of_states, owned, bytes_by_rank, whole, problem)
-            expect(sum(bytes_by_rank) == whole, right, wrong, why)
+            whole, mean, largest = sum(trainable), sum(trainable) / world, max(trainable)
+            what = f"with {name}, a rank keeps {{}} bytes of state (average: {mean:.0f}, largest parameter: {largest})"
+            why = partial(causes.explain_state, owned, numels, problem)
+            for rank, nbytes in enumerate(kept):
+                At(rank).at_most(what, nbytes, largest + mean, why)
+            what = f"with {name}, {world} ranks together keep {{}} bytes of state, and the unsharded optimizer {whole}"
+            At().equal(what, sum(kept), whole, partial(causes.explain_sum_of_states, owned, kept, whole, problem))
     expect_little_state(submission, m08_sharded.train_large, ADAM | {"params": "list"}, mib=70)
 
 
@@ -133,28 +119,19 @@ def test_sharded_launches(submission):
     for world, model in zip(submission.worlds(2, 3), ("Tied", "Frozen")):
         case = submission.case(model, world, steps=3, dtype=torch.float64)
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **SGD), world_size=world)
-        numels = {is_trained: [] for is_trained in (True, False)}
-        for parameter in case.parameters().values():
-            numels[parameter.requires_grad].append(parameter.numel())
-        every = sorted((op, numel) for op in ("reduce", "broadcast") for numel in numels[True])
-        for at, events, launched in list_steps(results.events, 3):
-            right = f"a step of the {model} model launches one reduce and one broadcast for each of its "
-            right += f"{len(numels[True])} trainable parameters"
-            why = partial(diagnosis.explain_launches, launched, numels[True], numels[False])
-            is_right = sorted((launch.op, launch.numel) for launch in launched) == every
-            expect(is_right, right, f"the step made {summarize(launched, 20)}", why, **at)
-            raced = [launch for launch in launched if launch.raced]
-            right = "gradients and weights do not change while they are reduced or broadcast"
-            wrong = f"{len(raced)} of {len(launched)} tensors changed between the launch and the wait"
-            expect(not raced, right, wrong, **at)
-            forgotten = [launch for launch in launched if not launch.waits and at["step"] < 2]
-            right = "every rank, including the root, waits on the handle of every launch before the next step ends"
-            wrong = f"the step did not wait on {len(forgotten)} of {len(launched)} handles"
-            why = partial(diagnosis.explain_forgotten, forgotten, events, at["rank"])
-            expect(not forgotten, right, wrong, why, **at)
-            wrong = find_wrong_root(case, events)
-            right = "a parameter's weights are broadcast from the rank to which its gradient is reduced"
-            expect(not wrong, right, wrong, diagnosis.OTHER_ROOT, rank=at["rank"])
+        parameters = case.parameters().values()
+        trained, frozen = ([p.numel() for p in parameters if p.requires_grad == own] for own in (True, False))
+        what = f"a step launches one reduce and one broadcast for each trainable parameter of the {model} model"
+        for step in each_step(results.events, 3):
+            launched, wrong_root = step.launches(), find_wrong_root(case, step.events)
+            made = sorted((one.op, one.numel) for one in launched)
+            is_right = made == sorted(product(("reduce", "broadcast"), trained))
+            launched.claim(what, is_right, cause=partial(causes.explain_launches, trained, frozen))
+            launched.satisfy("gradients and weights do not change while they are reduced or broadcast", is_unchanged)
+            awaited = "every rank, including the root, waits on the handle of every launch before the next step ends"
+            launched.satisfy(awaited, lambda one: bool(one.waits) or one.step == 2, causes.explain_forgotten)
+            same_root = "a parameter's weights are broadcast from the rank to which its gradient is reduced"
+            At(step.rank).claim(same_root, not wrong_root, wrong_root, causes.OTHER_ROOT)
 
 
 @pytest.mark.points(2)
@@ -176,14 +153,12 @@ def test_sharded_groups_and_schedulers(submission):
             first = {"names": names[:-2], "options": {}}
             job = {"optimizer": "AdamW", "options": {"lr": 0.01}, "params": [first], "late": late, "at": 2}
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
-        sizes = train_unsharded(case, job)["sizes"]
-        right = f"param_groups contain all parameters on every rank, in groups of {join_names(sizes)} parameters"
-        why = partial(diagnosis.explain_sizes, [result["sizes"] for result in results], sizes)
+        expected = train_unsharded(case, job)["sizes"]
+        why = partial(causes.explain_sizes, [result["sizes"] for result in results], expected)
         for rank, result in enumerate(results):
-            wrong = f"the groups have {join_names(result['sizes'])} parameters"
-            expect(result["sizes"] == sizes, right, wrong, why, rank=rank)
+            At(rank).equal("the groups in param_groups have {} parameters", result["sizes"], expected, why)
         expect_closures(results, 6, "closure" in job)
-        expect_unsharded(results, case, job, partial(diagnosis.suspect_scheduling, kind, job, names))
+        expect_unsharded(results, case, job, partial(causes.suspect_scheduling, kind, job, names))
 
 
 @pytest.mark.parts("8a, part (e): clipping")
@@ -202,20 +177,18 @@ def test_sharded_clipping(submission):
             if all(2 * max_norm < norm < 5 for norm in expected if math.isfinite(norm)):
                 break
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
-        for at, _, launched in list_steps(results.events, 5, groups[0]):
-            phases = [launch.phase for launch in launched if launch.op == "reduce"]
-            right = "clip_grad_norm_ reduces the gradients, because it returns the norm of the averages"
-            cause = diagnosis.SKIPPED if at["step"] == 4 else diagnosis.NOT_REDUCED
-            expect("clip" in phases, right, "the step launched no reduce", cause, **at)
-            right = "after clip_grad_norm_, which reduces the gradients, step does not reduce them again"
-            wrong = f"step launched {phases.count('step')} reduce{'s' * (phases.count('step') != 1)}"
-            expect("step" not in phases, right, wrong, diagnosis.CLIPPED_TWICE, **at)
+        for step in each_step(results.events, 5, groups[0]):
+            early, late = (step.launches("reduce").where(in_phase(phase)) for phase in ("clip", "step"))
+            cause = causes.SKIPPED if step.number == 4 else causes.NOT_REDUCED
+            what = "clip_grad_norm_ reduces the gradients, because it returns the norm of the averages"
+            early.claim(what, bool(early), "it launches no reduce", cause)
+            late.are_none("after clip_grad_norm_, step does not reduce the gradients again", causes.CLIPPED_TWICE)
         norms = [results[rank]["norms"] for rank in groups[0]]
-        why = partial(diagnosis.explain_norm, case, job, results.events[groups[0][0]])
+        why = partial(causes.explain_norm, case, job, results.events[groups[0][0]])
         judge = partial(expect_norms, norms, expected, get_rounding(results), ranks=groups[0])
         judge(steps=1, why=why)
         # torch adds 1e-6 to the norm. A submission may omit this, and may round the factor to float32.
-        expect_unsharded(results, case, job, diagnosis.suspect_clipping, tolerance=1e-6)
+        expect_unsharded(results, case, job, causes.suspect_clipping, tolerance=1e-6)
         judge()
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=2, dtype=torch.float64)
@@ -225,7 +198,7 @@ def test_sharded_clipping(submission):
         "the step after a backward that follows clip_grad_norm_ uses both gradients",
         submission.run(m08_sharded.take_odd_step, jobs, world_size=world),
         compute_weights(case, make_recipe("SGD")),
-        evidence=Evidence(diagnosis.AFTER_CLIPPING),
+        evidence=Evidence(causes.AFTER_CLIPPING),
     )
 
 
@@ -233,7 +206,7 @@ def expect_little_state(submission, scenario, job, mib):
     """Expect two steps with large weights to be right in so little memory that only a part of the state fits in it."""
     start, steps = submission.rng.randrange(1 << 40), 2
     job = job | {"start": start, "count": COUNT, "numel": LARGE, "steps": steps}
-    if run := run_with_little_memory(submission, scenario, job, mib, diagnosis.WHOLE_STATE, steps=steps):
+    if run := run_with_little_memory(submission, scenario, job, mib, causes.WHOLE_STATE, steps=steps):
         results, seeds = run
         weights = []
         for i in range(COUNT):
@@ -278,7 +251,7 @@ def test_zero_equals_unsharded(submission):
         numels = [p.numel() for p in reversed(case.parameters().values()) if p.requires_grad]
         layout = compute_layout(numels, arguments["bucket_numel"], len(case.group))
         weights = results[case.group[0]]["weights"]
-        why = partial(diagnosis.suspect_shards, case, recipe, is_moving, weights, layout)
+        why = partial(causes.suspect_shards, case, recipe, is_moving, weights, layout)
         expect_trained(what, results, compute_weights(case, recipe), case.start(), why, ranks=case.group)
         require_shared_state([results[rank] for rank in case.group], case, name)
     [world] = submission.worlds(2)
@@ -287,10 +260,9 @@ def test_zero_equals_unsharded(submission):
     )
     for rank, answers in enumerate(results):
         for optimizer, answer in zip(("torch.optim.Adafactor", "a layer-wise LARS", "torch.optim.LBFGS"), answers):
-            right = f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that explains why"
-            wrong = "the optimizer was accepted" if answer is None else f"the message of the exception is {answer!r}"
-            cause = diagnosis.NOT_ELEMENTWISE if answer is None else diagnosis.NO_SENTENCE
-            expect(answer is not None and len(answer.split()) > 2, right, wrong, cause, rank=rank)
+            what = f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that explains why"
+            At(rank).claim(what, answer is not None, "it accepts the optimizer", causes.NOT_ELEMENTWISE)
+            At(rank).claim(what, len(answer.split()) > 2, f"its message is {answer!r}", causes.NO_SENTENCE)
 
 
 @pytest.mark.points(2)
@@ -304,26 +276,23 @@ def test_zero_state_is_shared(submission):
         bound = compute_padded_numel(trainable, world) * 4 // world
         results = submission.run(m08_zero.train, make_zero_jobs(case, make_recipe(name)), world_size=world)
         whole = MOMENTS[name] * 4 * sum(p.numel() for p in trainable)
+        part = f"1/{world} of the buckets in fp32 has {bound} bytes"
         for rank, result in enumerate(results):
-            right, wrong = "optimizer.optim is the local inner optimizer", "the optimizer has no attribute optim"
-            expect(result["state_bytes"] is not None, right, wrong, diagnosis.NO_INNER, rank=rank)
-            right = f"each of {world} ranks keeps at most {MOMENTS[name] * bound} bytes of state: for each moment of "
-            right += f"{name}, 1/{world} of the size of the buckets in fp32"
-            wrong = f"the state takes {result['state_bytes']} bytes. The unsharded state takes {whole} bytes"
-            expect(result["state_bytes"] <= MOMENTS[name] * bound, right, wrong, diagnosis.WHOLE_STATE, rank=rank)
+            at, nbytes = At(rank), result["state_bytes"]
+            at.claim("optimizer.optim is the inner optimizer", nbytes is not None, "there is no optim", causes.NO_INNER)
+            what = f"a rank keeps {{}} of the {whole} bytes of {name}'s state ({part})"
+            at.at_most(what, nbytes, MOMENTS[name] * bound, causes.WHOLE_STATE)
             if dtype == torch.bfloat16:
-                right = f"the fp32 main parameters take at most {bound} bytes on each of {world} ranks"
-                wrong = f"optimizer.optim has {result['fp32_bytes']} bytes of fp32 parameters"
-                expect(result["fp32_bytes"] <= bound, right, wrong, diagnosis.WHOLE_MASTERS, rank=rank)
-                right = "after a step, no fp32 copies of the gradients are left"
-                wrong = f"optimizer.optim has {result['grad_bytes']} bytes of gradients outside the buffers"
-                expect(not result["grad_bytes"], right, wrong, diagnosis.GRADIENTS_KEPT, rank=rank)
+                what = f"the fp32 main parameters in optimizer.optim take {{}} bytes ({part})"
+                at.at_most(what, result["fp32_bytes"], bound, causes.WHOLE_MASTERS)
+                what = "after a step, optimizer.optim has {} bytes of gradients outside the buffers"
+                at.equal(what, result["grad_bytes"], 0, causes.GRADIENTS_KEPT)
             else:
                 expect_views(result, rank)
         total = sum(result["state_bytes"] for result in results)
-        right = f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32"
-        wrong = f"together, the ranks keep {total} bytes, expected {whole} bytes plus padding"
-        expect(total >= 0.9 * whole, right, wrong, partial(diagnosis.explain_missing_state, total, whole))
+        what = f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32: {whole} bytes"
+        why = partial(causes.explain_missing_state, total, whole)
+        At().claim(what, total >= 0.9 * whole, f"together, they keep {total} bytes", why)
     job = ZERO | {"recipe": ADAM, "arguments": {"bucket_numel": LARGE, "buckets_per_group": 2}, "dtype": torch.float64}
     expect_little_state(submission, m08_zero.train_large, job, mib=68)
 
@@ -338,22 +307,16 @@ def test_zero_volume(submission):
         results = submission.run(m08_zero.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
         name = str(dtype).removeprefix("torch.")
-        for at, _, launched in list_steps(results.events, 3):
-            before, inside = (
-                [launch for launch in drop_flags(launched) if (launch.phase == "step") == is_inside]
-                for is_inside in (False, True)
-            )
-            is_right = {x.op for x in before} <= {"reduce_scatter"} and sum(x.numel for x in before) == numel
-            right = f"before the optimizer's step, reduce-scatters cover all {numel} elements of the buckets once, and "
-            right += "nothing else is launched"
-            why = partial(diagnosis.explain_gradient_launches, before, results[at["rank"]]["gather_grads"])
-            expect(is_right, right, f"the step made {summarize(before)}", why, **at)
-            nbytes = sum(x.nbytes for x in inside)
-            right = f"the optimizer's step all-gathers the weights, {numel} elements in {name}, and launches nothing "
-            right += "else. Together with the reduce-scatters, this is the volume of one all-reduce"
-            is_right = {x.op for x in inside} == {"all_gather"} and nbytes == numel * dtype.itemsize
-            why = partial(diagnosis.explain_volume, inside, numel, name)
-            expect(is_right, right, f"the step made {summarize(inside)}", why, **at)
+        until_step = f"until the optimizer's step, only reduce-scatters are launched, of all {numel} elements once"
+        in_step = f"the optimizer's step launches only all-gathers of the weights, of {numel} elements in {name}"
+        for step in each_step(results.events, 3):
+            launched, nbytes = step.launches().without_flags(), numel * dtype.itemsize
+            before, inside = launched.where(lambda one: one.phase != "step"), launched.where(in_phase("step"))
+            is_right = {x.op for x in before} == {"reduce_scatter"} and sum(x.numel for x in before) == numel
+            why = partial(causes.explain_gradient_launches, results[step.rank]["gather_grads"])
+            before.claim(until_step, is_right, cause=why)
+            is_right = {x.op for x in inside} == {"all_gather"} and sum(x.nbytes for x in inside) == nbytes
+            inside.claim(in_step, is_right, cause=partial(causes.explain_volume, numel, name))
     expect_odd_orders(submission)
 
 
@@ -374,11 +337,10 @@ def test_zero_groups_and_schedulers(submission):
             )
         results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
         for rank, result in enumerate(results):
-            right = "param_groups contain the model's whole parameters, in the groups that the user passed"
-            wrong = f"the groups contain {join_names([len(group) for group in result['groups']])} parameters. "
-            wrong += f"Parameters outside the model: {sum(not name for group in result['groups'] for name in group)}"
-            is_right = result["groups"] == [first["names"], second["names"]]
-            expect(is_right, right, wrong, diagnosis.INNER_GROUPS, rank=rank)
+            named = [[name or "a tensor outside the model" for name in group] for group in result["groups"]]
+            what = "param_groups contain the model's whole parameters, in the groups that the user passed"
+            is_right = named == [first["names"], second["names"]]
+            At(rank).claim(what, is_right, f"the groups contain {'; '.join(map(show, named))}", causes.INNER_GROUPS)
         expect_closures(results, steps, late)
         how = (
             f"closures and a second group, added before step {steps // 2}"
@@ -386,7 +348,7 @@ def test_zero_groups_and_schedulers(submission):
             else "two groups whose options change"
         )
         what = f"after {steps} steps of AdamW with {how}, the weights equal those from the plain optimizer"
-        why = partial(diagnosis.suspect_groups, case, recipe)
+        why = partial(causes.suspect_groups, case, recipe)
         expect_trained(what, results, compute_weights(case, recipe), case.start(), why)
         require_shared_state(results, case, "AdamW")
 
@@ -406,7 +368,7 @@ def test_zero_clipping(submission):
         results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
         weights, _, norms = train_alone(case, recipe)
         rounding = get_rounding(results)
-        why = partial(diagnosis.explain_norms, len(case.parameters()))
+        why = partial(causes.explain_norms, len(case.parameters()))
         judge = partial(expect_norms, [result["norms"] for result in results], norms, rounding, why=why)
         judge(steps=1)
         expect_trained(
@@ -415,9 +377,9 @@ def test_zero_clipping(submission):
             results,
             weights,
             case.start(),
-            partial(diagnosis.suspect_no_clipping, case, recipe),
+            partial(causes.suspect_no_clipping, case, recipe),
             tolerance=min(rounding, NORMS[None]),
-            otherwise=diagnosis.NOT_SCALED,
+            otherwise=causes.NOT_SCALED,
         )
         judge()
         require_shared_state(results, case, "SGD")
@@ -428,20 +390,18 @@ def test_zero_clipping(submission):
         jobs[submission.rng.randrange(world)]["poison"] = [name, value]
         results = submission.run(m08_zero.train, jobs, world_size=world)
         for rank, result in enumerate(results):
-            right = f"if one gradient contains a single {value}, the norm is not finite on any rank"
-            wrong = f"the norm is {result['norms'][0]:.6g}"
-            expect(not math.isfinite(result["norms"][0]), right, wrong, diagnosis.ONE_SHARD, rank=rank)
-            finite = [name for name, weight in result["weights"].items() if weight.isfinite().any()]
-            right = "if the norm is NaN, clip_grad_norm_ makes all gradients NaN, and the step all weights"
-            wrong = f"{join_names(finite)} have finite entries after the step"
-            expect(not math.isnan(value) or not finite, right, wrong, diagnosis.NAN_NOT_SCALED, rank=rank)
+            [norm], what = result["norms"], f"if a gradient contains one {value}, the norm is not finite on any rank"
+            At(rank).claim(what, not math.isfinite(norm), f"the norm is {norm:.6g}", causes.ONE_SHARD)
+            finite = [name for name, w in result["weights"].items() if math.isnan(value) and w.isfinite().any()]
+            what = "weights with finite entries after a step whose gradients have a norm of NaN: {}"
+            At(rank).equal(what, finite, [], causes.NAN_NOT_SCALED)
     [world] = submission.worlds(2)
     start = {"weights.0": torch.zeros(400, dtype=torch.float16)}
     inputs = [[[torch.full_like(start["weights.0"], 1024)]]] * world  # their squares overflow in fp16
     jobs = make_dots_jobs(make_recipe("SGD", max_norm=1.0), start, inputs)
     results = submission.run(m08_zero.train_dots, jobs, world_size=world)
     norms, rounding = [result["norms"] for result in results], max(get_rounding(results), NORMS[torch.float32])
-    expect_norms(norms, [1024 * math.sqrt(400)], rounding, why=diagnosis.explain_overflow)
+    expect_norms(norms, [1024 * math.sqrt(400)], rounding, why=causes.explain_overflow)
 
 
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
@@ -464,7 +424,7 @@ def test_zero_checkpoints(submission):
         saving = recipe | {"gamma": 0.8}
         weights, state, _ = train_alone(case, saving, range(before), range(half))
         jobs = make_zero_jobs(case, saving, before, slice(half), save=True)
-        with replace_cause(diagnosis.find_skipped_shard):
+        with replace_cause(causes.find_skipped_shard):
             saved = submission.run(m08_zero.train, jobs, world_size=before)
         expect_trained(
             f"after {half} steps of {name}, the weights equal those from the plain optimizer",
@@ -484,10 +444,10 @@ def test_zero_checkpoints(submission):
         for source, (start, load) in checkpoints.items():
             jobs = make_zero_jobs(case, recipe, after, slice(half, None), load=load)
             jobs = PerRank(job | {"state": job["state"] if rank else start} for rank, job in enumerate(jobs))
-            causes = diagnosis.MISFITTING_MOMENTS, diagnosis.NOT_COVERED
+            misfitting, otherwise = causes.MISFITTING_MOMENTS, causes.NOT_COVERED
             if model == "Frozen":  # models without frozen parameters have passed
-                causes = (diagnosis.MISNUMBERED_MOMENTS,) * 2
-            with replace_cause(partial(diagnosis.find_misfitting_moments, cause=causes[0])):
+                misfitting = otherwise = causes.MISNUMBERED_MOMENTS
+            with replace_cause(partial(causes.find_misfitting_moments, cause=misfitting)):
                 at_once = PerRank(job | {"batches": [], "save": True} for job in jobs)
                 results, again = submission.run_each(m08_zero.train, [jobs, at_once])
             expect_trained(
@@ -495,11 +455,11 @@ def test_zero_checkpoints(submission):
                 results,
                 resumed(weights, state),
                 weights,
-                partial(diagnosis.suspect_loading, resumed, weights, state, recipe),
-                otherwise=causes[1],
+                partial(causes.suspect_loading, resumed, weights, state, recipe),
+                otherwise=otherwise,
             )
             for rank, result in enumerate(again):
-                with replace_cause(lambda failed: diagnosis.NOT_SAVED_AGAIN):
+                with replace_cause(lambda failed: causes.NOT_SAVED_AGAIN):
                     expect_state_dict(result["state_dict"], state, params, rank, after, "after load_state_dict, ")
     expect_reloaded(submission)
 
@@ -521,13 +481,13 @@ def test_zero_masters(submission):
     inputs = [[draw_descent(start, own) for _ in range(20)] for own in draw_generators(submission.rng, world)]
     results = submission.run(m08_zero.train_dots, make_dots_jobs(recipe, start, inputs), world_size=world)
     masters, _ = train_dots_alone(recipe, widen(start), inputs)
-    with replace_cause(lambda failed: diagnosis.find_late_copy(results.events)):
+    with replace_cause(lambda failed: causes.find_late_copy(results.events)):
         expect_trained(
             "after 20 small steps of SGD, the weights equal the rounded fp32 main parameters",
             results,
             round_like(masters, start),
             start,
-            partial(diagnosis.suspect_no_masters, recipe, start, inputs, masters),
+            partial(causes.suspect_no_masters, recipe, start, inputs, masters),
             tolerance={torch.bfloat16: 1.01 * GAP, torch.float16: 2.01 * GAP / 8, torch.float32: 1e-5},
         )
     # Adam moves each weight by 0.09 of the gap per step: in 5 steps by less than half of the gap, in 10 steps by more.
@@ -548,16 +508,16 @@ def test_zero_masters(submission):
         make(start, load=plain, late_weights=list(rounded.values())),
         make(rounded, inputs=[[]] * after, load=state_dict, save=True),  # no steps
     ]
-    with replace_cause(diagnosis.find_misfitting_moments):
+    with replace_cause(causes.find_misfitting_moments):
         results, without, again = submission.run_each(m08_zero.train_dots, jobs_per_call)
     expect_trained(
         f"after loading the state_dict of {before} ranks, 5 steps on {after} ranks start from its main parameters",
         results,
         compute_dots_weights(recipe, masters, inputs, state, start),
         rounded,
-        partial(diagnosis.suspect_rounded_masters, recipe, masters, start, inputs, state, state_dict),
+        partial(causes.suspect_rounded_masters, recipe, masters, start, inputs, state, state_dict),
         tolerance=exact,
-        otherwise=diagnosis.MASTERS_NOT_COVERED,
+        otherwise=causes.MASTERS_NOT_COVERED,
     )
     expect_trained(
         "after loading a state_dict without masters, 5 steps start from the weights at the time of the call",
@@ -565,10 +525,10 @@ def test_zero_masters(submission):
         compute_dots_weights(recipe, widen(rounded), inputs, state, start),
         rounded,
         tolerance=exact,
-        otherwise=diagnosis.MASTERS_NOT_FROM_WEIGHTS,
+        otherwise=causes.MASTERS_NOT_FROM_WEIGHTS,
     )
     for rank, result in enumerate(again):
-        with replace_cause(partial(diagnosis.find_rounded_moments, result["state_dict"], state_dict, start)):
+        with replace_cause(partial(causes.find_rounded_moments, result["state_dict"], state_dict, start)):
             when = "after load_state_dict, with fp32 moments, "
             expect_state_dict(result["state_dict"], state_dict, list(start), rank, after, when)
 
@@ -600,7 +560,7 @@ def expect_odd_orders(submission):
             f"{what} gives the plain optimizer's weights",
             results,
             compute_weights(case, recipe),
-            evidence=Evidence(diagnosis.AFTER_FINISH if "finish" in order else diagnosis.NO_FINISH),
+            evidence=Evidence(causes.AFTER_FINISH if "finish" in order else causes.NO_FINISH),
         )
 
 
@@ -621,8 +581,8 @@ def expect_reloaded(submission):
     second = compute_weights(case, recipe, steps=range(1, 2), start=first)
     why = "the plain optimizer's weights, although an optimizer that has taken steps loads a state dict saved "
     for what, results, expected, cause in (
-        ("before the first step", all_results[0], second, diagnosis.OLD_STATE),
-        ("after a step and loaded twice", all_results[1], again[-1], diagnosis.SHARED_CHECKPOINT),
+        ("before the first step", all_results[0], second, causes.OLD_STATE),
+        ("after a step and loaded twice", all_results[1], again[-1], causes.SHARED_CHECKPOINT),
     ):
         expect_equal(why + what, list(results), expected, tolerance=MANY_STEPS, evidence=Evidence(cause))
 
@@ -630,13 +590,12 @@ def expect_reloaded(submission):
 def expect_closures(results, steps, has_closure):
     """Expect one call of the closure per step, whose result step returns."""
     for rank, result in enumerate(results):
-        count = len(result["losses"])
-        wrong = f"the closure was called {count} time{'s' * (count != 1)} in {steps} steps"
-        why = partial(diagnosis.explain_calls, count, steps)
-        expect(count == steps, "each call of step calls the closure once", wrong, why, rank=rank)
-        right, wrong = "step(closure) returns the result of the closure, the loss", "step returned something else"
-        is_right = result["returned"] == (result["losses"] if has_closure else [])
-        expect(is_right, right, wrong, diagnosis.CLOSURE, rank=rank)
+        at, count = At(rank), len(result["losses"])
+        got, why = f"calls of the closure in {steps} steps: {count}", partial(causes.explain_calls, count, steps)
+        at.claim("each call of step calls the closure once", count == steps, got, why)
+        is_returned = result["returned"] == (result["losses"] if has_closure else [])
+        what = "step(closure) returns the result of the closure, the loss"
+        at.claim(what, is_returned, "step returned something else", causes.CLOSURE)
 
 
 def expect_unsharded(results, case, job, changes=dict, tolerance=MANY_STEPS):
@@ -646,35 +605,28 @@ def expect_unsharded(results, case, job, changes=dict, tolerance=MANY_STEPS):
     """
     left = [results[rank]["left"] for rank in case.group]
     for rank, names in zip(case.group, left):
-        right = "after optimizer.zero_grad(), no parameter has a gradient, whichever rank owns it"
-        wrong = f"these parameters still have gradients: {join_names(names)}"
-        expect(not names, right, wrong, partial(diagnosis.explain_gradients_left, left), rank=rank)
+        why = partial(causes.explain_gradients_left, left)
+        At(rank).equal("parameters with a gradient after optimizer.zero_grad() on any rank: {}", names, [], why)
     expected = train_unsharded(case, job)["weights"]
     for step, count in ((0, "one step"), (-1, f"{len(expected)} steps")):
-        what = (
-            f"after {count} of {job['optimizer']} on the {case.model} model, the weights equal those of the unsharded "
-            "optimizer"
-        )
+        what = f"after {count} of {job['optimizer']} on the {case.model} model, weights equal the unsharded optimizer's"
         actual = [results[rank]["weights"][step] for rank in case.group]
-        why = partial(diagnosis.suspect_weights, case, job, changes, actual, step, results.events[case.group[0]])
-        with explain_failures([], partial(diagnosis.find_unawaited, results.events)):
+        why = partial(causes.suspect_weights, case, job, changes, actual, step, results.events[case.group[0]])
+        with explain_failures([], partial(causes.find_unawaited, results.events)):
             expect_equal(what, actual, expected[step], ranks=case.group, hypotheses=why, tolerance=tolerance)
     require_owners(results, case.group)
 
 
 def require_owners(results, group):
     """Require that gradients are reduced to their owners, and that the owners broadcast weights."""
+    what = "correct weights earn points only if each gradient is reduced to its owner, which broadcasts the weights"
     for rank in group if len(group) > 1 else []:
-        launched = [x for x in launches(results.events[rank]) if x.step is not None and x.phase != "construct"]
-        launched = [launch for launch in launched if launch.phase == "step" or launch.numel > 16]  # except norms
-        ops = {launch.op for launch in launched}
-        right = (
-            "correct weights earn points only if each gradient is reduced to its owner, which broadcasts the weights"
-        )
-        cause = diagnosis.ALL_REDUCED if "all_reduce" in ops else ""
-        expect(
-            ops == {"reduce", "broadcast"}, right, f"all steps together made {summarize(launched)}", cause, rank=rank
-        )
+        launched = Step(results.events[rank], rank, None).launches()
+        launched = launched.where(lambda one: one.step is not None and one.phase != "construct")
+        launched = launched.where(lambda one: one.phase == "step" or one.numel > 16)  # except norms
+        ops = {one.op for one in launched}
+        cause = causes.ALL_REDUCED * ("all_reduce" in ops)
+        launched.claim(what, ops == {"reduce", "broadcast"}, "all steps together made {these}", cause)
 
 
 def draw_sharing_problems(rng, world):
@@ -710,7 +662,7 @@ def expect_plain_loads(resume):
     try:
         resume()
     except Exception as error:
-        expect(False, "a plain optimizer can load the state_dict", f"{type(error).__name__}: {error}")
+        At().claim("a plain optimizer can load the state_dict", False, f"{type(error).__name__}: {error}")
 
 
 def expect_state_dict(actual, expected, params, rank, size, when=""):
@@ -718,28 +670,21 @@ def expect_state_dict(actual, expected, params, rank, size, when=""):
 
     `params` are the names of its parameters in their order.
     """
-    ranks = f"each of {size} ranks" if size > 1 else "the only rank"
-    what = f"{when}on {ranks}, state_dict() returns the plain optimizer's state_dict plus masters: "
+    at, of = At(rank), f"{when}in the state_dict() of each of {size} ranks, "
     kinds = {key: type(value).__name__ for key, value in actual.items()} if isinstance(actual, dict) else {}
-    expect(
-        {"state": "dict", "param_groups": "list"}.items() <= kinds.items() and "masters" in kinds,
-        what + "a dict with the keys state (a dict), param_groups (a list) and masters",
-        f"state_dict() returned a dict with {join_names([f'{key} (a {kind})' for key, kind in kinds.items()])}"
-        if kinds
-        else f"state_dict() returned {actual!r}",
-        partial(diagnosis.explain_keys, kinds),
-        rank=rank,
-    )
+    what = f"{of}there are the plain optimizer's state (a dict) and param_groups (a list), and masters"
+    is_right = {"state": "dict", "param_groups": "list"}.items() <= kinds.items() and "masters" in kinds
+    got = show([f"{key} (a {kind})" for key, kind in kinds.items()]) if kinds else f"it is {actual!r}"
+    at.claim(what, is_right, got, partial(causes.explain_keys, kinds))
     for index, plain in enumerate(expected["param_groups"]):
         group = dict(enumerate(actual["param_groups"])).get(index, {})
         for key in {"params", "lr", "weight_decay", "betas", "momentum"} & set(plain):
-            right, wrong = f"{what}{key} of group {index} is {plain[key]}", f"{key} is {group.get(key)}"
-            cause = diagnosis.NOT_CONSECUTIVE if key == "params" else diagnosis.OLD_OPTIONS
-            expect(group.get(key) == plain[key], right, wrong, cause, rank=rank)
+            cause = causes.NOT_CONSECUTIVE if key == "params" else causes.OLD_OPTIONS
+            what, got = f"{of}{key} of group {index} is {plain[key]}", f"it is {group.get(key)}"
+            at.claim(what, group.get(key) == plain[key], got, cause)
     missing = [params[number] for number in expected["state"] if not isinstance(actual["state"].get(number), dict)]
-    right = f"{what}it contains the state of every parameter that was updated, under the number of the parameter"
-    cause = diagnosis.WRONG_NUMBERS if len(actual["state"]) == len(expected["state"]) else diagnosis.LOST_STATE
-    expect(not missing, right, f"there is no state for {join_names(missing)}", cause, rank=rank)
+    cause = causes.WRONG_NUMBERS if len(actual["state"]) == len(expected["state"]) else causes.LOST_STATE
+    at.equal(f"{of}updated parameters without state under their own number: {{}}", missing, [], cause)
     actual_moments, expected_moments = {}, {}
     for number, entries in expected["state"].items():
         for key, value in entries.items():
@@ -747,13 +692,11 @@ def expect_state_dict(actual, expected, params, rank, size, when=""):
                 name, entry = f"{key} of {params[number]}", actual["state"][number].get(key)
                 entry = torch.tensor(float(entry)) if isinstance(entry, (int, float)) else entry
                 shape = tuple(entry.shape) if isinstance(entry, torch.Tensor) else None
-                right = f"{what}{name} has the shape {tuple(value.shape)}"
-                wrong = f"there is no {name}" if shape is None else f"the shape is {shape}"
-                why = partial(diagnosis.explain_entry, shape, tuple(value.shape))
-                expect(shape == tuple(value.shape), right, wrong, why, rank=rank)
+                why = partial(causes.explain_entry, shape, tuple(value.shape))
+                at.equal(f"{of}the shape of {name} is {{}}", str(shape), str(tuple(value.shape)), why)
                 actual_moments[name], expected_moments[name] = entry.double(), value.double()
-    with replace_cause(lambda failed: diagnosis.OWN_PARTS):
-        what += "the moments are equal"
+    with replace_cause(lambda failed: causes.OWN_PARTS):
+        what = f"{of}moments are those of the plain optimizer"
         expect_equal(what, [actual_moments], expected_moments, ranks=[rank], tolerance=MANY_STEPS)
 
 

@@ -5,9 +5,10 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names, replace_cause
+from brigade.checks.claims import At, show
+from brigade.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
 from helpers.buffers import compute_padded_numel
-from m08_zero_optimizer import causes as diagnosis
+from m08_zero_optimizer import causes
 
 # The relative error that a correct norm may have, by the dtype in which it is returned. For a Python number (None), the
 # dtype of its computation is unknown, and float32 is precise enough.
@@ -43,12 +44,12 @@ def expect_trained(
     """
     ranks = list(ranks or range(len(results)))
     for rank in ranks:
-        right, wrong = "ZeroOptimizer is a subclass of torch.optim.Optimizer", "it is not a subclass"
-        expect(results[rank]["is_optimizer"], right, wrong, diagnosis.NO_OPTIMIZER, rank=rank)
-        right = "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards"
-        expect(not results[rank]["gather_grads"], right, "ddp.gather_grads is True", diagnosis.GATHERED, rank=rank)
+        what, is_optimizer = "ZeroOptimizer is a subclass of torch.optim.Optimizer", results[rank]["is_optimizer"]
+        At(rank).claim(what, is_optimizer, "it is not a subclass", causes.NO_OPTIMIZER)
+        what = "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards"
+        At(rank).claim(what, not results[rank]["gather_grads"], "it is True", causes.GATHERED)
     actual = [results[rank]["weights"] for rank in ranks]
-    cause = partial(diagnosis.find_cause, actual, expected, start, hypotheses, tolerance, otherwise)
+    cause = partial(causes.find_cause, actual, expected, start, hypotheses, tolerance, otherwise)
     with replace_cause(lambda failed: cause()):
         expect_equal(what, actual, expected, ranks=ranks, tolerance=tolerance)
 
@@ -73,19 +74,17 @@ def require_shared_state(results, case, name):
     bound = MOMENTS[name] * itemsize * compute_padded_numel(params, size) // size
     for index, result in enumerate(results if size > 1 else []):
         actual = result["state_bytes"]
-        right = f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
-        right += "optimizer.optim, the state of its own shards"
-        wrong = "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes"
-        cause = diagnosis.NO_INNER if actual is None else diagnosis.WHOLE_STATE
+        what = f"correct weights earn points only if optimizer.optim keeps at most {bound} bytes, its own shards' state"
+        got = "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes"
+        cause = causes.NO_INNER if actual is None else causes.WHOLE_STATE
         rank = case.group[index] if len(case.group) == size else index
-        expect(actual is not None and actual <= bound, right, wrong, cause, rank=rank)
+        At(rank).claim(what, actual is not None and actual <= bound, got, cause)
 
 
 def expect_views(result, rank):
     """Expect that the inner optimizer has found no gradients outside the buffers."""
-    right = "when optimizer.optim steps, the gradients of its parameters are views of the buffers' grad_data"
-    wrong = f"it has {result['copied_bytes']} bytes of gradients elsewhere"
-    expect(not result["copied_bytes"], right, wrong, diagnosis.GRADIENTS_COPIED, rank=rank)
+    what = "when optimizer.optim steps, {} bytes of gradients are not views of the buffers' grad_data"
+    At(rank).equal(what, result["copied_bytes"], 0, causes.GRADIENTS_COPIED)
 
 
 def expect_norms(norms_by_rank, expected_norms, rounding, steps=None, ranks=None, why=lambda norms, expected: ""):
@@ -96,16 +95,14 @@ def expect_norms(norms_by_rank, expected_norms, rounding, steps=None, ranks=None
     for step, expected in enumerate(expected_norms[:steps]):
         norms = [norms[step] for norms in norms_by_rank]
         for rank, norm in zip(ranks or range(len(norms)), norms):
+            at, (shown, exact) = At(rank, step), format_distinct(norm, expected)
             if not math.isfinite(expected):
-                right = "if one rank's gradients contain infinity, the norm that clip_grad_norm_ returns is not finite"
-                wrong = f"clip_grad_norm_ returned {norm:.6g}"
-                expect(not math.isfinite(norm), right, wrong, rank=rank, step=step)
+                what = "if one rank's gradients contain infinity, the norm that clip_grad_norm_ returns is not finite"
+                at.claim(what, not math.isfinite(norm), f"it is {shown}")
                 continue
-            shown, exact = format_distinct(norm, expected)
-            right = f"clip_grad_norm_ returns the norm of all averaged gradients, {exact}, on every rank"
-            wrong = f"clip_grad_norm_ returned {shown}. The ranks returned {join_names(format_distinct(*norms))}"
-            is_close = abs(norm - expected) <= rounding * expected
-            expect(is_close, right, wrong, partial(why, norms, expected), rank=rank, step=step)
+            what = f"clip_grad_norm_ returns the norm of all averaged gradients, {exact}, on every rank"
+            got = f"it returned {shown}. The ranks returned {show(format_distinct(*norms))}"
+            at.claim(what, abs(norm - expected) <= rounding * expected, got, partial(why, norms, expected))
 
 
 def get_rounding(results):

@@ -328,7 +328,7 @@ def explain_state(owned, numels, problem):
     return "the owners are not balanced. Give each parameter to the rank that owns the fewest bytes so far."
 
 
-def explain_launches(launched, trainable, frozen):
+def explain_launches(trainable, frozen, launched):
     """Return why a step has other launches than a reduce and a broadcast per parameter, from the numels of both."""
     if not launched:
         return "the step launches no collective."
@@ -361,10 +361,10 @@ def explain_numels(op, numels, expected, frozen):
     return f"the {op}s contain {elements} elements, but the trainable parameters have {expected_elements}."
 
 
-def explain_forgotten(forgotten, events, rank):
-    """Return why handles are not waited on; `rank` is the rank in the group."""
-    roots = {event["index"]: event["root"] for event in events if event["kind"] == "launch"}
-    if all(launch.op == "broadcast" and roots[launch.index] == rank for launch in forgotten):
+def explain_forgotten(forgotten):
+    """Return why a step does not wait on these launches in a group of all ranks."""
+    roots = {event["index"]: event["root"] for event in forgotten.step.events if event["kind"] == "launch"}
+    if all(launch.op == "broadcast" and roots[launch.index] == forgotten.step.rank for launch in forgotten):
         return "the owner does not wait for its own broadcasts. It may write to a tensor only after it is sent."
     return "the code does not call wait() on every handle. If one launch is complete, others may still be running."
 
@@ -515,7 +515,7 @@ def explain_missing_state(total, expected):
     return "some parameters have no state in `optim`."
 
 
-def explain_gradient_launches(before, gather_grads):
+def explain_gradient_launches(gather_grads, before):
     """Return why the launches before the optimizer's step are not one reduce-scatter of every bucket."""
     if gather_grads:
         return "ZeroOptimizer does not set ddp.gather_grads to False, so finish_grad_sync gathers gradients too."
@@ -524,7 +524,7 @@ def explain_gradient_launches(before, gather_grads):
     return ""
 
 
-def explain_volume(inside, numel, dtype):
+def explain_volume(numel, dtype, inside):
     """Return why the launches of an optimizer's step are not one all-gather of the weights."""
     if not inside:
         return "the step does not gather the weights with ddp.start_param_sync() and ddp.finish_param_sync()."
