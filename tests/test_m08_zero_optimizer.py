@@ -22,6 +22,7 @@ from helpers.zero import (
     NORMS,
     OPTIMIZERS,
     draw_case,
+    draw_training,
     expect_norms,
     expect_trained,
     expect_views,
@@ -229,17 +230,8 @@ def test_zero_equals_unsharded(submission):
     """After 8 or 20 steps, weights equal the plain optimizer's. Optimizers that are not elementwise are rejected."""
     names = ["AdamW", *submission.rng.sample(list(OPTIMIZERS), 3)]
     for world, model, name in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Tied", "Reordered", "Frozen"), names):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = draw_case(
-            submission,
-            model,
-            world,
-            steps=20 if world < 3 else 8,
-            micro_batches=2 if model == "Tied" else 1,
-            dtype=torch.float64,
-            branches=list(range(world)) if model == "Reordered" else None,
-            group=groups[0],
-        )
+        branches = list(range(world)) if model == "Reordered" else None
+        groups, case = draw_training(submission, model, world, branches)
         recipe, is_moving = make_recipe(name), world == 3
         arguments = ZERO["arguments"] | {"buckets_per_group": {1: None, 2: 1}.get(world, 2)}
         jobs = make_zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=is_moving)

@@ -6,14 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks import edge_case_models
 from brigade.checks.claims import Step, each_step, in_phase
 from brigade.checks.expectations import MANY_STEPS, expect_equal, join_names, replace_cause
 from brigade.events import list_step_events
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits
-from helpers.zero import draw_case, expect_trained, make_recipe, require_shared_state
+from helpers.zero import draw_training, expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
 from m09_prefetched_weights import causes, scenario
@@ -40,17 +39,8 @@ def test_equals_unsharded(submission):
     models = ("Plain", "Tied", "Branches", "Frozen")
     details = ({"closure": True}, {}, {}, {"max_norm": 0.5})
     for world, model, detail in zip(submission.worlds(1, 2, 3, 4), models, details):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = draw_case(
-            submission,
-            model,
-            world,
-            steps=20 if world < 3 else 8,
-            micro_batches=2 if model == "Tied" else 1,
-            dtype=torch.float64,
-            branches=[0, 1, 0][:world] if model == "Branches" else None,
-            group=groups[0],
-        )
+        branches = [0, 1, 0][:world] if model == "Branches" else None
+        groups, case = draw_training(submission, model, world, branches)
         recipe = make_recipe("Adam" if model == "Branches" else "AdamW", **detail)
         bucket_numel = 1 if world == 3 else BUCKET_NUMEL
         # Where no evaluation awaits the weights, a forward must find weights that are still on the way.
@@ -69,7 +59,7 @@ def test_step_waits_for_no_weights(submission):
         case = submission.case(model, world, steps=3, hidden_layers=5)
         jobs = make_jobs(case, make_recipe("SGD"), per_group)
         results = submission.run(scenario.observe, jobs, world_size=world)
-        numels = sorted(numel for _, numel, _ in list_forward_groups(build(case), world, per_group))
+        numels = sorted(numel for _, numel, _ in list_forward_groups(case.build(), world, per_group))
         for step in each_step(results.events, 3):
             gathers, why = list_gathers(step), partial(causes.explain_gathers, numels)
             gathers.are_one_for_each("group", "all_gather", numels, in_order=False, cause=why)
@@ -88,7 +78,7 @@ def test_weights_are_awaited_just_before_use(submission):
         still = {"optimizer": "SGD", "options": {"lr": 1e-6}}  # then the values at all borders are known
         jobs = make_jobs(case, still, per_group, bucket_numel, proven=4)
         results = submission.run(scenario.observe, jobs, world_size=world)
-        module = build(case)
+        module = case.build()
         expected = count_waits(module, list_forward_groups(module, world, per_group, bucket_numel))
         for step in each_step(results.events, 4):
             if step.number >= 2:  # in the first forward, it is unknown which modules are called
@@ -156,7 +146,7 @@ def test_complete_weights_elsewhere(submission):
     for ((reader, (_, steps)), case, recipe, jobs), results in zip(settings, all_results):
         expected = step_alone(case, recipe, steps)
         if "evaluation" in reader:
-            model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
+            model = case.build(expected)
             expected = {"output": model(jobs[0]["probe"]).detach()}
         why = partial(causes.explain_reading, reader, submission, jobs, results, list(case.parameters()))
         with replace_cause(why):
@@ -213,11 +203,6 @@ def expect_places(step, expected, is_listed):
     got = f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order"
     what, why = "step launches the all-gathers in the order in which forward waits for them", causes.explain_order
     gathers.claim(what, is_right, got, partial(why, hooks))
-
-
-def build(case):
-    """Return the case's model in this process."""
-    return edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
 
 
 def list_forward_groups(model, world, buckets_per_group, bucket_numel=BUCKET_NUMEL):
@@ -287,7 +272,7 @@ def step_alone(case, recipe, steps):
 
     The parameters of the recipe's group "late" take part only in the last step.
     """
-    model, gradients = build(case), case.gradients()
+    model, gradients = case.build(), case.gradients()
     late = recipe.get("late", {"names": []})["names"]
     optimizer = getattr(torch.optim, recipe["optimizer"])(model.parameters(), **recipe["options"])
     for step in range(steps):

@@ -25,7 +25,7 @@ from helpers.steps import expect_interface
 from helpers.units import JOB, expect_none, expect_orders, expect_trained, run_each
 from m11_fully_sharded import causes as diagnosis
 from m11_fully_sharded import scenario as scenarios
-from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, train_mixed, train_plain
+from m11_fully_sharded.expected import find_units, join_shards, lay_out, train_mixed, train_plain
 from m11_fully_sharded.scenario import UNIT_TYPES
 
 NAMED_TREES = (
@@ -232,7 +232,7 @@ def test_gathers_and_reductions_overlap(submission):
         case.make_jobs(**JOB, arguments={"prefetch": p}, proven=1, reports=True) for p, case in zip(prefetches, cases)
     ]
     for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenarios.train, jobs)):
-        units = find_units(build(case), UNIT_TYPES["Block"])
+        units = find_units(case.build(), UNIT_TYPES["Block"])
         for at, events, launched in list_steps(results.events, 2):
             expect_overlap(events, launched, units, prefetch, at)
         for rank, result in enumerate(results):
@@ -330,7 +330,7 @@ def test_checkpoints(submission):
     jobs = [select_jobs(case, first, slice(half), unit_type=unit_types[case.model]) for case in cases]
     stored = []
     for case, saved in zip(cases, run_each(submission, scenarios.train, jobs)):
-        plain = build(case)
+        plain = case.build()
         for rank, result in enumerate(saved):
             expect_state_dict(result["weights"], plain.state_dict(), rank)
         weights, _, optimizer = train_plain(case, range(half), range(first))
@@ -640,10 +640,10 @@ def expect_little_memory(results, case, prefetch, itemsize, directions=("forward
 
     Construction may leave memory for one more set of shards, but no copy of the weights.
     """
-    units = find_units(build(case), UNIT_TYPES["Block"])
+    units = find_units(case.build(), UNIT_TYPES["Block"])
     unit_of = {name: unit for unit, names in enumerate(units) for name in names}
     whole = [sum(layout["numel"] * itemsize for layout, _ in unit.values()) for unit in lay_out(case)]
-    total = sum(p.nbytes for p in build(case).parameters())
+    total = sum(p.nbytes for p in case.build().parameters())
     for rank, result in enumerate(results):
         right = f"besides shards() and the parameters, construction leaves at most {total * 3 // 4} bytes in memory"
         wrong = f"{result['held']} bytes, and all weights have {total}"

@@ -18,7 +18,7 @@ from brigade.checks.expectations import (
 from brigade.events import list_backward_passes, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from m11_fully_sharded import scenario as fully_sharded
-from m11_fully_sharded.expected import build, find_units, join_shards, lay_out, train_plain
+from m11_fully_sharded.expected import find_units, join_shards, lay_out, train_plain
 from m11_fully_sharded.scenario import UNIT_TYPES
 from m14_hybrid_sharded import causes, scenario
 from m14_hybrid_sharded.scenario import CROSSED, IN_BLOCKS, NESTED, QUIET, REPEATED, UNSYNCED
@@ -332,7 +332,7 @@ def expect_overlap(events, launched, grid, dtypes, at):
     """
     crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
     reduced = [x for x in inner if x.op == "reduce_scatter"]
-    units = find_units(build(grid.case), UNIT_TYPES[grid.unit_type])
+    units = find_units(grid.case.build(), UNIT_TYPES[grid.unit_type])
     count, ready = len(units), {unit: [] for unit in range(len(units))}
     for place, name in list_ready_gradients(events, at["step"]):
         ready[next(unit for unit, names in enumerate(units) if name in names)].append(place)

@@ -123,9 +123,9 @@ class Case:
         """Return the parameters of the model by name. Tied parameters appear once."""
         return dict(self.build().named_parameters())
 
-    def build(self) -> torch.nn.Module:
-        """Return the model with the weights with which training starts."""
-        return edge_case_models.build(self.model, self.sizes, self.start(), self.dtype)
+    def build(self, start: dict[str, Tensor] | None = None) -> torch.nn.Module:
+        """Return the model with these weights, by default those with which training starts."""
+        return edge_case_models.build(self.model, self.sizes, self.start() if start is None else start, self.dtype)
 
     def _random_state(self, generator: torch.Generator) -> dict[str, Tensor]:
         with DrawFrom(generator):

@@ -8,6 +8,7 @@ import torch
 from brigade.checks.claims import At, show
 from brigade.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
 from helpers.buffers import compute_padded_numel
+from helpers.steps import split_ranks
 from m08_zero_optimizer import causes
 
 # The relative error that a correct norm may have, by the dtype in which it is returned. For a Python number (None), the
@@ -65,6 +66,13 @@ def draw_case(submission, model, world, size=None, **options):
         whole = sum(p.numel() for p in params if p.requires_grad)
         if size == 1 or compute_padded_numel(params, size) // size < 0.9 * whole:
             return case
+
+
+def draw_training(submission, model, world, branches):
+    """Return the groups of a run, and a case of the first of them with 20 steps, or with 8 on more than 2 ranks."""
+    groups, micro_batches = split_ranks(world), 2 if model == "Tied" else 1
+    options = {"dtype": torch.float64, "micro_batches": micro_batches, "branches": branches, "group": groups[0]}
+    return groups, draw_case(submission, model, world, steps=20 if world < 3 else 8, **options)
 
 
 def require_shared_state(results, case, name):

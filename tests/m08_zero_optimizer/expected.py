@@ -4,7 +4,6 @@ import copy
 
 import torch
 
-from brigade.checks import edge_case_models
 from brigade.checks.reference import compute_loss
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer import scenario_sharded as m08_sharded
@@ -15,7 +14,7 @@ def train_unsharded(case, job, ranks=None, steps=None, forget=False):
 
     With `forget`, each step has a new optimizer.
     """
-    model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
+    model = case.build()
     batches = [[case.batches[rank][step][0] for rank in ranks or case.group] for step in range(len(case.batches[0]))]
     batches = batches[:steps]
 
@@ -44,7 +43,7 @@ def find_wrong_root(case, events):
 
 def train_alone(case, recipe, ranks=None, steps=None, start=None, load=None):
     """Return weights, state_dict and norms after the plain optimizer's `steps` on the batches of `ranks`."""
-    model = edge_case_models.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
+    model = case.build(start)
     ranks, steps = case.group if ranks is None else ranks, steps or range(len(case.batches[0]))
 
     def gradients(step):

@@ -20,7 +20,7 @@ from brigade.checks.verdict import USUAL_CAUSE
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.causes import scale_to
-from m11_fully_sharded.expected import build, cut_shards, find_units, join_shards, lay_out, train_mixed, train_plain
+from m11_fully_sharded.expected import cut_shards, find_units, join_shards, lay_out, train_mixed, train_plain
 from m11_fully_sharded.scenario import DISCARDED, EVALUATION, LATE, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
 
 # Units
@@ -181,7 +181,7 @@ def explain_reduce(actions, places):
 
 def explain_sizes(got, expected, case, unit_type, cast):
     """Return why shards have other sizes than expected. For `unit_type` and `cast` see `lay_out`."""
-    world, model = len(case.group), build(case)
+    world, model = len(case.group), case.build()
     if got == [(world * numel, dtype) for numel, dtype in expected]:
         return WHOLE
     cast_layers({} if cast is None else {"cast": cast}, model)
@@ -242,7 +242,7 @@ def suspect_casts(case, compute_dtype, reduce_dtype, which):
 
 def explain_stays(alive, case, unit_type):
     """Return why these parameters of a model still have memory after a finish."""
-    is_root = set(alive) <= set(find_units(build(case), UNIT_TYPES[unit_type])[0])
+    is_root = set(alive) <= set(find_units(case.build(), UNIT_TYPES[unit_type])[0])
     return ROOT_STAYS if is_root or len(case.group) > 1 else ONE_RANK_STAYS
 
 
@@ -267,7 +267,7 @@ def suspect_copies(result):
 
 def explain_whole(whole, case, unit_type):
     """Return why these parameters of a model still have gradients."""
-    for number, names in enumerate(find_units(build(case), UNIT_TYPES[unit_type])):
+    for number, names in enumerate(find_units(case.build(), UNIT_TYPES[unit_type])):
         if whole == names:
             name = f"unit {number}" if number else "the root"
             return f"{name} is never reduced: its action is not in the schedule, or it is not performed."

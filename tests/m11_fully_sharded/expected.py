@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from brigade.checks import edge_case_models
 from brigade.checks.reference import OPTIMIZERS, compute_loss
 from m05_grad_buffer.expected import compute_layout
 from m11_fully_sharded.scenario import UNIT_TYPES, cast_layers, change_forward
@@ -26,17 +25,12 @@ def find_units(model, unit_types):
     return list(units.values())
 
 
-def build(case):
-    """Return the model with which the case's training starts."""
-    return edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
-
-
 def lay_out(case, unit_type="Block", cast=None, trainable=True, size=None):
     """Return, for each unit, {dtype: (layout, names)} of its trainable parameters, for `size` ranks (default: all).
 
     `cast` is the dtype that `cast_layers` gives to some of them. If not `trainable`, return the frozen ones instead.
     """
-    model = build(case)
+    model = case.build()
     cast_layers({} if cast is None else {"cast": cast}, model)
     named = dict(model.named_parameters())
     units = []
@@ -81,7 +75,7 @@ def train_plain(
 
     `state` is the state with which the optimizer starts. A parameter without a gradient counts as one of zeros.
     """
-    model = edge_case_models.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
+    model = case.build(start)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     if state is not None:
@@ -116,9 +110,9 @@ def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divide
     Each rank finishes after each micro-batch. Weights and sums of gradients have the dtype `kept`. If
     `is_divided_early`, gradients are divided in `compute_dtype`, which is a mistake.
     """
-    keeper = build(case).to(kept)
+    keeper = case.build().to(kept)
     trainable = [p for p in keeper.parameters() if p.requires_grad]
-    optimizer, model, first = OPTIMIZERS[case.optimizer](trainable), build(case).to(compute_dtype), None
+    optimizer, model, first = OPTIMIZERS[case.optimizer](trainable), case.build().to(compute_dtype), None
     change_forward(model, "scaled")
     for module in (model, *model.blocks):
         module.register_forward_pre_hook(partial(cast_inputs, compute_dtype), with_kwargs=True)

@@ -5,7 +5,6 @@ import math
 import torch
 from torch.nn import functional as F
 
-from brigade.checks import edge_case_models
 from m12_lockstep.scenario import IGNORED, Classifier, copy_weights
 
 
@@ -26,7 +25,7 @@ def train_alone(case, job, weigh=weigh_tokens, is_sum_clipped=False, is_stale=Fa
     With `is_sum_clipped`, the gradient of the summed losses is clipped, and divided afterwards. If `is_stale`, ranks
     without micro-batches keep the gradients of the step before.
     """
-    model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
+    model = case.build()
     net = Classifier(model, [batch for rank in case.group for step in case.batches[rank] for batch in step])
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(torch.optim, job["optimizer"])(params, **job["optimizer_options"])
