@@ -192,8 +192,13 @@ def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
     words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in launched[:limit]]
     if len(launched) > limit:
         words.append(f"and {len(launched) - limit} more")
-    count = f"{len(launched) or 'no'} launch{'' if len(launched) == 1 else 'es'}"
+    count = count_launches(len(launched))
     return f"{count} ({', '.join(words)})" if words else count
+
+
+def count_launches(count: int) -> str:
+    """Return text such as "5 launches"."""
+    return f"{count or 'no'} launch{'es' * (count != 1)}"
 
 
 def describe(launch: Event, with_data: bool = True) -> str:

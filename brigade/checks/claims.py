@@ -17,6 +17,7 @@ from brigade.checks.verdict import CheckFailed, Verdict
 from brigade.events import (
     Event,
     Launch,
+    count_launches,
     describe,
     drop_flags,
     find_last_border,
@@ -285,11 +286,6 @@ def is_awaited_in_step(launch: Launch) -> bool:
 def is_unchanged(launch: Launch) -> bool:
     """Return whether the tensors of a launch did not change between launch and wait."""
     return not launch.raced
-
-
-def count_launches(count: int) -> str:
-    """Return text such as: 5 launches"""
-    return f"{count} launch{'es' * (count != 1)}"
 
 
 def evaluate(value: Any) -> Any:
