@@ -46,6 +46,8 @@ Recorded = tuple[list[list[Any]], Bytes, int]
 class Log(TorchDispatchMode):
     """A context manager that lists the instructions of a variant's step."""
 
+    is_graded = False  # for `RecordingGroup`, to which the log is the recorder
+
     def __init__(self) -> None:
         super().__init__()
         self.instructions: list[list[Any]] = []
