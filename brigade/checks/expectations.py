@@ -284,9 +284,10 @@ def find_differences(
     for index, tensors in enumerate(actual):
         for name, wanted in expected.items():
             tensor = tensors.get(name)
-            if wanted is None and tensor is None:
-                continue
-            wanted = torch.zeros_like(tensor) if wanted is None else wanted
+            if wanted is None:
+                if tensor is None:
+                    continue
+                wanted = torch.zeros_like(tensor)
             if tensor is not None and tensor.shape != wanted.shape:
                 got = f"the shape is {tuple(tensor.shape)}"
                 cause = "a piece of the flat tensor does not get the shape of its parameter."

@@ -129,8 +129,9 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
         sources |= snapshot.read_earlier(entry)
         if entry not in entries:
             continue
-        faults = []
-        for path, text in select_named([entry.package, get_variant(entry).wrapper[0]], sources).values():
+        faults, wrapper = [], get_variant(entry).wrapper
+        assert wrapper  # of any module that trains
+        for path, text in select_named([entry.package, wrapper[0]], sources).values():
             faults += [f"{part} is not written yet" for part in find_unwritten_parts(text)] if path else [text]
         if faults:
             sentences.append(f"Module {entry.number} is left out: {faults[0]}.")

@@ -239,10 +239,9 @@ class Ladder:
         return compute_spread([whole - computation for whole, computation in pairs])
 
     @property
-    def link_s(self) -> float | None:
-        """The time of an all-reduce of all gradients on the emulated link, or None without a link."""
-        if not self.link:
-            return None
+    def link_s(self) -> float:
+        """The time of an all-reduce of all gradients on the emulated link, which there must be."""
+        assert self.link
         num_nodes = self.link.count_nodes(range(self.world_size))
         return self.link.seconds("all_reduce", self.model_bytes, self.world_size, num_nodes)
 
@@ -460,11 +459,11 @@ def make_measurement(
         if launch.step in timed and launch.phase != STEP_BEFORE
     ]
     num_steps = len(results) * len(timed)
-    marks = {
+    marks: dict[str, Any] = {
         name: [rank[name][workload.warmup :] for rank in ranks] if ranks[0].get(name) else None
         for name in ("marks", "computation_marks")
     }
-    fullest = {
+    fullest: dict[str, Any] = {
         name: max((rank[name] for rank in ranks), key=lambda nbytes: sum(nbytes.values()))
         for name in ("kept_bytes", "peak_bytes")
     }

@@ -70,6 +70,7 @@ def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float
 
 def run_cell(options: str, code: str) -> None:
     """Run a `%%px` cell on all ranks, or with `%%px -t 1` on rank 1."""
+    assert _running  # `start_ranks` registers the magic
     _running.run(code, [int(options.removeprefix("-t"))] if options.strip() else None)
 
 
@@ -138,6 +139,7 @@ class Ranks:
         for rank in ranks:
             rank.num_calls += 1
             rank.channel.send(wire.encode([code, mode]))
+        failure: RankFailure | CourseError | str | None
         try:
             failure = self._monitor.watch(deadline_s)
             if not failure:
@@ -182,6 +184,7 @@ def perform(code: str, mode: str) -> bytes:
             torch.cuda.synchronize()  # a collective that a peer never launches must hang in its own cell
         return pickle.dumps((ENDED, value))
     except BaseException as error:
+        assert error.__traceback__  # begins with this function
         lines = traceback.format_exception(error.with_traceback(error.__traceback__.tb_next))
         return pickle.dumps((f"raised {type(error).__name__}: {error}", "".join(lines)))
     finally:
@@ -198,7 +201,7 @@ def show(number: int, name: str) -> Markdown:
 
     texts = [(ROOT / "solutions" / path).read_text() for path in get_module(number).paths]
     text = next(text for text in texts if re.search(rf"^(class|def) {name.partition('.')[0]}\b", text, re.MULTILINE))
-    body = ast.parse(text).body
+    body: list[Any] = ast.parse(text).body
     for part in name.split("."):
         node = next(node for node in body if getattr(node, "name", None) == part)
         body = node.body

@@ -126,13 +126,12 @@ def shard_fully(model: Any, compute_dtype: torch.dtype | None = None) -> Any:
     mesh = DeviceMesh.from_group(group, where)
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    for block, following in zip(blocks, blocks[1:]):  # torch prefetches one unit in backward, but none in forward
-        block.set_modules_to_forward_prefetch([following])
-    model = fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.set_modules_to_forward_prefetch(blocks[:1])
-    return model
+    units = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in blocks]
+    for unit, following in zip(units, units[1:]):  # torch prefetches one unit in backward, but none in forward
+        unit.set_modules_to_forward_prefetch([following])
+    sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
+    sharded.set_modules_to_forward_prefetch(units[:1])
+    return sharded
 
 
 def train(workload: dict, variants: list[dict]) -> dict:
@@ -391,7 +390,7 @@ class Calibration:
 
     def __init__(self, model: nn.Module, wanted: dict | None):
         self.model = model
-        self.wanted = read_link(wanted)
+        self.wanted = Pace(**wanted) if wanted and "comm_ratio" in wanted else read_link(wanted)
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.times: list[list[float]] = []  # of each round: backward alone, and a real all-reduce of all gradients
         self.cpu_shares: list[float] = []  # of each round, on a CPU: the part of backward in which this rank had a core

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Protocol
+from unittest import mock
 
 import torch
 
@@ -27,18 +28,18 @@ class Log(Protocol):
         """Append a wait, unless the rank has waited for the launch before."""
 
 
-class Event:
+class PlannedEvent:
     """The launches that a stream had waited for when the event was recorded."""
 
     def __init__(self) -> None:
         self.launches: set[int] = set()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: PlannedStream | None = None) -> None:
         """Remember the launches of a stream (default: the one that computes, which has waited for its own)."""
         self.launches = set(stream.launches) if stream else set()
 
 
-class Stream:
+class PlannedStream:
     """A stream beside the one that computes, with the launches for which its next operation waits."""
 
     def __init__(self, priority: int = 0):
@@ -48,22 +49,22 @@ class Stream:
         """Let the next operation wait for launches."""
         self.launches |= launches
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: PlannedEvent) -> None:
         """Let the next operation wait for what had to be complete when the event was recorded."""
         self.wait_launches(event.launches)
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: PlannedStream) -> None:
         """Let the next operation wait for another stream."""
         self.wait_launches(stream.launches)
 
-    def record_event(self) -> Event:
+    def record_event(self) -> PlannedEvent:
         """Return an event with the launches that this stream has waited for."""
-        event = Event()
+        event = PlannedEvent()
         event.record(self)
         return event
 
 
-class ComputeStream(Stream):
+class ComputeStream(PlannedStream):
     """The stream that computes: its waits are instructions of the plan."""
 
     def __init__(self, log: Log):
@@ -79,21 +80,22 @@ class ComputeStream(Stream):
 class PlannedDevice:
     """What torch finds as `torch.meta`, as it finds `torch.cuda` for tensors on a GPU."""
 
-    Stream, Event = Stream, Event
+    Stream, Event = PlannedStream, PlannedEvent
 
     def __init__(self, log: Log):
-        self.current = self.compute = ComputeStream(log)
+        self.compute = ComputeStream(log)
+        self.current: PlannedStream = self.compute
 
     def current_device(self) -> int:
         """Return the number of the device."""
         return 0
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> PlannedStream:
         """Return the stream of the next operation."""
         return self.current
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: PlannedStream) -> Iterator[None]:
         """Use a stream in the block."""
         before, self.current = self.current, stream
         try:
@@ -107,11 +109,6 @@ def fully_shard_without_memory(device: PlannedDevice) -> Iterator[None]:
     """Let torch's `fully_shard` train tensors without memory in the block, on the streams of a planned device."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    refuse = FSDPParamGroup._validate_no_meta_params
-    FSDPParamGroup._validate_no_meta_params = lambda _: None
-    setattr(torch, DEVICE, device)
-    try:
-        yield
-    finally:
-        delattr(torch, DEVICE)
-        FSDPParamGroup._validate_no_meta_params = refuse
+    with mock.patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda _: None):
+        with mock.patch.object(torch, DEVICE, device, create=True):
+            yield

@@ -81,9 +81,9 @@ def make_memory_table(ladder: Ladder) -> Table:
     table.caption = "Peak: on one token per rank; gradients include buckets. Kept: between steps."
     table.caption_justify = "left"
     for one in ladder.variants:
-        memory = [nbytes[kind] for nbytes in (one.peak_bytes, one.kept_bytes) for kind in KINDS]
         sent = [one.sent_bytes, *([one.outer_bytes] if has_nodes else [])]
-        megabytes = (format_number(nbytes / 1e6, 2) for nbytes in (*sent, *memory))
+        by_kind = [nbytes[kind] for nbytes in (one.peak_bytes, one.kept_bytes) for kind in KINDS]
+        megabytes = (format_number(nbytes / 1e6, 2) for nbytes in (*sent, *by_kind))
         step_ms = [] if has_nodes else [format_number(one.median_ms, 1)]
         table.add_row(one.label, *step_ms, f"{one.collectives:g}", *megabytes)
     return table

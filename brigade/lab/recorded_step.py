@@ -123,7 +123,7 @@ class Log(TorchDispatchMode):
         return result
 
 
-def locate(tensor: Tensor) -> tuple[int, int, int]:
+def locate(tensor: Tensor) -> tuple[Any, ...]:
     """Return the storage of a tensor, and its place and length in it."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
@@ -155,7 +155,7 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future:
         for tensor in self._outputs:
             self._log.futures[tensor.untyped_storage()._cdata] = tensor, self._launch
-        future = torch.futures.Future()
+        future: torch.futures.Future = torch.futures.Future()
         future.set_result(self._outputs)
         return future
 
@@ -292,11 +292,11 @@ def record_step(log: Log, variant: dict[str, Any], setting: dict[str, Any]) -> R
     workload["compute_dtype"] = compute_dtype
     with log:
         setup = build_setup(variant, model, workload)
-    for turn in range(STEPS + is_ddp):
-        is_last = turn == STEPS - 1 + is_ddp
-        memory = follow_memory(setup) if is_last else contextlib.nullcontext()
-        with memory, log if is_ddp or is_last else contextlib.nullcontext():
+    for _ in range(STEPS - 1 + is_ddp):
+        with log if is_ddp else contextlib.nullcontext():
             take_step(log, setup, setting["micro_batches"])
+    with follow_memory(setup) as memory, log:
+        take_step(log, setup, setting["micro_batches"])
     instructions = [one for one in log.instructions if not log.is_pending(one)]
     return instructions, count_kept_bytes(setup.model, setup.wrapper, setup.optimizer), memory.peak
 
@@ -334,7 +334,7 @@ def take_real_steps(setting: dict[str, Any], variant: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def accumulate(wrapper: nn.Module) -> Iterator[None]:
+def accumulate(wrapper: Any) -> Iterator[None]:
     """Only accumulate gradients in the block. Raise TypeError if a wrapper cannot."""
     if hasattr(wrapper, "set_requires_gradient_sync"):  # of `fully_shard`
         wrapper.set_requires_gradient_sync(False)

@@ -176,6 +176,7 @@ def trace(
     sources = read_reference() if sources is None else sources
     results = run_variants(workload, variants, sources, world_size=world_size, **options)
     link = read_link(results[0]["link"])
+    assert link  # the workload has one
     measurements = [make_measurement(workload, variants, variant, results) for variant in variants]
     cpu_shares = [result["cpu_shares"] for result in results]
     num_nodes = link.count_nodes(range(world_size))
@@ -195,10 +196,10 @@ def trace(
             rank_launches = launches(events, find_step_number(variants, variant, workload.warmup + round_index))
             for launch in rank_launches:
                 launch.end = launch.end or times[-1]  # torch gave no future, or the run ended first
-            waits = [
+            waits = [  # except those of module 9 in the next step
                 (launch.wait_start, launch.wait_end)
                 for launch in rank_launches
-                if launch.wait_end is not None and launch.wait_start < times[-1]  # module 9 waits in the next step
+                if launch.wait_start and launch.wait_end and launch.wait_start < times[-1]
             ]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
             launched += make_collectives(rank, rank_launches, zero, link)
@@ -228,7 +229,7 @@ def make_collectives(rank: int, launched: Sequence[Launch], zero: float, network
     for launch in launched:
         link = network.count_nodes(launch.ranks) > 1
         start = max(launch.began or launch.start, free.get(link, 0.0))
-        free[link] = max(start, launch.end)
+        free[link] = max(start, launch.end or start)
         collectives.append(
             Collective(
                 rank,
@@ -255,7 +256,7 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     for process, (timeline, rank) in enumerate((line, rank) for line in timelines for rank in range(line.world_size)):
-        collectives = timeline.get_collectives(rank)
+        collectives: list[Any] = timeline.get_collectives(rank)  # not kernels
         threads = {0: "computation", 1: "communication"}
         threads |= {one.row + 1: f"communication {one.row + 1}" for one in collectives if one.row}
         metadata += make_metadata(process, f"{timeline.label}, rank {rank}", threads)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from brigade.course.modules import CourseError
 from brigade.course.submission import PACKAGE, find_sources
@@ -49,7 +49,8 @@ def is_torchrun() -> bool:
 
 def read_rank_variables() -> tuple[int, int, int, int]:
     """Return this process's rank, the world size, its local rank and the number of ranks on this machine."""
-    return tuple(int(os.environ[name]) for name in VARIABLES[:4])
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in VARIABLES[:4])
+    return rank, size, local_rank, local_size
 
 
 def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
@@ -80,7 +81,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         if how.on_event and rank == 0:
             how.on_event(0, event)
 
-    request = {
+    request: dict[str, Any] = {
         "rank": rank,
         "world_size": size,
         "backend": how.backend,
@@ -92,8 +93,10 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "seed": draw_seeds(how.seed or 0, size)[rank],  # ranks cannot agree on a random one before they communicate
         "calls": [args],
     }
-    timeout = timedelta(seconds=how.deadline_s + (GROUP_LATER_S if how.backend == "nccl" else 0))
-    watch = ProgressWatch(record, how.deadline_s, lambda: end_without_progress(rank, record, how.deadline_s))
+    limit_s = how.deadline_s
+    assert limit_s  # torchrun's ranks have no debugger
+    timeout = timedelta(seconds=limit_s + (GROUP_LATER_S if how.backend == "nccl" else 0))
+    watch = ProgressWatch(record, limit_s, lambda: end_without_progress(rank, record, limit_s))
     gathered: list[Any] = [None] * size
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
@@ -148,7 +151,7 @@ class ProgressWatch:
 
 def end_without_progress(rank: int, record: RankRecord, limit_s: float) -> None:
     """Print what this rank is doing, give the other ranks time to do the same, and end the process."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame and not frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
         frame = frame.f_back
     line = f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
@@ -205,7 +208,7 @@ def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callab
     return run
 
 
-def exit_process(status: int) -> None:
+def exit_process(status: int) -> NoReturn:
     """Flush this process's output, close its fork server, and end the process immediately."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -129,11 +129,9 @@ class Pace:
         return replace(link, outer=outer, node_size=self.node_size)
 
 
-def read_link(fields: dict[str, Any] | None) -> Link | Pace | None:
-    """Return the link or the pace with these fields, as `dataclasses.asdict` returns them."""
-    if fields is None:
-        return None
-    return Pace(**fields) if "comm_ratio" in fields else Link(**fields | {"outer": read_link(fields.get("outer"))})
+def read_link(fields: dict[str, Any] | None) -> Link | None:
+    """Return the link with these fields, as `dataclasses.asdict` returns them."""
+    return None if fields is None else Link(**fields | {"outer": read_link(fields.get("outer"))})
 
 
 _link: Link | None = None

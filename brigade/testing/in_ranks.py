@@ -138,6 +138,7 @@ def load(where: dict[str, Any]) -> Any:
         if os.path.realpath(module.__file__ or "") == where["file"]:
             return module
     spec = importlib.util.spec_from_file_location(where["module"], where["file"])
+    assert spec and spec.loader  # of a Python file
     module = importlib.util.module_from_spec(spec)
     sys.modules[where["module"]] = module
     spec.loader.exec_module(module)
