@@ -47,6 +47,9 @@ class Wrapper(nn.Module):
     `trainable`, which each constructor sets with `find_trainable`, must stay as it is.
     """
 
+    module: nn.Module
+    trainable: dict[nn.Parameter, str]
+
     def require_same_parameters(self) -> None:
         """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after construction.
 
@@ -62,7 +65,7 @@ class Wrapper(nn.Module):
                 "weights into a new model, and wrap it"
             )
 
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
             "a wrapper cannot be copied or pickled, because its hooks belong to its own model: copy ddp.module, or "
             "save ddp.module.state_dict()"

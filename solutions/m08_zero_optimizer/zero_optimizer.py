@@ -44,6 +44,11 @@ class OuterOptimizer(Optimizer):
     `step` raises RuntimeError. Without overflows, as in bfloat16, a loop needs no scaler.
     """
 
+    # The methods of the two optimizers below: which part of the parameters is this rank's, and phases 1 and 3.
+    divide: Callable[[list[nn.Parameter]], None]
+    prepare_grads: Callable[[], list[Tensor]]
+    share_weights: Callable[[], None]
+
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup, defaults: dict):
         self.process_group = process_group
         self.local: dict[nn.Parameter, nn.Parameter] = {}  # this rank's part of each parameter; `divide` fills it

@@ -142,7 +142,7 @@ class ShardedMuon(Optimizer):
             raise ValueError("all matrices of a ShardedMuon must have the same dtype")
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
-        shapes = [tuple(p.shape) for p in self.matrices]
+        shapes = [(p.shape[0], p.shape[1]) for p in self.matrices]
         self.owners = assign_matrices(shapes, self.num_ranks)
         self.groups = plan_groups(shapes, self.owners, self.num_ranks, num_groups)
 
