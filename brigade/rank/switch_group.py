@@ -51,6 +51,8 @@ class SwitchGroup:
         tensors = [tensor for part in sent + received for tensor in part]
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise RuntimeError(f"all tensors of a call of {op} must have the same dtype")
+        if op == "reduce_scatter":
+            require_equal_shards(sent, received, self._size)
         splits: list[int] = []
         if method in ("alltoall_base", "all_to_all_single"):
             splits = split_rows(args[1], args[3], self._size)
@@ -116,6 +118,14 @@ def list_parts(method: str, value: Any) -> Parts:
 
 def count_bytes(parts: Parts) -> list[int]:
     return [sum(tensor.nbytes for tensor in part) for part in parts]
+
+
+def require_equal_shards(sent: Parts, received: Parts, n: int) -> None:
+    """Raise ValueError unless the input of a reduce-scatter is as long as the outputs of all ranks, as gloo does."""
+    for part, outputs in zip(sent, received):
+        total, given = n * outputs[0].numel(), sum(tensor.numel() for tensor in part)
+        if total != given:
+            raise ValueError(f"Check failed: outputShape[0] * worldSize == inputShape[0] ({total} vs. {given})")
 
 
 def split_rows(tensor: torch.Tensor, rows: Sequence[int], n: int) -> list[int]:

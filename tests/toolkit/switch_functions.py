@@ -164,6 +164,10 @@ def call_unusually() -> dict[str, Any]:
     return {name: to_numbers(value) for name, value in found.items()}
 
 
+def scatter_unequally() -> None:
+    dist.reduce_scatter_tensor(torch.ones(3), torch.ones(4))
+
+
 def ask_in_loops(is_right: bool) -> list[float]:
     """Ask until launches are complete, and return the results. If that is not right, rank 1 does not launch."""
     found = []

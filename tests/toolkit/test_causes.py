@@ -13,6 +13,8 @@ from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, f
 from brigade.course.listing import Part
 from brigade.course.skeletons import find_part_in
 from brigade.runner.failure import OTHER_SIZE, RankFailure, remove_jargon
+from brigade.runner.server import SERVER
+from brigade.sandbox import enter
 
 
 def cause(error: str, message: str, lines: tuple[str, ...] = (), own: bool = True, text: str = "") -> str:
@@ -80,6 +82,16 @@ def test_a_helper_file_is_named_where_it_is_missing(name, is_named, tmp_path):
 )
 def test_cause(likely_cause, expected):
     assert expected in likely_cause if expected else likely_cause == ""
+
+
+def test_a_refused_system_call_is_explained_where_the_kernel_refuses_calls(monkeypatch):
+    refused = "PermissionError", "[Errno 1] Operation not permitted", ("socket.socket()",)
+    assert cause(*refused) == ""
+    monkeypatch.setattr(SERVER, "sandbox", enter.Sandbox(uid=1, reservation=0))
+    assert "only the system calls that Python and torch need" in cause(*refused)
+    assert cause("PermissionError", "[Errno 13] Permission denied: '/x'", ("open('/x')",)) == ""
+    monkeypatch.setattr(SERVER, "sandbox", enter.Sandbox(uid=1, reservation=0, offline=False))
+    assert cause(*refused) == ""
 
 
 def test_an_exception_inside_a_registered_lambda_is_not_blamed_on_its_registration():

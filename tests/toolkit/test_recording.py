@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hang_guard import HANG_S
 from in_ranks import recording as functions
 
 from brigade.events import Event
@@ -57,7 +58,7 @@ def select_kind(events: list[Event], *kinds: str) -> list[Event]:
 @pytest.fixture(scope="module")
 def both() -> dict[bool, Any]:
     """Return the results of all calls without and with async_op."""
-    return {async_op: run_ranks(functions.recorded_calls, async_op) for async_op in (False, True)}
+    return {async_op: run_ranks(functions.recorded_calls, async_op, deadline=HANG_S) for async_op in (False, True)}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import struct
 import sys
@@ -20,6 +21,7 @@ from brigade.runner.ranks import SERVER, RankFailure, RunOptions, run_ranks
 from brigade.sandbox import enter, users
 from brigade.switch import switch
 from helpers import training
+from m06_coalesced.causes import UNEQUAL_SHARDS
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,14 @@ def test_unusual_calls_give_the_same_as_gloo(monkeypatch):
     assert list(found) == list(run_ranks(functions.call_unusually, mode="strict", world_size=3))
     for own in found.events:
         assert [event["parts"] for event in own if event["kind"] == "launch"][:2] == [2, 2]
+
+
+@pytest.mark.parametrize("has_switch", [False, True])
+def test_shards_of_another_length_raise_the_exception_that_causes_explain(has_switch, monkeypatch):
+    monkeypatch.setattr(RunOptions, "has_switch", has_switch)
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(functions.scatter_unequally, mode="strict")
+    assert re.search(UNEQUAL_SHARDS, caught.value.message).groups() == ("6", "4")
 
 
 WRONG = {  # what rank 1 does, and what is reported

@@ -19,6 +19,7 @@ from brigade.checks.diagnose.evidence import explain_refusal, find_leftover, joi
 from brigade.course.modules import MODULES
 from brigade.course.syntax import parse_tree
 from brigade.events import Event
+from brigade.runner.server import SERVER
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
@@ -73,6 +74,15 @@ def explain_helper_file(failure: RankFailure, sources: Sources) -> str:
     return f"only the course's files are read, so {name}.py is not there. Move what you need from it into this file."
 
 
+def explain_refused_call(failure: RankFailure, sources: Sources) -> str:
+    if not SERVER.sandbox or not SERVER.sandbox.offline:
+        return ""
+    return (
+        "a graded rank may use only the system calls that Python and torch need, and this line made another one, for "
+        "example for a socket or a file lock."
+    )
+
+
 def get_events(failure: RankFailure) -> list[Event]:
     """Return the record of the failed rank."""
     return failure.events[failure.rank] if failure.rank is not None and failure.events else []
@@ -87,6 +97,7 @@ SYMPTOMS = [
     Symptom("no module", "AttributeError", " object has no attribute 'module'", "the wrapper does not keep its "
             "argument in self.module, which given code and later modules read.", line=r"find_trainable\(self"),
     Symptom("helper file", "ModuleNotFoundError", r"No module named '[\w.]+'$", explain_helper_file),
+    Symptom("refused call", "PermissionError", r"^\[Errno 1\]", explain_refused_call),
     Symptom("hook result", "", "hook returned|hooks should return", "a hook returns a value. It must return None."),
     Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
