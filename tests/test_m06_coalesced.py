@@ -100,7 +100,8 @@ def test_coalesce_refuses_mixtures(submission):
         {"blocks": [block[rank] for block in calls], "nested": len(blocks) - 2, "after": after[rank], "labels": None}
         for rank in range(world)
     )
-    results = submission.run(scenario.run_refused_blocks, jobs, world_size=world)
+    with replace_cause(partial(causes.explain_unmade_launch, blocks)):
+        results = submission.run(scenario.run_refused_blocks, jobs, world_size=world)
     for number, (label, compared, _) in enumerate(blocks):
         for rank, result in enumerate(results):
             raised, launched = result[number]["raised"], list_launches(results, rank, number)

@@ -106,6 +106,15 @@ def explain_launch_after_error(compared, _):
     )
 
 
+def explain_unmade_launch(blocks, failed):
+    """Return why a block of `blocks`, all of which must raise exceptions, launches what the switch refuses."""
+    if failed.verdict.ending != "garbled":
+        return ""
+    steps = [event["step"] for event in failed.events[failed.verdict.rank] if event["kind"] == "step"]
+    compared = [compared for number, (_, compared, _) in enumerate(blocks) if steps[-1:] == [number]]
+    return explain_launch_after_error(*compared, None) if any(compared) else ""
+
+
 def suspect_capturing(inputs):
     """Return what an all_reduce after a block gives if the group is still capturing calls."""
     cause = (
