@@ -22,6 +22,7 @@ PRECISION = {"fp32": "fp32 without TF32", "bf16": "bf16"}  # of the device's pea
 NBYTES = {"fp32": 4, "bf16": 2}
 MAX_RANKS = 4096
 RANKS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} ranks")
+CARDS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} cards")
 NETWORKS = "nvlink3, nvlink4, nvlink5, pcie3, pcie4, 100gbe, 10gbe, or a rate in Gbit/s"
 RATES = 0.01, 100_000.0  # in Gbit/s
 
@@ -49,7 +50,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--link LINK", f"the network: {NETWORKS} of each card (default: 100gbe)", default="100gbe")
     nodes = "the ranks of a node; --link then connects nodes, and module 14 keeps a replica in each (default: no nodes)"
     add(parser, "--node-size N", nodes, RANKS)
-    add(parser, "--cards N", "the network cards of a node (default: one for each rank)", RANKS)
+    add(parser, "--cards N", "the network cards of a node (default: one for each rank)", CARDS)
     add(parser, "--node-link LINK", "the link inside a node, as for --link (default: the device's)")
     peak = "the peak rate of a rank's device in TFLOPS (default: the device's; for an H100 with TF32, pass 494.7)"
     add(parser, "--tflops X", peak, ABOVE_ZERO)
@@ -65,7 +66,9 @@ def run_plan(options: argparse.Namespace) -> int:
     from brigade.lab.shapes import MODELS
 
     if options.model not in MODELS:
-        raise CourseError(f"--model {options.model}: expected one of {', '.join(MODELS)}")
+        raise CourseError(
+            f"--model {options.model}: expected one of {', '.join(MODELS)}. All are dense: plans know no experts"
+        )
     device, shape = DEVICES[options.device], MODELS[options.model]
     if options.dtype not in device.tflops and not options.tflops:
         raise CourseError(
@@ -240,23 +243,23 @@ def describe_activations(shape: Shape, tokens: int, options: argparse.Namespace)
 
 def describe_error(num_nodes: int, is_calibrated: bool) -> str:
     """Return a sentence about the error of such plans, compared with published runs."""
-    from brigade.lab.published import ERROR_BARS, LARGE, name_nodes
+    from brigade.lab.published import ERROR_BARS, LARGE, SMALL, name_nodes
 
-    nodes, large = name_nodes(num_nodes), ERROR_BARS[LARGE]
+    nodes, large, small = name_nodes(num_nodes), ERROR_BARS[LARGE], ERROR_BARS[SMALL]
     guessed, calibrated = (ERROR_BARS[f"{kind}, {nodes}"] for kind in ("guessed", "calibrated"))
     if is_calibrated:
-        bar, how, advice = calibrated, "measured on fewer GPUs with the same micro-batch", ""
+        bar, how, advice = calibrated, "measured on fewer GPUs with the same micro-batch and sequence length", ""
     else:
         bar, how = guessed, "guessed"
         advice = (
-            " Measure backward on one node with your micro-batch and pass --backward-ms: then it is "
-            f"{calibrated.median:.0%} ({calibrated.most:.0%})."
+            " Measure backward on one node with your micro-batch and sequence length, and pass --backward-ms: then it "
+            f"is {calibrated.median:.0%} ({calibrated.most:.0%})."
         )
     return (
         f"How wrong is this? Of {bar.count} published runs on {nodes} whose computation was {how}, the median error "
         f"of a step is {bar.median:.0%}, and nine of ten are within {bar.most:.0%}.{advice} Collectives of 256 MiB or "
-        f"more: {large.median:.0%} ({large.most:.0%}); smaller ones can be several times slower than planned "
-        "(docs/plan.md)."
+        f"more: {large.median:.0%} ({large.most:.0%}); smaller ones: {small.median:.0%} ({small.most:.0%}), nearly "
+        "always slower than planned (docs/plan.md)."
     )
 
 

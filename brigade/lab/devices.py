@@ -2,8 +2,9 @@
 
 Peaks are those of dense matrices, from NVIDIA's pages, which list Tensor Cores "with sparsity", twice as fast. `Device`
 has the address of each. We compared all but the T4's with the tables of stas00/ml-engineering (commit 744d01e,
-compute/accelerator/README.md), which cite the same pages. One differs: they have 80 TFLOPS for a B200 in fp32, and
-NVIDIA's page of the HGX B200 has 600 for eight.
+compute/accelerator/README.md), which cite the same pages. One differs: they have 80 TFLOPS for a B200 in fp32. We take
+75, an eighth of what NVIDIA's page of the HGX B200 lists. NVIDIA's own ai-dynamo/aisimulate quotes it ("600 TFLOPS FP32
+for each eight-GPU baseboard", read on 10 September 2026).
 fp32 is the rate without Tensor Cores: torch does not use TF32 for matrices unless it is allowed (since torch 1.12,
 `torch.backends.cuda.matmul.allow_tf32`). With TF32, an A100 reaches 156 TFLOPS and an H100 494.7.
 """

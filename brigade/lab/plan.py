@@ -9,7 +9,7 @@ NCCL's tuner expects (`nccl.py`). `published.py` compares plans with published r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from brigade.lab import nccl
 from brigade.lab.ladder import PLANNED_TORCH, TORCH_DDP, Variant, get_variant
 from brigade.lab.nccl import AMPERE, BLACKWELL, HOPPER, PCIE3, PCIE4, Fabric
 from brigade.lab.program import Machine, Network, Program, simulate
+from brigade.lab.published import LARGE_BYTES
 from brigade.rank.emulated_link import count_sent_bytes
 
 if TYPE_CHECKING:
@@ -150,6 +151,21 @@ class Assumption:
     network: Network
 
 
+@dataclass(frozen=True)
+class SlowSmallCollectives:
+    """A network on which collectives on buffers of less than 256 MiB take twice as long as on another one."""
+
+    network: nccl.Network
+
+    def count_nodes(self, ranks: Collection[int]) -> int:
+        """Return the number of nodes of these ranks."""
+        return self.network.count_nodes(ranks)
+
+    def seconds(self, op: str, nbytes: float, num_ranks: int, num_nodes: int) -> float:
+        """Return how many seconds a collective takes."""
+        return self.network.seconds(op, nbytes, num_ranks, num_nodes) * (2 if nbytes < LARGE_BYTES else 1)
+
+
 def list_assumptions(
     machine: Machine, network: nccl.Network, utilisations: tuple[float, float] | None
 ) -> list[Assumption]:
@@ -160,6 +176,7 @@ def list_assumptions(
     changes = [
         Assumption("no slower computation during communication", replace(machine, contention=0.0), network),
         Assumption("half the memory bandwidth", slow_memory, network),
+        Assumption("collectives of less than 256 MiB twice as long", machine, SlowSmallCollectives(network)),
     ]
     if utilisations:
         typical, low = utilisations

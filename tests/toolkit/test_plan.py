@@ -373,6 +373,7 @@ def test_a_step_has_micro_batches_and_mixed_precision():
             "--cards 2: on nvlink4 without --node-size, there is only one node",
         ),
         (["--node-size", "16"], "--node-size 16: 8 ranks do not form such nodes"),
+        (["--node-size", "8", "--cards", "0"], "--cards 0: expected 1 to 4096 cards"),
         (["--dp", "5000"], "--dp 5000: expected 1 to 4096 ranks"),
         (["--sequence", "8192"], "--sequence 8192: 4096 tokens do not form such sequences"),
         (["--bucket-mb", "nan"], "--bucket-mb nan: expected a number above 0"),
