@@ -352,7 +352,7 @@ def find_pair(family: Sequence[Row]) -> tuple[Row, Row] | None:
     long = min(
         (one for one in family if one.sequence >= 4 * short.sequence), key=lambda one: one.sequence, default=None
     )
-    return long and (short, long)
+    return (short, long) if long else None
 
 
 def find_calibrator(row: Row, family: Sequence[Row]) -> Row | None:
