@@ -7,7 +7,7 @@ import torch
 from brigade.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged
 from brigade.checks.diagnose.exceptions import Symptom
 from brigade.checks.diagnose.tensors import agree
-from brigade.events import launches
+from brigade.events import follow_steps, launches
 from brigade.progress import Progress
 
 # coalesce
@@ -107,12 +107,13 @@ def explain_launch_after_error(compared, _):
 
 
 def explain_unmade_launch(blocks, failed):
-    """Return why a block of `blocks`, all of which must raise exceptions, launches what the switch refuses."""
+    """Return why the first of `blocks` that launches anything does so, if the switch has refused a launch later."""
     if failed.verdict.ending != "garbled":
         return ""
-    steps = [event["step"] for event in failed.events[failed.verdict.rank] if event["kind"] == "step"]
-    compared = [compared for number, (_, compared, _) in enumerate(blocks) if steps[-1:] == [number]]
-    return explain_launch_after_error(*compared, None) if any(compared) else ""
+    events = follow_steps(failed.events[failed.verdict.rank])
+    launched = (step for _, step, event in events if event["kind"] == "launch" and event["phase"] == "block")
+    number = next(launched, None)
+    return explain_launch_after_error(blocks[number][1], None) if number in range(len(blocks)) else ""
 
 
 def suspect_capturing(inputs):
