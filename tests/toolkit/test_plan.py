@@ -1,6 +1,8 @@
 """The plan is correct in cases computed by hand, and predicts the launches, bytes and memory of real ranks."""
 
+import itertools
 import math
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -294,6 +296,62 @@ def test_the_examples_in_the_document_are_what_the_command_prints(options, capsy
         printed = printed.partition("\n\nAssumptions:")[0]
     is_current = printed in lines(ROOT.joinpath("docs", "plan.md").read_text())
     assert is_current, f"docs/plan.md: replace the table below its command by what the command prints:\n{printed}"
+
+
+def plan_xl(world_size, node_size=None, cards=None, tokens=4096):
+    """Return the steps of XL by label, as `brigade plan --dp N --node-size N --cards N --tokens N` plans them."""
+    shape, network = MODELS["xl"], Network(HOPPER, node_size or 1, 12.5, cards or node_size or 1)
+    flops = shape.count_forward_flops(tokens, min(tokens, shape.context))
+    machine = plan.make_machine(flops, 0.4 * 67e12, 3350e9, contention=CONTENTION)
+    setting = Setting(shape.make_groups(), world_size, 25.0, node_size=node_size)
+    variants = [one for one in plan.list_variants() if node_size or not one.needs_nodes]
+    return {one.label.split()[0]: one for one in plan.plan(record(variants, setting), machine, network)}
+
+
+def read_table(path, heading):
+    """Return the cells of the Markdown table whose first line begins with a heading. "=" means: as in the row above."""
+    _, _, text = ROOT.joinpath(path).read_text().partition(f"\n| {heading} |")
+    lines_below = text.split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines_below]
+    for above, row in itertools.pairwise(rows):
+        row[:] = [old if cell == "=" else cell for old, cell in zip(above, row)]
+    return rows
+
+
+def test_the_table_of_module_14_is_what_the_planner_says():
+    rows = read_table("lessons/m14_hybrid_sharded/README.md", "tokens per rank")
+    assert len(rows) == 4
+    for tokens, *seconds in rows:
+        steps = [plan_xl(64, 8, cards, int(tokens)) for cards in (8, 1)]
+        assert [f"{one[label].step_s:.2f} s" for one in steps for label in ("11", "14")] == seconds, tokens
+
+
+def test_the_tables_of_the_capstone_and_of_the_document_are_what_the_planner_says():
+    steps = plan_xl(8)
+
+    def list_gigabytes(step):
+        return [f"{step.program.memory[kind] / 1e9:.2f}" for kind in ("parameters", "gradients", "optimizer state")]
+
+    rows = read_table("docs/plan.md", "module")
+    assert len(rows) == 11
+    for name, launches, sent, exposed, copied, *memory in rows:
+        step = steps[name.split()[0]]
+        nbytes = sum(values[0] for kind, *values in step.program.instructions if kind == "copy")
+        planned = len(step.program.launches), *(one / 1e9 for one in (step.sent_bytes, 1e9 * step.exposed_s, nbytes))
+        assert [launches, sent, exposed, copied] == [str(planned[0]), *(f"{one:.2f}" for one in planned[1:])], name
+        assert memory == list_gigabytes(step), name
+    rows = read_table("lessons/capstone/README.md", "modules")
+    assert len(rows) == 6
+    for modules, *sizes, _, sent in rows[:-1]:
+        for step in (steps[number] for number in re.findall(r"\d+", modules.partition(" ZeRO")[0])):
+            assert [size.rpartition(", ")[2] for size in sizes] == list_gigabytes(step), modules
+            assert sent == f"{step.sent_bytes / 1e9:.2f}", modules
+    hybrid = plan_xl(8, 4)["14"]
+    assert [size.rpartition(", ")[2] for size in rows[-1][1:4]] == list_gigabytes(hybrid)
+    sent = hybrid.sent_bytes - hybrid.outer_bytes, hybrid.outer_bytes
+    assert rows[-1][-1] == " + ".join(f"{nbytes / 1e9:.2f}" for nbytes in sent)
+    (exposed,) = read_table("lessons/capstone/README.md", "module")
+    assert exposed[1:] == [f"{steps[number].exposed_s:.2f}" for number in "5789"]
 
 
 def print_plan(options, capsys):
