@@ -18,6 +18,9 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell -
     $(BIN)/lint-imports --no-logo && $(BIN)/brigade skeletons --check && $(BIN)/mypy
 SITE := $(if $(STUDENT),student-site,site)
 
+# Containers often set it. Every process of make test would then compile all tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal lint
 
 help:
