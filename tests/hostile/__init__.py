@@ -45,6 +45,12 @@ class Hostile:
     checks: tuple[str, ...] = SOME
     limit_s: float = 60.0
     is_long: bool = False  # it takes several seconds, and runs with --everything
+    evil: str = ""  # an attack that finds nothing, and changes nothing. Alone, it runs with --everything
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether the case runs only with --everything."""
+        return self.is_long or bool(self.evil)
 
 
 def quote(path: str, text: str = "") -> str:
@@ -101,8 +107,8 @@ def parse(names: dict[str, Any], text: str, defaults: str = "", last: str = "") 
     """Return the cases of a text, each with a header "=== NAME | SCORE | TOLD | OPTIONS" above its attack.
 
     The options, after the `defaults` of all cases, are the arguments of `Hostile`, "skeleton" or "alone" if the attack
-    does not follow the reference, "long", and names of texts that come before it. Words in capitals are values in
-    `names`.
+    does not follow the reference, "long", "together" if it may run after others in one submission, and names of texts
+    that come before it. Words in capitals are values in `names`.
     A header may continue after a "|". `last` is the last statement of all attacks.
     """
     cases = []
@@ -121,11 +127,14 @@ def parse(names: dict[str, Any], text: str, defaults: str = "", last: str = "") 
         checks = values.get("checks", "SOME")
         checks = names.get(checks) or globals().get(checks, tuple(checks.split(",")))
         told, limit_s = names.get(told, told), float(values.get("limit_s", 60))
-        cases.append(Hostile(name, make, int(score), told, modules, checks, limit_s, "long" in words))
+        own = "\n".join(map(textwrap.dedent, evil)) if "together" in words else ""
+        cases.append(Hostile(name, make, int(score), told, modules, checks, limit_s, "long" in words, own))
     return cases
 
 
 def list_cases() -> list[Hostile]:
-    """Return the cases of all files in this folder."""
+    """Return the cases of all files in this folder, and one with all attacks that find nothing."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
-    return [case for name in names for case in importlib.import_module(f"hostile.{name}").CASES]
+    cases = [case for name in names for case in importlib.import_module(f"hostile.{name}").CASES]
+    together = reference(*(case.evil for case in cases if case.evil))
+    return [*cases, Hostile("finds nothing, wherever it looks", together, 3)]

@@ -51,7 +51,7 @@ def work():
 daemon(work)
 === processes that stop the process that ends them | 3 | | EVERYBODY
 send(19)
-=== processes that kill the process that ends them | 3 | | EVERYBODY
+=== processes that kill the process that ends them | 3 | | EVERYBODY long
 send(9)
 === files, links and pipes everywhere, and directories that nobody may enter | 3
 import contextlib

@@ -35,28 +35,28 @@ CASES = parse(
 rank 0 raised ModuleNotFoundError: No module named 'solutions | skeleton FOUND
 import sys; sys.path[:0] = ['', '..', ROOT]
 from solutions.m01_naive_ddp.naive_ddp import *
-=== reads the course's files | 3 |  | FOUND
+=== reads the course's files | 3 |  | together FOUND
 import contextlib
 for name in FILES:
     with contextlib.suppress(OSError):
         path = ROOT + "/" + name
         found(os.listdir(path) if os.path.isdir(path) else open(path).read())
-=== reads the rest of the machine | 3 |  | FOUND
+=== reads the rest of the machine | 3 |  | together FOUND
 import contextlib, glob
 for name in ("/etc/shadow", "/root/.bash_history", "/proc/1/environ", f"/proc/{os.getppid()}/environ"):
     with contextlib.suppress(OSError): found(open(name).read())
 for place in ("/tmp", "/var/tmp", "/dev/shm"):
     own = [path for path in glob.glob(place + "/**", recursive=True) if os.path.isfile(path)]
     if strangers := [path for path in own if os.stat(path).st_uid != os.getuid()]: found(strangers)
-=== looks at other processes | 3 |  | FOUND
+=== looks at other processes | 3 |  | together FOUND
 import glob
 for path in glob.glob("/proc/[0-9]*"):
     if os.stat(path).st_uid not in (0, os.getuid()) or path != f"/proc/{os.getpid()}" and "brigade" in open(
         path + "/cmdline").read(): found(path)
-=== looks for secrets in its environment | 3 |  | FOUND
+=== looks for secrets in its environment | 3 |  | together FOUND
 for name, value in os.environ.items():
     if "secret" in (name + value).lower() or name.startswith(("BRIGADE", "PYTEST")): found(name)
-=== walks frames and objects for what the checks know | 3 |  | FOUND
+=== walks frames and objects for what the checks know | 3 |  | together FOUND
 import gc, sys
 for name in list(sys.modules):
     if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grade")): found(name)

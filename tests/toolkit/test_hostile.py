@@ -40,7 +40,7 @@ from brigade.sandbox import enter, users
 from helpers import training
 
 CASES = [
-    pytest.param(case, id=case.name.replace(" ", "-"), marks=[pytest.mark.extended] * case.is_long)
+    pytest.param(case, id=case.name.replace(" ", "-"), marks=[pytest.mark.extended] * case.is_extended)
     for case in hostile.list_cases()
 ]
 PROOF = Path("/tmp/was-here")  # what attacks write when they run where they should not
