@@ -164,19 +164,23 @@ def test_the_slurm_scripts_ask_for_cores_and_memory_and_bind_nothing():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Return the content of the JSON file, and the text, of `brigade bench --modules 1,8` on an emulated link."""
-    directory = tmp_path_factory.mktemp("bench")
+    """Return the content of the JSON file, the text, and the submission, of `brigade bench --modules 1,8 --save`.
+
+    The link is emulated. The submission has the reference's modules, and the measurements of an earlier run.
+    """
+    directory = make_submission(tmp_path_factory.mktemp("bench"), modules=range(1, 9))
     printed = directory / "printed.txt"
+    (directory / "measurements.json").write_text("the numbers of an earlier run")
     files = [word for kind in ("json", "png") for word in (f"--{kind}", directory / f"bench.{kind}")]
-    arguments = ["--modules", "1,8", *SMALL, "--comm-ratio", 0.5, "--latency-ratio", 0.01, *files]
+    arguments = ["--modules", "1,8", *SMALL, "--comm-ratio", 0.5, "--latency-ratio", 0.01, "--save", *files]
     with printed.open("w") as file, contextlib.redirect_stdout(file):
-        assert cli.main(["bench", "--target", "solutions", *map(str, arguments)]) == 0
+        assert cli.main(["bench", "--target", str(directory), *map(str, arguments)]) == 0
     assert (directory / "bench.png").stat().st_size > 10_000
-    return json.loads((directory / "bench.json").read_text()), printed.read_text()
+    return json.loads((directory / "bench.json").read_text()), printed.read_text(), directory
 
 
 def test_the_numbers_are_those_of_the_run(measured):
-    content, printed = measured
+    content, printed, _ = measured
     naive, zero, ddp, sharded = rows = content["rows"]
     assert [row["variant"] for row in rows] == ["1 NaiveDDP", "8 ZeroOptimizer", "torch DDP", "torch DDP + ZeRO"]
     steps, torch_steps = naive["rounds_ms"], ddp["rounds_ms"]
@@ -285,18 +289,14 @@ def test_a_link_can_be_named(name, latency_us, gigabytes):
         lab.choose_link(options, 4)
 
 
-def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
-    submission = make_submission(tmp_path)
-    path = submission / "measurements.json"
-    path.write_text("the numbers of an earlier run")
-    done = brigade("--target", submission, "--modules", 1, *SMALL, "--comm-ratio", 0.5, "--save")
-    assert done.returncode == 0 and "measurements.json written; `brigade submit` includes it" in done.stdout
-    content = json.loads(path.read_text())
+def test_save_writes_the_numbers_that_are_handed_in(measured, tmp_path, brigade):
+    _, printed, submission = measured
+    assert "measurements.json written; `brigade submit` includes it" in " ".join(printed.split())
+    content = json.loads((submission / "measurements.json").read_text())
     assert content["made_with"]["cores"] == os.cpu_count() and content["made_with"]["torch"] == torch.__version__
-    assert content["workload"]["link"]["comm_ratio"] == 0.5
-    path.unlink()
-    path.symlink_to(tmp_path / "elsewhere")
-    assert "results cannot be written to or through a link" in brigade("--target", submission, "--save").stderr
+    assert content["workload"]["link"]["comm_ratio"] == 0.5 and content["rows"] == measured[0]["rows"]
+    (make_submission(tmp_path) / "measurements.json").symlink_to(tmp_path / "elsewhere")
+    assert "results cannot be written to or through a link" in brigade("--target", tmp_path, "--save").stderr
 
 
 # ---- variants that do not fit into memory together
