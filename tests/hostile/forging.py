@@ -1,6 +1,6 @@
 """Submissions that forge results: files, messages on the rank's channel, values, and the record."""
 
-from hostile import Hostile, parse, reference, skeleton
+from hostile import ONE, Hostile, parse, reference, skeleton
 
 UNREADABLE = "wrote something unreadable to its channel"
 ODD_VALUE = "could not examine what the ranks returned"
@@ -125,5 +125,5 @@ def start_reduce_scatter(*arguments, **options):
 )
 CASES += [
     Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b)"),
-    Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
+    Hostile("writes results wherever it may, and is right", reference(RESULTS), 2, checks=ONE),
 ]

@@ -29,7 +29,7 @@ def send(number):
 CASES = parse(
     globals(),
     r"""
-=== is right, and uses processes and shared memory of its own | 3
+=== is right, and uses processes and shared memory of its own | 2 | | checks=ONE
 import mmap, multiprocessing, subprocess
 from multiprocessing import shared_memory
 assert subprocess.run(["/bin/sh", "-c", "exit 7"]).returncode == 7

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hostile import Hostile, parse, reference, write
+from hostile import ONE, Hostile, parse, reference, write
 
 NAMES = ("conftest.py", "sitecustomize.py", "usercustomize.py", "torch/__init__.py", "brigade/__init__.py",
          "brigade/rank/main.py", "pytest.py", "json.py", "helpers/training.py")  # fmt: skip
@@ -22,7 +22,7 @@ CASES = parse(
     r"""
 === torch.distributed does nothing | 2 | finish_grad_sync launches nothing | long checks=ALL
 dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None
-=== timers that stand still | 3
+=== timers that stand still | 2 | | checks=ONE
 import time
 for name in ("time", "monotonic", "perf_counter", "process_time"):
     setattr(time, name, lambda: 0.0)
@@ -37,5 +37,5 @@ try: import brigade.checks.expectations, brigade.grade.grading
 except ImportError: pass
 """,
 ) + [
-    Hostile("files that Python, pytest or the toolkit would import", write_shadowing_files, 3),
+    Hostile("files that Python, pytest or the toolkit would import", write_shadowing_files, 2, checks=ONE),
 ]
