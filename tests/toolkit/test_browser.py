@@ -10,8 +10,6 @@ from dataclasses import replace
 import hang_guard
 import pytest
 import test_term
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import sync_playwright
 
 from brigade.course.modules import MODULES, ROOT
 from brigade.lab.program import Machine, simulate
@@ -24,6 +22,7 @@ PHONE = {"width": 390, "height": 844}
 STEP_MS = 1000 * hang_guard.HANG_S  # the deadline of one action or one page
 LINKS = (Link(0.0, 1e8), Link(1e-5, 1.25e10), Link(1e-3, 1e11))
 WORLD_SIZES = (2, 64, 1024)
+OFFLINE = {"preload": False}  # axe does not fetch style sheets from file:// addresses
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +39,8 @@ def site(tmp_path_factory):
 def chromium():
     if not CHROMIUM:
         pytest.skip("there is no chromium: `apt-get install chromium` installs it")
+    from playwright.sync_api import sync_playwright  # here, because every process imports this file
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=STEP_MS)
         yield browser
@@ -64,6 +65,13 @@ def page(chromium):
 def is_error(message):
     """Return whether a console message is an error. A failed request for the site's icon is not one."""
     return message.type == "error" and not message.location["url"].endswith("/favicon.ico")
+
+
+def find_violations(page):
+    """Return what axe objects to on a page."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    return Axe().run(page, options=OFFLINE).response["violations"]
 
 
 def find_sideways(page):
@@ -108,9 +116,6 @@ def test_no_page_of_the_site_fails_or_scrolls_sideways_on_a_phone(page, site, re
     assert find_sideways(page)
 
 
-OFFLINE = {"preload": False}  # do not fetch style sheets from file:// addresses
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(page, site, scheme, request):
     page.emulate_media(color_scheme=scheme)
@@ -118,11 +123,11 @@ def test_axe_finds_nothing_serious(page, site, scheme, request):
     names = KINDS if request.config.option.everything else KINDS[2::3]
     for name in names:
         page.goto((site / f"{name}.html").as_uri())
-        violations = Axe().run(page, options=OFFLINE).response["violations"]
+        violations = find_violations(page)
         found[name] = [each["id"] for each in violations if each["impact"] in ("serious", "critical")]
     assert found == dict.fromkeys(names, [])
     page.evaluate("document.querySelector('article img').removeAttribute('alt')")
-    assert "image-alt" in [each["id"] for each in Axe().run(page, options=OFFLINE).response["violations"]]
+    assert "image-alt" in [each["id"] for each in find_violations(page)]
 
 
 GRAD_BYTES, BACKWARD_S = 400e6, 0.1
@@ -206,7 +211,7 @@ def find_faults(page, file):
     """Open a file on a phone. Return what axe finds there, and the boxes that scroll sideways."""
     page.set_viewport_size(PHONE)
     page.goto(file.as_uri())
-    violations = Axe().run(page, options=OFFLINE).response["violations"]
+    violations = find_violations(page)
     return [each["id"] for each in violations if each["impact"] in ("serious", "critical")] + find_sideways(page)
 
 

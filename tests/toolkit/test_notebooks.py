@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import hang_guard
 import nbformat
@@ -37,7 +38,6 @@ from tools.notebook_files import (
     list_notebooks,
     read_figures,
 )
-from tools.slides import WIDEST, fit_code, make_deck
 
 NOTEBOOKS = list_notebooks()
 
@@ -225,9 +225,17 @@ def test_show_has_the_solution_without_its_marks(path: Path) -> None:
         compile(text, "shown", "exec")
 
 
-def test_a_deck_needs_no_network() -> None:
+@pytest.fixture
+def slides() -> ModuleType:
+    """Return the module that writes decks. Every process imports this file, but only one of them needs nbconvert."""
+    from tools import slides
+
+    return slides
+
+
+def test_a_deck_needs_no_network(slides: ModuleType) -> None:
     """The deck contains scripts, styles, figures, formulas and outputs of module 4, and notes with the run sheet."""
-    page = make_deck(ROOT / "notebooks" / "04_bucketed_ddp.ipynb")
+    page = slides.make_deck(ROOT / "notebooks" / "04_bucketed_ddp.ipynb")
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert (
         re.findall(r"""<(?:img|link|script)[^>]*(?:src|href)=["'](?!data:)|@import|url\((?!["']?data:)""", markup) == []
@@ -242,13 +250,13 @@ def test_a_deck_needs_no_network() -> None:
     assert "It should therefore" in notes[0] and "It should therefore" not in page.replace(notes[0], "")
 
 
-def test_code_on_slides_fits_and_does_the_same() -> None:
+def test_code_on_slides_fits_and_does_the_same(slides: ModuleType) -> None:
     code = 'one, two = 1, 2\nprint(\n    f"WORDS{one} and {two}"\n)  # WORDS\n'.replace("WORDS", 12 * "word ")
-    fitted = fit_code(f"%%px -t 0\n{code}")
+    fitted = slides.fit_code(f"%%px -t 0\n{code}")
     magic, _, rest = fitted.partition("\n")
     assert magic == "%%px -t 0" and ast.dump(ast.parse(rest)) == ast.dump(ast.parse(code))
-    assert max(len(line) for line in rest.splitlines() if not line.startswith("#")) <= WIDEST
-    assert fit_code("!brigade check 4") == "!brigade check 4"
+    assert max(len(line) for line in rest.splitlines() if not line.startswith("#")) <= slides.WIDEST
+    assert slides.fit_code("!brigade check 4") == "!brigade check 4"
 
 
 # ---- which runs `make notebooks` stores
