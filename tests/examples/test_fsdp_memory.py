@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from brigade.testing import step, watch
 
@@ -11,6 +10,8 @@ LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 def drive():
+    from torch.distributed.fsdp import fully_shard  # here, because only the ranks need it
+
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     for layer in model:
         fully_shard(layer)
