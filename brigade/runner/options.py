@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from brigade.course.submission import Sources
 from brigade.events import Event
+from brigade.runner.deadline import BUSY
 from brigade.runner.server import SERVER
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
@@ -19,7 +20,7 @@ class RunOptions:
     world_size: int = 2
     backend: str = "gloo"  # or "nccl"
     deadline: float | None = None  # in seconds; None: the default of the backend
-    longest: float | None = None  # in seconds: the deadline on a busy machine (`deadline.py`); None: the same
+    longest: float | None = None  # in seconds: the deadline on a busy machine; None: see `longest_s`
     mode: str = "record"  # or "strict" (`rank/strict.py`), or "emulate" (`rank/emulated_link.py`)
     packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
     seed: int | None = None  # None: a random seed
@@ -35,6 +36,13 @@ class RunOptions:
     def deadline_s(self) -> float | None:
         """The deadline, or None if there is none."""
         return None if self.terminal else self.deadline or DEADLINE_S[self.backend]
+
+    @property
+    def longest_s(self) -> float | None:
+        """The deadline if ranks lack processor time (`deadline.py`): later than the default, not than a given one."""
+        if self.deadline is None and self.longest is None:
+            return BUSY * DEADLINE_S[self.backend]
+        return self.longest
 
     @property
     def has_switch(self) -> bool:

@@ -81,7 +81,7 @@ def run_calls(
     monitor = Monitor(how, packages, requests)
     try:
         monitor.start()
-        failure = monitor.watch(how.deadline_s, how.longest)
+        failure = monitor.watch(how.deadline_s, how.longest_s)
     finally:
         monitor.end()
     events = [rank.record.calls for rank in monitor.ranks]

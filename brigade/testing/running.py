@@ -36,8 +36,11 @@ def run(
     In the mode "strict", the tensors of a launch contain NaN until it is awaited, a send blocks until it is received, a
     tensor that changes before its launch is complete is noticed, and so is a launch that differs between the ranks. A
     deadlock is noticed when nobody can go on. The mode "record" changes nothing and only records. Both work with gloo
-    and, with one GPU per rank or `share_gpu`, with NCCL. After `deadline` seconds (20 with gloo, 90 with NCCL), all
-    ranks are stopped. In any case, all of them have ended when this function returns or raises.
+    and, with one GPU per rank or `share_gpu`, with NCCL.
+
+    After `deadline` seconds, all ranks are stopped. The default is 20 with gloo and 90 with NCCL, or up to five times
+    as long on a busy machine, where ranks wait for a processor. In any case, all of them have ended when this function
+    returns or raises.
 
     Raise RankFailure, which says what each rank was doing, if a rank does not return a result. Raise ValueError if the
     ranks cannot find `drive`, and RuntimeError on a rank.

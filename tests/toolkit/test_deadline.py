@@ -11,6 +11,7 @@ from given_clock import give_clock
 
 from brigade.runner import deadline
 from brigade.runner.deadline import Deadline, read_threads
+from brigade.runner.options import RunOptions
 
 OURS, FIRST, SECOND = os.getpid(), 11, 12  # process ids
 
@@ -93,6 +94,11 @@ def test_without_counts_or_without_a_longer_time_a_run_ends_at_its_deadline(proc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts it")
+def test_a_run_without_a_deadline_of_its_own_may_take_longer_on_a_busy_machine():
+    assert (RunOptions().deadline_s, RunOptions().longest_s) == (20, 100)
+    assert (RunOptions(deadline=3).deadline_s, RunOptions(deadline=3).longest_s) == (3, None)
+
+
 def test_linux_counts_what_a_thread_has_run_and_waited():
     threads = read_threads(OURS)
     assert len(threads) >= 1 and all(ran >= 0 and delay >= 0 for ran, delay in threads)
