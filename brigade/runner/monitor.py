@@ -212,7 +212,7 @@ class Monitor:
         if rank.failure or rank.is_complete:
             return  # a rank sends nothing after its last result or its exception
         if self._switch and rank.channel.is_sending and letter != b"X":  # there may be no memory for the answer
-            raise Refused("went on before it had read the answer for which it waits")
+            raise Refused("went on before it had the answer for which it waits")
         self._last_news = time.monotonic()
         if letter == b"E":
             for event in list(wire.decode_json(body.decode())):

@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_read_does_not_hold_up_the_others():
 def test_a_rank_that_asks_again_without_reading_is_refused():
     """Otherwise, the grader would have to keep an unlimited number of answers."""
     code = "note(); launch()\nwhile True: channel._send(b'P', bytes(8))"
-    with pytest.raises(RankFailure, match="rank 1 went on before it had read the answer"):
+    with pytest.raises(RankFailure, match="rank 1 went on before it had the answer"):
         run_ranks(functions.attack, code, mode="strict", deadline=HANG_S)
 
 
