@@ -237,7 +237,7 @@ class OverlappedDDP(OverlappedDDP):
         for parameter in parameters: dist.all_reduce(parameter.grad, group=self.process_group)
 === launches zeros in the steps that are counted, and the gradients of all steps in the last one | 0 |
 the launches of step 0 on ranks 0, 1 did not carry the gradients of | REPLAY modules=3 checks=ACCUMULATION
-=== sends everything again in pieces of 16 elements | 0 | launches only all-gathers of the weights | long modules=8 checks=VOLUME
+=== sends everything again in pieces of 16 elements | 0 | launches only all-gathers | long modules=8 checks=VOLUME
 class ZeroOptimizer(ZeroOptimizer):
     def step(self, closure=None):
         for _ in range(40): dist.all_reduce(torch.zeros(16))
