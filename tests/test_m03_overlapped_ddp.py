@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brigade.checks.claims import Step, after, before, each_step, in_phase, is_awaited_in_step, is_unchanged
-from brigade.checks.diagnose.evidence import collect_evidence
+from brigade.checks.diagnose.evidence import collect_evidence, explain_inside
 from brigade.checks.expectations import expect_equal, expect_gradients, overlaps, require_launches
 from helpers import training
 from helpers.odd_steps import expect_second_backward, expect_silence, expect_unsynced
@@ -140,7 +140,7 @@ def expect_parts(step, count):
     backward = step.launches().where(in_phase("backward"))
     backward.where(before(parts["after"])).are_none(
         "backward passes inside no_sync launch nothing, even after an inner no_sync has ended",
-        partial(causes.explain_inside, parts["outer"]),
+        partial(explain_inside, parts["outer"]),
     )
     step.claim(
         "an exception inside no_sync leaves the block", "exception" in parts, "no exception left it", causes.SWALLOWED

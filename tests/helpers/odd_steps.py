@@ -3,7 +3,13 @@
 from functools import partial
 
 from brigade.checks.claims import At, Launches, Step, after, each_step, in_phase
-from brigade.checks.diagnose.evidence import Evidence, find_leftover, find_no_sync_launches
+from brigade.checks.diagnose.evidence import (
+    READ_IN_FORWARD,
+    Evidence,
+    explain_inside,
+    find_leftover,
+    find_no_sync_launches,
+)
 from brigade.checks.expectations import expect_equal, expect_weights, replace_cause
 from brigade.events import launches, list_backward_passes
 from brigade.runner.ranks import PerRank
@@ -42,7 +48,7 @@ def expect_silence(events, ranks, steps=1):
 
 def explain_early_launches(early):
     """Explain why backward passes inside no_sync launch: already the first of them, or only later ones."""
-    return causes.explain_inside(list_backward_passes(early.step.events, early.step.number)[1], early)
+    return explain_inside(list_backward_passes(early.step.events, early.step.number)[1], early)
 
 
 def expect_unsynced(results, case, step):
@@ -50,7 +56,7 @@ def expect_unsynced(results, case, step):
     for rank, events in enumerate(results.events):
         early = Step(events, rank, step).launches().where(in_phase("backward"))
         what = "backward passes inside no_sync launch nothing, even if their forwards are outside"
-        early.are_none(what, causes.READ_IN_FORWARD)
+        early.are_none(what, READ_IN_FORWARD)
     is_launched = all(launches(events, step, phase="finish") for events in results.events)
     why = partial(causes.explain_unsynced, results.events[case.group[0]], step)
     with replace_cause(lambda failed: "" if is_launched or len(case.group) == 1 else why()):

@@ -1,7 +1,6 @@
 """Likely causes when a check of module 3 fails."""
 
-from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, find_repeated_reduction
-from brigade.checks.diagnose.evidence import READ_IN_FORWARD as READ_IN_FORWARD  # for helpers/odd_steps.py
+from brigade.checks.diagnose.evidence import find_repeated_reduction
 from brigade.events import launches
 
 IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
@@ -69,11 +68,6 @@ def explain_late_launch(late):
 def explain_blocking(blocking):
     """Explain why backward waits for these launches."""
     return BLOCKING if any(launch.sync for launch in blocking) else WAITS
-
-
-def explain_inside(inner_ends_at, early):
-    """Explain why backward passes inside no_sync launch. The inner block has ended at a position in the record."""
-    return FLAG_IGNORED if early[0].place < inner_ends_at else INNER_NO_SYNC
 
 
 def explain_unsynced(events, step):

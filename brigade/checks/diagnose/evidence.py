@@ -200,9 +200,14 @@ def explain_refusal(events: Sequence[Event]) -> str:
         last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # scenarios may lack steps
         if last.get("unsynced") and any(len(list_backward_passes(events, step)) > 1 for step in steps[1:-1]):
             return READ_IN_FORWARD  # earlier steps were not refused: their forwards were inside no_sync, too
-        return FLAG_IGNORED if launched[0].place < passes[1] else INNER_NO_SYNC
+        return explain_inside(passes[1], launched)
     is_same = launched[-1].name == ready[-1]
     return "the hook runs twice for one gradient: it is registered twice." if is_same else ""
+
+
+def explain_inside(inner_ends_at: int, early: Sequence[Launch]) -> str:
+    """Explain why backward passes inside no_sync launch. The inner block has ended at a position in the record."""
+    return FLAG_IGNORED if early[0].place < inner_ends_at else INNER_NO_SYNC
 
 
 def select_sync_launches(events: Sequence[Event], step: int | None) -> list[Launch]:
