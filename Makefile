@@ -10,7 +10,7 @@
 #   BACKEND=gloo                   for make gpu-check: try it without a GPU
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check and make gpu-sim: options of the command
 #   SOAK="tests/test_m03*.py"      for make soak: what pytest runs
-#   ROWS=umask-077,space           for make rehearsal: only these surroundings
+#   ROWS=umask-077,space           for make rehearsal: only these surroundings; space+zip is one row with both
 
 COURSE := $(if $(STUDENT),out/student,.)
 BACKEND ?= nccl

@@ -1,10 +1,11 @@
 """Run the README's commands in surroundings that break programs, one after the other, and print one table:
 
-    python -m tools.rehearsal [--rows umask-077,space] [--commands demo,test] [--quick] [--install]
+    python -m tools.rehearsal [--rows umask-077,space+zip] [--commands demo,test] [--quick] [--install]
 
-Each row copies the course into a temporary directory, makes the surroundings, runs the commands there, and removes
-everything. The copy gets the packages of the environment that runs this program. With --install, it starts without
-`.venv`, as a newcomer's does. A row that cannot be made here is skipped with the reason. Logs are in out/rehearsal.
+A row such as space+zip has several surroundings at once. Each row copies the course into a temporary directory, makes
+the surroundings, runs the commands there, and removes everything. The copy gets the packages of the environment that
+runs this program. With --install, it starts without `.venv`, as a newcomer's does. A row that cannot be made here is
+skipped with the reason. Logs are in out/rehearsal.
 """
 
 from __future__ import annotations
@@ -143,9 +144,9 @@ def use_spaces(room: Room) -> None:
 
 def use_long_temporary_directory(room: Room) -> None:
     """Use a temporary directory whose name has more than 180 characters and a space."""
-    path = room.base
+    path = room.base / "temporary files"
     while len(str(path)) <= 180:
-        path /= "temporary files of a course"
+        path /= "of a course"
     room.environment["TMPDIR"] = str(path)
 
 
@@ -175,7 +176,7 @@ def use_one_core(room: Room) -> None:
     """Let all processes share one core."""
     if not shutil.which("taskset"):
         raise CannotMake("there is no taskset")
-    room.prefix = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    room.prefix += ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
 
 
 def use_many_cores(room: Room) -> None:
@@ -205,9 +206,10 @@ def hide_libseccomp(room: Room) -> None:
         return
     [library] = set(re.findall(r"/\S*/libseccomp\.so\S*", Path("/proc/self/maps").read_text()))
     if os.geteuid() == 0:
-        room.prefix = ["unshare", "--mount", "sh", "-c", 'mount --bind /dev/null "$0" && exec "$@"', library]
-        if not shutil.which("unshare") or subprocess.run([*room.prefix, "true"], capture_output=True).returncode:
+        hide = ["unshare", "--mount", "sh", "-c", 'mount --bind /dev/null "$0" && exec "$@"', library]
+        if not shutil.which("unshare") or subprocess.run([*hide, "true"], capture_output=True).returncode:
             raise CannotMake("private mounts are not allowed")
+        room.prefix += hide
         return
     folder = room.base / "libraries"
     folder.mkdir()
@@ -259,14 +261,21 @@ def require_root() -> None:
 
 
 def hide_program(room: Room, hidden: str) -> None:
-    """Replace PATH by one directory with links to all programs except one."""
+    """Let PATH be one directory with links to all programs, and remove one of them."""
     folder = room.base / "programs"
-    folder.mkdir()
-    for directory in room.environment["PATH"].split(os.pathsep):
-        for name in os.listdir(directory) if os.path.isdir(directory) else ():
-            if name != hidden and not os.path.lexists(folder / name):
-                (folder / name).symlink_to(Path(directory, name).resolve())
-    room.environment["PATH"] = str(folder)
+    if not folder.exists():
+        folder.mkdir()
+        for directory in room.environment["PATH"].split(os.pathsep):
+            for name in os.listdir(directory) if os.path.isdir(directory) else ():
+                if not os.path.lexists(folder / name):
+                    (folder / name).symlink_to(Path(directory, name).resolve())
+        room.environment["PATH"] = str(folder)
+    (folder / hidden).unlink(missing_ok=True)
+
+
+def find_title(name: str) -> str:
+    """Return what the table calls a row's surroundings."""
+    return " + ".join(ROWS[part].title for part in name.split("+"))
 
 
 # ---- the copy of the course
@@ -332,6 +341,8 @@ def copy_environment(room: Room, course: Path) -> None:
     usual = os.umask(0o022)
     try:
         shutil.copytree(here, there, copy_function=link, dirs_exist_ok=True)
+        if (templates := Path(sys.prefix, "share", "jupyter")).exists():
+            shutil.copytree(templates, venv / "share" / "jupyter", copy_function=link)
         for path in there.glob("__editable__*"):
             text = path.read_text().replace(str(ROOT), str(course))
             path.unlink()
@@ -403,7 +414,7 @@ def rehearse(
     results: dict[str, dict[str, Result]] = {}
     try:
         for number, name in enumerate(names, 1):
-            say(f"row {number} of {len(names)}, {name}: making {ROWS[name].title}")
+            say(f"row {number} of {len(names)}, {name}: making {find_title(name)}")
             results[name] = {}
             for command, result in run_row(name, commands, quick=quick, install=install):
                 results[name][command] = result
@@ -423,7 +434,8 @@ def run_row(name: str, commands: Sequence[str], *, quick: bool, install: bool) -
     try:
         with room.cleanup:
             room.cleanup.callback(remove, base)
-            ROWS[name].change(room)
+            for part in name.split("+"):
+                ROWS[part].change(room)
             room.cleanup.callback(end_processes, base)
             scratch = Path(room.environment["TMPDIR"])
             scratch.mkdir(parents=True)
@@ -556,7 +568,7 @@ def make_table(results: dict[str, dict[str, Result]], commands: Sequence[str]) -
     lines = [f"| row | surroundings | {' | '.join(commands)} |", "|---" * (2 + len(commands)) + "|"]
     for name, cells in results.items():
         texts = [cells[command].text if command in cells else "not run" for command in commands]
-        lines.append(f"| {name} | {ROWS[name].title} | {' | '.join(text.replace('|', '/') for text in texts)} |")
+        lines.append(f"| {name} | {find_title(name)} | {' | '.join(text.replace('|', '/') for text in texts)} |")
     for name, cells in results.items():
         lines += [f"{name}: {line}" for result in cells.values() for line in result.failed_tests]
     return "\n".join(lines) + "\n"
@@ -566,12 +578,12 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M')} {text}", file=sys.stderr, flush=True)
 
 
-def read_words(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a function that splits an option's value at commas and accepts only known words."""
+def read_words(known: Iterable[str], joint: str = ",") -> Callable[[str], list[str]]:
+    """Return a function that splits an option's value at commas and accepts only known words, also with a joint."""
 
     def read(text: str) -> list[str]:
         words = text.split(",")
-        for word in words:
+        for word in text.replace(joint, ",").split(","):
             if word not in known:
                 raise argparse.ArgumentTypeError(f"there is no {word!r}; choose from {','.join(known)}")
         return words
@@ -588,8 +600,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"rows:\n{rows}\n\nExample: python -m tools.rehearsal --rows umask-077,space --quick",
     )
-    what = "only these rows, separated by commas (default: all)"
-    parser.add_argument("--rows", type=read_words(ROWS), default=list(ROWS), metavar="NAMES", help=what)
+    what = "only these rows, separated by commas (default: all); space+zip is one row with both surroundings"
+    parser.add_argument("--rows", type=read_words(ROWS, joint="+"), default=list(ROWS), metavar="NAMES", help=what)
     what = "demo, test, or both (default)"
     parser.add_argument("--commands", type=read_words(COMMANDS), default=list(COMMANDS), metavar="NAMES", help=what)
     what = "instead of `make test`, run only the files of tests that look at the surroundings"

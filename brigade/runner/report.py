@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from brigade.course.submission import PACKAGE, Sources
@@ -104,24 +104,30 @@ def describe_rank(
 def find_import(rank: RankProcess, packages: dict[str, Sources]) -> str:
     """Return the line of the submission that a rank runs while it imports the submission, or "" if it does not."""
     files = {path for path, _ in packages.get(PACKAGE, {}).values()}
-    own = [frame for frame in list_frames(rank.stack or b"") if frame[0] in files]
+    own = list_frames(rank.stack or b"", files)
     is_importing = any(function == "<module>" for *_, function in own)
     return f"{Path(own[0][0]).name}, line {own[0][1]}" if is_importing else ""
 
 
-def list_frames(stack: bytes | bytearray) -> list[tuple[str, str, str]]:
-    """Return the file, the line and the function of each frame in a stack from faulthandler, the innermost first."""
-    return re.findall(r'File "([^"\n]+)", line (\d+) in (.+)\n', stack.decode(errors="replace"))
+def list_frames(stack: bytes | bytearray, files: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return the file, the line and the function of each frame that is in one of these files, the innermost first.
+
+    The stack comes from faulthandler, which replaces characters outside ASCII with escapes such as \\xfc.
+    """
+    escaped = {path.encode("ascii", "backslashreplace").decode(): path for path in files}
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)\n', stack.decode("ascii", errors="replace"))
+    return [
+        (escaped[file], line, function.encode().decode("unicode_escape"))
+        for file, line, function in frames
+        if file in escaped
+    ]
 
 
 def locate(stack: bytes, packages: dict[str, Sources]) -> str:
     """Return the innermost line of the submission in a stack from faulthandler, or else of the scenario, or else ""."""
-    frames = list_frames(stack)
     for package in sorted(packages, key=lambda name: name != PACKAGE):
-        files = {path for path, _ in packages[package].values()}
-        for path, line, function in frames:
-            if path in files:
-                return f"{Path(path).name}:{line} in {function}"
+        for path, line, function in list_frames(stack, {path for path, _ in packages[package].values()}):
+            return f"{Path(path).name}:{line} in {function}"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ from brigade.runner import deadline, machine, monitor
 from brigade.runner.failure import make_exception_failure
 from brigade.runner.process import OUTPUT_LIMIT, RankProcess
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
-from brigade.runner.report import describe_rank
+from brigade.runner.report import describe_rank, locate
 from brigade.runner.server import Server
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
@@ -285,6 +286,15 @@ def test_ranks_that_cannot_go_on_are_stopped_long_before_the_deadline(
     assert failure.kind == kind
     assert not [text for text in words.split(" ... ") if text not in str(failure)], failure
     assert "GPU" not in str(failure), "the ranks use gloo"
+
+
+def test_a_line_is_found_in_a_file_of_any_name(tmp_path):
+    path = '/Meine Kürse/"ddp" 作业 😀.py'
+    exec(compile("def größe(write):\n    write()", path, "exec"), names := {})
+    with open(tmp_path / "stacks", "w+b") as file:
+        names["größe"](lambda: faulthandler.dump_traceback(file, all_threads=False))
+        file.seek(0)
+        assert locate(file.read(), {PACKAGE: {"ddp": (path, "")}}) == f"{Path(path).name}:2 in größe"
 
 
 @pytest.mark.parametrize("moves", [False, True])

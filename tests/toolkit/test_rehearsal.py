@@ -77,6 +77,14 @@ def test_commands_run_in_the_surroundings_and_nothing_is_left(course, capsys):
     expect_nothing_left(course)
 
 
+def test_a_row_can_have_several_surroundings(course, capsys):
+    assert rehearse("umask-027+space+one-core+zip+no-chromium") == 0
+    log = read_log(course, "umask-027+space+one-core+zip+no-chromium")
+    assert "0027\n" in log and "/Meine Kürse/bucket brigade\n" in log and "no git\n" in log
+    assert "| umask 027 + a path with a space and an umlaut + one core + " in capsys.readouterr().out
+    expect_nothing_left(course)
+
+
 def test_a_failed_command_is_counted_and_its_tests_are_named(course, capsys):
     assert rehearse("locale", "demo,test") == 1
     table = capsys.readouterr().out

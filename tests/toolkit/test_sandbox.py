@@ -235,7 +235,7 @@ def test_devices_that_the_user_cannot_open_are_named_with_the_remedy(tmp_path, m
     for name, mode in modes.items():
         (tmp_path / name).touch()
         (tmp_path / name).chmod(mode)
-    closed = f"{tmp_path}/nvidia0 {tmp_path}/nvidiactl"
+    closed = shlex.join([f"{tmp_path}/nvidia0", f"{tmp_path}/nvidiactl"])
     with pytest.raises(CourseError, match=re.escape(f"cannot open {tmp_path}/nvidia0: run `chmod o+rw {closed}`, or")):
         isolation.verify_isolation("nccl")
     assert isolation.verify_isolation("gloo") == []

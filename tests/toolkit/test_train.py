@@ -237,11 +237,11 @@ def change_manifest(folder, **changes):
 SPOILT = {  # what happens to a checkpoint, and what is said
     "missing": (
         lambda f: (f / "step-2-rank-1-of-2.pt").unlink(),
-        r"is incomplete: \S+rank-1-of-2.pt is missing",
+        r"is incomplete: /.+rank-1-of-2.pt is missing",
     ),
     "short": (
         lambda f: (f / "step-2-rank-0-of-2.pt").write_bytes(b"PK"),
-        r"is damaged: \S+step-2-rank-0-of-2.pt has 2 bytes instead of \d+",
+        r"is damaged: /.+/step-2-rank-0-of-2.pt has 2 bytes instead of \d+",
     ),
     "incomplete": (
         lambda f: (f / "manifest.json").unlink(),
@@ -273,7 +273,7 @@ def test_a_file_of_the_right_size_may_be_damaged(saved, tmp_path):
     file = tmp_path / "step-2-rank-0-of-2.pt"
     file.write_bytes(bytes(file.stat().st_size))
     checkpoint.read_manifest(tmp_path, asdict(SIZE))
-    with pytest.raises(CourseError, match=rf"is damaged: torch cannot read {file}"):
+    with pytest.raises(CourseError, match=re.escape(f"is damaged: torch cannot read {file}")):
         checkpoint.load(tmp_path)
 
 
