@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import signal
@@ -205,7 +206,7 @@ def hide_libseccomp(room: Room) -> None:
     except OSError:
         return
     [library] = set(re.findall(r"/\S*/libseccomp\.so\S*", Path("/proc/self/maps").read_text()))
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and room.user is None:
         hide = ["unshare", "--mount", "sh", "-c", 'mount --bind /dev/null "$0" && exec "$@"', library]
         if not shutil.which("unshare") or subprocess.run([*hide, "true"], capture_output=True).returncode:
             raise CannotMake("private mounts are not allowed")
@@ -283,7 +284,7 @@ def find_title(name: str) -> str:
 
 def make_copies(room: Room, install: bool) -> list[Path]:
     """Copy the course as often as it runs at the same time. Return the directories."""
-    room.environment["PYTHON"] = find_python(room)
+    room.environment["PYTHON"] = find_python(room, install)
     copies = [room.course] + [room.base / f"course-{i}" for i in range(2, room.runs + 1)]
     for course in copies:
         usual = os.umask(room.umask)
@@ -298,16 +299,21 @@ def make_copies(room: Room, install: bool) -> list[Path]:
     return copies
 
 
-def find_python(room: Room) -> str:
-    """Return a Python of the same version as this one that the row's user may run."""
-    base = os.path.realpath(sys.executable)
+def find_python(room: Room, install: bool) -> str:
+    """Return a Python that the row's user may run. Without `install`, its version is the one of this program.
+
+    The copied packages may not run on any other: pip chose them for this version.
+    """
+    base, version = os.path.realpath(sys.executable), platform.python_version()
     if room.user is None:
         return base
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for path in (base, shutil.which(version, path="/usr/local/bin:/usr/bin")):
+    series = version.rpartition(".")[0]
+    for path in (base, shutil.which(f"python{series}", path="/usr/local/bin:/usr/bin")):
         if path and all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(os.path.realpath(path)).parents):
-            return path
-    raise CannotMake(f"other users may not run {base}, and there is no other {version}")
+            shown = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.strip()
+            if install or shown == f"Python {version}":
+                return path
+    raise CannotMake(f"other users may not run {base}; --install works with any other Python {series}")
 
 
 def copy_course(course: Path, has_git: bool) -> None:
