@@ -6,36 +6,27 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.claims import At, each_step, in_phase, is_unchanged, show
+from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.edge_case_models import BORDERS
 from brigade.checks.expectations import (
     MANY_STEPS,
     ONE_STEP,
-    expect,
     expect_equal,
     explain_failures,
     format_distinct,
-    join_names,
-    list_steps,
     replace_cause,
 )
-from brigade.events import drop_flags, launches, list_ready_gradients, list_step_events, summarize
+from brigade.events import launches, list_step_events, summarize
 from brigade.runner.ranks import PerRank
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.steps import expect_interface
-from helpers.units import JOB, expect_none, expect_orders, expect_trained, run_each
-from m11_fully_sharded import causes as diagnosis
-from m11_fully_sharded import scenario as scenarios
-from m11_fully_sharded.expected import find_units, join_shards, lay_out, train_mixed, train_plain
+from helpers.units import expect_freed, expect_orders, expect_trained, make_jobs, run_each
+from m11_fully_sharded import causes, scenario
+from m11_fully_sharded.expected import find_units, join_shards, lay_out, list_units, train_mixed, train_plain
 from m11_fully_sharded.scenario import UNIT_TYPES
 
-NAMED_TREES = (
-    ("layers", "Layer"),
-    ("layers and more", "Layer"),
-    ("a layer in a layer", "Layer"),
-    ("a subclass", "Layer"),
-    ("a subclass", "WideLayer"),
-    ("names that begin alike", "Layer"),
-)
+TREES = ("layers", "layers and more", "a layer in a layer", "a subclass", "names that begin alike")
 TIED_TREES = ("tied across layers", "tied inside a layer", "tied to the root", "one layer twice")
 DOUBLE = {"dtype": torch.float64}
 LARGE, COUNT = 5 << 16, 16  # elements of each of so many units, whose weights have 40 MiB in float64
@@ -48,7 +39,7 @@ LARGE, COUNT = 5 << 16, 16  # elements of each of so many units, whose weights h
 @pytest.mark.points(2)
 def test_units_are_the_outermost_submodules(submission):
     """plan_units makes each outermost submodule of the types a unit. All other parameters are in unit 0, the root."""
-    expect_units(submission, NAMED_TREES)
+    expect_units(submission, [*((tree, "Layer") for tree in TREES), ("a subclass", "WideLayer")])
 
 
 @pytest.mark.points(1)
@@ -70,7 +61,7 @@ def test_forward_schedule(submission):
     for call, actions in plan_schedules(submission, backward=False):
         expect_order(call, actions, list(range(call[0])), list(range(call[0])))
         reduced = [unit for action, unit in actions if action == "reduce"]
-        expect(not reduced, f"plan_schedule{call} reduces nothing", f"it reduces {name_units(reduced)}")
+        At().equal(f"plan_schedule{call} reduces {{}}", name_units(reduced), name_units([]))
 
 
 @pytest.mark.points(2)
@@ -83,10 +74,9 @@ def test_backward_schedule(submission):
             places = [place for place, action in enumerate(actions) if action == ("reduce", unit)]
             limit = actions.index(("compute", unit - 1)) if unit else len(actions)
             is_right = len(places) == 1 and actions.index(("compute", unit)) < places[0] < limit
-            right = f"plan_schedule{call} reduces unit {unit} once, after it computes"
-            right += f" and before unit {unit - 1} computes" if unit else ""
-            why = partial(diagnosis.explain_reduce, actions, places)
-            expect(is_right, right, f"it returned {actions}", why)
+            what = f"plan_schedule{call} reduces unit {unit} once, after it computes"
+            what += f" and before unit {unit - 1} computes" * (unit > 0)
+            At().claim(what, is_right, f"it returned {actions}", partial(causes.explain_reduce, actions, places))
 
 
 # ---- parts (c) to (e): a flat shard
@@ -97,32 +87,30 @@ def test_backward_schedule(submission):
 def test_each_rank_has_its_part(submission):
     """shards() returns 1-D parameters: for each unit and dtype, this rank's 1/N of the padded trainable parameters."""
     [world] = submission.worlds(3)
-    kinds = {"Blocks": ("Block", torch.float64), "TiedBlocks": ("Block", None), "FrozenBlocks": ("Block", None)}
-    kinds["Plain"] = ("Linear", None)
-    cases = [submission.case(model, world, hidden_layers=3) for model in kinds]
-    jobs = [case.make_jobs(unit_type=kinds[case.model][0], cast=kinds[case.model][1]) for case in cases]
-    for case, results in zip(cases, run_each(submission, scenarios.construct, jobs)):
-        units = lay_out(case, *kinds[case.model])
+    models, casts = ("Blocks", "TiedBlocks", "FrozenBlocks", "Plain"), (torch.float64, None, None, None)
+    cases = [submission.case(model, world, hidden_layers=3) for model in models]
+    jobs = [make_jobs(case, cast=cast) for case, cast in zip(cases, casts)]
+    for case, cast, results in zip(cases, casts, run_each(submission, scenario.construct, jobs)):
+        units = lay_out(case, cast)
         expected = [(layout["numel"] // world, dtype) for unit in units for dtype, (layout, _) in unit.items()]
         for rank, result in enumerate(results):
-            got, nbytes = [(x.numel(), x.dtype) for x in result["shards"]], sum(x.nbytes for x in result["shards"])
-            right = f"shards() of {case.model} are 1-D, 1/{world} of each padded flat tensor: {name_sizes(expected)}"
-            why = partial(diagnosis.explain_sizes, got, expected, case, *kinds[case.model])
-            is_flat = all(shard.dim() == 1 for shard in result["shards"])
-            expect(got == expected and is_flat, right, name_sizes(got), why, rank=rank)
-            wrong = "one is a plain tensor, or has requires_grad=False"
-            expect(all(result["trainable"]), "shards() are trainable nn.Parameters", wrong, rank=rank)
-            right, wrong = f"shards() take {nbytes} bytes of memory", f"their storages take {result['kept']} bytes"
-            expect(world == 1 or result["kept"] <= nbytes, right, wrong, diagnosis.KEPT_WHOLE, rank=rank)
-            is_copied = result["storages"] == len(result["alive"]) > 1
-            why = diagnosis.COPIED if is_copied else diagnosis.NEVER_FREED
-            expect_none(result["alive"], "after construction full weights have no memory", why, rank=rank)
+            at, shards = At(rank), result["shards"]
+            sizes, nbytes = [(x.numel(), x.dtype) for x in shards], sum(x.nbytes for x in shards)
+            what = f"shards() of {case.model} are 1-D, 1/{world} of each padded flat tensor: {name_sizes(expected)}"
+            is_right = sizes == expected and all(shard.dim() == 1 for shard in shards)
+            at.claim(what, is_right, name_sizes(sizes), partial(causes.explain_sizes, sizes, expected, case, cast))
+            got = "one is a plain tensor, or has requires_grad=False"
+            at.claim("shards() are trainable nn.Parameters", all(result["trainable"]), got)
+            if world > 1:
+                at.at_most("the storages of shards() take {} bytes", result["kept"], nbytes, causes.KEPT_WHOLE)
+            why = causes.COPIED if result["storages"] == len(result["alive"]) > 1 else causes.NEVER_FREED
+            expect_freed(result["alive"], "after construction", why, rank)
         values = join_shards([result["shards"] for result in results], units, case)
         expect_equal(
             f"the shards of all ranks, one after the other, are the weights of rank 0 ({case.model})",
             [values],
             {name: case.start()[name].to(value.dtype) for name, value in values.items()},
-            hypotheses=partial(diagnosis.suspect_parts, case, units),
+            hypotheses=partial(causes.suspect_parts, case, units),
             tolerance=0.0,
         )
 
@@ -136,9 +124,21 @@ def test_shards_have_average_gradients(submission):
     """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
     for world, counts in zip(submission.worlds(3, 1), ((1, 2), (2,))):
         cases = [submission.case("Blocks", world, **DOUBLE, hidden_layers=4, micro_batches=n) for n in counts]
-        jobs = [case.make_jobs(**JOB, finish_each=True) for case in cases]
-        for finishes, case, results in zip(counts, cases, run_each(submission, scenarios.train, jobs)):
-            expect_averages(results, case, finishes)
+        jobs = [make_jobs(case, finish_each=True) for case in cases]
+        for finishes, case, results in zip(counts, cases, run_each(submission, scenario.train, jobs)):
+            expect_nothing_whole(results, case)
+            expect_shapes(results, case)
+            expect_all_shards(results, results.events, case, finishes)
+            more = ", and those of a second backward and finish are added" * (finishes > 1)
+            with explain_failures([], partial(causes.explain_unawaited, results.events)):
+                expect_equal(
+                    f"after finish_grad_sync the shards have the average of the gradients{more}",
+                    [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
+                    case.gradients(),
+                    hypotheses=partial(causes.suspect_gradients, case, results.events[0]),
+                    scale=case.largest_entries(),
+                    tolerance=ONE_STEP,
+                )
 
 
 @pytest.mark.points(2)
@@ -146,20 +146,19 @@ def test_parameters_stay_views(submission):
     """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage, never replace it."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, hidden_layers=3)
-    [results] = run_each(submission, scenarios.describe_views, [case.make_jobs(**JOB)])
+    [results] = run_each(submission, scenario.describe_views, [make_jobs(case)])
     for rank, result in enumerate(results):
-        right = "when all units are gathered and freed again, every parameter keeps its storage"
-        expect_none(result["moved"], right, diagnosis.REPLACED, "got another storage", rank=rank)
+        at, what = At(rank), "parameters with another storage after all units are gathered and freed again: {}"
+        at.equal(what, result["moved"], [], causes.REPLACED)
         for number, unit in enumerate(lay_out(case)):
             for layout, names in unit.values():
                 storages, starts = zip(*(result["views"][name] for name in names))
-                expected, count = tuple(start for start, _ in layout["param_ranges"]), len(set(storages))
-                right = f"the parameters of unit {number} are views of one flat tensor, at elements "
-                wrong = f"at elements {join_names(starts)} of {count} storages"
-                why = diagnosis.COPIED if count == len(names) > 1 else diagnosis.OTHER_LAYOUT
-                expect(starts == expected and count == 1, right + join_names(expected), wrong, why, rank=rank)
-        right = "after full_state_dict full weights have no memory"
-        expect_none(result["alive"], right, diagnosis.NEVER_FREED, rank=rank)
+                count = len(set(storages))
+                why = causes.COPIED if count == len(names) > 1 else causes.OTHER_LAYOUT
+                at.equal(f"number of storages that contain the parameters of unit {number}: {{}}", count, 1, why)
+                what = f"the parameters of unit {number} begin at elements {{}} of their flat tensor"
+                at.equal(what, starts, tuple(start for start, _ in layout["param_ranges"]), why)
+        expect_freed(result["alive"], "after full_state_dict", causes.NEVER_FREED, rank)
     gathered = [result["gathered"] for result in results]
     expect_equal("gathered weights are those of rank 0", gathered, case.start(), tolerance=0.0)
 
@@ -168,23 +167,21 @@ def test_parameters_stay_views(submission):
 def test_weights_equal_plain_training(submission):
     """After 5 or 20 steps on 1 to 4 ranks, weights equal plain training's, even with tied weights and sub-groups."""
     groups = [[1, 3], [0, 2]]
-    for world, model, options, more in zip(
+    for world, (model, options, arguments, more) in zip(
         submission.worlds(1, 2, 3, 4),
-        ("Blocks", "TiedBlocks", "Plain", "Blocks"),
-        ({}, {"optimizer": "adam"}, {}, {"group": groups[0]}),
         (
-            {"arguments": {"prefetch": 1}},
-            {"arguments": {"prefetch": 0}},
-            {"arguments": {"prefetch": 2}, "unit_type": "Linear"},
-            {"arguments": {"reshard_after_forward": False}, "groups": groups},
+            ("Blocks", {}, {"prefetch": 1}, {}),
+            ("TiedBlocks", {"optimizer": "adam"}, {"prefetch": 0}, {}),
+            ("Plain", {}, {"prefetch": 2}, {}),
+            ("Blocks", {"group": groups[0]}, {"reshard_after_forward": False}, {"groups": groups}),
         ),
     ):
         steps = 20 if world == 2 else 5
         case = submission.case(model, world, steps=steps, **DOUBLE, hidden_layers=3, **options)
-        [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB | more)])
-        own, unit_type = [results[rank] for rank in case.group], more.get("unit_type", "Block")
-        expect_shapes(own, case, unit_type)
-        expect_plain(own, case, f"weights after {steps} steps of {case.optimizer} ({model})", unit_type=unit_type)
+        [results] = run_each(submission, scenario.train, [make_jobs(case, arguments=arguments, **more)])
+        own = [results[rank] for rank in case.group]
+        expect_shapes(own, case)
+        expect_plain(own, case, f"weights after {steps} steps of {case.optimizer} ({model})")
         expect_interface(results, case)
 
 
@@ -196,22 +193,22 @@ def test_weights_are_freed(submission):
     layers = (12, 5, 5)  # full gradients of 11 blocks take more than the bound allows, whatever their sizes
     cases = [submission.case("Blocks", world, steps=2, **DOUBLE, hidden_layers=n) for n in layers]
     jobs = [
-        case.make_jobs(**JOB, arguments={"prefetch": prefetch}, forward="checkpointed" if prefetch == 0 else "")
+        make_jobs(case, arguments={"prefetch": prefetch}, forward="checkpointed" if prefetch == 0 else "")
         for prefetch, case in zip(prefetches, cases)
     ]
-    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenarios.measure, jobs)):
+    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenario.measure, jobs)):
         for rank, result in enumerate(results):
-            expect_none(result["after"], ALL_FREED, diagnosis.ROOT_STAYS, rank=rank)
+            expect_freed(result["after"], "after finish_grad_sync", causes.ROOT_STAYS, rank)
         unit_of = expect_little_memory(results, case, prefetch, itemsize=8)
         for rank, result in enumerate(results):
             unsynced = sorted({unit_of[name] for name in result["unsynced"]} - {0})
-            right = f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory"
-            wrong = f"{name_units(unsynced)} have memory"
-            expect(len(unsynced) <= prefetch + 1, right, wrong, diagnosis.KEPT_IN_NO_SYNC, rank=rank)
+            what = f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory"
+            got = f"{name_units(unsynced)} have memory"
+            At(rank).claim(what, len(unsynced) <= prefetch + 1, got, causes.KEPT_IN_NO_SYNC)
     start = submission.rng.randrange(1 << 40)
     arguments = {"prefetch": 1, "compute_dtype": torch.float64, "reduce_dtype": torch.float64}
     job = {"start": start, "count": COUNT, "numel": LARGE, "unit_type": "Layer", "arguments": arguments}
-    if run := run_with_little_memory(submission, scenarios.train_large, job, mib=46, world=2):
+    if run := run_with_little_memory(submission, scenario.train_large, job, mib=46, world=2):
         results, seeds = run
         at = [draw_sample(submission.rng, LARGE) for _ in range(COUNT)]
         weights = [average([start], i, LARGE, own, torch.float32) for i, own in enumerate(at)]
@@ -228,13 +225,11 @@ def test_gathers_and_reductions_overlap(submission):
     prefetches = (1, 2, 0)
     more = DOUBLE | {"hidden_layers": 5, "forward_borders": True}
     cases = [submission.case("Blocks", world, steps=2, **more) for _ in prefetches]
-    jobs = [
-        case.make_jobs(**JOB, arguments={"prefetch": p}, proven=1, reports=True) for p, case in zip(prefetches, cases)
-    ]
-    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenarios.train, jobs)):
-        units = find_units(case.build(), UNIT_TYPES["Block"])
-        for at, events, launched in list_steps(results.events, 2):
-            expect_overlap(events, launched, units, prefetch, at)
+    jobs = [make_jobs(case, arguments={"prefetch": p}, proven=1, reports=True) for p, case in zip(prefetches, cases)]
+    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenario.train, jobs)):
+        units = list_units(case)
+        for step in each_step(results.events, 2):
+            expect_overlap(step, units, prefetch)
         for rank, result in enumerate(results):
             expect_reports(result["reports"], case, rank, units)
 
@@ -250,12 +245,12 @@ def test_volume(submission):
     options = ((True, ""), (False, ""), (True, "checkpointed"))
     cases = [submission.case("Blocks", world, steps=2, **DOUBLE, hidden_layers=4) for _ in options]
     jobs = [
-        case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}, forward=forward)
+        make_jobs(case, arguments={"reshard_after_forward": reshard}, forward=forward)
         for (reshard, forward), case in zip(options, cases)
     ]
-    for (reshard, forward), case, results in zip(options, cases, run_each(submission, scenarios.train, jobs)):
-        for at, _, launched in list_steps(results.events, 2):
-            expect_volume(launched, case, at, 1 + reshard)
+    for (reshard, forward), case, results in zip(options, cases, run_each(submission, scenario.train, jobs)):
+        for step in each_step(results.events, 2):
+            expect_volume(step, case, 1 + reshard)
         expect_plain(results, case, "weights after 2 steps" + f" with {forward} blocks" * bool(forward))
 
 
@@ -263,21 +258,19 @@ def test_volume(submission):
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_accumulation(submission):
     """Inside no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
-    micro, crossed = 3, 2
-    [world] = submission.worlds(2)
+    [world], micro, crossed = submission.worlds(2), 3, 2
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, **DOUBLE, hidden_layers=4)
-    jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1, crossed=crossed)
-    [results] = run_each(submission, scenarios.train, [jobs])
+    jobs = make_jobs(case, zero="ddp", drop=True, interrupted=1, crossed=crossed)
+    [results] = run_each(submission, scenario.train, [jobs])
     names = [name for name, p in case.parameters().items() if p.requires_grad]
-    for at, events, launched in list_steps(results.events, 3):
-        accumulated = results[at["rank"]]["accumulated"][at["step"]]
-        right = "after a backward in no_sync, every parameter has its full gradient in p.grad"
-        right += " (forward ran outside no_sync)" * (at["step"] == crossed)
-        wrong = f"{len(accumulated)} of {len(names)} parameters have one"
-        why = partial(diagnosis.explain_accumulated, events, at["step"], crossed)
-        expect(accumulated == names, right, wrong, why, **at)
-        if at["step"]:
-            expect_volume(launched, case, at, 2, micro)
+    for step in each_step(results.events, 3):
+        accumulated = results[step.rank]["accumulated"][step.number]
+        what = "after a backward in no_sync, every parameter has its full gradient in p.grad"
+        what += " (forward ran outside no_sync)" * (step.number == crossed)
+        got = f"{len(accumulated)} of {len(names)} parameters have one"
+        step.claim(what, accumulated == names, got, partial(causes.explain_accumulated, step, crossed))
+        if step.number:
+            expect_volume(step, case, 2, micro)
     expect_plain(results, case, f"weights after 3 steps of {micro} micro-batches")
 
 
@@ -290,11 +283,8 @@ def test_clipping(submission):
     limit = sorted(train_plain(case, max_norm=float("inf"))[1])[2]  # this clips about half of the steps
     mixed = submission.case("MixedDtypes", world, hidden_layers=3, group=groups[0])
     half = train_plain(mixed, max_norm=float("inf"))[1][0] / 2
-    jobs = [
-        case.make_jobs(**JOB, clip=limit, groups=groups),
-        mixed.make_jobs(unit_type="Linear", clip=half, groups=groups),
-    ]
-    results, mixed_results = run_each(submission, scenarios.train, jobs)
+    jobs = [make_jobs(case, clip=limit, groups=groups), make_jobs(mixed, clip=half, groups=groups)]
+    results, mixed_results = run_each(submission, scenario.train, jobs)
     weights, norms, _ = train_plain(case, max_norm=limit)
     own = [results[rank] for rank in case.group]
     expect_nothing_whole(own, case)
@@ -302,18 +292,17 @@ def test_clipping(submission):
     for rank, result in zip(case.group, own):
         got, dtype = result["norms"][0]
         rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
-        wanted_text, got_text = format_distinct(norms[0], got)
-        right = f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}"
+        exact, shown = format_distinct(norms[0], got)
+        what = f"clip_grad_norm_ returns the norm of all gradients, {exact}"
         gradients = [result["gradients"][0] for result in results]
-        why = partial(diagnosis.explain_norm, gradients, case.group, got, results.events)
-        expect(abs(got - norms[0]) <= rounding * norms[0], right, f"it returned {got_text}", why, rank=rank)
+        why = partial(causes.explain_norm, gradients, case.group, got, results.events)
+        At(rank).claim(what, abs(got - norms[0]) <= rounding * norms[0], f"it returned {shown}", why)
     what = f"weights after 4 steps with gradients clipped to the norm {limit:.4g}"
     # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
-    suspects = partial(diagnosis.suspect_clipping, case, limit)
-    more = {"tolerance": 1e-5, "otherwise": diagnosis.NOT_SCALED, "hypotheses": suspects}
-    expect_plain(own, case, what, weights, **more)
+    suspects = partial(causes.suspect_clipping, case, limit)
+    expect_plain(own, case, what, weights, tolerance=1e-5, otherwise=causes.NOT_SCALED, hypotheses=suspects)
     own = [mixed_results[rank] for rank in mixed.group]
-    expect_all_shards(own, mixed_results.events, mixed, "Linear")
+    expect_all_shards(own, mixed_results.events, mixed)
     expect_scaled(own, mixed, half)
 
 
@@ -324,33 +313,29 @@ def test_checkpoints(submission):
     The same holds for full_optimizer_state_dict, which the skeleton contains.
     """
     first, *others = submission.worlds(2, 3, 1)
-    half, unit_types = 2, {"Buffers": "Linear", "TiedBlocks": "Block", "FrozenBlocks": "Block"}
+    half, stored = 2, []
     common = DOUBLE | {"steps": 2 * half, "hidden_layers": 3, "optimizer": "adam"}
-    cases = [submission.case(model, 3, **common) for model in unit_types]
-    jobs = [select_jobs(case, first, slice(half), unit_type=unit_types[case.model]) for case in cases]
-    stored = []
-    for case, saved in zip(cases, run_each(submission, scenarios.train, jobs)):
+    cases = [submission.case(model, 3, **common) for model in ("Buffers", "TiedBlocks", "FrozenBlocks")]
+    jobs = [select_jobs(case, first, slice(half)) for case in cases]
+    for case, saved in zip(cases, run_each(submission, scenario.train, jobs)):
         plain = case.build()
         for rank, result in enumerate(saved):
             expect_state_dict(result["weights"], plain.state_dict(), rank)
         weights, _, optimizer = train_plain(case, range(half), range(first))
-        what, unit_type = f"the state dict after {half} steps", unit_types[case.model]
-        expect_plain(saved, case, what, weights, unit_type=unit_type)
+        expect_plain(saved, case, f"the state dict after {half} steps", weights)
         expect_optimizer_state([result["optimizer"] for result in saved if result["optimizer"]], optimizer)
-        is_shared = any(result["is shared"] for result in saved)
-        right = "in full_optimizer_state_dict, no two parameters share a tensor such as `step`"
-        wrong = "some do, so a plain optimizer that loads it counts a step several times"
-        expect(not is_shared, right, wrong)
+        what = "in full_optimizer_state_dict, no two parameters share a tensor such as `step`"
+        got = "some do, so a plain optimizer that loads it counts a step several times"
+        At().claim(what, not any(result["is shared"] for result in saved), got)
         plain.load_state_dict(saved[0]["weights"])
         stored.append((case, plain, saved[0]["weights"], saved[0]["optimizer"], optimizer))
     for world, is_plain, (case, plain, state, own, optimizer) in zip(others, (False, True), stored[1:]):
         start = {name: p.detach().clone() for name, p in plain.named_parameters()}
         what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
         load = (state, optimizer if own and is_plain else own)
-        jobs = select_jobs(case, world, slice(half, None), **JOB, load=load)
-        [results] = run_each(submission, scenarios.train, [jobs])
+        [results] = run_each(submission, scenario.train, [select_jobs(case, world, slice(half, None), load=load)])
         resumed, *_ = train_plain(case, range(half, 2 * half), range(world), start=start, state=own and optimizer)
-        expect_trained(results, case, what, resumed, otherwise=diagnosis.NOT_OWN_PART if world > 1 else "")
+        expect_trained(results, case, what, resumed, otherwise=causes.NOT_OWN_PART if world > 1 else "")
 
 
 @pytest.mark.points(1)
@@ -359,14 +344,13 @@ def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
     case = submission.case("FrozenBlocks", world, steps=4, **DOUBLE, hidden_layers=4)
-    [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB, reports=True)])
+    [results] = run_each(submission, scenario.train, [make_jobs(case, reports=True)])
     expect_shapes(results, case)
     trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
-    right = f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements"
-    for at, _, launched in list_steps(results.events, 1):
-        reduced = sorted(x.numel for x in launched if x.op == "reduce_scatter")
-        why = partial(diagnosis.explain_reduced, reduced, case)
-        expect(reduced == trainable, right, f"reduce-scatters of {join_names(reduced)} elements", why, **at)
+    for step in each_step(results.events, 1):
+        reduced = sorted(launch.numel for launch in step.launches("reduce_scatter"))
+        what = "only trainable parameters are reduced, in flat tensors of {} elements"
+        step.equal(what, reduced, trainable, partial(causes.explain_reduced, reduced, case))
     for rank, result in enumerate(results):
         expect_reports(result["reports"], case, rank)
     expect_plain(results, case, "weights after 4 steps with frozen parameters")
@@ -381,17 +365,13 @@ def test_skipped_units(submission):
         submission.case("Blocks", world, **common, branches=[0b0011, 0b1010, 0b0001][:world], micro_batches=2),
         submission.case("Blocks", world, **common, branches=[0b1111, 0b0110, 0b1100][:world]),
     ]
-    jobs = [case.make_jobs(**JOB, arguments={"prefetch": number}) for number, case in enumerate(cases)]
-    all_results = run_each(submission, scenarios.train, jobs)
-    for case, results in zip(cases, all_results):
+    jobs = [make_jobs(case, arguments={"prefetch": number}) for number, case in enumerate(cases)]
+    for case, results in zip(cases, run_each(submission, scenario.train, jobs)):
         expect_all_shards(results, results.events, case)
         expect_plain(results, case, "weights after 2 steps in which each rank skips different blocks")
-    for rank, events in [pair for results in all_results for pair in enumerate(results.events)]:
-        forgotten = [x for x in launches(events) if x.step is not None and not x.waits]
-        right = "a rank waits for every gather and reduction, also for those of a unit that it skips"
-        wrong = f"it never waits for {len(forgotten)} of {len(launches(events))} launches"
-        is_gather = {x.op for x in forgotten} == {"all_gather"}
-        expect(not forgotten, right, wrong, diagnosis.FREED_IN_FLIGHT if is_gather else "", rank=rank)
+        for step in each_step(results.events, 2):
+            what = "a rank waits for every gather and reduction, also for those of a unit that it skips"
+            step.launches().satisfy(what, lambda one: bool(one.waits), causes.explain_forgotten)
 
 
 @pytest.mark.points(1)
@@ -402,16 +382,9 @@ def test_unusual_orders(submission):
     Refused means a RuntimeError. If all backward passes of a step are in no_sync, the finish reduces their gradients.
     """
     [world] = submission.worlds(2)
-    between = [order for order in scenarios.EXTRA if order[1] == scenarios.PLACES[1]]
-    orders = [(order, True) for order in scenarios.ORDERS] + [(order, False) for order in between]
-    options = [
-        {
-            "arguments": {"reshard_after_forward": reshard, "prefetch": number % 3},
-            "forward": "checkpointed" if number % 2 else "",
-        }
-        for number, (_, reshard) in enumerate(orders)
-    ]
-    expect_orders(submission, world, [order for order, _ in orders], options)
+    between = [order for order in scenario.EXTRA if order[1] == scenario.PLACES[1]]
+    orders = [(order, True) for order in scenario.ORDERS] + [(order, False) for order in between]
+    expect_orders(submission, world, orders)
 
 
 # ---- part (o): mixed precision
@@ -436,27 +409,25 @@ def test_mixed_precision(submission):
     for world, mixed in zip(submission.worlds(*MIXED), MIXED.values()):
         cases = [submission.case("FrozenBlocks", world, **common) for _ in mixed]
         options = [{"arguments": {"compute_dtype": compute, "reduce_dtype": reduce}} for compute, reduce in mixed]
-        jobs = [case.make_jobs(**JOB, forward="scaled", finish_each=True, **more) for case, more in zip(cases, options)]
-        outcomes += zip(cases, mixed, run_each(submission, scenarios.train, jobs))
+        jobs = [make_jobs(case, forward="scaled", finish_each=True, **more) for case, more in zip(cases, options)]
+        outcomes += zip(cases, mixed, run_each(submission, scenario.train, jobs))
     for case, dtypes, results in outcomes:
         compute, reduce = (dtype or torch.float32 for dtype in dtypes)
         what = "(compute_dtype={}, reduce_dtype={})".format(*dtypes)
         expect_dtypes(results, compute, reduce, what)
         expect_shapes(results, case)
         for rank, result in enumerate(results):
-            kept = name_dtypes(result["gradients"][0])
-            right = f"the gradients of shards are float32, as the parameters were {what}"
-            expect(kept == "float32", right, kept, diagnosis.NARROW_SHARDS, rank=rank)
+            at, kept = At(rank), f"the gradients of shards are {{}}, as the parameters were {what}"
+            at.equal(kept, name_dtypes(result["gradients"][0]), "float32", causes.NARROW_SHARDS)
             sums = torch.cat(result["gradients"][0])
             is_narrow = reduce == torch.bfloat16 and sums.equal(sums.to(reduce).float())
-            right = f"the averages of two finishes are added in float32 {what}"
-            wrong = "every sum has a value that bfloat16 can represent"
-            why = partial(diagnosis.explain_narrow, results, case, compute, reduce)
-            expect(not is_narrow, right, wrong, why, rank=rank)
+            got = "every sum has a value that bfloat16 can represent"
+            why = partial(causes.explain_narrow, results, case, compute, reduce)
+            at.claim(f"the averages of two finishes are added in float32 {what}", not is_narrow, got, why)
         weights, first = train_mixed(case, compute, reduce)
         exact = 2e-5 if results[0]["device"] == "cpu" else 2**-5  # a GPU rounds in other places
-        suspects = [partial(diagnosis.suspect_casts, case, compute, reduce, which) for which in (0, 1)]
-        with replace_cause(partial(diagnosis.explain_garbage, results.events)):
+        suspects = [partial(causes.suspect_casts, case, compute, reduce, which) for which in (0, 1)]
+        with replace_cause(partial(causes.explain_garbage, results.events)):
             expect_equal(
                 f"gradients of the shards after two backward passes and finishes {what}",
                 [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
@@ -466,9 +437,8 @@ def test_mixed_precision(submission):
             )
         tolerance = exact if reduce != torch.bfloat16 else max(exact, 1e-3)
         weights |= {"scale": results[0]["weights"]["scale"]}
-        expect_plain(
-            results, case, f"weights after 2 steps {what}", weights, tolerance=tolerance, hypotheses=suspects[0]
-        )
+        what = f"weights after 2 steps {what}"
+        expect_plain(results, case, what, weights, tolerance=tolerance, hypotheses=suspects[0])
 
 
 @pytest.mark.points(1)
@@ -477,60 +447,53 @@ def test_mixed_precision_memory(submission):
     """Full weights have only the memory of compute_dtype: no copy of a unit in another dtype is alive in forward."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, steps=2, dtype=torch.float32, hidden_layers=5)
-    jobs = case.make_jobs(**JOB, arguments={"prefetch": 0, "compute_dtype": torch.bfloat16})
-    [results] = run_each(submission, scenarios.measure, [jobs])
+    jobs = make_jobs(case, arguments={"prefetch": 0, "compute_dtype": torch.bfloat16})
+    [results] = run_each(submission, scenario.measure, [jobs])
     expect_little_memory(results, case, prefetch=0, itemsize=2, directions=("forward",))
 
 
-# ---- helpers
-
-ALL_FREED = "after finish_grad_sync, the full weights of every unit are freed"
+# ---- what the checks use
 
 
 def expect_dtypes(results, compute, reduce, what):
     """Expect gathers in one dtype, those of frozen weights too, and reductions in another."""
-    for at, _, launched in list_steps(results.events, 2):
-        for launch in launched:
-            is_gather = launch.op == "all_gather"
-            dtype = str(compute if is_gather else reduce).removeprefix("torch.")
-            right = f"{'weights are gathered' if is_gather else 'gradients are reduced'} in {dtype} {what}"
-            wrong = f"{launch.op} of {launch.numel} {launch.dtype}, at {launch.line}"
-            is_narrow = not is_gather and str(compute) == f"torch.{launch.dtype}"
-            expect(launch.dtype == dtype, right, wrong, diagnosis.REDUCED_NARROW if is_narrow else "", **at)
+    weights, gradients = show(compute), show(reduce)
+    for step in each_step(results.events, 2):
+        gathered, reduced = step.launches("all_gather"), step.launches().where(lambda one: one.op != "all_gather")
+        gathered.satisfy(f"weights are gathered in {weights} {what}", lambda one: one.dtype == weights)
+        why = partial(causes.explain_dtype, compute)
+        reduced.satisfy(f"gradients are reduced in {gradients} {what}", lambda one: one.dtype == gradients, why)
 
 
 def select_jobs(case, world, steps, **more):
     """Return the jobs of the first `world` ranks for a slice of the case's steps."""
-    return PerRank(job | {"batches": job["batches"][steps]} for job in case.make_jobs(**more)[:world])
+    return PerRank(job | {"batches": job["batches"][steps]} for job in make_jobs(case, **more)[:world])
 
 
 def expect_units(submission, cases):
     """Expect plan_units to return the units of these trees. The order of the names in a unit is free."""
-    [answers] = submission.run(scenarios.plan_units, cases, world_size=1)
+    [answers] = submission.run(scenario.plan_units, cases, world_size=1)
     for (tree, types), answer in zip(cases, answers):
-        model, unit_types = scenarios.make_tree(tree), UNIT_TYPES[types]
+        model, unit_types = scenario.make_tree(tree), UNIT_TYPES[types]
         expected = find_units(model, unit_types)
         names = join_names([unit_type.__name__ for unit_type in unit_types])
-        is_right = [sorted(unit) for unit in answer] == [sorted(unit) for unit in expected]
-        right = f"for {describe_tree(model)}, the units of type {names} are {expected}"
-        why = partial(diagnosis.explain_units, model, unit_types, answer, expected)
-        expect(is_right, right, f"{answer}", why)
+        what = f"for {describe_tree(model)}, the units of type {names} are {{}}"
+        got, wanted = (str([sorted(unit) for unit in units]) for units in (answer, expected))
+        At().equal(what, got, wanted, partial(causes.explain_units, model, unit_types, answer, expected))
 
 
 def describe_tree(module):
     """Return a short description of a tree: the types of its submodules that have types of units."""
-    types = (scenarios.Layer, scenarios.WideLayer, scenarios.Expert)
     named = module.named_modules(remove_duplicate=False)
-    return (
-        f"a module with {join_names([f'{name} = {type(one).__name__}' for name, one in named if type(one) in types])}"
-    )
+    units = [(name, type(one)) for name, one in named if isinstance(one, (scenario.Layer, scenario.Expert))]
+    return f"a module with {show([f'{name} = {kind.__name__}' for name, kind in units])}"
 
 
 def plan_schedules(submission, backward):
     """Return pairs of arguments, (num_units, prefetch, backward), and the actions that plan_schedule returns."""
     cases = [(units, prefetch, backward) for units in range(1, 7) for prefetch in range(units + 2)]
     cases.append((submission.rng.randint(20, 40), submission.rng.randint(3, 9), backward))
-    [answers] = submission.run(scenarios.plan_schedules, cases, world_size=1)
+    [answers] = submission.run(scenario.plan_schedules, cases, world_size=1)
     return [(case, [tuple(action) for action in actions]) for case, actions in zip(cases, answers)]
 
 
@@ -538,16 +501,17 @@ def expect_order(call, actions, computed, gathered):
     """Expect a schedule to compute and gather these units in this order, each as early as `prefetch` allows."""
     _, prefetch, backward = call
     for action, expected in (("compute", computed), ("gather", gathered)):
-        got = [unit for kind, unit in actions if kind == action]
-        right = f"plan_schedule{call} {action}s {name_units(expected)}" + ", in this order" * (len(expected) > 1)
-        wrong = f"it {action}s {name_units(got)}. It returned {actions}"
-        expect(got == expected, right, wrong, partial(diagnosis.explain_order, action, got, expected, backward))
+        units = [unit for kind, unit in actions if kind == action]
+        what = f"plan_schedule{call} {action}s {name_units(expected)}" + ", in this order" * (len(expected) > 1)
+        got = f"it {action}s {name_units(units)}. It returned {actions}"
+        At().claim(what, units == expected, got, partial(causes.explain_order, action, units, expected, backward))
     for position, unit in enumerate(computed):
         before = [u for kind, u in actions[: actions.index(("compute", unit))] if kind == "gather"]
         allowed = [u for u in computed[: position + prefetch + 1] if u in gathered]
-        right = f"when unit {unit} computes, plan_schedule{call} has gathered {name_units(allowed)}"
-        wrong = f"it has gathered {name_units(before)}. It returned {actions}"
-        expect(before == allowed, right, wrong, diagnosis.TOO_FAR if len(before) > len(allowed) else diagnosis.TOO_FEW)
+        what = f"when unit {unit} computes, plan_schedule{call} has gathered {name_units(allowed)}"
+        got = f"it has gathered {name_units(before)}. It returned {actions}"
+        why = causes.TOO_FAR if len(before) > len(allowed) else causes.TOO_FEW
+        At().claim(what, before == allowed, got, why)
 
 
 def name_units(units):
@@ -556,66 +520,45 @@ def name_units(units):
 
 
 def name_sizes(sizes):
-    return join_names([f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes], 12)
+    return join_names([f"{numel} {show(dtype)}" for numel, dtype in sizes], 12)
 
 
 def name_dtypes(tensors):
-    return join_names(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    return show(sorted({show(tensor.dtype) for tensor in tensors}))
 
 
-def expect_nothing_whole(results, case, unit_type="Block"):
+def expect_nothing_whole(results, case):
     """Expect no full weights or gradients after each finish_grad_sync."""
-    right = "after finish_grad_sync p.grad is None for every parameter of the model"
     for rank, result in enumerate(results):
         for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
-            cause = partial(diagnosis.explain_stays, alive, case, unit_type)
-            expect_none(alive, ALL_FREED, cause, rank=rank, step=step)
-            cause = partial(diagnosis.explain_whole, whole, case, unit_type)
-            expect_none(whole, right, cause, "have a gradient", rank=rank, step=step)
+            expect_freed(alive, "after finish_grad_sync", partial(causes.explain_stays, alive, case), rank, step)
+            what = "parameters whose p.grad is not None after finish_grad_sync: {}"
+            At(rank, step).equal(what, whole, [], partial(causes.explain_whole, whole, case))
 
 
-def expect_plain(results, case, what, weights=None, *, unit_type="Block", **options):
+def expect_plain(results, case, what, weights=None, **options):
     """Expect these weights, by default those of plain training, and nothing whole after a finish."""
-    expect_nothing_whole(results, case, unit_type)
+    expect_nothing_whole(results, case)
     expect_trained(results, case, what, weights, **options)
 
 
-def expect_shapes(results, case, unit_type="Block"):
+def expect_shapes(results, case):
     """Expect each rank to have 1/N of every unit's padded trainable parameters."""
     size = len(case.group)
-    expected = [layout["numel"] // size for unit in lay_out(case, unit_type) for layout, _ in unit.values()]
-    right = f"each of {size} ranks trains shards of {join_names(expected)} elements"
+    expected = [layout["numel"] // size for unit in lay_out(case) for layout, _ in unit.values()]
     for rank, result in zip(case.group, results):
-        expect(result["numels"] == expected, right, f"shards of {join_names(result['numels'])} elements", rank=rank)
+        At(rank).equal(f"each of {size} ranks trains shards of {{}} elements", result["numels"], expected)
 
 
-def expect_all_shards(results, events, case, unit_type="Block", finishes=1):
+def expect_all_shards(results, events, case, finishes=1):
     """Expect every shard to have a gradient after each step, which calls finish_grad_sync `finishes` times."""
-    names = [names for unit in lay_out(case, unit_type) for _, names in unit.values()]
-    right = "after finish_grad_sync every shard has a gradient, which is zero for weights that no rank used"
+    names = [names for unit in lay_out(case) for _, names in unit.values()]
+    what = "after finish_grad_sync every shard has a gradient, zeros if unused. Parameters whose shard lacks one: {}"
     for rank, result in zip(case.group, results):
         for step, missing in enumerate(result["missing"]):
-            wrong = f"shard.grad is None for {len(missing)} of {len(names)} shards. The first of them is the shard of "
-            wrong += join_names(names[missing[0]]) if missing else ""
-            why = partial(diagnosis.explain_missing, launches(events[rank], step), len(names) * finishes)
-            expect(not missing, right, wrong, why, rank=rank, step=step)
-
-
-def expect_averages(results, case, finishes):
-    """Expect averaged gradients in all shards after one step, which calls finish_grad_sync `finishes` times."""
-    expect_nothing_whole(results, case)
-    expect_shapes(results, case)
-    expect_all_shards(results, results.events, case, finishes=finishes)
-    more = ", and those of a second backward and finish are added" * (finishes > 1)
-    with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
-        expect_equal(
-            f"after finish_grad_sync the shards have the average of the gradients{more}",
-            [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
-            case.gradients(),
-            hypotheses=partial(diagnosis.suspect_gradients, case, results.events[0]),
-            scale=case.largest_entries(),
-            tolerance=ONE_STEP,
-        )
+            without = [name for number in missing for name in names[number]]
+            why = partial(causes.explain_missing, launches(events[rank], step), len(names) * finishes)
+            At(rank, step).equal(what, without, [], why)
 
 
 def expect_scaled(results, case, limit):
@@ -626,13 +569,13 @@ def expect_scaled(results, case, limit):
     gradients = [[grad.double() for grad in result["gradients"][0]] for result in results]
     norm = sum(float(grad.square().sum()) for grads in gradients for grad in grads) ** 0.5
     for rank, grads, result in zip(case.group, gradients, results):
-        got, pairs = result["norms"][0][0], list(zip(grads, result["clipped"][0]))
-        right = f"clip_grad_norm_ returns the norm of the gradients of all dtypes, {norm:.4g}"
-        expect(abs(got - norm) <= 2**-6 * norm, right, f"it returned {got:.4g}", rank=rank)
-        wrong = [new for old, new in pairs if not (old * limit / norm - new).abs().max() <= 2**-6 * old.abs().max()]
-        right = f"clip_grad_norm_ multiplies the gradients of shards of all dtypes by {limit / norm:.4g}"
-        got = f"those of {name_dtypes(wrong)} are not multiplied by it"
-        expect(not wrong, right, got, diagnosis.NOT_SCALED, rank=rank)
+        at, returned, clipped = At(rank), result["norms"][0][0], result["clipped"][0]
+        what = f"clip_grad_norm_ returns the norm of the gradients of all dtypes, {norm:.4g}"
+        at.claim(what, abs(returned - norm) <= 2**-6 * norm, f"it returned {returned:.4g}")
+        scaled = [(old * limit / norm - new).abs().max() <= 2**-6 * old.abs().max() for old, new in zip(grads, clipped)]
+        wrong = name_dtypes([new for new, is_scaled in zip(clipped, scaled) if not is_scaled])
+        what = f"clip_grad_norm_ multiplies the gradients of shards of all dtypes by {limit / norm:.4g}"
+        at.claim(what, all(scaled), f"those of {wrong} are not multiplied by it", causes.NOT_SCALED)
 
 
 def expect_little_memory(results, case, prefetch, itemsize, directions=("forward", "backward")):
@@ -640,25 +583,23 @@ def expect_little_memory(results, case, prefetch, itemsize, directions=("forward
 
     Construction may leave memory for one more set of shards, but no copy of the weights.
     """
-    units = find_units(case.build(), UNIT_TYPES["Block"])
-    unit_of = {name: unit for unit, names in enumerate(units) for name in names}
+    unit_of = {name: unit for unit, names in enumerate(list_units(case)) for name in names}
     whole = [sum(layout["numel"] * itemsize for layout, _ in unit.values()) for unit in lay_out(case)]
     total = sum(p.nbytes for p in case.build().parameters())
     for rank, result in enumerate(results):
-        right = f"besides shards() and the parameters, construction leaves at most {total * 3 // 4} bytes in memory"
-        wrong = f"{result['held']} bytes, and all weights have {total}"
-        expect(result["held"] <= total * 3 // 4, right, wrong, diagnosis.COPIES, rank=rank)
-        causes = diagnosis.suspect_copies(result)
+        what = f"besides shards() and the parameters, whose full weights have {total} bytes, construction leaves {{}}"
+        At(rank).at_most(f"{what} bytes in memory", result["held"], total * 3 // 4, causes.COPIES)
+        why = causes.suspect_copies(result)
         for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
             if entry["direction"] in directions:
-                expect_bounded(entry, alone, unit_of, whole, prefetch, causes, rank)
+                expect_bounded(At(rank), entry, alone, unit_of, whole, prefetch, why)
     return unit_of
 
 
-def expect_bounded(entry, alone, unit_of, whole, prefetch, causes, rank):
+def expect_bounded(at, entry, alone, unit_of, whole, prefetch, why):
     """Expect a boundary to have no more full weights and gradients than allowed. `alone` is the bare model's.
 
-    `causes` says, for forward and backward, why there are copies.
+    `why` says, for forward and backward, why there are copies.
     """
     name, direction = entry["name"], entry["direction"]
     is_backward = direction == "backward"
@@ -669,62 +610,57 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, causes, rank):
     where += entry["kind"] and f" {entry['kind']},"
     more = f"{prefetch + 1} other unit{'s' * (prefetch > 0)}"
     allowed = name_units([u for u in window if 0 < u < len(whole)]) if unit else more
-    fits = set(alive) <= set(window) if unit else len(alive) <= prefetch + 1
-    right = f"{where} at most the root and {allowed} have memory (prefetch={prefetch})"
-    wrong = f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory"
-    expect(fits, right, wrong, partial(diagnosis.explain_alive, alive, unit, direction, prefetch), rank=rank)
-    bound, nbytes = whole[0] + sum(whole[u] for u in alive), entry["bytes"]["weights"]
-    expect(nbytes <= bound, f"{where} full weights take at most {bound} bytes", f"they take {nbytes} bytes", rank=rank)
+    at.claim(
+        f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
+        set(alive) <= set(window) if unit else len(alive) <= prefetch + 1,
+        f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory",
+        partial(causes.explain_alive, alive, unit, direction, prefetch),
+    )
+    bound = whole[0] + sum(whole[u] for u in alive)
+    at.at_most(f"{where} full weights take {{}} bytes", entry["bytes"]["weights"], bound)
     if entry["kind"] == "with no_sync":
         return  # full gradients stay
     # Full gradients: of the root, of the unit that computes, and of two whose reductions, to a half, are in flight.
     copies, largest = entry["bytes"]["other"] - alone["bytes"]["other"], sorted(whole[1:])[-3:]
     bound = whole[0] + sum(largest) + sum(largest[1:]) // 2 if is_backward else min(whole[1:]) // 2
     what = "full gradients and copies" if is_backward else "copies of weights"
-    right = f"{where} {what} take at most {bound} bytes more than in the bare model"
-    expect(copies <= bound, right, f"they take {copies} bytes more", causes[direction], rank=rank)
+    at.at_most(f"{where} {what} take {{}} bytes more than in the bare model", copies, bound, why[direction])
 
 
-def expect_overlap(events, launched, units, prefetch, at):
+def expect_overlap(step, units, prefetch):
     """Expect each gather and each reduction of a step to have time to finish while units compute."""
-    unit_of = {name: unit for unit, names in enumerate(units) for name in names}
-    computes, leaves, enters = find_borders(events, at["step"])
-    ready: dict[int, list[int]] = {}
-    for place, name in list_ready_gradients(events, at["step"]):
-        ready.setdefault(unit_of[name], []).append(place)
-    forward = [x for x in launched if x.op == "all_gather" and x.phase == "forward"]
-    backward = [x for x in launched if x.op == "all_gather" and x.phase != "forward"]
-    reduced, count = [x for x in launched if x.op == "reduce_scatter"], len(units)
-    right = f"a step of {count} units gathers {count} in forward and {count - 1} in backward, and reduces {count}"
+    count, (computes, leaves, enters) = len(units), find_borders(step)
+    ready = [[place for place, name in step.ready if name in names] for names in units]
+    launched, gathered, reduced = step.launches(), step.launches("all_gather"), step.launches("reduce_scatter")
+    forward, backward = gathered.where(in_phase("forward")), gathered.where(lambda one: one.phase != "forward")
+    what = f"a step of {count} units gathers {count} in forward and {count - 1} in backward, and reduces {count}"
     is_right = [len(forward), len(backward), len(reduced)] == [count, count - 1, count]
-    expect(is_right, right, summarize(launched, 30), **at)
-    for launch in forward + backward + reduced:
-        right = "every gather and every reduction is asynchronous"
-        expect(not launch.sync, right, f"{launch.op} is not", diagnosis.SYNC, **at)
-    late = {"forward": diagnosis.LATE_GATHER, "backward": diagnosis.OTHER_PREFETCH.format("begin_backward")}
-    directions = (  # with the unit that must not compute before a gather, and after what a rank may wait for it
-        ("forward", zip(range(1, count), forward[1:]), lambda unit: max(unit - prefetch, 1), computes, leaves),
-        ("backward", zip(range(count - 1, 0, -1), backward), lambda unit: min(unit + prefetch, count - 1), enters, {}),
-    )
-    for direction, gathers, find_ahead, begins, ends in directions:
-        for unit, gather in gathers:
-            ahead, earlier = find_ahead(unit), ends.get(unit - 1, max(ready.get(unit + 1, [-1])))
-            right = f"during {direction}, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})"
-            expect(gather.place < begins[ahead], right, "the gather was launched later", late[direction], **at)
-            right = f"during {direction}, no rank waits for unit {unit} before its turn (prefetch={prefetch})"
-            wrong = "the rank waited earlier" if gather.waits else "the rank never waited"
-            expect(gather.waits and gather.waits[0] > earlier, right, wrong, diagnosis.EARLY_WAIT, **at)
-    for unit, launch in zip(range(count - 1, -1, -1), reduced):
+    launched.claim(what, is_right, f"the step made {summarize(launched, 30)}")
+    for own in (gathered, reduced):
+        own.are_asynchronous()
+    # For each gather: the unit that must not compute before it, and the place until which no rank may wait for it.
+    turns = [("forward", unit, max(unit - prefetch, 1), computes, leaves[unit - 1]) for unit in range(1, count)]
+    turns += [
+        ("backward", unit, min(unit + prefetch, count - 1), enters, max(done, default=-1))
+        for unit, done in zip(reversed(range(1, count)), [[], *reversed(ready)])
+    ]
+    late = {"forward": causes.LATE_GATHER, "backward": causes.OTHER_PREFETCH.format("begin_backward")}
+    for gather, (direction, unit, ahead, begins, earliest) in zip([*forward[1:], *backward], turns):
+        what = f"during {direction}, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})"
+        step.claim(what, gather.place < begins[ahead], "the gather was launched later", late[direction])
+        what = f"during {direction}, no rank waits for unit {unit} before its turn (prefetch={prefetch})"
+        got = "the rank waited earlier" if gather.waits else "the rank never waited"
+        step.claim(what, bool(gather.waits) and gather.waits[0] > earliest, got, causes.EARLY_WAIT)
+    for unit, launch in zip(reversed(range(count)), reduced):
+        what = f"unit {unit} is reduced when its gradients are ready, before unit {unit - 1} computes in backward"
         is_right = launch.place > max(ready[unit]) and (unit < 2 or launch.place < min(ready[unit - 1]))
-        right = f"unit {unit} is reduced when its gradients are ready, before unit {unit - 1} computes in backward"
-        expect(is_right, right, "the reduce-scatter was launched earlier or later", **at)
-        right = f"a rank waits for the reduction of {f'unit {unit}' if unit else 'the root'}"
-        expect(bool(launch.waits), right, "it never waits", diagnosis.UNAWAITED["reduce_scatter"], **at)
+        step.claim(what, is_right, "the reduce-scatter was launched earlier or later")
+        what = f"a rank waits for the reduction of {f'unit {unit}' if unit else 'the root'}"
+        step.claim(what, bool(launch.waits), "it never waits", causes.UNAWAITED["reduce_scatter"])
+        what = f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed"
         is_right = unit == 0 or launch.is_polled or launch.waits[0] > max(ready[unit - 1])
-        right = f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed"
-        expect(is_right, right, "the rank waited earlier", diagnosis.EARLY_REDUCE_WAIT, **at)
-    raced = [x for x in launched if x.raced]
-    expect(not raced, "no tensor changes before wait()", f"{len(raced)} of {len(launched)} changed", **at)
+        step.claim(what, is_right, "the rank waited earlier", causes.EARLY_REDUCE_WAIT)
+    launched.satisfy("no tensor changes before wait()", is_unchanged)
 
 
 def expect_reports(reports, case, rank, units=()):
@@ -735,27 +671,26 @@ def expect_reports(reports, case, rank, units=()):
     """
     count = sum(len(unit) for unit in lay_out(case))
     for step, entries in enumerate(reports):
-        shards = [entry for entry in entries if isinstance(entry, int)]
-        right = f"in each step, `shard_reduced` is called once for each of {count} trainable shards"
-        wrong = f"it is called {len(shards)} times, for {len({*shards} - {-1})} of them"
-        wrong += f" and {shards.count(-1)} times for a frozen one" if -1 in shards else ""
-        why = diagnosis.NO_REPORT if not shards else diagnosis.FROZEN_REPORT if -1 in shards else ""
-        expect(sorted(shards) == list(range(count)), right, wrong, why, rank=rank, step=step)
+        at, shards = At(rank, step), [entry for entry in entries if isinstance(entry, int)]
+        got = f"it is called {len(shards)} times, for {len({*shards} - {-1})} of them"
+        got += f" and {shards.count(-1)} times for a frozen one" * (-1 in shards)
+        why = causes.NO_REPORT if not shards else causes.FROZEN_REPORT if -1 in shards else ""
+        what = f"in each step, `shard_reduced` is called once for each of {count} trainable shards"
+        at.claim(what, sorted(shards) == list(range(count)), got, why)
         for unit in range(4, len(units)):
             first = min(entries.index(name) for name in units[unit - 3])
-            right = f"`shard_reduced` is called for unit {unit} before unit {unit - 3} computes in backward"
-            is_last = entries[-count:] == shards
-            why = diagnosis.LATE_REPORTS if is_last else ""
-            expect(entries.index(unit) < first, right, "it is called later", why, rank=rank, step=step)
+            what = f"`shard_reduced` is called for unit {unit} before unit {unit - 3} computes in backward"
+            why = causes.LATE_REPORTS if entries[-count:] == shards else ""
+            at.claim(what, entries.index(unit) < first, "it is called later", why)
 
 
-def find_borders(events, step):
+def find_borders(step):
     """Return, by unit, where in the record it computes in forward, where it has computed, and where backward enters it.
 
     Unit 0 has computed at the first border. In backward, a unit's norm computes after its border "computes".
     """
     computes, leaves, enters = {}, {}, {}
-    for place, event in list_step_events(events, step):
+    for place, event in list_step_events(step.events, step.number):
         if event["kind"] == "border":
             kind, unit = divmod(event["number"], BORDERS)
             by_kind = {3: leaves if unit == 0 else {}, 4: computes, 5: leaves, 2: enters}
@@ -763,29 +698,27 @@ def find_borders(events, step):
     return computes, leaves, enters
 
 
-def expect_volume(launched, case, at, gathers, passes=1):
+def expect_volume(step, case, gathers, passes=1):
     """Expect a step to reduce each unit once, and each of its `passes` to gather it `gathers` times, the root once."""
     numels = [sum(layout["numel"] for layout, _ in unit.values()) for unit in lay_out(case)]
-    expected = {
-        "all_gather": sorted((numels[:1] + numels[1:] * gathers) * passes),
-        "reduce_scatter": sorted(numels),
-    }
-    launched = drop_flags(launched)
-    got = {op: sorted(x.numel for x in launched if x.op == op) for op in {x.op for x in launched}}
-    right = (
+    gathered = sorted((numels[:1] + numels[1:] * gathers) * passes)
+    expected = {"all_gather": gathered, "reduce_scatter": sorted(numels)}
+    launched = step.launches().without_flags()
+    made = {op: sorted(x.numel for x in launched if x.op == op) for op in {x.op for x in launched}}
+    launched.claim(
         f"each forward and backward gathers each unit {gathers} time{'s' * (gathers > 1)} and the root once; a step "
+        f"reduces each once. This is {sum(map(sum, expected.values()))} elements with padding",
+        made == expected,
+        f"{sum(map(sum, made.values()))} elements: {summarize(launched, 20)}",
+        partial(causes.explain_volume, expected),
     )
-    right += f"reduces each once. This is {sum(map(sum, expected.values()))} elements with padding"
-    wrong = f"{sum(map(sum, got.values()))} elements: {summarize(launched, 20)}"
-    expect(got == expected, right, wrong, partial(diagnosis.explain_volume, got, expected), **at)
 
 
 def expect_optimizer_state(states, expected):
     """Expect the state dict of each rank's optimizer to have the entries of a plain optimizer, `expected`."""
     actual, wanted = [flatten_state(state) for state in states], flatten_state(expected)
     for rank, entries in enumerate(actual):
-        right = f"full_optimizer_state_dict has {len(wanted)} entries: {join_names(wanted, 12)}"
-        expect(entries.keys() == wanted.keys(), right, f"it has {join_names(entries, 12)}", rank=rank)
+        At(rank).equal("the entries of full_optimizer_state_dict are {}", sorted(entries), sorted(wanted))
     expect_equal("full_optimizer_state_dict has a plain optimizer's state", actual, wanted, tolerance=MANY_STEPS)
 
 
@@ -797,11 +730,10 @@ def flatten_state(state):
 
 def expect_state_dict(state, plain, rank):
     """Expect a state dict to have the keys, dtypes and shapes of the plain module's, on the CPU."""
-    right = f"full_state_dict has the keys of the plain module's state_dict, {join_names(plain, 4)}"
-    expect(list(state) == list(plain), right, f"it has {join_names(state, 4)}", rank=rank)
+    At(rank).equal("the keys of full_state_dict are those of the plain module's state_dict: {}", [*state], [*plain])
     for name, value in plain.items():
-        got = (state[name].dtype, tuple(state[name].shape), state[name].device.type)
-        right = f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)} on the CPU"
-        why = diagnosis.CONVERTED if got[0] != value.dtype else ""
-        is_right = got == (value.dtype, tuple(value.shape), "cpu")
-        expect(is_right, right, join_names(got), why, rank=rank, parameter=name)
+        got, wanted = (
+            f"a {show(x.dtype)} tensor of shape {tuple(x.shape)} on {x.device}" for x in (state[name], value)
+        )
+        why = causes.CONVERTED if state[name].dtype != value.dtype else ""
+        At(rank, parameter=name).equal("full_state_dict has {}", got, wanted, why)

@@ -17,9 +17,9 @@ from brigade.checks.expectations import (
 )
 from brigade.events import list_backward_passes, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
+from helpers.units import make_jobs
 from m11_fully_sharded import scenario as fully_sharded
-from m11_fully_sharded.expected import find_units, join_shards, lay_out, train_plain
-from m11_fully_sharded.scenario import UNIT_TYPES
+from m11_fully_sharded.expected import join_shards, lay_out, list_units, train_plain
 from m14_hybrid_sharded import causes, scenario
 from m14_hybrid_sharded.scenario import CROSSED, IN_BLOCKS, NESTED, QUIET, REPEATED, UNSYNCED
 
@@ -240,14 +240,13 @@ class Grid:
 
     def __init__(self, case, shards, is_resharded=True):
         self.case, self.shards, self.is_resharded = case, shards, is_resharded
-        self.unit_type = "Block" if "Blocks" in case.model else "Linear"
         self.nodes, self.replica_groups = make_grid(case.group, shards)
         self.others = [[rank] for rank in range(case.world_size) if rank not in case.group]
 
     def make_jobs(self, part=None, **options):
         """Return the jobs of all ranks. With a `part`, they have only the first or the second half of the steps."""
         grid = [self.nodes + self.others, self.replica_groups + self.others]
-        jobs, half = self.case.make_jobs(unit_type=self.unit_type, grid=grid, **options), len(self.case.batches[0]) // 2
+        jobs, half = make_jobs(self.case, grid=grid, **options), len(self.case.batches[0]) // 2
         own = slice(None) if part is None else slice(part * half, (part + 1) * half)
         return PerRank(job | {"batches": job["batches"][own]} for job in jobs)
 
@@ -261,12 +260,12 @@ class Grid:
 
     def list_units(self, trainable):
         """Return the same for each unit."""
-        units = lay_out(self.case, self.unit_type, trainable=trainable, size=self.shards)
+        units = lay_out(self.case, trainable=trainable, size=self.shards)
         return [[layout["numel"] for layout, _ in unit.values()] for unit in units]
 
     def join(self, shards):
         """Return gradients by name, from those of the shards of all ranks of a node."""
-        return join_shards(shards, lay_out(self.case, self.unit_type, size=self.shards), self.case)
+        return join_shards(shards, lay_out(self.case, size=self.shards), self.case)
 
 
 def run_cases(submission, function, settings, **common):
@@ -332,7 +331,7 @@ def expect_overlap(events, launched, grid, dtypes, at):
     """
     crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
     reduced = [x for x in inner if x.op == "reduce_scatter"]
-    units = find_units(grid.case.build(), UNIT_TYPES[grid.unit_type])
+    units = list_units(grid.case)
     count, ready = len(units), {unit: [] for unit in range(len(units))}
     for place, name in list_ready_gradients(events, at["step"]):
         ready[next(unit for unit, names in enumerate(units) if name in names)].append(place)

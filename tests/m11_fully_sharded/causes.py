@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 
 from brigade.checks import edge_case_models
+from brigade.checks.claims import show
 from brigade.checks.diagnose.evidence import (
     TOO_LARGE,
     find_no_sync_launches,
@@ -20,7 +21,15 @@ from brigade.checks.verdict import USUAL_CAUSE
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from m08_zero_optimizer.causes import scale_to
-from m11_fully_sharded.expected import cut_shards, find_units, join_shards, lay_out, train_mixed, train_plain
+from m11_fully_sharded.expected import (
+    cut_shards,
+    find_units,
+    join_shards,
+    lay_out,
+    list_units,
+    train_mixed,
+    train_plain,
+)
 from m11_fully_sharded.scenario import DISCARDED, EVALUATION, LATE, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
 
 # Units
@@ -80,7 +89,6 @@ OTHER_PREFETCH = "if plan_schedule passes its checks, `{}` does not give it the 
 COPIES = "there are copies of full weights besides the parameters, or full gradients before any backward."
 KEPT_SHARDS = "after the finish, as much memory as all shards take is used for more than shards() and their gradients."
 LATE_RELEASE = "full gradients are kept too long. Release them when their reduction ends, before the next one starts."
-SYNC = "the launch blocks, because it is made without async_op=True."
 LATE_GATHER = "the gather is launched too late: the schedule has it `prefetch` units ahead."
 EARLY_WAIT = "a gather is awaited where it is launched. Wait for it only before its unit computes."
 EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run until the next unit has computed."
@@ -179,15 +187,15 @@ def explain_reduce(actions, places):
 # ---- flat shards
 
 
-def explain_sizes(got, expected, case, unit_type, cast):
-    """Return why shards have other sizes than expected. For `unit_type` and `cast` see `lay_out`."""
+def explain_sizes(got, expected, case, cast):
+    """Return why shards have other sizes than expected. For `cast` see `lay_out`."""
     world, model = len(case.group), case.build()
     if got == [(world * numel, dtype) for numel, dtype in expected]:
         return WHOLE
     cast_layers({} if cast is None else {"cast": cast}, model)
     if got == [(p.numel(), p.dtype) for p in model.parameters() if p.requires_grad]:
         return UNSHARDED
-    frozen = lay_out(case, unit_type, cast, trainable=False)
+    frozen = lay_out(case, cast, trainable=False)
     sizes = [(layout["numel"] // world, dtype) for unit in frozen for dtype, (layout, _) in unit.items()]
     return FROZEN_SHARDS if sizes and Counter(got) == Counter(expected + sizes) else ""
 
@@ -240,9 +248,9 @@ def suspect_casts(case, compute_dtype, reduce_dtype, which):
     }
 
 
-def explain_stays(alive, case, unit_type):
+def explain_stays(alive, case):
     """Return why these parameters of a model still have memory after a finish."""
-    is_root = set(alive) <= set(find_units(case.build(), UNIT_TYPES[unit_type])[0])
+    is_root = set(alive) <= set(list_units(case)[0])
     return ROOT_STAYS if is_root or len(case.group) > 1 else ONE_RANK_STAYS
 
 
@@ -265,9 +273,9 @@ def suspect_copies(result):
     return {"forward": COPIES, "backward": WHOLE_GRADIENTS if result["whole"] else LATE_RELEASE}
 
 
-def explain_whole(whole, case, unit_type):
+def explain_whole(whole, case):
     """Return why these parameters of a model still have gradients."""
-    for number, names in enumerate(find_units(case.build(), UNIT_TYPES[unit_type])):
+    for number, names in enumerate(list_units(case)):
         if whole == names:
             name = f"unit {number}" if number else "the root"
             return f"{name} is never reduced: its action is not in the schedule, or it is not performed."
@@ -380,6 +388,16 @@ def explain_garbage(records, failed):
     return cause if failed.verdict.hypothesis == "early_read" else ""
 
 
+def explain_dtype(compute_dtype, launched):
+    """Return why reductions have another dtype than `reduce_dtype`."""
+    return REDUCED_NARROW if launched[0].dtype == show(compute_dtype) else ""
+
+
+def explain_forgotten(launched):
+    """Return why a rank that skips units does not wait for these launches, if it forgets only gathers."""
+    return FREED_IN_FLIGHT if {launch.op for launch in launched} == {"all_gather"} else ""
+
+
 def explain_in_flight(failed):
     """Return why a tensor was freed while a launch was in flight, if this launch was an all-gather."""
     waits = [event["index"] for event in failed.events[failed.verdict.rank] if event["kind"] == "wait"]
@@ -410,11 +428,11 @@ def explain_alive(alive, unit, direction, prefetch):
     return TOO_FAR if max(distances) > prefetch else NOT_FREED
 
 
-def explain_volume(got, expected):
-    """Return why a step launches other collectives than expected."""
-    if Counter(got.get("reduce_scatter")) < Counter(expected["reduce_scatter"]):
+def explain_volume(expected, launched):
+    """Return why a step launches other collectives than expected. expected[op] are their numbers of elements."""
+    if Counter(x.numel for x in launched if x.op == "reduce_scatter") < Counter(expected["reduce_scatter"]):
         return NEVER_REDUCED
-    return GATHERED_AGAIN if len(got.get("all_gather", [])) > len(expected["all_gather"]) else ""
+    return GATHERED_AGAIN if sum(x.op == "all_gather" for x in launched) > len(expected["all_gather"]) else ""
 
 
 def suspect_clipping(case, max_norm):
@@ -440,13 +458,13 @@ def explain_norm(gradients, group, got, records):
     return ""
 
 
-def explain_accumulated(events, step, crossed):
+def explain_accumulated(step, crossed):
     """Return why full gradients are not in p.grad after a backward in no_sync.
 
     In step `crossed`, forward was outside no_sync. In earlier steps, it was inside, and full gradients were in p.grad.
     """
-    if any(launch.op == "reduce_scatter" for launch in find_no_sync_launches(events, step)):
-        return READ_EARLY if step == crossed else REDUCED_EARLY
+    if any(launch.op == "reduce_scatter" for launch in find_no_sync_launches(step.events, step.number)):
+        return READ_EARLY if step.number == crossed else REDUCED_EARLY
     return NOT_KEPT
 
 

@@ -25,7 +25,17 @@ def find_units(model, unit_types):
     return list(units.values())
 
 
-def lay_out(case, unit_type="Block", cast=None, trainable=True, size=None):
+def get_unit_type(case):
+    """Return the unit type of a case's model, as a key of UNIT_TYPES."""
+    return "Block" if "Blocks" in case.model else "Linear"
+
+
+def list_units(case):
+    """Return `find_units` of a case's model."""
+    return find_units(case.build(), UNIT_TYPES[get_unit_type(case)])
+
+
+def lay_out(case, cast=None, trainable=True, size=None):
     """Return, for each unit, {dtype: (layout, names)} of its trainable parameters, for `size` ranks (default: all).
 
     `cast` is the dtype that `cast_layers` gives to some of them. If not `trainable`, return the frozen ones instead.
@@ -34,7 +44,7 @@ def lay_out(case, unit_type="Block", cast=None, trainable=True, size=None):
     cast_layers({} if cast is None else {"cast": cast}, model)
     named = dict(model.named_parameters())
     units = []
-    for names in find_units(model, UNIT_TYPES[unit_type]):
+    for names in list_units(case):
         kinds = {}
         for name in names:
             if named[name].requires_grad == trainable:
