@@ -2,14 +2,15 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
+from brigade.checks.claims import At, before, each_step, is_unchanged, show
 from brigade.checks.content import Values
-from brigade.checks.expectations import expect, expect_equal, join_names, list_steps, replace_cause
+from brigade.checks.expectations import expect_equal, replace_cause
 from brigade.checks.reference import draw_generators
-from brigade.events import drop_flags, launches, summarize
 from brigade.ipc.wire import DTYPES
 from brigade.runner.ranks import PerRank
 from m15_sharded_muon import causes, scenario
@@ -52,20 +53,14 @@ def test_orthogonalize(submission):
         problems.append((matrix, number % 2 == 1, options))
     [answers] = submission.run(scenario.orthogonalize_each, {"problems": problems}, world_size=1)
     for (matrix, is_transposed, options), answer in zip(problems, answers):
-        dtype = str(matrix.dtype).removeprefix("torch.")
-        rows, columns = matrix.shape
-        where = f"for a {rows} × {columns} matrix in {dtype} with norm {matrix.double().norm():.3g}"
-        where += " (a transposed view)" * is_transposed + f" and steps={options.get('steps', 5)}"
+        where = f"for a {describe_matrix(matrix)} with norm {matrix.double().norm():.3g}"
+        where += " (a transposed view)" * is_transposed + f" and steps={options.get('steps', 5)}, "
         is_kept, result = torch.equal(answer["given"], matrix), answer["result"]
-        expect(is_kept, f"{where}, orthogonalize does not change the matrix", "it changed", causes.IN_PLACE)
-        right = f"{where}, the result has the matrix's dtype and shape"
-        wrong = f"it has {result.dtype} and the shape {tuple(result.shape)}"
-        expect((result.dtype, result.shape) == (matrix.dtype, matrix.shape), right, wrong)
-        expected, limit = orthogonalize(matrix, **options), PRECISION[matrix.dtype]
+        At().claim(f"{where}orthogonalize does not change the matrix", is_kept, "it changed", causes.IN_PLACE)
+        At().equal(f"{where}the result is a {{}}", describe_matrix(result), describe_matrix(matrix))
+        expected, why = orthogonalize(matrix, **options), partial(causes.explain_result, matrix, result, **options)
         error = float((result.double() - expected).norm()) / max(1e-30, float(expected.norm()))
-        right = f"{where}, the relative error of the result is at most {limit:g} (2-norm)"
-        why = partial(causes.explain_result, matrix, result, **options)
-        expect(error <= limit or torch.equal(result.double(), expected), right, f"it is {error:.3g}", why)
+        At().at_most(f"{where}the relative error of the result is {{}} (2-norm)", error, PRECISION[matrix.dtype], why)
 
 
 @pytest.mark.points(1)
@@ -75,11 +70,8 @@ def test_short_side(submission):
     problems = [(torch.ones(shape), False, {"steps": 4}) for shape in ((24, 24), (12, 48), (48, 12), (1, 16), (16, 1))]
     [answers] = submission.run(scenario.orthogonalize_each, {"problems": problems}, world_size=1)
     for (matrix, _, _), answer in zip(problems, answers):
-        rows, columns = matrix.shape
-        limit = 8 * count_cost(matrix.shape)
-        right = f"4 iterations of a {rows} × {columns} matrix take at most {limit:,} FLOPs"
-        why = partial(causes.explain_flops, matrix.shape, answer["flops"])
-        expect(answer["flops"] <= limit, right, f"they take {answer['flops']:,}", why)
+        what, flops = f"4 iterations of a {describe_matrix(matrix)} take {{}} FLOPs", answer["flops"]
+        At().at_most(what, flops, 8 * count_cost(matrix.shape), partial(causes.explain_flops, matrix.shape, flops))
 
 
 @pytest.mark.parts("Part (b): which rank owns which matrix")
@@ -97,20 +89,24 @@ def test_assignment(submission):
         ([(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(1, 40))], rng.randint(1, 8))
         for _ in range(30)
     ]
-    for number, owners in enumerate(ask(submission, "assign_matrices", problems)):
-        shapes, size = problems[number]
+    for (shapes, size), owners in zip(problems, ask(submission, "assign_matrices", problems)):
         where = f"for {describe_shapes(shapes)} and {size} ranks, "
-        is_valid = len(owners) == len(shapes) and set(owners) <= set(range(size))
-        right = f"{where}assign_matrices returns {len(shapes)} numbers from 0 to {size - 1}"
-        expect(is_valid, right, f"it returned {len(owners)}: {join_names(owners, 12)}")
+        At().claim(
+            f"{where}assign_matrices returns {len(shapes)} numbers from 0 to {size - 1}",
+            len(owners) == len(shapes) and set(owners) <= set(range(size)),
+            f"it returned {len(owners)}: {show(owners)}",
+        )
         costs = [count_cost(shape) for shape in shapes]
-        loads = [sum(cost for cost, owner in zip(costs, owners) if owner == rank) for rank in range(size)]
+        load = max(sum(cost for cost, owner in zip(costs, owners) if owner == rank) for rank in range(size))
         mean, limit = sum(costs) / size, sum(costs) / size + max(costs, default=0)
-        if number < 2 * len(RANKS):
+        if shapes in LISTS.values():
             limit = min(limit, BALANCE * mean)
-        right = f"{where}the largest sum of costs is at most {limit / max(mean, 1):.3f} times the mean"
-        wrong = f"it is {max(loads) / max(mean, 1):.3f} times the mean"
-        expect(max(loads) <= limit, right, wrong, partial(causes.explain_owners, shapes, size, owners))
+        At().claim(
+            f"{where}the largest sum of costs is at most {limit / max(mean, 1):.3f} times the mean",
+            load <= limit,
+            f"it is {load / max(mean, 1):.3f} times the mean",
+            partial(causes.explain_owners, shapes, size, owners),
+        )
 
 
 @pytest.mark.parts("Part (c): which matrices travel together")
@@ -124,30 +120,28 @@ def test_groups(submission):
         size, count = rng.randint(1, 6), rng.randint(1, 12)
         shapes = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
         problems.append((shapes, [rng.randrange(size) for _ in range(count)], size, rng.randint(1, 6)))
-    for number, groups in enumerate(ask(submission, "plan_groups", problems)):
-        (shapes, owners, num_ranks, num_groups), is_real = problems[number], number < 2 * len(RANKS)
-        where = f"for {describe_shapes(shapes)} with owners {join_names(owners) or 'none'}, {num_ranks} ranks and "
-        where += f"{num_groups=}, "
-        right = f"{where}plan_groups returns at most {num_groups} groups with {num_ranks} lists each, and none is empty"
-        is_valid = len(groups) <= num_groups and all(len(rows) == num_ranks and any(rows) for rows in groups)
-        wrong = f"it returned {len(groups)} groups with {join_names([sum(map(len, rows)) for rows in groups])} matrices"
-        expect(is_valid, right, wrong, partial(causes.explain_groups, groups, num_ranks, num_groups))
+    for (shapes, owners, num_ranks, num_groups), groups in zip(problems, ask(submission, "plan_groups", problems)):
+        where = f"for {describe_shapes(shapes)} with owners {show(owners)}, {num_ranks} ranks and {num_groups=}, "
+        At().claim(
+            f"{where}plan_groups returns at most {num_groups} groups with {num_ranks} lists each, and none is empty",
+            len(groups) <= num_groups and all(len(rows) == num_ranks and any(rows) for rows in groups),
+            f"it returned {len(groups)} groups with {show([sum(map(len, rows)) for rows in groups])} matrices",
+            partial(causes.explain_groups, groups, num_ranks, num_groups),
+        )
         placed = sorted((i, rank) for rows in groups for rank, row in enumerate(rows) for i in row)
-        right = f"{where}every matrix is in one group, in its owner's list"
-        expect(placed == list(enumerate(owners)), right, "some are in another list, in several or in none")
-        if is_real:
+        what = f"{where}every matrix is in one group, in its owner's list"
+        At().claim(what, placed == list(enumerate(owners)), "some are in another list, in several or in none")
+        if shapes in LISTS.values():
+            why = causes.ONE_GROUP * (len(groups) == 1)
+            At().equal(f"{where}plan_groups returns {{}} groups", len(groups), num_groups, why)
             numels = [rows * columns for rows, columns in shapes]
             buffers = [num_ranks * max(sum(numels[i] for i in row) for row in rows) for rows in groups]
-            right = f"{where}plan_groups returns {num_groups} groups"
-            why = causes.ONE_GROUP * (len(groups) == 1)
-            expect(len(groups) == num_groups, right, f"it returned {len(groups)}", why)
             sizes = [sum(numels[i] for row in rows for i in row) for rows in groups]
-            padding, largest = sum(buffers) / sum(numels), max(sizes) * len(sizes) / sum(sizes)
-            why = partial(causes.explain_buffers, groups)
-            right = f"{where}all buffers together have at most {PADDING} times the elements of the matrices"
-            expect(padding <= PADDING, right, f"they have {padding:.3f} times as many", why)
-            right = f"{where}the matrices of the largest group have at most {PADDING} times the mean number of elements"
-            expect(largest <= PADDING, right, f"it has {largest:.3f} times the mean", why)
+            for what, ratio in (
+                ("all buffers together have {} times the elements of the matrices", sum(buffers) / sum(numels)),
+                ("the largest group has {} times the mean number of elements", max(sizes) * len(sizes) / sum(sizes)),
+            ):
+                At().at_most(where + what, ratio, PADDING, partial(causes.explain_buffers, groups))
 
 
 # ---- the optimizer
@@ -168,60 +162,49 @@ def test_equals_one_process(submission):
         ([(4, 9), (9, 4)], {"absent": [(2, 0, [0, 1]), (3, 1, [2])], "options": {"lr": 0.1}}),
         (MIXED, {"absent": absent, "group": [1, 3], "groups": [[1, 3], [0, 2]]}),
     )
-    right = "correct weights earn points only if gradients are reduce-scattered and weights are all-gathered"
+    what = "correct weights earn points only if gradients are reduce-scattered and weights are all-gathered"
     for world, (shapes, setting) in zip(submission.worlds(1, 2, 3, 4), settings):
         [(results, problem)] = train(submission, world, (shapes, 10, setting))
         expect_weights(results, problem)
-        for at, _, launched in list_steps(results.events, 1, problem.job["group"] if world > 1 else []):
-            ops = {launch.op for launch in drop_flags(launched)}
-            wrong = f"the step launched {join_names(sorted(ops)) or 'nothing'}"
-            is_right = ops == {"reduce_scatter", "all_gather"}
-            expect(is_right, right, wrong, causes.NOT_SCATTERED, rank=at["rank"])
+        for step in each_step(results.events, 1, problem.job["group"] if world > 1 else []):
+            launched = step.launches().without_flags()
+            is_right = {one.op for one in launched} == {"reduce_scatter", "all_gather"}
+            launched.claim(what, is_right, cause=causes.NOT_SCATTERED)
 
 
 @pytest.mark.points(2)
 @pytest.mark.needs("test_equals_one_process")
 def test_launches(submission):
     """A step makes one reduce-scatter and one all-gather per group, as large as its buffer, and nothing else."""
-    for results, at, launched in list_two_steps(submission, 3, {"num_groups": 3}, {}, {"num_groups": 1}):
-        sizes = results[at["rank"]]["sizes"]
-        events = results.events[at["rank"]]
-        barriers = sum(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
-        right = f"a step launches one reduce-scatter and one all-gather for each of {len(sizes)} groups, of "
-        right += f"{join_names(sizes)} elements, and nothing else"
-        wrong = f"it made {summarize(launched, 12)}" + f" and {barriers} barriers" * bool(barriers)
-        expected = [(op, size) for op in ("all_gather", "reduce_scatter") for size in sizes]
-        is_right = sorted((x.op, x.numel) for x in launched) == expected and not barriers
-        why = partial(causes.explain_launches, launched, sizes, len(MIXED_TWICE))
-        expect(is_right, right, wrong, why, **at)
-        raced = [x for x in launched if x.raced]
-        right = "no tensor of a collective changes between launch and wait"
-        expect(not raced, right, f"those of {summarize(raced)} change", **at)
-        missed = [x for x in launched if not x.waits or x.wait_steps[0] != at["step"]]
-        expect(not missed, "a step waits on every handle", f"it does not wait on {summarize(missed)}", **at)
+    for step, result in list_two_steps(submission, 3, {"num_groups": 3}, {}, {"num_groups": 1}):
+        launched, sizes = step.launches(), result["sizes"]
+        launched.claim(
+            f"a step launches one reduce-scatter and one all-gather for each of {len(sizes)} groups, of {show(sizes)} "
+            "elements, and nothing else",
+            sorted((one.op, one.numel) for one in launched) == sorted(product(("all_gather", "reduce_scatter"), sizes)),
+            cause=partial(causes.explain_launches, sizes, len(MIXED_TWICE)),
+        )
+        barriers = sum(event["kind"] == "launch" and event["op"] == "barrier" for event in step.events)
+        step.equal("a rank makes {} barriers", barriers, 0)
+        launched.satisfy("no tensor of a collective changes between launch and wait", is_unchanged)
+        launched.satisfy("a step waits on every handle", lambda one: one.wait_steps[:1] == [one.step])
 
 
 @pytest.mark.points(2)
 @pytest.mark.needs("test_launches")
 def test_overlap(submission):
     """Reduce-scatters are all launched at once. Each all-gather travels while the next group is orthogonalized."""
-    for _, at, launched in list_two_steps(submission, 2, {"num_groups": 4}, {}):
-        reduces, gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
-        waits = sorted(x.waits[0] for x in reduces if not x.is_polled or x.sync)  # polling does not block
-        early = sum(wait < max(x.place for x in reduces) for wait in waits)
-        right = f"all {len(reduces)} reduce-scatters are launched before the first wait"
-        wrong = f"the rank waits {early} times before it launches the last one"
-        expect(not early, right, wrong, partial(causes.explain_reductions, reduces, gathers), **at)
-        polled = sum(x.is_polled for x in reduces)
-        why = causes.LATE_GATHERS if waits and gathers[0].place > waits[-1] else ""
+    for step, _ in list_two_steps(submission, 2, {"num_groups": 4}, {}):
+        reduces, gathers = step.launches("reduce_scatter"), step.launches("all_gather")
+        gathers.claim("a step launches all-gathers", bool(gathers))
+        what = "no {} is awaited before all are launched"
+        reduces.satisfy(what.format("reduce-scatter"), waits_after(reduces), causes.explain_reductions)
+        waits, polled = sorted(one.waits[0] for one in reduces.where(blocks)), sum(one.is_polled for one in reduces)
         for number, wait in enumerate(waits):
-            before = sum(x.place < wait for x in gathers)
-            right = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
-            expect(before >= number - polled, right, f"{before} are", why, **at)
-        last = max(x.place for x in gathers)
-        blocked = [x for x in gathers if (not x.is_polled or x.sync) and x.waits[0] < last]
-        right = "no all-gather is awaited before all are launched"
-        expect(not blocked, right, f"{len(blocked)} are", causes.EARLY_GATHER, **at)
+            launched, why = gathers.where(before(wait)), causes.LATE_GATHERS * (gathers[0].place > waits[-1])
+            expected = f"{number} all-gathers are launched before reduce-scatter {number} is awaited"
+            launched.claim(expected, len(launched) >= number - polled, "{count} are", why)
+        gathers.satisfy(what.format("all-gather"), waits_after(gathers), causes.EARLY_GATHER)
 
 
 @pytest.mark.points(2)
@@ -235,14 +218,12 @@ def test_flops(submission):
         runs = train(submission, world, *((SMALL[name] * layers, 1, {"counts": True}) for name, layers in sizes))
         for name, (results, problem) in zip(names, runs):
             costs = [10 * count_cost(shape) for shape in problem.shapes]
-            limit = WORK * max(sum(costs) / world, max(costs))
-            flops = [result["steps"][0]["flops"] for result in results]
-            right = f"with {name}, each of {world} ranks computes at most {limit:,.0f} FLOPs per step"
+            flops, limit = [result["steps"][0]["flops"] for result in results], WORK * max(sum(costs) / world, *costs)
             for rank, count in enumerate(flops):
-                why = partial(causes.explain_work, problem.shapes, flops)
-                expect(count <= limit, right, f"it computes {count:,}", why, rank=rank)
-            right = f"torch computes the matrix products of {name}, so its counter sees about {sum(costs):,} FLOPs"
-            expect(sum(flops) >= COUNTED * sum(costs), right, f"it sees {sum(flops):,} on all ranks")
+                what, why = f"with {name}, a rank of {world} computes {{}} FLOPs per step", causes.explain_work
+                At(rank).at_most(what, count, int(limit), partial(why, problem.shapes, flops))
+            what = f"torch computes the matrix products of {name}, so its counter sees about {sum(costs):,} FLOPs"
+            At().claim(what, sum(flops) >= COUNTED * sum(costs), f"it sees {sum(flops):,} on all ranks")
             expect_divided(results, problem)
 
 
@@ -258,23 +239,21 @@ def test_options(submission):
     [(results, problem)] = train(submission, 2, (MIXED, 4, setting))
     expect_weights(results, problem)
     for rank, result in enumerate(results):
-        right = "ShardedMuon is a subclass of torch.optim.Optimizer"
-        expect(result["is_optimizer"], right, "it is not a subclass", rank=rank)
-        right = "step calls the closure once, and returns what it returned"
+        what = "ShardedMuon is a subclass of torch.optim.Optimizer"
+        At(rank).claim(what, result["is_optimizer"], "it is not a subclass")
         for step, answer in enumerate(result["steps"]):
-            wrong = f"it called it {answer['calls']} times" + " and returned something else" * (not answer["is_loss"])
-            is_right = answer["calls"] == 1 and answer["is_loss"]
-            expect(is_right, right, wrong, causes.CLOSURE, rank=rank, step=step)
+            at, what = At(rank, step), "step returns what the closure returned"
+            at.equal("calls of the closure in step: {}", answer["calls"], 1, causes.CLOSURE)
+            at.claim(what, answer["is_loss"], "it returned something else", causes.CLOSURE)
     matrix = torch.ones(4, 4)
-    wrong = {
+    refused = {
         "a vector": [matrix[0]],
         "a matrix and a parameter with 3 dimensions": [matrix, torch.ones(2, 2, 2)],
         "two dtypes": [matrix, matrix.double()],
     }
-    [answers] = submission.run(scenario.refuse, {"problems": list(wrong.values())}, world_size=1)
-    for name, answer in zip(wrong, answers):
-        right = f"ShardedMuon raises ValueError for {name}"
-        expect(answer == "ValueError", right, "it accepts them" if answer is None else f"it raised {answer}")
+    [answers] = submission.run(scenario.refuse, {"problems": list(refused.values())}, world_size=1)
+    for name, answer in zip(refused, answers):
+        At().equal(f"ShardedMuon raises {{}} for {name}", answer or "nothing", "ValueError")
 
 
 @pytest.mark.points(1)
@@ -304,23 +283,20 @@ def test_state_dict(submission):
         numbers = {i: str((one[0] + other[0]).index(i)) for i in problem.trainable()}
         momentum = {numbers[i]: value for i, value in problem.train()[1].items()}
         groups = [([0, 1, 2], problem.get_options(one[0][0], 0)), ([3, 4, 5, 6], problem.get_options(other[0][0], 0))]
-        for rank in problem.job["group"]:
-            saved = results[rank]["saved"]
-            have = sorted(saved["momentum"], key=int)
-            right = "before the first step, " * (not problem.gradients[0])
-            right += f"state_dict()['state'] has momentum_buffer for {join_names(sorted(momentum, key=int))}"
-            is_complete = set(have) == set(momentum) and None not in saved["momentum"].values()
-            why = partial(causes.explain_numbers, have, momentum, numbers)
-            expect(is_complete, right, f"it has {join_names(have) or 'nothing'}", why, rank=rank)
-            wrong = f"they are on {join_names(saved['devices'])}"
-            expect(saved["devices"] == ["cpu"], "state_dict returns tensors on the CPU", wrong, rank=rank)
-            right = f"state_dict()['param_groups'] has these numbers and options: {groups}"
-            expect(saved["groups"] == groups, right, f"it has {saved['groups']}", rank=rank)
-        right = "the momentum in state_dict is that of one process"
-        actual = [results[rank]["saved"]["momentum"] for rank in problem.job["group"]]
-        events = results.events[problem.job["group"][0]]
-        why = partial(causes.suspect_momentum, problem, numbers, momentum, events)
-        expect_equal(right, actual, momentum, ranks=problem.job["group"], tolerance=EXACT, hypotheses=why)
+        wanted, group = sorted(momentum, key=int), problem.job["group"]
+        for rank in group:
+            at, saved = At(rank), results[rank]["saved"]
+            have = [i + " (None)" * (saved["momentum"][i] is None) for i in sorted(saved["momentum"], key=int)]
+            what = "before the first step, " * (not problem.gradients[0])
+            what += "state_dict()['state'] has momentum_buffer for {}"
+            at.equal(what, have, wanted, partial(causes.explain_numbers, saved["momentum"], momentum, numbers))
+            at.equal("state_dict returns tensors on these devices: {}", saved["devices"], ["cpu"])
+            what = f"state_dict()['param_groups'] has these numbers and options: {groups}"
+            at.claim(what, saved["groups"] == groups, f"it has {saved['groups']}")
+        what = "the momentum in state_dict is that of one process"
+        actual = [results[rank]["saved"]["momentum"] for rank in group]
+        why = partial(causes.suspect_momentum, problem, numbers, momentum, results.events[group[0]])
+        expect_equal(what, actual, momentum, ranks=group, tolerance=EXACT, hypotheses=why)
 
 
 @pytest.mark.points(1)
@@ -334,7 +310,7 @@ def test_resharding(submission):
         [(results, problem)] = train(submission, world, (MIXED, 3, setting))
         expect_weights(results, problem, "after a checkpoint has been loaded and ")
         for rank, result in enumerate(results):
-            expect(result["is_kept"], "the loaded state dict keeps its entries", "some are removed", rank=rank)
+            At(rank).claim("the loaded state dict keeps its entries", result["is_kept"], "some are removed")
         expect_momentum(results, problem)
 
 
@@ -346,16 +322,21 @@ def ask(submission, function, problems):
     [world] = submission.worlds(2)
     job = {"function": function, "problems": problems}
     first, *others = submission.run(scenario.call_each, job, world_size=world)
-    is_equal = all(other == first for other in others)
-    expect(is_equal, f"all ranks compute the same {function}", "the ranks differ", causes.NOT_DETERMINISTIC)
+    what, is_same = f"all ranks compute the same {function}", all(other == first for other in others)
+    At().claim(what, is_same, "the ranks differ", causes.NOT_DETERMINISTIC)
     return first
+
+
+def describe_matrix(matrix):
+    """Return text such as: 6 × 9 matrix in float64"""
+    return f"{' × '.join(map(str, matrix.shape))} matrix in {show(matrix.dtype)}"
 
 
 def describe_shapes(shapes):
     """Return the name of a list, or its shapes."""
     names = [name for name, entries in LISTS.items() if entries == shapes]
     texts = [f"{rows} × {columns}" for rows, columns in shapes]
-    return names[0] if names else f"matrices of {join_names(texts, 6)}" if texts else "no matrices"
+    return names[0] if names else f"matrices of {show(texts)}" if texts else "no matrices"
 
 
 def train(submission, world, *settings):
@@ -368,11 +349,22 @@ def train(submission, world, *settings):
 
 
 def list_two_steps(submission, world, *options):
-    """Take two steps for each of these options. Yield results, `at` and launches of each rank and step."""
+    """Take two steps for each of these options. Yield each step of each rank, with the rank's result."""
     for results, problem in train(submission, world, *((MIXED_TWICE, 2, {"options": own}) for own in options)):
         expect_weights(results, problem)
-        for at, _, launched in list_steps(results.events if len(results) > 1 else [], 2):
-            yield results, at, launched
+        for step in each_step(results.events if len(results) > 1 else [], 2):
+            yield step, results[step.rank]
+
+
+def blocks(launch):
+    """Return whether the first wait for a launch can block. It cannot after polling until the launch is complete."""
+    return launch.sync or not launch.is_polled
+
+
+def waits_after(launched):
+    """Return whether no wait for a launch blocks before all these launches are made, as a condition."""
+    last = max((one.place for one in launched), default=0)
+    return lambda launch: not blocks(launch) or launch.waits[0] > last
 
 
 def expect_weights(results, problem, after=""):
@@ -393,11 +385,10 @@ def expect_divided(results, problem):
     """
     if not any(results.carried):
         return
-    for rank, events in enumerate(results.events):
-        numel = sum(x.numel for x in launches(events, 0) if x.op != "reduce_scatter")
+    for step in each_step(results.events, 1):
+        numel = sum(one.numel for one in step.launches() if one.op != "reduce_scatter")
         most = ROOM * sum(rows * columns for rows, columns in problem.shapes)
-        right = f"besides reduce-scatters, a step launches at most {most:,.0f} elements"
-        expect(numel <= most, right, f"it launches {numel:,}", rank=rank)
+        step.at_most("besides reduce-scatters, a step launches {} elements", numel, most)
     calls = [call for own in results.carried for call in own if call.op != "reduce_scatter" and call.carried]
     gathered = Values(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]) for call in calls)
     [weights], _ = problem.train()
@@ -406,17 +397,14 @@ def expect_divided(results, problem):
         change = after - (1 - options["lr"] * options["weight_decay"]) * before
         direction = change / -options["lr"]
         forms = after, after - before, change, direction, direction / math.sqrt(max(1, len(after) / len(after[0])))
-        right = f"all-gathers carry the new weights of {name}, or what the step adds to them"
-        expect(any(gathered.contain(form, CLOSE) for form in forms), right, "they carry other numbers")
+        what = f"all-gathers carry the new weights of {name}, or what the step adds to them"
+        At().claim(what, any(gathered.contain(form, CLOSE) for form in forms), "they carry other numbers")
 
 
 def expect_momentum(results, problem):
     """Expect optimizer.state to have the momentum of the matrices that the rank owns, and nothing else."""
+    what = "optimizer.state has the momentum of the matrices that this rank owns: {}"
     for rank, result in enumerate(results):
-        names = [i for i, owner in enumerate(result["owners"]) if owner == rank]
-        owned = [[i, 8 * math.prod(problem.shapes[i])] for i in names]
-        right = f"optimizer.state has the momentum of the matrices that this rank owns: {join_names(names) or 'none'}"
-        wrong = join_names([f"{count} bytes of matrix {i}" for i, count in result["owned"]], 4)
-        is_everywhere = len(result["owned"]) == len(problem.trainable())
-        why = causes.EVERYWHERE if is_everywhere else "" if result["owned"] else causes.NO_STATE
-        expect(result["owned"] == owned, right, f"it has {wrong or 'nothing'}", why, rank=rank)
+        owned = [[i, 8 * math.prod(problem.shapes[i])] for i, owner in enumerate(result["owners"]) if owner == rank]
+        actual, expected = ([f"{count} bytes of matrix {i}" for i, count in own] for own in (result["owned"], owned))
+        At(rank).equal(what, actual, expected, causes.explain_momentum(actual, len(problem.trainable())))

@@ -159,7 +159,12 @@ def explain_numbers(have, right, numbers):
     return OWN_NUMBERS if set(have) == {str(i) for i in range(len(numbers))} else ""
 
 
-def explain_launches(launched, sizes, num_matrices):
+def explain_momentum(owned, num_matrices):
+    """Return why a rank has the momentum of other matrices than it owns."""
+    return EVERYWHERE if len(owned) == num_matrices else NO_STATE * (not owned)
+
+
+def explain_launches(sizes, num_matrices, launched):
     """Return why a step launches something else. `sizes` are those of the groups' buffers."""
     if len(launched) == 2 * num_matrices:
         return "every matrix has its own collectives. Use the groups of plan_groups."
@@ -169,8 +174,9 @@ def explain_launches(launched, sizes, num_matrices):
     return "a group has more padding than its longest row needs." if is_padded else ""
 
 
-def explain_reductions(reduces, gathers):
+def explain_reductions(early):
     """Return why reduce-scatters are awaited early."""
+    reduces, gathers = early.step.launches("reduce_scatter"), early.step.launches("all_gather")
     if all(first.waits[0] < second.place for first, second in zip(reduces, reduces[1:])):
         first = "used" if gathers[0].place < reduces[1].place else "awaited"
         return f"each reduce-scatter is launched only when the one before it has been {first}."
