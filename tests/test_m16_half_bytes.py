@@ -6,20 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.claims import Step
+from brigade.checks.claims import At, Launches, Step, each_step, in_phase, is_unchanged, show
 from brigade.checks.expectations import (
     blocks_backward,
-    expect,
     expect_gradients,
     expect_start,
     expect_waited,
     format_distinct,
-    join_names,
-    list_steps,
     require_launches,
 )
 from brigade.checks.reference import draw_generators
-from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
@@ -56,13 +52,10 @@ def test_error_does_not_grow(submission):
         own = draw_normal(submission.rng, world, [world * 8192] * 2)
         groups = None if run else [[rank] for rank in range(world)]  # first, each rank is alone in a group
         for results, calls, group in run_calls(submission, own, views=(False, True), groups=groups):
-            limit = ERROR if len(group) > 1 else 0.0
-            right = f"on {len(group)} ranks, the average of normal values has a relative error of at most {ERROR:g}"
-            right = right if limit else "on one rank, the output is a copy of the values, without rounding"
-            for rank, output, exact, values, index in list_outputs(results, calls, group):
+            what = f"in a group of {len(group)}, the average of normal values has a relative error of {{}}"
+            for at, _, output, exact, why in list_outputs(results, calls, group):
                 error = float((output.double() - exact).norm() / exact.norm())
-                why = partial(causes.explain_error, output, values, index)
-                expect(error <= limit, right, f"the relative error is {error:.3g}", why, rank=rank)
+                at.at_most(what, error, ERROR if len(group) > 1 else 0.0, why)  # alone, a rank copies its values
 
 
 @pytest.mark.points(1)
@@ -76,16 +69,17 @@ def test_exact_values(submission):
             extreme = torch.tensor([2.0**-24, -(2.0**-24), 60_000, -60_000] * world)
             own.append([whole, extreme])
         for results, calls, group in run_calls(submission, own, wires=(BF16, F16)):
-            for place, (rank, output, exact, values, index) in enumerate(list_outputs(results, calls, group)):
-                wire, least = ((BF16, 1), (F16, 0))[place % 2]
+            for at, number, output, exact, why in list_outputs(results, calls, group):
+                wire, least = ((BF16, 1), (F16, 0))[number]
                 wrong = (output.double() - exact).abs() > FLOAT32 * exact.abs().clamp(min=least)
-                at = int(wrong.int().argmax())
-                got, wanted = format_distinct(float(output[at]), float(exact[at]))
-                name = str(wire).removeprefix("torch.")
-                right = f"values that {name} can represent are averaged with the accuracy of float32: {wanted}"
-                why = partial(causes.explain_error, output, values, index, wire)
-                is_right = not wrong.any() and bool(output.isfinite().all())
-                expect(is_right, right, f"entry {at} of the output is {got}", why, rank=rank)
+                entry = int(wrong.int().argmax())
+                got, wanted = format_distinct(float(output[entry]), float(exact[entry]))
+                at.claim(
+                    f"values that {show(wire)} can represent are averaged with the accuracy of float32: {wanted}",
+                    not wrong.any() and bool(output.isfinite().all()),
+                    f"entry {entry} of the output is {got}",
+                    partial(why, wire=wire),
+                )
 
 
 @pytest.mark.points(1)
@@ -96,16 +90,11 @@ def test_one_all_to_all(submission):
         size = len(groups[0])
         own = draw_normal(submission.rng, world, [size * 24] * 2)
         for results, calls, group in run_calls(submission, own, views=(True, False), wires=(BF16, F16), groups=groups):
-            for at, _, launched in list_steps(results.events, 2, group if size > 1 else []):
-                expect_one_launch(launched, size * 24, at["rank"])
-                is_right = not launched[0].sync and "launch" not in launched[0].wait_phases
-                right = "start_reduce_scatter returns without waiting for the all_to_all"
-                expect(is_right, right, "it waits", causes.BLOCKED, rank=at["rank"])
-            right = f"each rank of the group {join_names(group)} gets its part of the group's average"
-            for rank, output, exact, values, index in list_outputs(results, calls, group):
-                wrong = f"the output is wrong by up to {float((output.double() - exact).abs().max()):.3g}"
-                why = partial(causes.explain_error, output, values, index, world=world)
-                expect(torch.allclose(output.double(), exact, atol=0.05), right, wrong, why, rank=rank)
+            for step in each_step(results.events, 2, group if size > 1 else []):
+                launched = expect_one_launch(step, size * 24)
+                what = "start_reduce_scatter returns without waiting for the all_to_all"
+                launched.satisfy(what, lambda one: not one.sync and "launch" not in one.wait_phases, causes.BLOCKED)
+            expect_averages(f"each rank of the group {show(group)} gets its part", results, calls, group)
 
 
 KEPT = {  # what must stay as it is -> what a change says
@@ -123,23 +112,17 @@ def test_several_in_flight(submission):
         own = draw_normal(submission.rng, world, [world * numel for numel in (40, 40, 16, 40)])
         order = submission.rng.choice([[2, 0, 3, 1], [3, 2, 1, 0], [1, 3, 0, 2]])
         for results, calls, group in run_calls(submission, own, views=(False, True, True, False), order=order):
-            for at, _, launched in list_steps(results.events, 4, group):
-                rank, number = at["rank"], at["step"]
-                for key, (right, why) in KEPT.items():
+            for step in each_step(results.events, 4, group):
+                for key, (what, why) in KEPT.items():
                     is_free = len(group) == 1 and key in ("kept_input", "kept_output")
-                    is_right = is_free or results[rank][number][key]
-                    expect(is_right, right, "its values have changed", why, rank=rank)
-                raced = [x for x in launched if x.raced or not x.waits]
-                right = "the tensors of a launch stay as they are until its wait"
-                wrong = f"those of reduction {number} have changed before, or nothing waits for it"
-                why = causes.SHARED if raced and raced[0].waits else causes.UNAWAITED
-                expect(not raced, right, wrong, why, rank=rank)
-            right = f"four reductions in flight, awaited in the order {join_names(order)}, all get their averages"
-            for place, (rank, output, exact, values, index) in enumerate(list_outputs(results, calls, group)):
-                error = float((output - exact).abs().max())
-                wrong = f"the output of reduction {place % 4} is wrong by up to {error:.3g}"
-                why = partial(causes.explain_error, output, values, index)
-                expect(torch.allclose(output.double(), exact, atol=0.05), right, wrong, why, rank=rank)
+                    is_right = is_free or results[step.rank][step.number][key]
+                    step.claim(what, is_right, "its values have changed", why)
+                launched = step.launches()
+                launched.satisfy("a wait ends every launch", lambda one: bool(one.waits), causes.UNAWAITED)
+                what = "the tensors of a launch stay as they are until its wait"
+                launched.satisfy(what, is_unchanged, causes.SHARED)
+            what = f"four reductions in flight, awaited in the order {show(order)}, all get their averages"
+            expect_averages(what, results, calls, group)
 
 
 @pytest.mark.points(1)
@@ -148,14 +131,14 @@ def test_scratch(submission):
     [world] = submission.worlds(2)
     jobs = PerRank({"values": values} for [values] in draw_normal(submission.rng, world, [world * 4096]))
     results = submission.run(scenario.measure_scratch, jobs, world_size=world)
-    right = "after the wait, the scratch memory of a reduction is gone, even if its handle still exists"
     for rank, result in enumerate(results):
-        launched = launches(results.events[rank])
+        step = Step(results.events[rank], rank, None)
         if world > 1:
-            expect_one_launch(launched, world * 4096, rank)
-        wrong = f"{result['after']} bytes are alive. In flight, there were {result['during']}"
-        why = partial(causes.explain_scratch, result, launched)
-        expect(result["after"] <= 64, right, wrong, why, rank=rank)  # numbers may stay, tensors may not
+            expect_one_launch(step, world * 4096)
+        what = "after the wait, {} bytes of scratch memory are alive, even if the handle of the reduction still exists"
+        what += f" (in flight, there were {result['during']})"
+        # Numbers may stay, tensors may not.
+        step.at_most(what, result["after"], 64, partial(causes.explain_scratch, result, step.launches()))
     first, count = submission.rng.randrange(16), 6
     job = {"numel": LARGE, "count": count, "first": first}
     if run := run_with_little_memory(submission, scenario.reduce_many, job, mib=77, steps=count):
@@ -167,8 +150,8 @@ def test_scratch(submission):
             largest = max(largest, float(values.abs().max()))
         for rank, total in enumerate(results):
             error, limit = float((total - expected[rank]).abs().max()), count * largest * 2**-8
-            right = f"the outputs of {count} large reductions add up to the sum of the averages, within {limit:.3g}"
-            expect(error <= limit, right, f"the error is {error:.3g}", rank=rank)
+            what = f"the outputs of {count} large reductions add up to the sum of the averages, with an error of {{}}"
+            At(rank).at_most(what, error, limit)
 
 
 @pytest.mark.parts("Parts (c) to (e): the wrapper")
@@ -192,23 +175,20 @@ def test_gradients(submission):
         expect_interface(results, case)
     [world] = submission.worlds(2)
     job = JOB | {"dtypes": [(F64, True), (BF16, True), (F64, False), (F32, True)]}
-    right = "trainable weights in float64 or bfloat16 raise ValueError. Frozen ones in float64 are accepted"
+    wanted = ["ValueError", "ValueError", "accepted", "accepted"]
     for rank, answers in enumerate(submission.run(scenario.wrap_dtypes, job, world_size=world)):
-        wrong = f"the four answers are {join_names([answer or 'accepted' for answer in answers])}"
-        is_right = answers == ["ValueError", "ValueError", None, None]
-        expect(is_right, right, wrong, partial(causes.explain_refusals, answers), rank=rank)
+        what = "weights in float64 and bfloat16, frozen ones in float64, and float32 ones: {}"
+        got, why = [answer or "accepted" for answer in answers], partial(causes.explain_refusals, answers)
+        At(rank).equal(what, got, wanted, why)
     for is_zero in (False, True):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         results = submission.run(
             scenario.measure_kept, case.make_jobs(is_zero=is_zero, labels=None, **make_job(2)), world_size=world
         )
-        right = "after a step, the wrapper keeps no memory besides its buffers"
-        right += " (with ZeroOptimizer)" * is_zero
+        what = "after a step, the wrapper keeps {} bytes besides its buffers" + " (with ZeroOptimizer)" * is_zero
         for rank, kept in enumerate(results):
             for step, nbytes in enumerate(kept):
-                expect(
-                    nbytes <= 256, right, f"it keeps {nbytes} bytes more", causes.KEPT_BY_GROUP, rank=rank, step=step
-                )
+                At(rank, step).at_most(what, nbytes, 256, causes.KEPT_BY_GROUP)
 
 
 @pytest.mark.points(1)
@@ -219,9 +199,9 @@ def test_launches_overlap(submission):
         jobs = case.make_jobs(proven=1, **make_job(buckets_per_group))
         results = submission.run(training.train, jobs, world_size=world)
         buckets, groups = (list_groups(case.parameters(), world, length) for length in (1, buckets_per_group))
-        for at, events, launched in list_steps(results.events if world > 1 else [], 2):
-            expect_half(events, launched, at, buckets)
-            expect_overlap(events, launched, at, groups, buckets_per_group)
+        for step in each_step(results.events if world > 1 else [], 2):
+            expect_half(step, buckets)
+            expect_overlap(step, groups, buckets_per_group)
 
 
 @pytest.mark.points(1)
@@ -234,17 +214,17 @@ def test_zero_optimizer(submission):
         results = submission.run(m08_zero.train, jobs, world_size=world)
         expected, start = compute_weights(case, recipe), case.start()
         scale = 0.01 * 4 * max(case.largest_entries().values())
-        right = "after 4 steps of SGD with ZeroOptimizer, the weights are those of training in one process"
+        what = "after 4 steps of SGD with ZeroOptimizer, the weights differ by {} from those of training in one process"
         for rank in case.group:
-            why = partial(causes.explain_zero, launches(results.events[rank], 0))
+            why = partial(causes.explain_zero, Step(results.events[rank], rank, 0).launches())
             for name, value in expected.items():
                 error = float((results[rank]["weights"][name] - value).abs().max())
-                is_right = error <= GRADIENT * max(float((start[name] - value).abs().max()), scale)
-                expect(is_right, right, f"the weights differ by up to {error:.3g}", why, rank=rank, parameter=name)
+                limit = GRADIENT * max(float((start[name] - value).abs().max()), scale)
+                At(rank, parameter=name).at_most(what, error, limit, why)
         expect_same_bits([results[rank]["weights"] for rank in case.group], case.group, None, "weights")
         numel = compute_padded_numel(case.parameters().values(), world)
-        for at, _, launched in list_steps(results.events if world > 1 else [], 4):
-            expect_zero_bytes(launched, numel, at)
+        for step in each_step(results.events if world > 1 else [], 4):
+            expect_zero_bytes(step, numel)
         # Gradients that are whole numbers: 256 on rank 0, 255 on rank 1, ...
         inputs = [[[torch.full((200,), 256.0 - rank)]] for rank in range(world)]
         weights = {"weights": [torch.zeros(200)], "recipe": recipe | {"options": {"lr": 1.0}}}
@@ -253,11 +233,13 @@ def test_zero_optimizer(submission):
         for rank, result in enumerate(submission.run(m08_zero.train_dots, jobs, world_size=world)):
             [weight] = result["weights"].values()
             got, wanted = format_distinct(-float(weight.max()), mean)
-            right = f"a step of SGD with lr=1 subtracts the average of 256 to {257 - world}, which is {wanted}"
             is_rounded = -float(weight.max()) == float(torch.tensor(mean).bfloat16())
-            why = causes.ROUNDED_AGAIN if is_rounded else ""
-            is_right = bool(((weight + mean).abs() <= FLOAT32 * mean).all())
-            expect(is_right, right, f"it subtracts {got}", why, rank=rank)
+            At(rank).claim(
+                f"a step of SGD with lr=1 subtracts the average of 256 to {257 - world}, which is {wanted}",
+                bool(((weight + mean).abs() <= FLOAT32 * mean).all()),
+                f"it subtracts {got}",
+                causes.ROUNDED_AGAIN * is_rounded,
+            )
 
 
 @pytest.mark.parts("Part (f): what rounding loses")
@@ -272,20 +254,19 @@ def test_error_feedback(submission):
     [result] = submission.run(scenario.compress, {"values": steps}, world_size=world)
     first = result["errors"][0]
     is_right = first.dtype == F32 and first.shape == (64,) and not first.any()
-    right = "a new ErrorFeedback(64) has an error of 64 zeros in float32"
-    expect(is_right, right, f"{first.dtype}, {tuple(first.shape)}")
+    what, got = "a new ErrorFeedback(64) has an error of 64 zeros in float32", f"{first.dtype}, {tuple(first.shape)}"
+    At().claim(what, is_right, got)
     expected = compress_alone(steps, lambda values, error: (values + error, values + error))
     for number, (rounded, error) in enumerate(expected):
-        right = torch.equal(result["rounded"][number].float(), rounded) and result["rounded"][number].dtype == BF16
-        why = partial(causes.explain_feedback, steps, result)
-        got = f"call {number} returned {describe_first(result['rounded'][number], rounded)}"
-        expect(right, "compress returns values + error, rounded to bfloat16", got, why)
-        right = torch.equal(result["errors"][number + 1].float(), error) and result["errors"][number + 1].dtype == F32
-        got = f"after call {number}, error has {describe_first(result['errors'][number + 1], error)}"
-        expect(right, "error becomes values + error minus the rounded numbers, in float32", got, why)
-        expect(result["kept"][number], "compress does not change values", "it does", causes.VALUES_CHANGED)
-        right = "the result of compress is a new tensor, which later calls do not change"
-        expect(result["lasting"][number], right, "a later call changes it", causes.SAME_RESULT)
+        at, why = At(step=number), partial(causes.explain_feedback, steps, result)
+        actual, after = result["rounded"][number], result["errors"][number + 1]
+        is_right, got = actual.dtype == BF16 and torch.equal(actual.float(), rounded), describe_first(actual, rounded)
+        at.claim("compress returns values + error, rounded to bfloat16", is_right, f"it returned {got}", why)
+        is_right, got = after.dtype == F32 and torch.equal(after, error), describe_first(after, error)
+        at.claim("error becomes values + error minus the rounded numbers, in float32", is_right, f"it has {got}", why)
+        at.claim("compress does not change values", result["kept"][number], "it does", causes.VALUES_CHANGED)
+        what = "the result of compress is a new tensor, which later calls do not change"
+        at.claim(what, result["lasting"][number], "a later call changes it", causes.SAME_RESULT)
 
 
 # ---- what the checks use
@@ -313,34 +294,41 @@ def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
         yield results, [own[rank] for rank in group], group
         for rank in group if len(group) > 1 else []:
             for number, values in enumerate(own[rank]):
-                expect_one_launch(launches(results.events[rank], number), values.numel(), rank)
+                expect_one_launch(Step(results.events[rank], rank, number), values.numel())
 
 
 def list_outputs(results, calls, group):
-    """Yield (rank, output, exact average, the ranks' values, position in the group) for all outputs of each rank."""
+    """Yield (rank as a place, number of the call, output, exact average, cause) for all outputs of each rank."""
     for index, rank in enumerate(group):
         for number, result in enumerate(results[rank]):
-            values = [own[number] for own in calls]
+            values, output = [own[number] for own in calls], result["output"].cpu()
             average = sum(value.double() for value in values) / len(group)
-            yield rank, result["output"].cpu(), average.chunk(len(group))[index], values, index
+            why = partial(causes.explain_error, output, values, index, len(results))
+            yield At(rank), number, output, average.chunk(len(group))[index], why
 
 
-def expect_one_launch(launched, numel, rank):
-    """Expect that a reduction of `numel` elements launches one all_to_all, in 16 bits."""
-    is_right = [(launch.op, launch.nbytes) for launch in launched] == [("all_to_all", 2 * numel)]
-    right = f"a reduction of {numel} elements launches one all_to_all, of {2 * numel} bytes, and nothing else"
-    expect(is_right, right, summarize(launched), partial(causes.explain_calls, launched, numel), rank=rank)
+def expect_averages(what, results, calls, group):
+    """Expect all outputs of each rank of the group to be near the average."""
+    for at, number, output, exact, why in list_outputs(results, calls, group):
+        got = f"the output of reduction {number} is wrong by up to {float((output.double() - exact).abs().max()):.3g}"
+        at.claim(what, torch.allclose(output.double(), exact, atol=0.05), got, why)
+
+
+def expect_one_launch(step, numel):
+    """Expect that a reduction of `numel` elements launches one all_to_all, in 16 bits. Return it."""
+    launched, what = step.launches(), f"a reduction of {numel} elements launches one all_to_all, of {2 * numel} bytes, "
+    is_right = [(one.op, one.nbytes) for one in launched] == [("all_to_all", 2 * numel)]
+    return launched.claim(what + "and nothing else", is_right, cause=partial(causes.explain_calls, numel))
 
 
 def expect_same_bits(tensors_by_rank, group, step, kind="gradients"):
     """Expect all ranks of a group to have the same bits."""
-    first = tensors_by_rank[0]
-    right, wrong = f"all ranks have the same bits in their {kind}", f"they differ from those of rank {group[0]}"
+    first, got = tensors_by_rank[0], f"they differ from those of rank {group[0]}"
     for rank, tensors in zip(group, tensors_by_rank):
         for name, tensor in tensors.items():
-            is_right = (tensor is None and first[name] is None) or torch.equal(tensor, first[name])
-            why = causes.OWN_PART if kind == "gradients" else ""
-            expect(is_right, right, wrong, why, rank=rank, step=step, parameter=name)
+            is_same = (tensor is None and first[name] is None) or torch.equal(tensor, first[name])
+            why = causes.OWN_PART * (kind == "gradients")
+            At(rank, step, name).claim(f"all ranks have the same bits in their {kind}", is_same, got, why)
 
 
 def is_half(launched):
@@ -348,41 +336,46 @@ def is_half(launched):
     return {launch.op for launch in launched} == {"all_to_all", "all_gather"}
 
 
-def expect_half(events, launched, at, buckets):
+def expect_half(step, buckets):
     """Expect one all_to_all for each bucket, and all_gathers of as many bytes."""
-    nbytes = [2 * numel for _, numel, _ in buckets]
-    exchanges, gathers = ([x for x in launched if x.op == op] for op in ("all_to_all", "all_gather"))
-    is_right = [x.nbytes for x in exchanges] == nbytes and "float16" not in {x.dtype for x in exchanges}
-    right = f"one all_to_all in bfloat16 for each of {len(nbytes)} buckets, of {join_names(nbytes)} bytes"
-    why = partial(causes.explain_buckets, launched, nbytes)
-    expect(is_right, right, summarize(launched), why, **at)
-    is_right = sum(x.nbytes for x in gathers) == sum(nbytes) and "float16" not in {x.dtype for x in gathers}
-    is_right &= len(exchanges) + len(gathers) == len(launched)
-    right = f"all_gathers of {sum(nbytes)} bytes together, in bfloat16, and nothing else, complete the gradients"
-    wrong = summarize([x for x in launched if x.op != "all_to_all"])
-    expect(is_right, right, wrong, partial(causes.explain_gathers, gathers, nbytes), **at)
-    expect_waited(Step(events, at["rank"], at["step"]).launches())
+    launched, nbytes = step.launches(), [2 * numel for _, numel, _ in buckets]
+    exchanges, others = step.launches("all_to_all"), launched.where(lambda one: one.op != "all_to_all")
+    launched.claim(
+        f"one all_to_all in bfloat16 for each of {len(nbytes)} buckets, of {show(nbytes)} bytes",
+        [one.nbytes for one in exchanges] == nbytes and "float16" not in {one.dtype for one in exchanges},
+        cause=partial(causes.explain_buckets, nbytes),
+    )
+    others.claim(
+        f"all_gathers of {sum(nbytes)} bytes together, in bfloat16, and nothing else, complete the gradients",
+        {one.op for one in others} == {"all_gather"}
+        and sum(one.nbytes for one in others) == sum(nbytes)
+        and "float16" not in {one.dtype for one in others},
+        cause=partial(causes.explain_gathers, nbytes),
+    )
+    expect_waited(launched)
 
 
-def expect_overlap(events, launched, at, groups, buckets_per_group):
+def expect_overlap(step, groups, buckets_per_group):
     """Expect the all_to_alls of each group during backward, before the next group is complete, and no early wait."""
-    exchanges = [x for x in launched if x.op == "all_to_all"]
-    ready_at = {name: place for place, name in list_ready_gradients(events, at["step"])}
-    at_once = [x for x in launched if waits_at_once(x, ready_at.values())]
+    exchanges, ready_at = step.launches("all_to_all"), {name: place for place, name in step.ready}
+    at_once = step.launches().where(lambda one: waits_at_once(one, ready_at.values()))
     for number, (*_, names) in enumerate(groups):
-        own = exchanges[number * buckets_per_group : (number + 1) * buckets_per_group]
+        own = Launches(exchanges[number * buckets_per_group : (number + 1) * buckets_per_group], step)
         after = groups[number + 1][-1] if number + 1 < len(groups) else []
-        late = [x for x in own if x.phase != "backward" or after and x.place > max(ready_at[name] for name in after)]
-        right = f"during backward, group {number} is launched before the next group is complete"
-        when = late[0].phase if late else ""
-        wrong = f"it was launched in {when}. These gradients were ready: {join_names(after or names)}"
-        expect(not late, right, wrong, causes.LATE, **at)
-        blocking = [x for x in own if blocks_backward(x, after, ready_at)] if after else [x for x in own if x.sync]
-        right = f"backward does not wait for group {number} before gradients of the next group are ready"
-        expect(not blocking, right, "it waits earlier", causes.BLOCKED if at_once else "", **at)
-    gathers = [x for x in at_once if x.op == "all_gather"]
-    right = "backward does not wait for an all_gather where it is launched"
-    expect(not gathers, right, f"it waits for {summarize(gathers)}", causes.BLOCKED, **at)
+        end = max((ready_at[name] for name in after), default=float("inf"))
+        own.satisfy(
+            f"during backward, group {number} is launched before the next group is complete",
+            lambda one, end=end: one.phase == "backward" and one.place < end,
+            causes.LATE,
+            f"{{these}} came later. These gradients were ready: {show(after or names)}",
+        )
+        own.satisfy(
+            f"backward does not wait for group {number} before gradients of the next group are ready",
+            lambda one, after=after: not (blocks_backward(one, after, ready_at) if after else one.sync),
+            causes.BLOCKED * bool(at_once),
+        )
+    gathers = at_once.where(lambda one: one.op == "all_gather")
+    gathers.are_none("backward waits at once for none of the all_gathers that it launches", causes.BLOCKED)
 
 
 def waits_at_once(launch, ready):
@@ -391,18 +384,13 @@ def waits_at_once(launch, ready):
     return launch.sync or (is_early and not any(launch.place < place < launch.waits[0] for place in ready))
 
 
-def expect_zero_bytes(launched, numel, at):
+def expect_zero_bytes(step, numel):
     """Expect 16-bit all_to_alls of all gradients, and float32 all_gathers of all weights in the optimizer's step."""
-    why = partial(causes.explain_zero, launched)
-    for phases, op, nbytes, right in (
-        (
-            ("backward", "finish"),
-            "all_to_all",
-            2 * numel,
-            "backward and finish launch all_to_alls of {} bytes together",
-        ),
-        (("step",), "all_gather", 4 * numel, "the optimizer's step gathers the weights in float32, {} bytes"),
+    for phases, op, nbytes, where in (
+        (("backward", "finish"), "all_to_all", 2 * numel, "backward and finish launch"),
+        (("step",), "all_gather", 4 * numel, "the optimizer's step launches, for weights in float32,"),
     ):
-        own = [x for x in launched if x.phase in phases]
-        is_right = {x.op for x in own} == {op} and sum(x.nbytes for x in own) == nbytes
-        expect(is_right, right.format(nbytes) + ", and nothing else", summarize(own), why, **at)
+        own = step.launches().where(in_phase(*phases))
+        is_right = {one.op for one in own} == {op} and sum(one.nbytes for one in own) == nbytes
+        what = f"{where} {op}s of {nbytes} bytes together, and nothing else"
+        own.claim(what, is_right, cause=causes.explain_zero)

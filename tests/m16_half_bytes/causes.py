@@ -27,11 +27,8 @@ FLOAT16 = "gradients above 65504 are infinite in float16. The wrapper uses bfloa
 WIDE_GATHER = "the averages are gathered in float32."
 
 
-def explain_error(output, values, index, wire=torch.bfloat16, world=None):
-    """Return why the output of the rank at `index` of a group is not the average of the ranks' values.
-
-    `world` is the number of all ranks, if it is larger than the group.
-    """
+def explain_error(output, values, index, world, wire=torch.bfloat16):
+    """Return why the output of the rank at `index` of a group is not the average of the values. `world` counts all."""
     size = len(values)
     parts = [value.chunk(size)[index] for value in values]
     sent = [part.to(wire) for part in parts]
@@ -56,7 +53,7 @@ def explain_error(output, values, index, wire=torch.bfloat16, world=None):
             (f"this is part {i} of the average, but the rank's part is {index}.", sum(others) / size)
             for i, others in enumerate(zip(*(value.chunk(size) for value in values)))
         ),
-        ("the sum is divided by the size of the world instead of the group's.", average * size / (world or size)),
+        ("the sum is divided by the size of the world instead of the group's.", average * size / world),
     ):
         fits, is_right = (torch.allclose(wrong, other, rtol=0.02, atol=0.01 * scale) for other in (output, average))
         if fits and not is_right:
@@ -64,7 +61,7 @@ def explain_error(output, values, index, wire=torch.bfloat16, world=None):
     return ""
 
 
-def explain_calls(launched, numel):
+def explain_calls(numel, launched):
     """Return why a reduction's launches are not one all_to_all in 16 bits."""
     ops = {launch.op for launch in launched}
     if ops & {"reduce_scatter", "all_reduce"}:
@@ -76,7 +73,7 @@ def explain_calls(launched, numel):
     return ""
 
 
-def explain_buckets(launched, nbytes):
+def explain_buckets(nbytes, launched):
     """Return why a step does not have one 16-bit all_to_all per bucket."""
     exchanges = [launch for launch in launched if launch.op == "all_to_all"]
     if "float16" in {launch.dtype for launch in exchanges}:
@@ -97,7 +94,7 @@ def explain_scratch(result, launched):
     return KEPT_ELSEWHERE if result["without"] else KEPT
 
 
-def explain_gathers(gathers, nbytes):
+def explain_gathers(nbytes, gathers):
     """Return why a step's all_gathers do not carry all averages in 16 bits."""
     if "float16" in {launch.dtype for launch in gathers}:
         return FLOAT16
