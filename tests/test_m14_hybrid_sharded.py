@@ -5,17 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import (
-    MANY_STEPS,
-    ONE_STEP,
-    expect,
-    expect_equal,
-    format_distinct,
-    join_names,
-    list_steps,
-    replace_cause,
-)
-from brigade.events import list_backward_passes, list_ready_gradients, summarize
+from brigade.checks.claims import At, before, each_step, is_unchanged, show
+from brigade.checks.expectations import MANY_STEPS, ONE_STEP, expect_equal, format_distinct, replace_cause
+from brigade.events import list_backward_passes
 from brigade.runner.ranks import PerRank
 from helpers.units import make_jobs
 from m11_fully_sharded import scenario as fully_sharded
@@ -42,12 +34,12 @@ def test_grid(submission):
     for arguments, answer in zip(grids + wrong, answers):
         call = f"plan_grid{arguments}"
         if arguments in wrong:
-            expect(answer == "ValueError", f"{call} raises ValueError", f"it returned {answer}", causes.NO_ERROR)
+            At().claim(f"{call} raises ValueError", answer == "ValueError", f"it returned {answer}", causes.NO_ERROR)
             continue
         expected = [sorted(groups) for groups in make_grid(list(range(arguments[0])), arguments[1])]
         got = answer if isinstance(answer, str) else [sorted(map(sorted, groups)) for groups in answer]
-        why = partial(causes.explain_groups, got, expected) if got != answer or got and got[0] else ""
-        expect(got == expected, f"{call} returns {expected[0]} and {expected[1]}", f"it returned {answer}", why)
+        what, why = f"{call} returns {expected[0]} and {expected[1]}", partial(causes.explain_groups, got, expected)
+        At().claim(what, got == expected, f"it returned {answer}", why)
 
 
 @pytest.mark.parts("Part (b): the traffic")
@@ -70,9 +62,9 @@ def test_traffic(submission):
         expected = [inner, 2 * numel * itemsize / shards * (replicas - 1) / replicas]
         why = partial(causes.explain_traffic, got, expected, arguments)
         for name, value, exact in zip(("inner", "outer"), got, expected):
-            right_text, text = format_distinct(exact, value)
-            right = f"plan_traffic{arguments} has {name} = {right_text} bytes"
-            expect(abs(value - exact) <= 1 + 1e-9 * exact, right, f"{text} bytes", why)
+            wanted, text = format_distinct(exact, value)
+            what = f"plan_traffic{arguments} has {name} = {wanted} bytes"
+            At().claim(what, abs(value - exact) <= 1 + 1e-9 * exact, f"{text} bytes", why)
 
 
 # ---- the wrapper
@@ -101,12 +93,11 @@ def test_same_start(submission):
         )
         sizes = [numel // grid.shards for numel in grid.list_numels()]
         for rank in case.group:
-            shard_ranks, _ = grid.get_groups(rank)
-            ranks, numels = results[rank]["interface"]["process_group"], results[rank]["numels"]
-            right, wrong = f".process_group is the shard group, ranks {shard_ranks}", f"ranks {ranks}"
-            expect(ranks == shard_ranks, right, wrong, causes.OTHER_GROUP, rank=rank)
-            right = f"with {grid.shards} ranks in a shard group, shards() have {join_names(sizes)} elements"
-            expect(numels == sizes, right, f"{join_names(numels)} elements", rank=rank)
+            at, (shard_ranks, _), result = At(rank), grid.get_groups(rank), results[rank]
+            ranks = result["interface"]["process_group"]
+            at.equal("the ranks of .process_group, the shard group, are {}", ranks, shard_ranks, causes.OTHER_GROUP)
+            what = f"with {grid.shards} ranks in a shard group, shards() have {{}} elements"
+            at.equal(what, result["numels"], sizes)
 
 
 @pytest.mark.points(4)
@@ -123,8 +114,8 @@ def test_weights_equal_plain_training(submission):
     ]
     for case, grid, results in run_cases(submission, scenario.train, settings, **DOUBLE, steps=2):
         for rank in case.group:
-            right = "after finish_grad_sync every shard has a gradient"
-            expect(not any(results[rank]["missing"]), right, "shard.grad is None for some shards", rank=rank)
+            what, is_right = "after finish_grad_sync every shard has a gradient", not any(results[rank]["missing"])
+            At(rank).claim(what, is_right, "shard.grad is None for some shards")
         expect_equal(
             "after finish_grad_sync the shards of each node have the gradients averaged over all ranks of the grid",
             [grid.join([results[rank]["gradients"][0] for rank in node]) for node in grid.nodes],
@@ -150,8 +141,8 @@ def test_collectives(submission):
         ("Buffers", [0, 2], 1, {}),
     ]
     for case, grid, results in run_cases(submission, scenario.train, settings, steps=2, hidden_layers=4):
-        for at, _, launched in list_steps(results.events, 2, case.group):
-            expect_collectives(results.events, launched, grid, at)
+        for step in each_step(results.events, 2, case.group):
+            expect_collectives(step, grid, results.events)
 
 
 @pytest.mark.points(3)
@@ -165,8 +156,8 @@ def test_overlap(submission):
         ("Blocks", ALL, 2, {"forward": "narrow norms"}),
     ]
     for (*_, own), (case, grid, results) in zip(settings, run_cases(submission, scenario.train, settings, **options)):
-        for at, events, launched in list_steps(results.events, 2, case.group if len(grid.nodes) > 1 else []):
-            expect_overlap(events, launched, grid, 1 + ("forward" in own), at)
+        for step in each_step(results.events, 2, case.group if len(grid.nodes) > 1 else []):
+            expect_overlap(step, grid, 1 + ("forward" in own))
 
 
 @pytest.mark.points(1)
@@ -182,8 +173,8 @@ def test_unusual_orders(submission):
     for order, (case, _, results) in zip(orders, outcomes):
         what = " ".join(order) if isinstance(order, tuple) else order
         refusals = [result["refusal"] for result in results if "refusal" in result]
-        right = f"a step with {what} is right"
-        expect(not refusals or fully_sharded.EVALUATION not in order, right, f"RuntimeError: {refusals[:1]}")
+        is_right = not refusals or fully_sharded.EVALUATION not in order
+        At().claim(f"a step with {what} is right", is_right, f"RuntimeError: {refusals[:1]}")
         if not refusals:
             expect_trained(results, case, f"weights after 2 steps with {what}")
 
@@ -196,10 +187,10 @@ def test_clipping_and_checkpoints(submission):
     [(case, _, clipped), (whole, _, saved)] = run_cases(submission, scenario.train, settings, **DOUBLE, steps=2)
     weights, norms, _ = train_plain(case, max_norm=0.1)
     for rank, result in enumerate(clipped):
-        right, got = format_distinct(norms[0], result["norms"][0][0])
-        is_right = abs(result["norms"][0][0] - norms[0]) <= 1e-5 * norms[0]
-        right = f"clip_grad_norm_ returns the norm of all gradients, {right}"
-        expect(is_right, right, f"it returned {got}", causes.NORM, rank=rank)
+        norm = result["norms"][0][0]
+        wanted, got = format_distinct(norms[0], norm)
+        what = f"clip_grad_norm_ returns the norm of all gradients, {wanted}"
+        At(rank).claim(what, abs(norm - norms[0]) <= 1e-5 * norms[0], f"it returned {got}", causes.NORM)
     # torch adds 1e-6 to the norm. It is right to add it or not.
     expect_trained(clipped, case, "weights after 2 steps with gradients clipped to 0.1", weights, 1e-4)
     expect_trained(saved, whole, "weights in a state dict after 2 steps", train_plain(whole, range(2))[0])
@@ -218,8 +209,8 @@ def test_no_replica_sync(submission):
     few = {"steps": 2, "orders": orders[:2]}
     settings = [("Blocks", ALL, 2, {}), ("FrozenBlocks", ALL, 1, few)]
     for case, grid, results in run_cases(submission, scenario.accumulate, settings, **options):
-        for at, events, launched in list_steps(results.events, len(case.batches[0]), case.group):
-            expect_accumulation(events, launched, orders[at["step"]], grid, at)
+        for step in each_step(results.events, len(case.batches[0]), case.group):
+            expect_accumulation(step, orders[step.number], grid)
         evidence = partial(causes.explain_nodes, results, grid)
         suspects = partial(causes.suspect_forgotten, case, options["orders"])
         what = "weights after steps of three micro-batches"
@@ -292,103 +283,100 @@ def expect_trained(results, case, what, weights=None, tolerance=MANY_STEPS, evid
     expect_equal(what, state, expected, ranks=case.group, tolerance=tolerance, **more)
 
 
-def split(launched, groups):
+def split(step, grid):
     """Return a rank's launches across nodes, those inside the node, and those in other groups."""
-    shard_ranks, replica_ranks = groups
-    is_alone = shard_ranks == replica_ranks  # in a grid of one rank
-    crossing = [x for x in launched if x.ranks == replica_ranks and not is_alone]
-    inner = [x for x in launched if x.ranks == shard_ranks]
-    return crossing, inner, [x for x in launched if x not in crossing and x not in inner]
+    launched, (shard_ranks, replica_ranks) = step.launches(), grid.get_groups(step.rank)
+    crossing = launched.where(lambda one: one.ranks == replica_ranks != shard_ranks)  # none in a grid of one rank
+    inner = launched.where(lambda one: one.ranks == shard_ranks)
+    return crossing, inner, launched.where(lambda one: one.ranks not in (shard_ranks, replica_ranks))
 
 
-def expect_collectives(events, launched, grid, at):
+def expect_collectives(step, grid, records):
     """Expect the collectives of a step in a rank's two groups, and none in other groups."""
-    groups, whole = grid.get_groups(at["rank"]), grid.list_numels()
-    crossing, inner, others = split(launched, groups)
-    expected = sorted(numel // grid.shards for numel in whole) if len(groups[1]) > 1 else []
-    is_right = all(x.op == "all_reduce" for x in crossing) and sorted(x.numel for x in crossing) == expected
-    right = f"a step makes {len(expected) or 'no'} all-reduces in the replica group {groups[1]}"
-    right += f", of {join_names(expected, 9)} elements" if expected else ""
-    why = partial(causes.explain_crossing, events, grid, at["rank"], crossing)
-    expect(is_right, right, f"in this group it makes {summarize(crossing)}", why, **at)
-    right = f"all collectives of a step are in the shard group {groups[0]} or in the replica group {groups[1]}"
-    expect(not others, right, f"{summarize(others)} in {join_names({str(x.ranks) for x in others})}", **at)
+    (shard_ranks, replica_ranks), whole = grid.get_groups(step.rank), grid.list_numels()
+    crossing, inner, others = split(step, grid)
+    numels = sorted(numel // grid.shards for numel in whole) if len(replica_ranks) > 1 else []
+    crossing.claim(
+        f"a step makes {len(numels) or 'no'} all-reduces in the replica group {replica_ranks}"
+        + f", of {show(numels)} elements" * bool(numels),
+        sorted((one.op, one.numel) for one in crossing) == [("all_reduce", numel) for numel in numels],
+        "in this group it makes {these}",
+        partial(causes.explain_crossing, records, grid),
+    )
+    what = f"all collectives of a step are in the shard group {shard_ranks} or in the replica group {replica_ranks}"
+    others.claim(what, not others, f"{{these}} in {show({str(one.ranks) for one in others})}")
     units = [a + b for a, b in zip(grid.list_units(True), grid.list_units(False))]
     times = 2 if grid.is_resharded else 1
-    wanted = {"all_gather": sorted(units[0] + sum(units[1:], []) * times), "reduce_scatter": sorted(whole)}
-    got = {op: sorted(x.numel for x in inner if x.op == op and x.numel > 16) for op in {x.op for x in inner}}
-    got = {op: numels for op, numels in got.items() if numels}
-    right = f"in the shard group, a step gathers the root once and each other unit {times} times, and reduces each "
-    right += f"once: {sum(map(sum, wanted.values()))} elements with padding"
-    wrong = f"{sum(map(sum, got.values()))} elements: {summarize(inner, 20)}"
-    expect(grid.shards == 1 or got == wanted, right, wrong, **at)
+    gathered = units[0] + sum(units[1:], []) * times
+    wanted = sorted([("all_gather", numel) for numel in gathered] + [("reduce_scatter", numel) for numel in whole])
+    made = sorted((one.op, one.numel) for one in inner if one.numel > 16)
+    inner.claim(
+        f"in the shard group, a step gathers the root once and each other unit {times} times, and reduces each once: "
+        f"{sum(gathered + whole)} elements with padding",
+        grid.shards == 1 or made == wanted,
+        f"{sum(numel for _, numel in made)} elements: {{these}}",
+    )
 
 
-def expect_overlap(events, launched, grid, dtypes, at):
+def expect_overlap(step, grid, dtypes):
     """Expect each unit's all-reduces between its reduce-scatters and the gradients of the next unit but one.
 
     `dtypes` is the number of dtypes in each unit except the root.
     """
-    crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
-    reduced = [x for x in inner if x.op == "reduce_scatter"]
+    crossing, inner, _ = split(step, grid)
+    reduced = inner.where(lambda one: one.op == "reduce_scatter")
     units = list_units(grid.case)
     count, ready = len(units), {unit: [] for unit in range(len(units))}
-    for place, name in list_ready_gradients(events, at["step"]):
+    for place, name in step.ready:
         ready[next(unit for unit, names in enumerate(units) if name in names)].append(place)
     order = [unit for unit in reversed(range(count)) for _ in range(dtypes if unit else 1)]  # one launch per dtype
-    right = f"a step of {count} units makes {len(order)} reduce-scatters and {len(order)} all-reduces"
-    is_right = len(reduced) in (len(order), 0) and len(crossing) == len(order)
-    expect(is_right, right, summarize(crossing + reduced), **at)
-    end = next(place for place, event in enumerate(events) if place > max(ready[0]) and event.get("phase") == "step")
+    step.launches().where(lambda one: one.op != "all_gather").claim(
+        f"a step of {count} units makes {len(order)} reduce-scatters and {len(order)} all-reduces",
+        len(reduced) in (len(order), 0) and len(crossing) == len(order),
+    )
+    end = next(
+        place for place, event in enumerate(step.events) if place > max(ready[0]) and event.get("phase") == "step"
+    )
     for number, (unit, launch) in enumerate(zip(order, crossing)):
         name = f"the all-reduce of unit {unit}" if unit else "the all-reduce of the root"
-        expect(not launch.sync, f"{name} is launched without waiting", "the launch blocks", causes.SYNC, **at)
+        step.claim(f"{name} is launched without waiting", not launch.sync, "the launch blocks", causes.SYNC)
         if reduced:
-            waits = reduced[number].waits
-            is_late = bool(waits) and launch.place > waits[0]
-            expect(is_late, f"{name} comes after the wait for its reduce-scatter", "it comes earlier", **at)
-        is_awaited = bool(launch.waits) and launch.waits[0] < end
-        expect(is_awaited, f"a rank waits for {name} before the optimizer's step", "it does not", **at)
+            is_after = any(wait < launch.place for wait in reduced[number].waits)
+            step.claim(f"{name} comes after the wait for its reduce-scatter", is_after, "it comes earlier")
+        is_awaited = any(wait < end for wait in launch.waits)
+        step.claim(f"a rank waits for {name} before the optimizer's step", is_awaited, "it does not")
         if unit >= 3:
-            right = f"{name} is launched before the first gradient of unit {unit - 2} is ready"
-            is_last = crossing[0].place > max(sum(ready.values(), []))
-            why = causes.IN_FINISH if is_last else ""
-            expect(launch.place < min(ready[unit - 2]), right, "it is launched later", why, **at)
-            right = f"no rank waits for {name} before the last gradient of unit {unit - 2} is ready"
-            is_right = launch.waits[0] > max(ready[unit - 2])
-            is_first = order[number + 1] == unit  # of two dtypes: with one, the rank does not wait earlier
-            why = causes.AWAITED_IN_UNIT if is_first else causes.AWAITED_AT_ONCE
-            expect(is_right, right, "the rank waited earlier", why, **at)
-    raced = [x for x in crossing if x.raced]
-    expect(not raced, "no shard's gradient changes before wait()", f"{len(raced)} of {len(order)} changed", **at)
+            why = causes.IN_FINISH * (crossing[0].place > step.ready[-1][0])
+            what = f"{name} is launched before the first gradient of unit {unit - 2} is ready"
+            step.claim(what, launch.place < min(ready[unit - 2]), "it is launched later", why)
+            # Of two dtypes, the first: with one, the rank does not wait earlier.
+            why = causes.AWAITED_IN_UNIT if order[number + 1] == unit else causes.AWAITED_AT_ONCE
+            what = f"no rank waits for {name} before the last gradient of unit {unit - 2} is ready"
+            step.claim(what, launch.waits[0] > max(ready[unit - 2]), "the rank waited earlier", why)
+    crossing.satisfy("no shard's gradient changes before wait()", is_unchanged)
 
 
-def expect_accumulation(events, launched, order, grid, at):
+def expect_accumulation(step, order, grid):
     """Expect all-reduces only after the last backward of a step has begun, and a reduction for each finish."""
-    crossing, inner, _ = split(launched, grid.get_groups(at["rank"]))
-    passes, count = list_backward_passes(events, at["step"]), len(grid.list_numels())
-    last = passes[-1]
-    early = [x for x in crossing if x.place < last]
-    reduced = [x for x in inner if x.op == "reduce_scatter"]
+    crossing, inner, _ = split(step, grid)
+    passes = list_backward_passes(step.events, step.number)
+    count = len(grid.list_numels()) * (grid.case.world_size > 1)
+    early, reduced = crossing.where(before(passes[-1])), inner.where(lambda one: one.op == "reduce_scatter")
     finishes = {IN_BLOCKS: 3, NESTED: 3, QUIET: 2, UNSYNCED: 1, REPEATED: 3, CROSSED: 3}[order]
-    late = sum(x.phase != "backward" for x in reduced)
-    is_late = late > finishes and order != UNSYNCED
-    right = f"with {order}, only the last of three backward passes makes all-reduces across nodes: {count}"
-    got = f"{len(crossing)} all-reduces, {len(early)} of them before the last backward"
-    blame = causes.NO_SYNC if is_late else causes.BLOCK_IGNORED
-    why = blame if early else causes.NOT_RESTORED if order == NESTED else ""
-    if order == CROSSED:
-        why = partial(causes.explain_crossed, [sum(x.place > place for x in crossing) for place in passes])
-    is_right = len(crossing) == count and not early
+    late = reduced.where(lambda one: one.phase != "backward")
+    is_late = len(late) > finishes and order != UNSYNCED
     if order == REPEATED:
-        right, is_right = (
-            f"with {order}, each finish makes {count} all-reduces across nodes",
-            len(crossing) == 3 * count,
+        what = f"with {order}, the finishes make {{}} across nodes, {count} all-reduces each"
+        crossing.are_so_many(what, finishes * count)
+    else:
+        crossing.claim(
+            f"with {order}, only the last of three backward passes makes all-reduces across nodes: {count}",
+            len(crossing) == count and not early,
+            f"{{count}} all-reduces, {len(early)} of them before the last backward",
+            partial(causes.explain_accumulation, order, passes, is_late),
         )
-        got, why = f"{len(crossing)} all-reduces", ""
-    expect(grid.case.world_size == 1 or is_right, right, got, why, **at)
     if grid.shards > 1:
-        right = f"with {order}, each of the {finishes} finishes completes {count} reduce-scatters inside the node"
-        expect(len(reduced) == finishes * count, right, f"the step makes {len(reduced)}", **at)
-        right = f"with {order}, reduce-scatters are launched during backward"
-        expect(not is_late, right, f"{late} come after it", causes.NO_SYNC, **at)
+        what = f"with {order}, {finishes} finishes complete {{}} inside the node, {count} reduce-scatters each"
+        reduced.are_so_many(what, finishes * count)
+        what, got = f"with {order}, reduce-scatters are launched during backward", f"{len(late)} come after it"
+        reduced.claim(what, not is_late, got, causes.NO_SYNC)

@@ -5,7 +5,7 @@ import copy
 from brigade.checks.diagnose.evidence import TOO_LARGE, Evidence, is_averaged
 from brigade.events import launches
 from m11_fully_sharded.expected import train_plain
-from m14_hybrid_sharded.scenario import REPEATED
+from m14_hybrid_sharded.scenario import CROSSED, NESTED, REPEATED
 
 NO_ERROR = "a grid that does not divide, or without ranks, is not refused. Raise ValueError."
 SWAPPED = "the two kinds of groups are exchanged: a shard group consists of consecutive ranks."
@@ -52,9 +52,11 @@ def uses_other_group(events, rank, grids):
 
 
 def explain_groups(got, expected):
-    """Return why plan_grid returned other groups than expected."""
+    """Return why plan_grid returned other groups than expected, or the name of an exception."""
     if got == expected[::-1]:
         return SWAPPED
+    if isinstance(got, str) or not got:
+        return ""
     is_strided = all(group[1] - group[0] > 1 for group in got[0] if len(group) > 1)
     return NOT_CONSECUTIVE if is_strided and sorted(sum(got[0], [])) == sorted(sum(expected[0], [])) else ""
 
@@ -121,22 +123,26 @@ def find_mistake(events, grid):
     return Evidence()
 
 
-def explain_crossing(events, grid, rank, crossing):
+def explain_crossing(events, grid, crossing):
     """Return why a rank's launches in the replica group, `crossing`, are not one all-reduce per shard."""
-    if len(grid.get_groups(rank)[1]) == 1:
+    if len(grid.get_groups(crossing.step.rank)[1]) == 1:
         return NO_REPLICAS
     return find_mistake(events, grid).mistake or ("" if crossing else NOT_CROSSED)
 
 
-def explain_crossed(since):
-    """Return why one block from the first of three backward passes to the last forward has no effect on all passes.
+def explain_accumulation(order, passes, is_late, crossing):
+    """Return why not all gradients cross in the last of three backward passes, which begin at these places.
 
-    `since` has the number of all-reduces since each pass has begun. Earlier orders of calls were right.
+    `is_late` says that reductions inside the node wait for a finish. The orders before CROSSED, in which one block
+    lasts from the first backward to the last forward, were right.
     """
+    since = [sum(one.place > place for one in crossing) for place in passes]
     first, second, last = since[0] - since[1], since[1] - since[2], since[2]
-    if first and not last:
-        return READ_IN_FORWARD
-    return ENDED_BY_FINISH if second and not first else ""
+    if order == CROSSED:
+        return READ_IN_FORWARD if first and not last else ENDED_BY_FINISH if second and not first else ""
+    if len(crossing) > last:
+        return NO_SYNC if is_late else BLOCK_IGNORED
+    return NOT_RESTORED * (order == NESTED)
 
 
 def suspect_forgotten(case, orders):
