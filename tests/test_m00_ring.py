@@ -1,13 +1,16 @@
 """Graded checks of module 0: an all-reduce made of messages."""
 
+from collections import Counter
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
 
+from brigade.checks.claims import At, each_step, is_unchanged
 from brigade.checks.diagnose.evidence import join_names
-from brigade.checks.expectations import expect, expect_equal, format_ranks, replace_cause
-from brigade.events import launches, summarize
+from brigade.checks.expectations import expect_equal, format_ranks, replace_cause
+from brigade.events import OPPOSITES
 from brigade.runner.ranks import PerRank
 from helpers.memory import WORLD, average, draw_sample, expect_delivered, run_with_little_memory
 from m00_ring import causes, scenario
@@ -28,21 +31,16 @@ def test_shard_batch(submission):
         for rank, size in [(rank, world_size) for world_size in (1, 2, 3, 4) for rank in range(world_size)]:
             rows, count = answers.pop(0).get("rows"), len(batch) // size
             start, end = rank * count, (rank + 1) * count
+            what = f"for a batch of {len(batch)} rows, shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}]"
             is_right = isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end])
-            right = f"for a batch of {len(batch)} rows, shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}]"
             why = partial(causes.explain_rows, rows, batch, rank, size)
-            expect(is_right, right, describe_rows(rows, batch), why)
+            At().claim(what, is_right, describe_rows(rows, batch), why)
     for num_rows in (7, 1):
         batch = draw(submission, (num_rows, 2), torch.float64)
         [answers] = submission.run(scenario.shard, batch, [2, 3, 4], world_size=world)
         for answer, size in zip(answers, [2] * 2 + [3] * 3 + [4] * 4):
-            right = (
-                f"shard_batch raises ValueError on every rank for {num_rows} row{'s'[: num_rows - 1]} and {size} ranks"
-            )
-            wrong = f"shard_batch raised {answer.get('error')}"
-            if "rows" in answer:
-                wrong = f"shard_batch returned a tensor of shape {tuple(answer['rows'].shape)}"
-            expect(answer.get("error") == "ValueError", right, wrong, causes.UNEVEN)
+            what = f"on every rank, shard_batch raises {{}} for a batch of length {num_rows} and {size} ranks"
+            At().equal(what, answer.get("error", "no exception"), "ValueError", causes.UNEVEN)
 
 
 @pytest.mark.parts("Part (b): through a root")
@@ -51,9 +49,9 @@ def test_sum_through_the_root(submission):
     """The sum goes through rank 0 of the group. Every other rank sends one message and receives one."""
     for group, tensors, results in run(submission, "all_reduce_via_root", (24, 5, 1)):
         expect_sums(results, tensors, group, "all_reduce_via_root")
-        for step, rank in ((step, rank) for step in range(len(tensors)) for rank in group):
-            peers = group[1:] if rank == group[0] else group[:1]
-            expect_messages(results, rank, step, peers, peers, causes.OTHER_ROOT if group[0] else "")
+        for step in each_step(results.events, len(tensors), group):
+            peers = group[1:] if step.rank == group[0] else group[:1]
+            expect_messages(step, peers, peers, causes.OTHER_ROOT if group[0] else "")
 
 
 @pytest.mark.parts("Parts (c) and (d): the first lap")
@@ -92,9 +90,8 @@ def test_ring_all_reduce(submission):
     names = ["all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"]
     [errors] = submission.run(scenario.refuse, {"functions": names}, world_size=world)
     for name, error in zip(names, errors):
-        right = f"{name} raises ValueError for a tensor that is not contiguous"
-        wrong = f"{name} raised {error or 'no exception'}"
-        expect(error == "ValueError", right, wrong, causes.NOT_CONTIGUOUS)
+        what = f"{name} raises {{}} for a tensor that is not contiguous"
+        At().equal(what, error or "no exception", "ValueError", causes.NOT_CONTIGUOUS)
 
 
 @pytest.mark.points(1)
@@ -105,14 +102,12 @@ def test_ring_memory(submission):
         numel = world * submission.rng.randint(9_000, 11_000) + 1
         tensors = [draw(submission, (numel,), torch.float64) for _ in range(world)]
         jobs = [{"function": "ring_all_reduce", "tensor": tensor} for tensor in tensors]
-        limit = 2 * 8 * -(-numel // world) + SMALL
+        nbytes, chunks = 8 * numel, 2 * 8 * -(-numel // world)
         with replace_cause(causes.explain_messages):
             results = submission.run(scenario.measure, PerRank(jobs), world_size=world, mode="record")
         for rank, most in enumerate(results):
-            right = f"at any time, at most {limit - SMALL} bytes of new memory (two chunks) are alive. The tensor has "
-            right += f"{8 * numel} bytes"
-            wrong = f"{most} bytes were alive at the same time"
-            expect(most <= limit, right, wrong, partial(causes.explain_memory, most, 8 * numel), rank=rank)
+            what = f"{{}} bytes of new memory are alive at a time (two chunks: {chunks}, the tensor: {nbytes})"
+            At(rank).at_most(what, most, chunks + SMALL, partial(causes.explain_memory, most, nbytes))
     if run := run_with_little_memory(submission, scenario.reduce_large, {"numel": LARGE}, mib=79):
         results, seeds = run
         at = draw_sample(submission.rng, LARGE)
@@ -170,20 +165,16 @@ def expect_own_chunks(results, tensors, group):
     """Expect rank r of the group to have the sum of chunk r in its tensor, and to return that part of it."""
     for step, own in enumerate(tensors):
         members = [own[rank] for rank in group]
-        ends = torch.tensor([0, *(len(chunk) for chunk in split(own[0], len(group)))]).cumsum(0).tolist()
-        for place, rank in enumerate(group):
-            start, end = ends[place], ends[place + 1]
-            found = results[rank][step]
+        ends = list(accumulate(map(len, split(own[0], len(group))), initial=0))
+        for place, (rank, start, end) in enumerate(zip(group, ends, ends[1:])):
             what = f"after ring_reduce_scatter on {format_ranks(group)}, rank {place} of the group has the sum of "
             what += f"elements {start}:{end} of {ends[-1]}"
-            actual, expected = found["tensor"].flatten()[start:end].cpu(), sum(members).flatten()[start:end]
+            tensor, view = results[rank][step]["tensor"].cpu(), results[rank][step]["view"]
+            actual, expected = ({"the tensor": whole.flatten()[start:end]} for whole in (tensor, sum(members)))
             why = partial(causes.explain_chunk, members, place, start, end)
-            options = {"ranks": [rank], "tolerance": 0.0, "hypotheses": why}
-            expect_equal(what, [{"the tensor": actual}], {"the tensor": expected}, **options)
-            right, view = f"ring_reduce_scatter returns a view of elements {start}:{end} of the tensor", found["view"]
-            is_right = view == [start if end > start else 0, end - start]
-            why = partial(causes.explain_view, view, len(group))
-            expect(is_right, right, describe_view(view), why, rank=rank)
+            expect_equal(what, [actual], expected, ranks=[rank], tolerance=0.0, hypotheses=why)
+            wanted, why = [start * (end > start), end - start], partial(causes.explain_view, view, len(group))
+            At(rank).equal("ring_reduce_scatter returns {}", describe_view(view), describe_view(wanted), why)
 
 
 def expect_results(what, results, group, step, expected, hypotheses):
@@ -194,57 +185,39 @@ def expect_results(what, results, group, step, expected, hypotheses):
 
 def expect_ring(results, tensors, group, num_phases):
     """Expect N − 1 messages per phase, to the next and from the previous rank, and no more bytes than a chunk each."""
-    size = len(group)
-    for step, place in ((step, place) for step in range(len(tensors)) for place in range(size)):
-        numel, itemsize = tensors[step][0].numel(), tensors[step][0].itemsize
-        after, before = group[(place + 1) % size], group[place - 1]
-        count = num_phases * (size - 1)
-        if numel >= size:
-            launched = launches(results.events[group[place]], step)
-            why = partial(causes.explain_ring, num_phases, launched, itemsize * -(-numel // size))
-            expect_messages(results, group[place], step, [after] * count, [before] * count, why)
-        sent = sum(launch.nbytes for launch in launches(results.events[group[place]], step) if launch.op == "send")
-        limit = count * itemsize * -(-numel // size)
-        right = f"a rank sends at most {'2' * (num_phases == 2)}(N − 1) chunks: {limit} bytes for {numel} elements on "
-        right += f"{size} ranks"
-        wrong = f"the step sent {sent} bytes"
-        expect(sent <= limit, right, wrong, causes.WHOLE_TENSOR, rank=group[place], step=step)
+    size, steps = len(group), "2(N − 1)" if num_phases == 2 else "N − 1"
+    count = num_phases * (size - 1)
+    for step in each_step(results.events, len(tensors), group):
+        tensor, place, launched = tensors[step.number][0], group.index(step.rank), step.launches()
+        chunk = tensor.itemsize * -(-tensor.numel() // size)
+        if tensor.numel() >= size:
+            why = partial(causes.explain_ring, num_phases, launched, chunk)
+            expect_messages(step, [group[(place + 1) % size]] * count, [group[place - 1]] * count, why)
+        sent = sum(launch.nbytes for launch in launched if launch.op == "send")
+        what = f"in {steps} = {count} steps with chunks of {chunk} bytes, a rank sends {{}} bytes"
+        step.at_most(what, sent, count * chunk, causes.WHOLE_TENSOR)
 
 
-def expect_messages(results, rank, step, to, source, likely_cause=""):
+def expect_messages(step, to, source, cause=""):
     """Expect one message to each rank of `to` and one from each rank of `source`, no collective, and every wait."""
-    events, at = results.events[rank], {"rank": rank, "step": step}
-    found = launches(events, step)
-    collectives = [launch for launch in found if launch.op not in ("send", "recv")]
-    has_barrier = any(event["kind"] == "launch" and event["op"] == "barrier" for event in events)
-    right = "the function calls only send, recv, isend, irecv and batch_isend_irecv"
-    wrong = f"the step also made {summarize(collectives)}" if collectives else "the step also called a barrier"
-    expect(not collectives and not has_barrier, right, wrong, causes.COLLECTIVE, **at)
-    for op, peers, (verb, past, side) in (
-        ("send", to, ("sends", "sent", "to")),
-        ("recv", source, ("receives", "received", "from")),
-    ):
-        actual = [launch.peer for launch in found if launch.op == op]
-        right, wrong = f"rank {rank} {verb} {format_messages(peers, side)}", format_messages(actual, side)
-        is_right = sorted(actual, key=str) == sorted(peers, key=str)
-        expect(is_right, right, f"the step {past} {wrong}", likely_cause, **at)
-    raced, unawaited = [x for x in found if x.raced], [x for x in found if not x.waits]
-    right = "no tensor changes between the call that sends or receives it and wait()"
-    wrong = f"the tensor changed in {len(raced)} of {len(found)} messages"
-    expect(not raced, right, wrong, causes.CHANGED, **at)
-    right = "the function calls wait() on every handle of isend and irecv"
-    wrong = f"the step did not call wait() on {len(unawaited)} of {len(found)} handles"
-    expect(not unawaited, right, wrong, causes.NOT_AWAITED, **at)
+    launched, what = step.launches(), "the function calls only send, recv, isend, irecv and batch_isend_irecv"
+    launched.satisfy(what, lambda one: one.op in OPPOSITES, causes.COLLECTIVE, "the step also made {these}")
+    has_barrier = any(event["kind"] == "launch" and event["op"] == "barrier" for event in step.events)
+    step.claim(what, not has_barrier, "it also called a barrier", causes.COLLECTIVE)
+    for op, verb, word, peers in (("send", "sends", "to", to), ("recv", "receives", "from", source)):
+        made = format_messages([launch.peer for launch in launched if launch.op == op], word)
+        step.equal(f"the step {verb} {{}}", made, format_messages(peers, word), cause)
+    what = "no tensor changes between the call that sends or receives it and wait()"
+    launched.satisfy(what, is_unchanged, causes.CHANGED, "the tensor changed in {count} of {all} messages")
+    what, got = "the function calls wait() on every handle of isend and irecv", "{count} of {all} have no wait()"
+    launched.satisfy(what, lambda one: bool(one.waits), causes.NOT_AWAITED, got)
 
 
-def format_messages(peers, side):
-    """Return the numbers of messages, such as "3 messages to rank 1". `side` is "to" or "from"."""
-    counts = {peer: peers.count(peer) for peer in sorted(set(peers), key=str)}
-    words = [
-        f"{count} message{'s' if count > 1 else ''} {side} {'any rank' if peer is None else f'rank {peer}'}"
-        for peer, count in counts.items()
-    ]
-    return join_names(words) if words else "no message"
+def format_messages(peers, word):
+    """Return the numbers of messages, such as "3 messages to rank 1". `word` is "to" or "from"."""
+    counts = Counter("any rank" if peer is None else f"rank {peer}" for peer in peers)
+    texts = [f"{count} message{'s' * (count > 1)} {word} {rank}" for rank, count in sorted(counts.items())]
+    return join_names(texts) or "no message"
 
 
 def describe_rows(rows, batch):
@@ -258,6 +231,4 @@ def describe_rows(rows, batch):
 
 def describe_view(view):
     """Return what ring_reduce_scatter returned, in words."""
-    if not view:
-        return "ring_reduce_scatter did not return a view of the tensor"
-    return f"ring_reduce_scatter returned elements {view[0]}:{view[0] + view[1]}"
+    return f"a view of elements {view[0]}:{sum(view)} of the tensor" if view else "no view of the tensor"
