@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 
-from brigade.checks.expectations import expect, join_names
+from brigade.checks.claims import At
+from brigade.checks.diagnose.evidence import join_names
 from brigade.course.modules import ROOT
 from m13_post_mortem import causes, scenario
 from m13_post_mortem import expected as jobs
@@ -114,22 +115,21 @@ def test_unseen(submission):
 def test_program(submission):
     """main prints the finding of recorded dumps and a row per rank. It returns 0, 1, or 2 for an unreadable file."""
     [world] = submission.worlds(1)
-    jobs = {(version, fault): dumps for version in VERSIONS for fault, dumps in read_dumps(version).items()}
-    first, second, _ = jobs["2.13", "skip"]
+    recorded = {(version, fault): dumps for version in VERSIONS for fault, dumps in read_dumps(version).items()}
+    first, second, _ = recorded["2.13", "skip"]
     broken = {"truncated": first[:-1], "empty": "", "binary": "\x80\x02}q", "foreign": "[1, 2]", "missing": None}
-    runs = [*jobs.values(), *([second, first, text] for text in broken.values())]
+    runs = [*recorded.values(), *([second, first, text] for text in broken.values())]
     [answers] = submission.run(scenario.run_main, {"runs": runs}, world_size=world)
-    for ((version, name), dumps), (result, printed, _) in zip(jobs.items(), answers):
-        where = f"for the dumps of hang.py {name}, torch {version}"
-        right = 0 if name == "healthy" else 1
-        expect(result == right, f"{where}, main returns {right}", f"it returned {result}")
+    for ((version, name), dumps), (result, printed, _) in zip(recorded.items(), answers):
+        of = f"for the dumps of hang.py {name}, torch {version}, "
+        At().equal(f"{of}main returns {{}}", result, int(name != "healthy"))
         for rank, text in enumerate(dumps):
             last = json.loads(text)["entries"][-1]
             words = [str(rank), last["profiling_name"].removeprefix("gloo:"), last["line"]]
             is_right = any(all(word in line for word in words) for line in printed.splitlines())
-            expect(is_right, f"{where}, main prints a line with {join_names(words)}", f"it printed {printed!r}")
-        expect_words(printed, CULPRITS[name], f"{where}, the text")
-    expect_refusals(broken, answers[len(jobs) :], causes.UNREADABLE)
+            At().claim(f"{of}main prints a line with {join_names(words)}", is_right, f"it printed {printed!r}")
+        expect_words(printed, CULPRITS[name], f"{of}the text")
+    expect_refusals(broken, answers[len(recorded) :], causes.UNREADABLE)
 
 
 @pytest.mark.points(1)
@@ -149,11 +149,10 @@ def test_jobs_folders_and_pages(submission):
     expect_refusals(foreign, answers, causes.OTHER_JOB)
     job = {"runs": [[first, second, third]], "as_folder": True, "with_page": True}
     [[[result, printed, page]]] = submission.run(scenario.run_main, job, world_size=world)
-    expect(
-        result == 1, "for a folder with three dumps, main returns 1", f"it returned {result} and printed {printed!r}"
-    )
-    expect_words(printed, CULPRITS["skip"], "for a folder with three dumps, the text")
-    expect(page is not None, "main writes the page to the file that html names", "there is no such file")
+    of = "for a folder with three dumps, "
+    At().claim(f"{of}main returns 1", result == 1, f"it returned {result} and printed {printed!r}")
+    expect_words(printed, CULPRITS["skip"], f"{of}the text")
+    At().claim("main writes the page to the file that html names", page is not None, "there is no such file")
     lines = {entry["line"] for entry in record["entries"]}
     expect_words(page, [*CULPRITS["skip"], *lines, "all_reduce"], "the page")
 
@@ -161,12 +160,13 @@ def test_jobs_folders_and_pages(submission):
 # ---- what the checks use
 
 
-def expect_refusals(texts, answers, likely_cause):
+def expect_refusals(texts, answers, cause):
     """Expect main to return 2 for each of these jobs, and to name the third file."""
     for name, (result, printed, _) in zip(texts, answers):
-        right = f"for a third dump that is {name}, main returns 2 and prints this file's name"
-        wrong = f"it returned {result} and printed {printed!r}"
-        expect(result == 2 and "dump_2.json" in printed, right, wrong, likely_cause if result != 2 else "")
+        what = f"for a third dump that is {name}, main returns 2 and prints this file's name"
+        got = f"it returned {result} and printed {printed!r}"
+        At().claim(what, result == 2, got, cause)
+        At().claim(what, "dump_2.json" in printed, got)
 
 
 def draw(submission, kinds, repetitions=REPETITIONS):
@@ -205,10 +205,10 @@ def expect_alignment(submission, drawn):
     """Expect align to return the calls that the definition asks for."""
     for traces, got in ask(submission, "align", drawn):
         expected = sorted([*key, describe_row(row)] for key, row in jobs.align(traces).items())
-        right, returned = list_numbers(expected), list_numbers(got)
-        wrong = f"it returned {returned}{' with other calls' if returned == right else ''}"
+        wanted, returned = list_numbers(expected), list_numbers(got)
+        found = f"it returned {returned}{' with other calls' * (returned == wanted)}"
         why = partial(causes.explain_alignment, traces, got, expected)
-        expect(got == expected, f"for {jobs.describe(traces)}, align returns {right}", wrong, why)
+        At().claim(f"for {jobs.describe(traces)}, align returns {wanted}", got == expected, found, why)
 
 
 def expect_divergence(submission, drawn):
@@ -216,25 +216,23 @@ def expect_divergence(submission, drawn):
     for traces, got in ask(submission, "find_divergence", drawn):
         place = jobs.choose_divergence(traces)
         expected = place and [*place[:2], describe_row(place[2])]
-        right = f"for {jobs.describe(traces)}, find_divergence returns {describe_place(expected)}"
-        why = partial(causes.explain_place, traces, got, expected)
-        expect(got == expected, right, describe_place(got), why)
+        what = f"for {jobs.describe(traces)}, find_divergence returns {describe_place(expected)}"
+        At().claim(what, got == expected, describe_place(got), partial(causes.explain_place, traces, got, expected))
 
 
 def expect_finding(submission, kinds):
     """Expect diagnose to find the fault that each job was made with."""
     drawn = [jobs.lose_some(submission.rng, job) for job in draw(submission, kinds)]
     for (kind, culprits, _), (traces, answer) in zip(drawn, ask(submission, "diagnose", drawn)):
-        got_kind, ranks, *place, text = answer
-        right = f"for {jobs.describe(traces)}, diagnose finds {kind!r} and the culprits {culprits}"
-        wrong = f"it found {got_kind!r} and the culprits {ranks}"
-        why = partial(causes.explain_finding, traces, kind, culprits, got_kind, ranks)
-        expect((got_kind, ranks) == (kind, culprits), right, wrong, why)
+        found, ranks, *place, text = answer
+        what = f"for {jobs.describe(traces)}, diagnose finds {kind!r} and the culprits {culprits}"
+        why = partial(causes.explain_finding, traces, kind, culprits, found, ranks)
+        At().claim(what, (found, ranks) == (kind, culprits), f"it found {found!r} and the culprits {ranks}", why)
         has_place, words = kind not in ("dead", "unseen", "healthy"), [str(rank) for rank in culprits]
         places = jobs.list_places(traces) if has_place else []
         group, number, row = jobs.choose(places) or (None, None, {})
-        right = f"the finding {kind!r} has {f'the place {number} of group {group}' if has_place else 'no place'}"
-        expect(place == [group, number] or kind == "unseen", right, f"group and number are {place}")
+        if kind != "unseen":
+            At().equal(f"group and number of the finding {kind!r} are {{}}", place, [group, number])
         calls = [call for call in row.values() if call]
         if kind == "circular":  # both places are in groups of two ranks, which wait for each other
             circle = [row for group, _, row in places if group != "0"]
@@ -246,8 +244,8 @@ def expect_finding(submission, kinds):
             expect_waits(text, [trace for trace in traces if trace["rank"] in culprits])
         if kind in ("ended", "behind"):
             lines = {t["calls"][-1]["line"] for t in traces if t["rank"] in culprits and t["calls"]}
-            right = f"the text names the line of a culprit's last call, one of {sorted(lines)}"
-            expect(not lines or any(line in text for line in lines), right, f"the text is {text!r}")
+            what = f"the text names the line of a culprit's last call, one of {sorted(lines)}"
+            At().claim(what, not lines or any(line in text for line in lines), f"the text is {text!r}")
         expect_words(text, words, f"the text of the finding {kind!r}")
 
 
@@ -257,14 +255,15 @@ def expect_waits(text, traces):
         unfinished = [call for call in (*trace["messages"], *trace["calls"]) if not call["is_complete"]]
         says_it = any(call["op"] in text and call["line"] in text for call in unfinished)
         places = " or ".join(f"{call['op']} at {call['line']}" for call in unfinished)
-        right = f"the text says where rank {trace['rank']} itself waits: in {places}"
-        expect(says_it or not unfinished, right, f"the text is {text!r}", causes.NO_WAIT)
+        what = f"the text says where rank {trace['rank']} itself waits: in {places}"
+        At().claim(what, says_it or not unfinished, f"the text is {text!r}", causes.NO_WAIT)
 
 
 def expect_words(text, words, what):
     """Expect a text to contain all these words."""
     absent = sorted({word for word in words if word not in text})
-    expect(not absent, f"{what} contains {', '.join(sorted(set(words)))}", f"{', '.join(absent)} is not in {text!r}")
+    what = f"{what} contains {', '.join(sorted(set(words)))}"
+    At().claim(what, not absent, f"{', '.join(absent)} is not in {text!r}")
 
 
 def read_dumps(version):
