@@ -7,16 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import (
-    MANY_STEPS,
-    expect,
-    expect_equal,
-    format_distinct,
-    join_names,
-    list_steps,
-    replace_cause,
-)
-from brigade.events import launches, list_backward_passes, list_ready_gradients, list_step_events
+from brigade.checks.claims import At, each_step, show
+from brigade.checks.diagnose.evidence import join_names
+from brigade.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
+from brigade.events import list_backward_passes, list_step_events
 from m12_lockstep import causes, scenario
 from m12_lockstep.causes import SMALL
 from m12_lockstep.expected import find_reason, split_into_steps, train_alone
@@ -44,19 +38,18 @@ def test_assignment(submission):
     results = submission.run(scenario.assign, {"problems": problems}, world_size=world)
     for number, (lengths, num_ranks) in enumerate(problems):
         parts, *others = [result[number] for result in results]
-        setting = f"for {len(lengths)} sequences of {join_names(lengths, 6) or 'no'} tokens and {num_ranks} ranks, "
+        of = f"for {len(lengths)} sequences of {join_names(lengths, 6) or 'no'} tokens and {num_ranks} ranks, "
         indices = sorted(index for part in parts for index in part)
-        right = f"{setting}assign_sequences returns {num_ranks} lists, with every index in one of them"
-        wrong = f"{len(parts)} lists with {len(indices)} indices, {len(set(indices))} of them different"
-        why = partial(causes.explain_indices, lengths, parts)
-        expect(len(parts) == num_ranks and indices == list(range(len(lengths))), right, wrong, why)
+        what = f"{of}assign_sequences returns {num_ranks} lists, with every index in one of them"
+        got = f"{len(parts)} lists with {len(indices)} indices, {len(set(indices))} of them different"
+        is_right = len(parts) == num_ranks and indices == list(range(len(lengths)))
+        At().claim(what, is_right, got, partial(causes.explain_indices, lengths, parts))
         heaviest = max(sum(lengths[index] for index in part) for part in parts)
-        bound = sum(lengths) / num_ranks + max(lengths, default=0)
-        right = f"{setting}the heaviest rank has at most the mean plus the longest sequence: {bound:g} tokens"
-        why = partial(causes.explain_loads, lengths, num_ranks, parts)
-        expect(heaviest <= bound, right, f"the heaviest rank has {heaviest} tokens", why)
+        mean, longest = sum(lengths) / num_ranks, max(lengths, default=0)
+        what = f"{of}the heaviest rank has {{}} tokens (mean: {mean:g}, longest sequence: {longest})"
+        At().at_most(what, heaviest, mean + longest, partial(causes.explain_loads, lengths, num_ranks, parts))
         is_equal = all(other == parts for other in others)
-        expect(is_equal, f"{setting}all ranks compute the same", "the ranks differ", causes.NOT_DETERMINISTIC)
+        At().claim(f"{of}all ranks compute the same", is_equal, "the ranks differ", causes.NOT_DETERMINISTIC)
 
 
 # ---- one step
@@ -110,8 +103,8 @@ def test_collectives(submission):
     without_tokens = partial(ignore, step=2, ranks=[0], part=slice(-1, None))  # this rank's last backward
     common = {"labels": [PLAIN, None, 0, 1, 2], **SGD}
     for results, _, _ in run_cases(submission, 2, settings, scenario.count_collectives, without_tokens, **common):
-        for at, events, launched in list_steps(results.events if len(results) > 1 else [], 3):
-            expect_collectives(events, launched, at)
+        for step in each_step(results.events, 3) if len(results) > 1 else ():
+            expect_collectives(step)
 
 
 @pytest.mark.points(1)
@@ -154,17 +147,14 @@ def test_one_decision(submission):
     # With a gradient of 1e25 clipped to 1, SGD changes one weight by its learning rate, and the others hardly.
     large = {"dtype": torch.float32, "poison": (0, 1e25), "poisoned_rank": 0, "options": {"max_norm": 1.0}}
     sgd = {"optimizer": "SGD", "optimizer_options": {"lr": 0.5}, "poisoned_step": 0}
+    what = "a step with a finite gradient of 1e25 in float32 is not skipped: its weight changes by lr · max_norm"
     for results, case, _ in run_cases(submission, 2, [(BUCKETED, [[1], [1]], large)], **sgd):
         for rank, result in enumerate(results):
-            is_skipped = result["results"][0][FIELDS.index("is_skipped")]
             [before, after], name = result["weights"], next(iter(case.parameters()))
-            right = (
-                "a step with a finite gradient of 1e25 in float32 is not skipped: its weight changes by lr · max_norm"
-            )
             change = float((before[name] - after[name]).flatten()[-1])
-            wrong = "it is skipped" if is_skipped else f"it is not skipped, and the weight changes by {change:.3g}"
-            is_right = not is_skipped and abs(change - 0.5) < 1e-3
-            expect(is_right, right, wrong, causes.NARROW_NORM if is_skipped else "", rank=rank)
+            [*_, is_skipped] = result["results"][0]
+            At(rank).claim(what, not is_skipped, "it is skipped", causes.NARROW_NORM)
+            At(rank).claim(what, abs(change - 0.5) < 1e-3, f"the weight changes by {change:.3g}")
 
 
 # ---- the end of the data
@@ -204,9 +194,9 @@ def test_iterable_raises(submission):
         steps = max(fails_at, 0) // micro_batches
         where = f"if the iterable of rank {failing} raises {kind} instead of its batch {fails_at}"
         for rank, [answer] in enumerate(results):
-            wanted, got = ("the exception itself" if rank == failing else "RuntimeError"), answer["raised"]
-            why = partial(causes.explain_raised, got, rank == failing)
-            expect(got == wanted, f"{where}, run raises {wanted}", f"it raised {got or 'nothing'}", why, rank=rank)
+            wanted, raised = ("the exception itself" if rank == failing else "RuntimeError"), answer["raised"]
+            why = partial(causes.explain_raised, raised, rank == failing)
+            At(rank).equal(f"{where}, run raises {{}}", raised or "nothing", wanted, why)
         case.batches = [split_into_steps(batches, micro_batches, steps) for [batches] in case.batches]
         expect_equal(
             f"{where}, all ranks have taken exactly {steps} steps of {micro_batches} batches",
@@ -300,53 +290,50 @@ def expect_results(results, case, job, alone):
     for step, expected in enumerate(alone["results"]):
         reason = find_reason(case, job, step)
         returned = [results[rank]["results"][step] for rank in case.group]
-        for rank, got in zip(case.group, returned):
-            for name in reversed(FIELDS):
-                right, value = expected[FIELDS.index(name)], got[FIELDS.index(name)]
+        for index, (rank, result) in enumerate(zip(case.group, returned)):
+            at = At(rank, step)
+            for name, right, value in reversed([*zip(FIELDS, expected, result)]):
                 is_right = value == right or abs(value - right) <= RESULT * abs(right) < math.inf
                 is_right |= math.isnan(right) and math.isnan(value)
-                texts = [str(right), str(value)] if name == "is_skipped" else format_distinct(right, value)
-                why = partial(causes.explain_result, name, returned, expected, case.group.index(rank), reason)
-                expect(is_right, f"{name} is {texts[0]}{reason}", f"it is {texts[1]}", why, rank=rank, step=step)
+                wanted, got = (right, value) if name == "is_skipped" else format_distinct(right, value)
+                why = partial(causes.explain_result, name, returned, expected, index, reason)
+                at.claim(f"{name} is {wanted}{reason}", is_right, f"it is {got}", why)
             if expected[2] and "poison" in job:
-                expect_bits(results[rank], reason, rank, step)
+                expect_bits(results[rank], reason, at, step)
 
 
-def expect_bits(result, reason, rank, step):
+def expect_bits(result, reason, at, step):
     """Expect a skipped step to keep the bits of weights and optimizer state, and to clear the gradients."""
-    for what in ("weights", "state"):
-        before, after = result[what][step : step + 2]
+    for kind in ("weights", "state"):
+        before, after = result[kind][step : step + 2]
         changed = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
-        right, wrong = f"a skipped step keeps the {what}{reason}", f"{join_names(changed)} changed"
-        expect(not changed, right, wrong, causes.STEPPED, rank=rank, step=step)
-    left, right = result["left"][step], "after a skipped step, gradients are None or zero"
-    expect(not left, right, f"those of {join_names(left)} are not", causes.GRADIENTS_LEFT, rank=rank, step=step)
+        what = f"a skipped step keeps the {kind}{reason}"
+        at.claim(what, not changed, f"these changed: {show(changed)}", causes.STEPPED)
+    what = "parameters whose gradient is neither None nor zero after a skipped step: {}"
+    at.equal(what, result["left"][step], [], causes.GRADIENTS_LEFT)
 
 
-def expect_collectives(events, launched, at):
+def expect_collectives(step):
     """Expect a step to make the collectives of the plain step, and at most two small ones."""
-    plain, made = count_launches(events, PLAIN), count_launches(events, at["step"])
-    needed = plain - Counter((x.op, x.numel, x.nbytes) for x in launches(events, PLAIN, phase="clip"))
+    plain, made = (count_launches(step.events, number) for number in (PLAIN, step.number))
+    needed = plain - count_launches(step.events, PLAIN, "clip")
     missing, added = needed - made, made - plain
-    right = f"the step makes the {needed.total()} collectives of a plain step"
-    expect(not missing, right, f"it does not make {describe_launches(missing)}", **at)
+    what = f"the step makes the {needed.total()} collectives of a plain step"
+    step.claim(what, not missing, f"it does not make {describe_launches(missing)}")
+    what = f"beside the collectives of a plain step, the step makes at most two, of at most {SMALL} bytes each"
     is_small = added.total() <= 2 and all(nbytes <= SMALL for _, _, nbytes in added)
-    right = f"beside the collectives of a plain step, the step makes at most two, of at most {SMALL} bytes each"
-    why = partial(causes.explain_added, added, needed)
-    expect(is_small, right, f"it adds {describe_launches(added)}", why, **at)
-    if passes := list_backward_passes(events, at["step"]):
-        first = next(x for x in launched if x.nbytes > SMALL).place
-        wrong, why = ("in an earlier", causes.NOT_LAST)
-        if first > passes[-1]:
-            wrong, why = ("after the last", causes.ALL_QUIET)
-        is_right = passes[-1] < first < list_ready_gradients(events, at["step"])[-1][0]
-        right = "the wrapper begins to reduce in this rank's last backward"
-        expect(is_right, right, f"it begins {wrong} backward", why, **at)
+    step.claim(what, is_small, f"it adds {describe_launches(added)}", partial(causes.explain_added, added, needed))
+    if passes := list_backward_passes(step.events, step.number):
+        first = next(launch.place for launch in step.launches() if launch.nbytes > SMALL)
+        what = "the wrapper begins to reduce in this rank's last backward"
+        step.claim(what, passes[-1] < first, "it begins in an earlier backward", causes.NOT_LAST)
+        step.claim(what, first < step.ready[-1][0], "it begins after the last backward", causes.ALL_QUIET)
 
 
-def count_launches(events, step):
-    """Count the collectives of a step by operation, number of elements and bytes. Barriers count too."""
-    made = [event for _, event in list_step_events(events, step) if event["kind"] == "launch"]
+def count_launches(events, step, phase=None):
+    """Count the collectives of a step, or of one phase, by operation, elements and bytes. Barriers count too."""
+    in_step = [event for _, event in list_step_events(events, step) if event["kind"] == "launch"]
+    made = [event for event in in_step if phase in (None, event["phase"])]
     return Counter((event["op"], event["numel"], event["nbytes"]) for event in made)
 
 
@@ -366,26 +353,24 @@ def expect_epochs(results, case, job):
     ]
     expected = train_alone(case, job)
     for epoch, (own, count) in enumerate(zip(lengths, counts)):
-        setting, first = f" with {join_names(own)} batches on the ranks and {micro_batches=}", sum(counts[:epoch])
+        of, first = f"with {join_names(own)} batches on the ranks and {micro_batches=}, ", sum(counts[:epoch])
         totals = [total for _, total, _ in expected["results"][first : first + count]]
         taken_at = [(step + 1) * micro_batches + 1 for step, total in enumerate(totals) if total]
         for rank in case.group:
-            answer, at = results[rank][epoch], {"rank": rank}
+            at, answer = At(rank), results[rank][epoch]
             got, reads = [total for _, total, _ in answer["results"]], answer["reads"]
-            right = f"run returns the results of {count} steps with {join_names(totals)} tokens{setting}"
-            wrong = f"it returned {len(got)} results with {join_names(got) or 'no'} tokens"
             why = partial(causes.explain_num_steps, got, totals, own, micro_batches)
-            expect(got == totals and not answer["raised"], right, wrong, why, **at)
+            at.equal(f"{of}run returns the results of steps with so many tokens: {{}}", got, totals, why)
+            at.equal(f"{of}run raises {{}}", answer["raised"] or "nothing", "nothing")
+            what = f"{of}run has taken at most k · {micro_batches} + 1 batches before step k"
             is_right = all(taken <= most for taken, most in zip(reads, taken_at))
-            right = f"before step k, run has taken at most k · {micro_batches} + 1 batches{setting}"
-            wrong = f"it had taken {join_names(reads)} batches before its steps"
-            expect(is_right, right, wrong, causes.READ_AHEAD, **at)
+            at.claim(what, is_right, f"it had taken {show(reads)} batches before its steps", causes.READ_AHEAD)
             small = [x for x in count_launches(results.events[rank], epoch).elements() if x[2] <= SMALL]
-            is_right = len(small) <= 2 * count + 2 or case.world_size == 1
-            right = f"run adds at most 2 small collectives per step, and 2 at the end: {2 * count + 2}{setting}"
-            expect(is_right, right, f"it adds {len(small)}", causes.TOO_MANY, **at)
+            limit = 2 * count + 2 if case.world_size > 1 else math.inf
+            what = f"{of}run adds {{}} small collectives (allowed: 2 for each of {count} steps, and 2 at the end)"
+            at.at_most(what, len(small), limit, causes.TOO_MANY)
         expect_equal(
-            f"after call {epoch + 1} of run, the weights are those of one process that gets the same batches{setting}",
+            f"{of}the weights after call {epoch + 1} of run are those of one process that gets the same batches",
             [results[rank][epoch]["weights"] for rank in case.group],
             expected["weights"][first + count],
             tolerance=MANY_STEPS,
