@@ -14,8 +14,6 @@ from brigade.checks.expectations import expect_equal, expect_weights, replace_ca
 from brigade.events import launches, list_backward_passes
 from brigade.runner.ranks import PerRank
 from helpers import training
-from m03_overlapped_ddp import causes
-from m05_grad_buffer.causes import suspect_old_gradients
 
 
 def expect_restored(events, ranks, number):
@@ -58,11 +56,37 @@ def expect_unsynced(results, case, step):
         what = "backward passes inside no_sync launch nothing, even if their forwards are outside"
         early.are_none(what, READ_IN_FORWARD)
     is_launched = all(launches(events, step, phase="finish") for events in results.events)
-    why = partial(causes.explain_unsynced, results.events[case.group[0]], step)
+    why = partial(explain_unsynced, results.events[case.group[0]], step)
     with replace_cause(lambda failed: "" if is_launched or len(case.group) == 1 else why()):
         expect_weights(results, case)
 
 
+def explain_unsynced(events, step):
+    """Explain why the finish of a step, whose backward passes were all inside no_sync, launches nothing."""
+    if any(launch.step != step and step in launch.wait_steps for launch in launches(events)):
+        return OLD_HANDLES
+    return UNSYNCED
+
+
+UNSYNCED = (
+    "all backward passes of the step were inside no_sync, and finish_grad_sync launched nothing. It must launch the "
+    "gradients that backward has not launched."
+)
+OLD_HANDLES = (
+    "finish_grad_sync keeps the handles of its step. The next finish waits on them again, and does not launch the "
+    "gradients that seem to be launched."
+)
+SECOND_BACKWARD = (
+    "a second backward adds to gradients that are already launched, and the wrapper does not notice it. Raise "
+    "RuntimeError in the hook if the gradient's collective is already launched."
+)
+OLD_GRADIENTS = (
+    "a bucket is launched with gradients of an earlier step for parameters that this step has not used. Before each "
+    "launch, make every view of the bucket contain this step's gradient or zeros."
+)
+ADDED_TO_OLD = (
+    "a new gradient is added to its view, which still contains the gradient of an earlier step. Overwrite the view."
+)
 IDLE = (
     "a rank whose gradients are all None launches nothing in finish_grad_sync. It must launch the same collectives as "
     "the others, with zeros."
@@ -106,7 +130,7 @@ def expect_second_backward(submission, world, job):
         return FORGETS if is_refused and what in TWO_BACKWARDS else ""
 
     for what, results in zip(orders, submission.run_each(training.take_odd_step, jobs)):
-        cause = LOST_BETWEEN if what in LATE_FORWARDS else causes.SECOND_BACKWARD
+        cause = LOST_BETWEEN if what in LATE_FORWARDS else SECOND_BACKWARD
         if training.KINDS[0] in what:
             At().claim(f"{what} is accepted", None not in results, "RuntimeError", cause)
         with replace_cause(partial(find_forgetful_forward, what)):
@@ -166,3 +190,24 @@ def expect_no_old_gradients(submission, world, job):
         case.gradients(micro=slice(1, 3)),
         hypotheses=partial(suspect_old_gradients, case, results),
     )
+
+
+def suspect_old_gradients(case, results):
+    """Return what mistakes would leave after micro-batches 1 and 2 if the views still contain the average of batch 0.
+
+    Leave out ranks without a result. On the others, the gradient of a parameter that the rank does not use may be None.
+    """
+    size, old = len(results), case.gradients(micro=slice(1))
+    local = [case.gradients([rank], slice(1, 3)) for rank in range(size)]
+    own = {name: [g[name] for g in local if g[name] is not None] for name in old if old[name] is not None}
+    values = {
+        OLD_GRADIENTS: {name: (sum(used) + (size - len(used)) * old[name]) / size for name, used in own.items()},
+        ADDED_TO_OLD: {name: (sum(used) + len(used) * old[name]) / size for name, used in own.items()},
+    }
+    answered = [(result, gradients) for result, gradients in zip(results, local) if result]
+    return {
+        cause: [
+            {n: v for n, v in averages.items() if result[n] is not None or g[n] is not None} for result, g in answered
+        ]
+        for cause, averages in values.items()
+    }

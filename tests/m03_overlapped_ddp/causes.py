@@ -13,18 +13,6 @@ TENSOR_HOOK = (
     "accumulated. Use register_post_accumulate_grad_hook, which runs after accumulation."
 )
 LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last handle does not complete the others."
-UNSYNCED = (
-    "all backward passes of the step were inside no_sync, and finish_grad_sync launched nothing. It must launch the "
-    "gradients that backward has not launched."
-)
-OLD_HANDLES = (
-    "finish_grad_sync keeps the handles of its step. The next finish waits on them again, and does not launch the "
-    "gradients that seem to be launched."
-)
-SECOND_BACKWARD = (
-    "a second backward adds to gradients that are already launched, and the wrapper does not notice it. Raise "
-    "RuntimeError in the hook if the gradient's collective is already launched."
-)
 SHARED_FLAG = "no_sync switches a flag that all wrappers share, in the class or in a global variable. Set it on self."
 SHARED_HANDLES = (
     "the handles are kept where all wrappers share them, in the class or in a global variable, so the finish of one "
@@ -68,13 +56,6 @@ def explain_late_launch(late):
 def explain_blocking(blocking):
     """Explain why backward waits for these launches."""
     return BLOCKING if any(launch.sync for launch in blocking) else WAITS
-
-
-def explain_unsynced(events, step):
-    """Explain why the finish of a step, whose backward passes were all inside no_sync, launches nothing."""
-    if any(launch.step != step and step in launch.wait_steps for launch in launches(events)):
-        return OLD_HANDLES
-    return UNSYNCED
 
 
 def explain_race(numel, raced):

@@ -23,13 +23,6 @@ COPIED_GRADIENTS = (
 )
 COPIED_BUCKETS = "whole buckets are copied. The collective must work on a slice of the buffer, in place."
 ALLOCATES = "every step allocates new memory, for example for a flat copy of the gradients."
-OLD_GRADIENTS = (
-    "a bucket is launched with gradients of an earlier step for parameters that this step has not used. Before each "
-    "launch, make every view of the bucket contain this step's gradient or zeros."
-)
-ADDED_TO_OLD = (
-    "a new gradient is added to its view, which still contains the gradient of an earlier step. Overwrite the view."
-)
 LEAKS = "the buffer is not allocated with zeros, or some code writes past the end of a parameter."
 SHARED_BUFFER = "the buffer and the parameter have different dtypes. Parameters of each dtype need their own buffer."
 NARROWER = "grad_dtype is used for these parameters, although it is not wider than their dtype. Ignore it in this case."
@@ -191,27 +184,6 @@ def explain_early_launch(ready_at, launch, groups, unit):
         carried = next((f"{unit} {number}" for number, at in complete.items() if at == latest), f"a {unit}")
         return f"{carried} is launched as soon as it is complete, not in the order of the buckets."
     return f"a {unit} is launched before it is complete. Count the ready gradients of all its parameters."
-
-
-def suspect_old_gradients(case, results):
-    """Return what mistakes would leave after micro-batches 1 and 2 if the views still contain the average of batch 0.
-
-    Leave out ranks without a result. On the others, the gradient of a parameter that the rank does not use may be None.
-    """
-    size, old = len(results), case.gradients(micro=slice(1))
-    local = [case.gradients([rank], slice(1, 3)) for rank in range(size)]
-    own = {name: [g[name] for g in local if g[name] is not None] for name in old if old[name] is not None}
-    values = {
-        OLD_GRADIENTS: {name: (sum(used) + (size - len(used)) * old[name]) / size for name, used in own.items()},
-        ADDED_TO_OLD: {name: (sum(used) + len(used) * old[name]) / size for name, used in own.items()},
-    }
-    answered = [(result, gradients) for result, gradients in zip(results, local) if result]
-    return {
-        cause: [
-            {n: v for n, v in averages.items() if result[n] is not None or g[n] is not None} for result, g in answered
-        ]
-        for cause, averages in values.items()
-    }
 
 
 def suspect_main_grads(batches, step, results):
