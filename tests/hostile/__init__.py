@@ -33,24 +33,29 @@ if not {FIRST_UID} <= os.getuid() < {FIRST_UID + 1000}:
 class Hostile:
     """A directory, or a zip, that is handed in.
 
-    `make` fills an empty directory. Graded on the `checks` of `modules` (ALL of them, or those that are named) within
-    `limit_s` seconds, it gets `score` points, and the first check that fails says `told`.
+    `make` fills an empty directory. If it is None, the directory has module 1's right answer with `evil` after it.
+    Graded on the `checks` of `modules` (ALL of them, or those that are named) within `limit_s` seconds, it gets `score`
+    points, and the first check that fails says `told`.
     """
 
     name: str
-    make: Callable[[Path], None]
+    make: Callable[[Path], None] | None
     score: int
     told: str = ""
     modules: tuple[int, ...] = (1,)
     checks: tuple[str, ...] = SOME
     limit_s: float = 60.0
     is_long: bool = False  # it takes several seconds, and runs with --everything
-    evil: str = ""  # an attack that finds nothing, and changes nothing. Alone, it runs with --everything
+    evil: tuple[str, ...] = ()  # an attack that finds nothing, and changes nothing. Alone, it runs with --everything
 
     @property
     def is_extended(self) -> bool:
         """Whether the case runs only with --everything."""
         return self.is_long or bool(self.evil)
+
+    def write(self, directory: Path) -> None:
+        """Write the submission into an empty directory."""
+        (self.make or reference(*self.evil))(directory)
 
 
 def quote(path: str, text: str = "") -> str:
@@ -120,14 +125,16 @@ def parse(names: dict[str, Any], text: str, defaults: str = "", last: str = "") 
         values = dict(word.split("=") for word in options if "=" in word)
         modules = tuple(map(int, values.get("modules", "1").split(",")))
         evil = [*(names[word] for word in words if word.isupper()), attack, last]
-        if "alone" in words:
+        if "together" in words:
+            make = None
+        elif "alone" in words:
             make = alone(*evil, numbers=modules)
         else:
             make = skeleton(*evil) if "skeleton" in words else reference(*evil, number=modules[-1])
         checks = values.get("checks", "SOME")
         checks = names.get(checks) or globals().get(checks, tuple(checks.split(",")))
         told, limit_s = names.get(told, told), float(values.get("limit_s", 60))
-        own = "\n".join(map(textwrap.dedent, evil)) if "together" in words else ""
+        own = () if make else tuple(evil)
         cases.append(Hostile(name, make, int(score), told, modules, checks, limit_s, "long" in words, own))
     return cases
 
@@ -136,5 +143,5 @@ def list_cases() -> list[Hostile]:
     """Return the cases of all files in this folder, and one with all attacks that find nothing."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
     cases = [case for name in names for case in importlib.import_module(f"hostile.{name}").CASES]
-    together = reference(*(case.evil for case in cases if case.evil))
+    together = reference(*(text for case in cases for text in case.evil))
     return [*cases, Hostile("finds nothing, wherever it looks", together, 3)]

@@ -145,7 +145,7 @@ def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: p
     if case.checks:
         collect = grading.collect
         monkeypatch.setattr(grading, "collect", lambda entries: [o for o in collect(entries) if o.name in case.checks])
-    case.make(directory)
+    case.write(directory)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     archive = directory / "submission.zip"
     graded = Graded(archive if archive.exists() else directory, directory.parent / "results.json", case)
@@ -289,7 +289,7 @@ def finished(state: Grading) -> int:
 
 def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_path):
     """The interrupted check runs again, because the submission did not kill the server."""
-    RIGHT.make(submission)
+    RIGHT.write(submission)
     servers = []
 
     def kill_once(state: Grading) -> None:
@@ -305,7 +305,7 @@ def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_pat
 
 def test_a_full_disk_is_waited_for(user, submission, tmp_path):
     """If results cannot be written, the file keeps the earlier results until a later check succeeds in writing."""
-    RIGHT.make(submission)
+    RIGHT.write(submission)
 
     def no_space(state: Grading) -> None:
         if 0 < finished(state) < 5:
