@@ -86,11 +86,12 @@ def run_plan(options: argparse.Namespace) -> int:
     tflops = options.tflops or device.tflops[options.dtype]
     utilisation = device.utilisation
     flops = shape.count_forward_flops(micro_tokens, sequence)
+    recomputed = shape.count_recomputed_flops(micro_tokens, sequence) if options.recompute else []
 
     def make_machine(fraction: float) -> plan.Machine:
         backward_s = options.backward_ms and options.backward_ms / 1e3
         rates = fraction * tflops * 1e12, device.memory_gbps * 1e9
-        return plan.make_machine(flops, *rates, backward_s, options.recompute, CONTENTION)
+        return plan.make_machine(flops, *rates, backward_s, recomputed, CONTENTION)
 
     machine = make_machine(utilisation.typical)
     dtype = plan.DTYPES[options.dtype]
@@ -109,13 +110,14 @@ def run_plan(options: argparse.Namespace) -> int:
     ranks = f"{options.dp} rank" + ("" if options.dp == 1 else "s")
     micro = f" in {options.micro_batches} micro-batches" if options.micro_batches > 1 else ""
     of_micro = " of a micro-batch" if micro else ""
-    factor, recomputes = ("a third", ", and recomputes each block") if options.recompute else ("half", "")
+    recomputes = ", and recomputes each block except its last matrix" if options.recompute else ""
+    part = f"{machine.forward_s / sum(machine.backward_s):.0%} as long" if options.recompute else "half as long"
     assumptions = [
         f"{options.model} has {setting.numel / 1e9:,.3f} billion parameters in {dtype} and trains with AdamW.",
         f"The step runs on {ranks}, with {options.tokens:,} tokens per rank{micro}, in sequences of {sequence:,}.",
         f"Backward{of_micro} takes {format_seconds(sum(machine.backward_s))}, "
         f"{'as measured' if options.backward_ms else source}{recomputes}. "
-        f"Forward takes {factor} as long, {format_seconds(machine.forward_s)}.",
+        f"Forward takes {part}, {format_seconds(machine.forward_s)}.",
     ]
     if bounds:
         assumptions.append(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from brigade.course.modules import TRAINING_MODULES
@@ -61,18 +62,19 @@ def make_machine(
     flops_per_s: float,
     memory_bytes_per_s: float,
     backward_s: float | None = None,
-    recompute: bool = False,
+    recomputed: Sequence[float] = (),
     contention: float = 0.0,
 ) -> Machine:
     """Return the speed of a rank that performs `flops` during forward, and twice as many during backward.
 
-    If backward recomputes the activations, it performs three times as many. If `backward_s` is given, backward takes
-    that long, and its parts are proportional to `flops`.
+    If backward recomputes activations, it also performs the `recomputed` ones. If `backward_s` is given, backward takes
+    that long, and its parts are proportional to their operations.
     """
-    factor = 3 if recompute else 2
-    backward_s = factor * sum(flops) / flops_per_s if backward_s is None else backward_s
-    shares = tuple(backward_s * part_flops / sum(flops) for part_flops in flops)
-    return Machine(backward_s / factor, shares, memory_bytes_per_s, memory_bytes_per_s, contention)
+    backward = [2 * own + again for own, again in zip_longest(flops, recomputed, fillvalue=0.0)]
+    backward_s = sum(backward) / flops_per_s if backward_s is None else backward_s
+    forward_s = backward_s * sum(flops) / sum(backward)
+    shares = tuple(backward_s * part / sum(backward) for part in backward)
+    return Machine(forward_s, shares, memory_bytes_per_s, memory_bytes_per_s, contention)
 
 
 def list_variants() -> list[Variant]:

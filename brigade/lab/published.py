@@ -5,10 +5,10 @@
     print(describe_errors(errors))                            `make validate-plan`
 
 A training run is predicted twice: from the device's typical utilisation, and *calibrated*. Another run of the family
-then tells how fast the GPUs compute this model: the smallest one with the same micro-batch, as if somebody had measured
-`--backward-ms` on fewer GPUs, or else the smallest one. Runs with other sequence lengths are also *calibrated on two*
-runs, because attention has a rate of its own. Nothing else is fitted: the network is that of NCCL's tuner (`nccl.py`),
-and peaks and memory bandwidths are those of datasheets.
+then tells how fast the GPUs compute this model: the smallest one with the same recomputation and micro-batch, as if
+somebody had measured `--backward-ms` on fewer GPUs, or else the smallest one. Runs with other sequence lengths are also
+*calibrated on two* runs, because attention has a rate of its own. Nothing else is fitted: the network is that of NCCL's
+tuner (`nccl.py`), and peaks and memory bandwidths are those of datasheets.
 
 The runs use torch's FSDP and the like. Their steps are planned with the schedule of module 11, which gathers one unit
 ahead (`make_sharded_program`; `tests/toolkit/test_published.py` compares it with what module 11 really does).
@@ -31,7 +31,7 @@ from brigade.course.modules import ROOT
 from brigade.lab.devices import CONTENTION, DEVICES, Device
 from brigade.lab.nccl import ALGORITHMS, PROTOCOLS, Network
 from brigade.lab.program import Machine, simulate
-from brigade.lab.shapes import MODELS, Shape
+from brigade.lab.shapes import ATTENTION_AGAIN, MODELS, Shape
 
 PUBLISHED = ROOT / "docs" / "published.tsv"
 BYTES = {"bf16": 2, "fp32": 4}
@@ -51,9 +51,12 @@ class Row:
 
     Of a training run, `subject` is the model, `sequence` and `micro_batch` give the tokens of a GPU and micro-batch,
     `sharding` is "full", "keep" (units stay gathered after forward) or "hybrid" (a replica in each node), `gather` and
-    `reduce` are the dtypes on the wire, and `recompute` is the part of forward that backward repeats. Of a collective,
-    `subject` is the operation and `sequence` the bytes of the buffer. `held_back` is "yes" for rows that nobody
-    compared with the model before it was complete. `assumed` says what the source does not.
+    `reduce` are the dtypes on the wire, and `recompute` is the part of blocks that backward computes again: as much of
+    them as `Shape.recomputed_numel` says, and whole ones if `torch` is "1.13". The `torch` of llm-foundry's runs is the
+    one in scripts/train/benchmarking/sweep.sh when they were added: 1.13.1 (33aeb79d) for those in bf16 PURE, and 2.1.0
+    (b2a43a14) for others. Of a collective, `subject` is the operation and `sequence` the bytes of the buffer.
+    `held_back` is "yes" for rows that nobody compared with the model before it was complete. `assumed` says what the
+    source does not.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Row:
     gather: str
     reduce: str
     recompute: float
+    torch: str
     measured: float
     unit: str
     source: str
@@ -226,7 +230,10 @@ class Rates(NamedTuple):
 
 
 def make_parts(shape: Shape, sequence: int, tokens: int) -> tuple[list[int], tuple[int, int], list[Rates]]:
-    """Return a model's units and root for `make_sharded_program`, and the operations of forward for each parameter."""
+    """Return a model's units and root for `make_sharded_program`, and the operations of forward for each parameter.
+
+    The first and the last parameter, embedding and head, are in no block.
+    """
     attention = 4 * shape.heads * shape.d_head * sequence  # all pairs of positions, as in `Shape.count_forward_flops`
     vocabulary = shape.vocabulary * shape.d_model
     block = Rates(2.0 * shape.block_numel * tokens, float(attention * tokens))
@@ -238,12 +245,22 @@ def make_parts(shape: Shape, sequence: int, tokens: int) -> tuple[list[int], tup
     )
 
 
+def count_backward(row: Row, forward: Sequence[Rates]) -> list[Rates]:
+    """Return the operations of backward for each parameter. Recomputation repeats blocks, but not the head."""
+    shape = MODELS[row.subject]
+    matrices = 1.0 if row.torch == "1.13" else shape.recomputed_numel / shape.block_numel
+    again = Rates(row.recompute * matrices, row.recompute * ATTENTION_AGAIN)
+    blocks = [Rates(*((2 + more) * own for own, more in zip(one, again))) for one in forward[1:-1]]
+    return [Rates(*(2 * own for own in forward[0])), *blocks, Rates(*(2 * own for own in forward[-1]))]
+
+
 def make_machine(row: Row, forward: Sequence[Rates], rates: Rates) -> Machine:
     """Return the speed of one GPU of a run, for one micro-batch. `forward` are operations."""
     gbps = A100_40GB_GBPS if row.device == "a100-40" else row.gpu.memory_gbps
-    seconds = [sum(map(operator.mul, flops, rates)) for flops in forward]
-    backward = tuple((2 + row.recompute) * one for one in seconds)
-    return Machine(sum(seconds), backward, gbps * 1e9, gbps * 1e9, CONTENTION)
+    seconds, backward = (
+        [sum(map(operator.mul, flops, rates)) for flops in parts] for parts in (forward, count_backward(row, forward))
+    )
+    return Machine(sum(seconds), tuple(backward), gbps * 1e9, gbps * 1e9, CONTENTION)
 
 
 def predict(row: Row, rates: Rates | None = None) -> float:
@@ -289,8 +306,8 @@ class Run:
     @functools.cached_property
     def operations(self) -> Rates:
         """The operations of a step: of matrix products and of attention."""
-        factor = (3 + self.row.recompute) * self.row.accumulation
-        return Rates(*(factor * sum(kind) for kind in zip(*self.flops)))
+        parts = [*self.flops, *count_backward(self.row, self.flops)]
+        return Rates(*(self.row.accumulation * sum(kind) for kind in zip(*parts)))
 
 
 def calibrate_two(short: Run, long: Run) -> Rates | None:
@@ -358,12 +375,15 @@ def find_pair(family: Sequence[Row]) -> tuple[Row, Row] | None:
 def find_calibrator(row: Row, family: Sequence[Row]) -> Row | None:
     """Return the run that tells how fast the GPUs of another run compute: the smallest with the same micro-batch.
 
-    If there is none, return the smallest of the family, or None for this one.
+    If there is none, return the smallest of the family, or None for this one. Runs that recompute as much come first.
     """
-    smallest = min(family, key=lambda one: one.gpus, default=row)
+    alike: Sequence[Row] = [one for one in family if one.recompute == row.recompute]
+    if min(alike, key=lambda one: one.gpus, default=row) is row:
+        alike = family
+    smallest = min(alike, key=lambda one: one.gpus, default=row)
     if row is smallest:
         return None
-    same = [one for one in family if one.gpus < row.gpus and one.micro_batch == row.micro_batch]
+    same = [one for one in alike if one.gpus < row.gpus and one.micro_batch == row.micro_batch]
     return min(same, key=lambda one: one.gpus, default=smallest)
 
 
@@ -384,16 +404,16 @@ NODES = {4: "1 to 4 nodes", 16: "5 to 16 nodes", 64: "17 to 64 nodes"}
 
 # What `make validate-plan` prints, for plans to show. `tests/toolkit/test_published.py` fails if a median moves.
 ERROR_BARS = {
-    PAIR: ErrorBar(94, 0.027, 0.182),
+    PAIR: ErrorBar(94, 0.027, 0.166),
     OTHER: ErrorBar(19, 0.052, 0.190),
-    SEQUENCE: ErrorBar(117, 0.041, 0.200),
+    SEQUENCE: ErrorBar(117, 0.039, 0.174),
     "calibrated, 1 to 4 nodes": ErrorBar(13, 0.023, 0.080),
     "calibrated, 17 to 64 nodes": ErrorBar(12, 0.025, 0.061),
-    "calibrated, 5 to 16 nodes": ErrorBar(26, 0.024, 0.082),
+    "calibrated, 5 to 16 nodes": ErrorBar(26, 0.022, 0.082),
     LARGE: ErrorBar(42, 0.030, 0.155),
-    "guessed, 1 to 4 nodes": ErrorBar(184, 0.125, 0.361),
-    "guessed, 17 to 64 nodes": ErrorBar(12, 0.274, 0.413),
-    "guessed, 5 to 16 nodes": ErrorBar(40, 0.246, 0.414),
+    "guessed, 1 to 4 nodes": ErrorBar(184, 0.121, 0.301),
+    "guessed, 17 to 64 nodes": ErrorBar(12, 0.218, 0.299),
+    "guessed, 5 to 16 nodes": ErrorBar(40, 0.242, 0.336),
     SMALL: ErrorBar(31, 0.272, 0.647),
 }
 

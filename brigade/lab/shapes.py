@@ -8,12 +8,17 @@ from dataclasses import asdict, dataclass
 from brigade.checks.tiny_lm import SIZES
 from brigade.lab.program import Groups
 
+# Attention's backward has 2.5 times as many operations as its forward (benchmarks/benchmark_flash_attention.py of
+# Dao-AILab/flash-attention). So forward again adds 1/3.5 of both, of which MFU counts a third as forward.
+ATTENTION_AGAIN = 3 / 3.5
+
 
 @dataclass(frozen=True)
 class Shape:
     """The shape of a decoder-only transformer with a gated feed-forward network, as in `checks/tiny_lm.py`.
 
     With grouped-query attention, there are fewer `kv_heads` than heads. If `is_tied`, the embedding is also the head.
+    `ff_matrices` are those of a feed-forward network that is not gated but counts as a gated one of the same size.
     """
 
     d_model: int
@@ -24,6 +29,7 @@ class Shape:
     context: int
     kv_heads: int | None = None
     is_tied: bool = False
+    ff_matrices: int = 3
 
     @property
     def d_head(self) -> int:
@@ -35,6 +41,15 @@ class Shape:
         """The number of elements of a block's matrices and norms."""
         d, kv = self.d_model, (self.kv_heads or self.heads) * self.d_head
         return 2 * d * d + 2 * d * kv + 3 * d * self.d_ff + 2 * d
+
+    @property
+    def recomputed_numel(self) -> int:
+        """The number of elements of a block's matrices and norms that recomputation uses again.
+
+        `torch.utils.checkpoint` stops as soon as it has all tensors that backward needs (since torch 2.1, pull request
+        96866 of pytorch/pytorch). So it does not use the block's last matrix: nothing needs its output.
+        """
+        return self.block_numel - 3 * self.d_model * self.d_ff // self.ff_matrices
 
     def make_groups(self) -> Groups:
         """Return the shapes of the parameters, in the order in which a TinyLM registers them."""
@@ -55,6 +70,16 @@ class Shape:
             flops += [2.0 * math.prod(shape) * tokens if len(shape) == 2 else 0.0 for shape in shapes]
             if is_unit:
                 flops[-6] += 4.0 * self.d_model * sequence * tokens  # v is the sixth parameter from the end
+        return flops
+
+    def count_recomputed_flops(self, tokens: int, sequence: int) -> list[float]:
+        """Return the operations that recomputing each block adds to backward, as `count_forward_flops` does."""
+        flops = [0.0]
+        for is_unit, shapes in self.make_groups()[1:]:
+            flops += [2.0 * math.prod(shape) * tokens * (is_unit and len(shape) == 2) for shape in shapes]
+            if is_unit:
+                flops[-1] -= 2.0 * (self.block_numel - self.recomputed_numel) * tokens
+                flops[-6] += ATTENTION_AGAIN * 4.0 * self.d_model * sequence * tokens
         return flops
 
     def count_activation_bytes(self, tokens: int, nbytes: int, recomputes: bool) -> float:
@@ -88,7 +113,7 @@ MPT = {
 }
 COURSE = {name: Shape(**asdict(size)) for name, size in SIZES.items()}
 PUBLISHED = {
-    f"mpt-{name}": Shape(d, round(8 * d / 3), layers, heads, 50_368, 2048, is_tied=True)
+    f"mpt-{name}": Shape(d, round(8 * d / 3), layers, heads, 50_368, 2048, is_tied=True, ff_matrices=2)
     for name, (d, layers, heads) in MPT.items()
 } | {
     "gpt3-6.7b": Shape(4096, 10_944, 32, 32, 50_257, 2048),

@@ -56,9 +56,16 @@ def test_the_slowdown_from_128_to_512_gpus(rows, errors):
         assert seconds[512] / seconds[128] == pytest.approx(measured, rel=0.08), name
 
 
-def test_a_run_is_calibrated_on_the_smallest_one_with_its_micro_batch(errors):
-    """If there is none, it is calibrated on the smallest run, which counts as another kind."""
+def test_a_run_is_calibrated_on_the_smallest_one_with_its_recomputation_and_micro_batch(errors):
+    """If there is none, it is calibrated on the smallest run. One with another micro-batch counts as another kind."""
     by_name = {error.row.name: error for error in errors}
+    for name, calibrator in {
+        "llama2-70b-96xh100": "llama2-34b-96xh100",
+        "llama2-34b-96xh100": "llama2-7b-96xh100",
+        "mpt-3b-s65536-8xh100": "mpt-3b-s32768-8xh100",
+        "mpt-3b-s32768-8xh100": "mpt-3b-s512-8xh100",
+    }.items():
+        assert by_name[name].calibrator.name == calibrator
     same, other = by_name["mpt-13b-ck-128xa100-40"], by_name["mpt-13b-ck-64xa100-40"]
     assert same.calibrator.name == "mpt-13b-ck-64xa100-40" and other.calibrator.name == "mpt-13b-ck-8xa100-40"
     assert published.OTHER in published.name_kinds(other) and published.OTHER not in published.name_kinds(same)
@@ -85,6 +92,18 @@ def test_two_sequence_lengths_tell_the_rate_of_attention(rows):
     assert rates.attention > 1.5 * rates.matrices
     (longest,) = (one for one in published.list_errors(family) if one.row.sequence == 65_536)
     assert abs(longest.paired) < 0.1 < 0.3 < abs(longest.calibrated)
+
+
+def test_recomputation_repeats_blocks_as_far_as_torch_does(rows):
+    """Before torch 2.1, it repeats whole blocks of matrices. It never repeats the head."""
+    (row,) = (one for one in rows if one.name == "mpt-7b-s4096-8xa100-80")
+    assert (row.torch, row.recompute) == ("2.1", 1)
+    forward = published.Run(row).flops
+    for one, again in ((row, 8 / 12), (replace(row, torch="1.13"), 1.0), (replace(row, recompute=0.0), 0.0)):
+        _, *blocks, head = published.count_backward(one, forward)
+        assert blocks[0].matrices == pytest.approx((2 + again) * forward[1].matrices, rel=1e-3)
+        assert blocks[0].attention == pytest.approx((2 + one.recompute * 3 / 3.5) * forward[1].attention)
+        assert len(blocks) == 32 and head.matrices == 2 * forward[-1].matrices
 
 
 def test_runs_that_contradict_each_other_give_no_rates(rows):
