@@ -205,7 +205,7 @@ def test_weights_are_freed(submission):
             what = f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory"
             got = f"{name_units(unsynced)} have memory"
             At(rank).claim(what, len(unsynced) <= prefetch + 1, got, causes.KEPT_IN_NO_SYNC)
-    start = submission.rng.randrange(1 << 40)
+    start = submission.rng.randrange(1 << 31)
     arguments = {"prefetch": 1, "compute_dtype": torch.float64, "reduce_dtype": torch.float64}
     job = {"start": start, "count": COUNT, "numel": LARGE, "unit_type": "Layer", "arguments": arguments}
     if run := run_with_little_memory(submission, scenario.train_large, job, mib=46, world=2):

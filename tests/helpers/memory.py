@@ -26,7 +26,7 @@ def run_with_little_memory(submission, scenario, job, mib, cause="", world=WORLD
     """
     if not submission.limits_memory:
         return None
-    seeds = [submission.rng.randrange(1 << 40) for _ in range(world)]
+    seeds = [submission.rng.randrange(1 << 31) for _ in range(world)]
     jobs = PerRank(job | {"seed": seed, "labels": list(range(steps))} for seed in seeds)
     with replace_cause(lambda failed: cause if "MiB of memory" in failed.verdict.expected else ""):
         return submission.run(scenario, jobs, world_size=world, mode="record", memory=mib << 20), seeds

@@ -52,6 +52,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     programs = {
         "git": '[ "$1 $2 $3 $4" = "clone --quiet --depth 1" ] && cp -r "$5" "$6"',
         "torchrun": 'echo torchrun "$@"',
+        "python": f'exec {shlex.quote(sys.executable)} "$@"',  # Debian has only python3
         "brigade": f"""{shlex.join(words)} "$@" && echo brigade "$@" """,
     }
     for command, line in programs.items():
