@@ -4,8 +4,8 @@ A rank calls `enter` before it receives the submission. docs/isolation.md lists 
 not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
-user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel,
-not even those about itself, because some of them depend on other processes.
+user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel
+except PROCESS_FILES, because most of them depend on other processes, even some of those about itself.
 The kernel also refuses all system calls that are not in a list (ALLOWED), such as those for sockets, file locks,
 notifications about files, and calls that tell which pages of a file are in memory, or drop them. Other ranks use NCCL,
 and find each other through a file in the run's directory.
@@ -38,11 +38,12 @@ from brigade.sandbox import users
 PR_SET_PDEATHSIG, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 21, 38
 SECCOMP_MODE_FILTER = 2
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
-MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
+MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x2000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 LIBC = ctypes.CDLL(None, use_errno=True)
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 TERMINALS = "/dev/pts"  # their numbers are messages between ranks
+PROCESS_FILES = ("stat", "statm", "status")  # of /proc: the times, the memory and the identity of one process
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
 
 # System calls that the kernel refuses to ranks that are not offline.
@@ -257,8 +258,8 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     """Mask the course, the hidden paths and the temporary directories.
 
     Then mount again the directories inside them that a rank needs. The directory of an offline rank becomes private,
-    too. Only the user's processes remain visible, and for an offline rank not even these: the kernel tells a process
-    which of its pages others have mapped, and how many descriptors of some kinds are open.
+    too. Only the user's processes remain visible, and for an offline rank only its own PROCESS_FILES: the kernel tells
+    a process which of its pages others have mapped, and how many descriptors of some kinds are open.
     """
     if settings["offline"]:  # not even permissions or times of files change; kernels before 5.12 cannot do this
         attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
@@ -287,11 +288,28 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
             mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
             os.close(handle)
     if settings["offline"]:
+        mask_processes(directory)
         mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{options},mode=700,uid={uid},gid={uid}")
-        mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, "nr_inodes=1,mode=555")
     else:
         with contextlib.suppress(OSError):
             mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
+
+
+def mask_processes(place: str) -> None:
+    """Let /proc contain only PROCESS_FILES of this process, or nothing if it cannot get a /proc with its own number.
+
+    The empty directory `place` is used until that is done.
+    """
+    flags, own = MS_NOSUID | MS_NODEV | MS_NOEXEC, Path(place, str(os.getpid()))
+    mount("tmpfs", place, "tmpfs", flags, "mode=755")
+    with contextlib.suppress(OSError):
+        mount("proc", "/proc", "proc", flags, "")
+        own.mkdir()
+        Path(place, "self").symlink_to(own.name)
+        for name in PROCESS_FILES:
+            (own / name).touch()
+            mount(f"/proc/self/{name}", str(own / name), "", MS_BIND, "")
+    mount(place, "/proc", "", MS_MOVE, "")
 
 
 def is_below(path: str, directory: str) -> bool:

@@ -8,12 +8,14 @@ import errno
 import fcntl
 import gc
 import os
+import re
 import signal
 import socket
 import struct
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -87,7 +89,9 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("drop pages", lambda: os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED))
     attempt("pages in memory", lambda: os.preadv(file, [bytearray(1)], 0, os.RWF_NOWAIT))
     attempt("free memory", ask_for_free_memory)
-    found["counters"] = os.listdir("/proc") + os.listdir("/sys")
+    found["counters"] = sorted(str(path) for place in ("/proc", "/sys") for path in Path(place).rglob("*"))
+    found["own numbers"] = re.findall(r"^(?:Pid|PPid|NSpid):\t(.*)$", Path("/proc/self/status").read_text(), re.M)
+    found["memory"] = psutil.Process().memory_info().rss
     found["pid"] = os.getpid(), os.getppid()
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):
         attempt(f"write {place}", lambda place=place: Path(place, f"from-{rank}").write_text("secret"))

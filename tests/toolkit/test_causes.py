@@ -94,6 +94,15 @@ def test_a_refused_system_call_is_explained_where_the_kernel_refuses_calls(monke
     assert cause(*refused) == ""
 
 
+@pytest.mark.parametrize("path", ["/proc/meminfo", "/proc", "/sys/fs/cgroup", "/dev/stderr"])
+def test_a_hidden_file_is_explained_where_files_are_hidden(path, monkeypatch):
+    missing = "FileNotFoundError", f"[Errno 2] No such file or directory: {path!r}", (f"open({path!r})",)
+    assert cause(*missing) == ""
+    monkeypatch.setattr(SERVER, "sandbox", enter.Sandbox(uid=1, reservation=0))
+    assert "except its own /proc/self/stat" in cause(*missing)
+    assert cause("FileNotFoundError", "[Errno 2] No such file or directory: '/procs'", ("open('/procs')",)) == ""
+
+
 def test_an_exception_inside_a_registered_lambda_is_not_blamed_on_its_registration():
     line = "p.register_post_accumulate_grad_hook(lambda _: self.mark_ready(0))"
     frames = [("f.py", 1, "<lambda>", line), ("f.py", 2, "mark_ready", "self.nothing")]

@@ -184,6 +184,9 @@ def test_offline_ranks_reach_nobody(tmp_path):
         assert result["terminal"] in ("ENODEV", "ENOENT"), "its number tells how many the other rank has opened"
         assert result["pid"] == (1, 0), "priorities and other properties of processes are messages"
         assert result["files"] == [], "a rank sees a file of the other rank"
-        assert result["counters"] == [], "a rank can change some of them, and another can read them"
+        own = ["/proc/1", *(f"/proc/1/{name}" for name in enter.PROCESS_FILES), "/proc/self"]
+        assert result["counters"] == own, "a rank can change some of the others, and another can read them"
+        assert result["own numbers"] == ["1", "0", "1"], "a rank can change how many processes there are outside"
+        assert result["memory"] > 1 << 20, "psutil works"
         assert result["processes"] == []
     assert found[0]["uid"] != found[1]["uid"]

@@ -83,6 +83,15 @@ def explain_refused_call(failure: RankFailure, sources: Sources) -> str:
     )
 
 
+def explain_hidden_file(failure: RankFailure, sources: Sources) -> str:
+    if not SERVER.sandbox or not SERVER.sandbox.offline:
+        return ""
+    return (
+        "a graded rank sees nothing in /proc and /sys except its own /proc/self/stat, statm and status. Use sys.stdout "
+        "and sys.stderr instead of /dev/stdout and /dev/stderr, which are links into /proc."
+    )
+
+
 def get_events(failure: RankFailure) -> list[Event]:
     """Return the record of the failed rank."""
     return failure.events[failure.rank] if failure.rank is not None and failure.events else []
@@ -98,6 +107,7 @@ SYMPTOMS = [
             "argument in self.module, which given code and later modules read.", line=r"find_trainable\(self"),
     Symptom("helper file", "ModuleNotFoundError", r"No module named '[\w.]+'$", explain_helper_file),
     Symptom("refused call", "PermissionError", r"^\[Errno 1\]", explain_refused_call),
+    Symptom("hidden file", "FileNotFoundError", r"'/(proc|sys|dev/(fd|stdin|stdout|stderr))\b", explain_hidden_file),
     Symptom("hook result", "", "hook returned|hooks should return", "a hook returns a value. It must return None."),
     Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
