@@ -39,6 +39,11 @@ USUAL_CAUSES_OF_MESSAGES = {  # if the run ends while all waiting ranks send or 
 }
 
 OUT_OF_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc")  # in the exception of a rank
+NO_SECOND_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # also in what OpenMP prints
+SECOND_THREAD = (
+    "`brigade grade` also runs this with little memory, and then a rank may have only one thread and one process. "
+    "Start no others, and do not call torch.set_num_threads."
+)
 MAX_FRAMES = 6  # of a traceback in a message
 
 
@@ -125,6 +130,10 @@ class CheckContext:
             if memory and any(text in f"{failure.error} {failure.message}" for text in OUT_OF_MEMORY):
                 expected = f"every rank finishes with {memory >> 20} MiB of memory, besides what torch needs"
                 raise CheckFailed(replace(to_failure(failure, self.sources).verdict, expected=expected)) from None
+            said = [failure.message, *(failure.output if failure.kind == "died" else ())]
+            if memory and any(text in part for part in said for text in NO_SECOND_THREAD):
+                verdict = to_failure(failure, self.sources).verdict
+                raise CheckFailed(replace(verdict, likely_cause=SECOND_THREAD, hypothesis="second thread")) from None
             is_late = failure.kind == "deadline" and time.monotonic() >= how.ends_at
             note = "The time limit for the checks of this module was reached here." if is_late else ""
             raise to_failure(failure, self.sources, note) from None

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from brigade.checks.context import to_failure
+from brigade.checks.context import CheckContext, to_failure
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns
+from brigade.checks.verdict import CheckFailed
 from brigade.course.listing import Part
 from brigade.course.skeletons import find_part_in
 from brigade.runner.failure import OTHER_SIZE, RankFailure, remove_jargon
@@ -101,6 +102,22 @@ def test_a_hidden_file_is_explained_where_files_are_hidden(path, monkeypatch):
     monkeypatch.setattr(SERVER, "sandbox", enter.Sandbox(uid=1, reservation=0))
     assert "except its own /proc/self/stat" in cause(*missing)
     assert cause("FileNotFoundError", "[Errno 2] No such file or directory: '/procs'", ("open('/procs')",)) == ""
+
+
+RAISED = RankFailure("exception", "", [], 0, "RuntimeError", message="can't start new thread")
+DIED = RankFailure("died", "", [], 0, output=["libgomp: Thread creation failed: Resource temporarily unavailable"])
+
+
+@pytest.mark.parametrize("failure", [RAISED, DIED], ids=lambda failure: failure.kind)
+@pytest.mark.parametrize("memory", [None, 1 << 26])
+def test_a_second_thread_is_explained_in_a_run_with_little_memory(failure, memory, monkeypatch):
+    def fail(*arguments, **options):
+        raise failure
+
+    monkeypatch.setattr(CheckContext, "_start", fail)
+    with pytest.raises(CheckFailed) as caught:
+        CheckContext({}).run(fail, world_size=1, memory=memory)
+    assert ("only one thread" in caught.value.verdict.likely_cause) == (memory is not None)
 
 
 def test_an_exception_inside_a_registered_lambda_is_not_blamed_on_its_registration():
