@@ -52,21 +52,20 @@ REFUSED += ["process_vm_readv", "process_vm_writev"]
 # Offline ranks may only use these calls, apart from clone, futex and fcntl. No call that is missing here is needed by
 # Python, torch or the C library for memory, threads, files, processes, signals, time or the channel that a rank has.
 ALLOWED = """
-    access alarm arch_prctl brk capget chdir chmod clock_getres clock_gettime clock_nanosleep close close_range
+    access alarm arch_prctl brk chdir chmod clock_getres clock_gettime clock_nanosleep close close_range
     copy_file_range dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd2 execve
     exit exit_group faccessat faccessat2 fallocate fchdir fchmod fchmodat fdatasync fgetxattr flistxattr fork
-    fstat fstatfs fsync ftruncate get_mempolicy get_robust_list getcpu getcwd getdents getdents64 getegid
-    geteuid getgid getgroups getitimer getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid
-    getrlimit getrusage getsid getsockname getsockopt gettid gettimeofday getuid getxattr ioctl kill lgetxattr
-    link linkat listxattr llistxattr lseek lstat madvise mbind membarrier mkdir mkdirat mlock mmap mprotect
-    mremap msync munlock munmap nanosleep newfstatat open openat pause pipe pipe2 poll ppoll prctl pread64
-    preadv prlimit64 pselect6 pwrite64 pwritev read readlink readlinkat readv recvfrom recvmsg rename renameat
-    renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_sigreturn
-    rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo sched_get_priority_max sched_get_priority_min
-    sched_getaffinity sched_getattr sched_getparam sched_getscheduler sched_setaffinity sched_setscheduler
-    sched_yield select sendfile sendmsg sendto set_robust_list set_tid_address setitimer setpgid setpriority
-    setrlimit setsid setsockopt shutdown sigaltstack stat statfs statx symlink symlinkat tgkill time
-    times tkill truncate umask uname unlink unlinkat utimensat vfork wait4 waitid write writev
+    fstat fstatfs fsync ftruncate get_robust_list getcpu getcwd getdents getdents64 getegid geteuid getgid
+    getgroups getitimer getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid getrlimit
+    getrusage getsid getsockname getsockopt gettid gettimeofday getuid getxattr ioctl kill lgetxattr link linkat
+    listxattr llistxattr lseek lstat madvise mkdir mkdirat mmap mprotect mremap msync munmap nanosleep
+    newfstatat open openat pause pipe pipe2 poll ppoll prctl pread64 preadv prlimit64 pselect6 pwrite64 pwritev
+    read readlink readlinkat readv recvfrom rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction
+    rt_sigpending rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max
+    sched_get_priority_min sched_getaffinity sched_getattr sched_getparam sched_getscheduler sched_setaffinity
+    sched_setscheduler sched_yield select sendfile sendto set_robust_list set_tid_address setitimer setpgid
+    setpriority setrlimit setsid sigaltstack stat statfs statx symlink symlinkat tgkill time times tkill
+    truncate umask uname unlink unlinkat utimensat vfork wait4 waitid write writev
 """
 # A C library that gets ENOSYS from a call that is newer than Linux 5.0 uses older ones.
 NEWER = range(424, 600)

@@ -66,7 +66,7 @@ def filters() -> None:
 SHARING = ["socket", "socketpair", "accept4", "bind", "connect", "io_setup", "flock", "inotify_init", "inotify_init1"]
 SHARING += ["fanotify_init", "fadvise64", "readahead", "preadv2", "pwritev2", "mincore", "memfd_create", "vmsplice"]
 SHARING += ["splice", "tee", "userfaultfd", "bpf", "mount", "perf_event_open", "kcmp", "name_to_handle_at", "setxattr"]
-SHARING += ["syslog", "sethostname"]
+SHARING += ["syslog", "sethostname", "get_mempolicy", "mbind", "sendmsg"]
 NEW = (425, 438, 447, 449, 451, 454)  # io_uring_setup, pidfd_getfd, memfd_secret, futex_waitv, cachestat, futex_wake
 SHARING_COMMANDS = (1024, 1025, 1026, 5, 6, 7, 36, 37, 38, 1031)  # of fcntl: leases, notifications, locks, pipes
 
