@@ -84,7 +84,7 @@ event = {'kind': 'step', 'time': 0.0, 'phase': ''}
 send(b'E', json.dumps([event | {'step': i * (2**61 - 1)} for i in range(1, 40_000)]).encode())
 === a frame that never ends | 0 | stopped after 1 s | limit_s=1
 channel().sendall(b'R' + struct.pack('<Q', 1 << 20) + b'x')
-=== descriptors on the channel | 0 | UNREADABLE
+=== descriptors on the channel | 0 | made another one
 while True: socket.send_fds(channel(), [b'E'], [0] * 250)
 === garbage on the channel | 0 | UNREADABLE
 channel().sendall(os.urandom(100_000))
