@@ -81,11 +81,11 @@ def submit(tmp_path):
 
     def write(modules=None, name="submission", upto=2):
         for entry in select_modules(f"1-{upto}"):
-            text = (modules or {}).get(entry.number, (ROOT / "solutions" / entry.path).read_text())
-            path = tmp_path / name / entry.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if text is not None:
-                path.write_text(text)
+            texts = {file: (ROOT / "solutions" / file).read_text() for file in entry.paths}
+            texts[entry.path] = (modules or {}).get(entry.number, texts[entry.path])
+            (tmp_path / name / entry.path).parent.mkdir(parents=True, exist_ok=True)
+            for file, text in texts.items() if texts[entry.path] is not None else ():
+                (tmp_path / name / file).write_text(text)
         return tmp_path / name
 
     return write
