@@ -50,12 +50,23 @@ class At:
     def equal(self, sentence: str, actual: Any, wanted: Any, cause: Any = "") -> None:
         """Claim that two values are equal. In the sentence, {} becomes what is expected, or what it was instead."""
         shown, exact = show(actual), show(wanted)
+        if shown == exact and actual != wanted:  # such as "3" and 3, or lists whose shown elements are equal
+            shown, exact = repr(actual), repr(wanted)
         self.claim(sentence.replace("{}", exact), actual == wanted, sentence.replace("{}", shown), cause)
 
     def at_most(self, sentence: str, actual: float, limit: float, cause: Any = "") -> None:
         """Claim that a number is not above a limit. In the sentence, {} becomes "at most 3", or the number."""
-        expected = sentence.replace("{}", f"at most {limit:.12g}")
-        self.claim(expected, actual <= limit, sentence.replace("{}", f"{actual:.12g}"), cause)
+        for digits in range(3, 18):  # 17 digits distinguish any two float64 numbers
+            shown, most = show_number(actual, digits), show_number(limit, digits)
+            if shown != most:
+                break
+        self.claim(sentence.replace("{}", f"at most {most}"), actual <= limit, sentence.replace("{}", shown), cause)
+
+
+def show_number(number: float, digits: int) -> str:
+    """Return a number with at least so many digits, and all digits in front of the point if they are at most 15."""
+    whole = len(str(int(abs(number)))) if abs(number) < 1e15 else 0  # 0 for NaN, too
+    return f"{number:.{max(digits, whole)}g}"
 
 
 def show(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 import linecache
+import math
 import os
 import re
 import sys
@@ -89,6 +90,26 @@ def describe(wrong):
         (
             lambda s: s.step(1).at_most("it has {} B", 9, 8),
             "it has at most 8 B\nGot:          rank 0, step 1: it has 9 B",
+        ),
+        (
+            lambda s: s.step(1).at_most("it has {} B", 123457, 123456.4),
+            "it has at most 123456 B\nGot:          rank 0, step 1: it has 123457 B",
+        ),
+        (
+            lambda s: s.step(1).at_most("the error is {}", 0.00123456789012, 1e-3),
+            "the error is at most 0.001\nGot:          rank 0, step 1: the error is 0.00123",
+        ),
+        (
+            lambda s: s.step(1).at_most("it is {} times the mean", 1.25004, 1.25),
+            "it is at most 1.25 times the mean\nGot:          rank 0, step 1: it is 1.25004 times the mean",
+        ),
+        (
+            lambda s: s.step(1).at_most("the error is {}", math.nan, 0.5),
+            "the error is at most 0.5\nGot:          rank 0, step 1: the error is nan",
+        ),
+        (
+            lambda s: s.step(1).equal("its places are {}", ["0", 3], [0, 3]),
+            "its places are [0, 3]\nGot:          rank 0, step 1: its places are ['0', 3]",
         ),
     ],
 )
