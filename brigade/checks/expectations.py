@@ -5,7 +5,7 @@ The likely cause is computed only after an assertion has failed: see `diagnose`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -189,15 +189,6 @@ def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], st
         return next(filter(None, (finder() for finder in finders)), "") if failed.verdict.is_vague else ""
 
     return replace_cause(find)
-
-
-def list_steps(
-    records: Sequence[Sequence[Event]], steps: int, ranks: Iterable[int] | None = None
-) -> Iterator[tuple[dict[str, Any], Sequence[Event], list[Launch]]]:
-    """Yield, for each rank (default: all) and step, `rank` and `step` for `expect`, its record and its launches."""
-    for rank in range(len(records)) if ranks is None else ranks:
-        for step in range(steps):
-            yield {"rank": rank, "step": step}, records[rank], launches(records[rank], step)
 
 
 def expect_weights(results: RankResults, case: Case) -> None:

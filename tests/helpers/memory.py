@@ -9,8 +9,9 @@ import random
 
 import torch
 
+from brigade.checks.claims import At
 from brigade.checks.content import collect, list_factors
-from brigade.checks.expectations import expect, replace_cause
+from brigade.checks.expectations import replace_cause
 from brigade.runner.ranks import PerRank
 from helpers.training import draw
 
@@ -47,4 +48,4 @@ def expect_delivered(results, step, expected, what):
     world = len(results)
     delivered = collect(results.events, results.carried, set(range(world)))[step]
     is_right = any(delivered.contain(factor * expected, CLOSE) for factor in list_factors(world))
-    expect(is_right, f"the launches of step {step} carry {what}", "they carry other numbers")
+    At().claim(f"the launches of step {step} carry {what}", is_right, "they carry other numbers")
