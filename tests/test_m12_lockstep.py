@@ -38,18 +38,18 @@ def test_assignment(submission):
     results = submission.run(scenario.assign, {"problems": problems}, world_size=world)
     for number, (lengths, num_ranks) in enumerate(problems):
         parts, *others = [result[number] for result in results]
-        of = f"for {len(lengths)} sequences of {join_names(lengths, 6) or 'no'} tokens and {num_ranks} ranks, "
+        where = f"for {len(lengths)} sequences of {join_names(lengths, 6) or 'no'} tokens and {num_ranks} ranks, "
         indices = sorted(index for part in parts for index in part)
-        what = f"{of}assign_sequences returns {num_ranks} lists, with every index in one of them"
+        what = f"{where}assign_sequences returns {num_ranks} lists, with every index in one of them"
         got = f"{len(parts)} lists with {len(indices)} indices, {len(set(indices))} of them different"
         is_right = len(parts) == num_ranks and indices == list(range(len(lengths)))
         At().claim(what, is_right, got, partial(causes.explain_indices, lengths, parts))
         heaviest = max(sum(lengths[index] for index in part) for part in parts)
         mean, longest = sum(lengths) / num_ranks, max(lengths, default=0)
-        what = f"{of}the heaviest rank has {{}} tokens (mean: {mean:g}, longest sequence: {longest})"
+        what = f"{where}the heaviest rank has {{}} tokens (mean: {mean:g}, longest sequence: {longest})"
         At().at_most(what, heaviest, mean + longest, partial(causes.explain_loads, lengths, num_ranks, parts))
         is_equal = all(other == parts for other in others)
-        At().claim(f"{of}all ranks compute the same", is_equal, "the ranks differ", causes.NOT_DETERMINISTIC)
+        At().claim(f"{where}all ranks compute the same", is_equal, "the ranks differ", causes.NOT_DETERMINISTIC)
 
 
 # ---- one step
@@ -353,24 +353,24 @@ def expect_epochs(results, case, job):
     ]
     expected = train_alone(case, job)
     for epoch, (own, count) in enumerate(zip(lengths, counts)):
-        of, first = f"with {join_names(own)} batches on the ranks and {micro_batches=}, ", sum(counts[:epoch])
+        where, first = f"with {join_names(own)} batches on the ranks and {micro_batches=}, ", sum(counts[:epoch])
         totals = [total for _, total, _ in expected["results"][first : first + count]]
         taken_at = [(step + 1) * micro_batches + 1 for step, total in enumerate(totals) if total]
         for rank in case.group:
             at, answer = At(rank), results[rank][epoch]
             got, reads = [total for _, total, _ in answer["results"]], answer["reads"]
             why = partial(causes.explain_num_steps, got, totals, own, micro_batches)
-            at.equal(f"{of}run returns the results of steps with so many tokens: {{}}", got, totals, why)
-            at.equal(f"{of}run raises {{}}", answer["raised"] or "nothing", "nothing")
-            what = f"{of}run has taken at most k · {micro_batches} + 1 batches before step k"
+            at.equal(f"{where}run returns the results of steps with so many tokens: {{}}", got, totals, why)
+            at.equal(f"{where}run raises {{}}", answer["raised"] or "nothing", "nothing")
+            what = f"{where}run has taken at most k · {micro_batches} + 1 batches before step k"
             is_right = all(taken <= most for taken, most in zip(reads, taken_at))
             at.claim(what, is_right, f"it had taken {show(reads)} batches before its steps", causes.READ_AHEAD)
             small = [x for x in count_launches(results.events[rank], epoch).elements() if x[2] <= SMALL]
             limit = 2 * count + 2 if case.world_size > 1 else math.inf
-            what = f"{of}run adds {{}} small collectives (allowed: 2 for each of {count} steps, and 2 at the end)"
+            what = f"{where}run adds {{}} small collectives (allowed: 2 for each of {count} steps, and 2 at the end)"
             at.at_most(what, len(small), limit, causes.TOO_MANY)
         expect_equal(
-            f"{of}the weights after call {epoch + 1} of run are those of one process that gets the same batches",
+            f"{where}the weights after call {epoch + 1} of run are those of one process that gets the same batches",
             [results[rank][epoch]["weights"] for rank in case.group],
             expected["weights"][first + count],
             tolerance=MANY_STEPS,

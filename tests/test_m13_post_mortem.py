@@ -121,14 +121,14 @@ def test_program(submission):
     runs = [*recorded.values(), *([second, first, text] for text in broken.values())]
     [answers] = submission.run(scenario.run_main, {"runs": runs}, world_size=world)
     for ((version, name), dumps), (result, printed, _) in zip(recorded.items(), answers):
-        of = f"for the dumps of hang.py {name}, torch {version}, "
-        At().equal(f"{of}main returns {{}}", result, int(name != "healthy"))
+        where = f"for the dumps of hang.py {name}, torch {version}, "
+        At().equal(f"{where}main returns {{}}", result, int(name != "healthy"))
         for rank, text in enumerate(dumps):
             last = json.loads(text)["entries"][-1]
             words = [str(rank), last["profiling_name"].removeprefix("gloo:"), last["line"]]
             is_right = any(all(word in line for word in words) for line in printed.splitlines())
-            At().claim(f"{of}main prints a line with {join_names(words)}", is_right, f"it printed {printed!r}")
-        expect_words(printed, CULPRITS[name], f"{of}the text")
+            At().claim(f"{where}main prints a line with {join_names(words)}", is_right, f"it printed {printed!r}")
+        expect_words(printed, CULPRITS[name], f"{where}the text")
     expect_refusals(broken, answers[len(recorded) :], causes.UNREADABLE)
 
 
@@ -149,9 +149,9 @@ def test_jobs_folders_and_pages(submission):
     expect_refusals(foreign, answers, causes.OTHER_JOB)
     job = {"runs": [[first, second, third]], "as_folder": True, "with_page": True}
     [[[result, printed, page]]] = submission.run(scenario.run_main, job, world_size=world)
-    of = "for a folder with three dumps, "
-    At().claim(f"{of}main returns 1", result == 1, f"it returned {result} and printed {printed!r}")
-    expect_words(printed, CULPRITS["skip"], f"{of}the text")
+    where = "for a folder with three dumps, "
+    At().claim(f"{where}main returns 1", result == 1, f"it returned {result} and printed {printed!r}")
+    expect_words(printed, CULPRITS["skip"], f"{where}the text")
     At().claim("main writes the page to the file that html names", page is not None, "there is no such file")
     lines = {entry["line"] for entry in record["entries"]}
     expect_words(page, [*CULPRITS["skip"], *lines, "all_reduce"], "the page")
