@@ -38,9 +38,9 @@ def test_shard_batch(submission):
     for num_rows in (7, 1):
         batch = draw(submission, (num_rows, 2), torch.float64)
         [answers] = submission.run(scenario.shard, batch, [2, 3, 4], world_size=world)
-        for answer, size in zip(answers, [2] * 2 + [3] * 3 + [4] * 4):
-            what = f"on every rank, shard_batch raises {{}} for a batch of length {num_rows} and {size} ranks"
-            At().equal(what, answer.get("error", "no exception"), "ValueError", causes.UNEVEN)
+        for rank, size in [(rank, world_size) for world_size in (2, 3, 4) for rank in range(world_size)]:
+            what = f"for a batch of length {num_rows}, shard_batch(batch, {rank}, {size}) raises {{}}"
+            At().equal(what, answers.pop(0).get("error", "no exception"), "ValueError", causes.UNEVEN)
 
 
 @pytest.mark.parts("Part (b): through a root")
@@ -203,7 +203,7 @@ def expect_messages(step, to, source, cause=""):
     launched, what = step.launches(), "the function calls only send, recv, isend, irecv and batch_isend_irecv"
     launched.satisfy(what, lambda one: one.op in OPPOSITES, causes.COLLECTIVE, "the step also made {these}")
     has_barrier = any(event["kind"] == "launch" and event["op"] == "barrier" for event in step.events)
-    step.claim(what, not has_barrier, "it also called a barrier", causes.COLLECTIVE)
+    step.claim(what, not has_barrier, "the rank also called a barrier", causes.COLLECTIVE)
     for op, verb, word, peers in (("send", "sends", "to", to), ("recv", "receives", "from", source)):
         made = format_messages([launch.peer for launch in launched if launch.op == op], word)
         step.equal(f"the step {verb} {{}}", made, format_messages(peers, word), cause)

@@ -417,8 +417,9 @@ def test_mixed_precision(submission):
         expect_dtypes(results, compute, reduce, what)
         expect_shapes(results, case)
         for rank, result in enumerate(results):
-            at, kept = At(rank), f"the gradients of shards are {{}}, as the parameters were {what}"
-            at.equal(kept, name_dtypes(result["gradients"][0]), "float32", causes.NARROW_SHARDS)
+            at, dtypes = At(rank), name_dtypes(result["gradients"][0])
+            sentence = f"the gradients of shards are {{}}, as the parameters were {what}"
+            at.equal(sentence, dtypes, "float32", causes.NARROW_SHARDS)
             sums = torch.cat(result["gradients"][0])
             is_narrow = reduce == torch.bfloat16 and sums.equal(sums.to(reduce).float())
             got = "every sum has a value that bfloat16 can represent"
@@ -486,7 +487,7 @@ def describe_tree(module):
     """Return a short description of a tree: the types of its submodules that have types of units."""
     named = module.named_modules(remove_duplicate=False)
     units = [(name, type(one)) for name, one in named if isinstance(one, (scenario.Layer, scenario.Expert))]
-    return f"a module with {show([f'{name} = {kind.__name__}' for name, kind in units])}"
+    return f"a module with {join_names([f'{name} = {kind.__name__}' for name, kind in units], 8) or 'no such unit'}"
 
 
 def plan_schedules(submission, backward):
@@ -553,7 +554,7 @@ def expect_shapes(results, case):
 def expect_all_shards(results, events, case, finishes=1):
     """Expect every shard to have a gradient after each step, which calls finish_grad_sync `finishes` times."""
     names = [names for unit in lay_out(case) for _, names in unit.values()]
-    what = "after finish_grad_sync every shard has a gradient, zeros if unused. Parameters whose shard lacks one: {}"
+    what = "parameters whose shard has no gradient after finish_grad_sync, not even zeros: {}"
     for rank, result in zip(case.group, results):
         for step, missing in enumerate(result["missing"]):
             without = [name for number in missing for name in names[number]]
@@ -652,12 +653,14 @@ def expect_overlap(step, units, prefetch):
         got = "the rank waited earlier" if gather.waits else "the rank never waited"
         step.claim(what, bool(gather.waits) and gather.waits[0] > earliest, got, causes.EARLY_WAIT)
     for unit, launch in zip(reversed(range(count)), reduced):
-        what = f"unit {unit} is reduced when its gradients are ready, before unit {unit - 1} computes in backward"
+        name = f"unit {unit}" if unit else "the root"
+        what = f"{name} is reduced when its gradients are ready"
+        what += f", before unit {unit - 1} computes in backward" * (unit > 1)
         is_right = launch.place > max(ready[unit]) and (unit < 2 or launch.place < min(ready[unit - 1]))
         step.claim(what, is_right, "the reduce-scatter was launched earlier or later")
-        what = f"a rank waits for the reduction of {f'unit {unit}' if unit else 'the root'}"
+        what = f"a rank waits for the reduction of {name}"
         step.claim(what, bool(launch.waits), "it never waits", causes.UNAWAITED["reduce_scatter"])
-        what = f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed"
+        what = f"no rank waits for the reduction of {name} before unit {unit - 1} has computed"
         is_right = unit == 0 or launch.is_polled or launch.waits[0] > max(ready[unit - 1])
         step.claim(what, is_right, "the rank waited earlier", causes.EARLY_REDUCE_WAIT)
     launched.satisfy("no tensor changes before wait()", is_unchanged)
@@ -730,7 +733,7 @@ def flatten_state(state):
 
 def expect_state_dict(state, plain, rank):
     """Expect a state dict to have the keys, dtypes and shapes of the plain module's, on the CPU."""
-    At(rank).equal("the keys of full_state_dict are those of the plain module's state_dict: {}", [*state], [*plain])
+    At(rank).equal("full_state_dict has the keys {}", [*state], [*plain])
     for name, value in plain.items():
         got, wanted = (
             f"a {show(x.dtype)} tensor of shape {tuple(x.shape)} on {x.device}" for x in (state[name], value)

@@ -366,7 +366,7 @@ def expect_accumulation(step, order, grid):
     late = reduced.where(lambda one: one.phase != "backward")
     is_late = len(late) > finishes and order != UNSYNCED
     if order == REPEATED:
-        what = f"with {order}, the finishes make {{}} across nodes, {count} all-reduces each"
+        what = f"with {order}, a step makes {{}} across nodes, {count} all-reduces for each finish"
         crossing.are_so_many(what, finishes * count)
     else:
         crossing.claim(
@@ -376,7 +376,7 @@ def expect_accumulation(step, order, grid):
             partial(causes.explain_accumulation, order, passes, is_late),
         )
     if grid.shards > 1:
-        what = f"with {order}, {finishes} finishes complete {{}} inside the node, {count} reduce-scatters each"
+        what = f"with {order}, a step makes {{}} inside the node, {count} reduce-scatters for each finish"
         reduced.are_so_many(what, finishes * count)
         what, got = f"with {order}, reduce-scatters are launched during backward", f"{len(late)} come after it"
         reduced.claim(what, not is_late, got, causes.NO_SYNC)

@@ -196,7 +196,7 @@ def test_overlap(submission):
     """Reduce-scatters are all launched at once. Each all-gather travels while the next group is orthogonalized."""
     for step, _ in list_two_steps(submission, 2, {"num_groups": 4}, {}):
         reduces, gathers = step.launches("reduce_scatter"), step.launches("all_gather")
-        gathers.claim("a step launches all-gathers", bool(gathers))
+        step.launches().claim("a step launches reduce-scatters and all-gathers", bool(reduces and gathers))
         what = "no {} is awaited before all are launched"
         reduces.satisfy(what.format("reduce-scatter"), waits_after(reduces), causes.explain_reductions)
         waits, polled = sorted(one.waits[0] for one in reduces.where(blocks)), sum(one.is_polled for one in reduces)
@@ -220,7 +220,7 @@ def test_flops(submission):
             costs = [10 * count_cost(shape) for shape in problem.shapes]
             flops, limit = [result["steps"][0]["flops"] for result in results], WORK * max(sum(costs) / world, *costs)
             for rank, count in enumerate(flops):
-                what, why = f"with {name}, a rank of {world} computes {{}} FLOPs per step", causes.explain_work
+                what, why = f"with {name} on {world} ranks, a rank computes {{}} FLOPs per step", causes.explain_work
                 At(rank).at_most(what, count, int(limit), partial(why, problem.shapes, flops))
             what = f"torch computes the matrix products of {name}, so its counter sees about {sum(costs):,} FLOPs"
             At().claim(what, sum(flops) >= COUNTED * sum(costs), f"it sees {sum(flops):,} on all ranks")
@@ -393,10 +393,10 @@ def expect_divided(results, problem):
     gathered = Values(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]) for call in calls)
     [weights], _ = problem.train()
     for i, (name, after) in enumerate(weights.items()):
-        before, options = problem.job["start"][name], problem.get_options(i, 0)
-        change = after - (1 - options["lr"] * options["weight_decay"]) * before
+        old, options = problem.job["start"][name], problem.get_options(i, 0)
+        change = after - (1 - options["lr"] * options["weight_decay"]) * old
         direction = change / -options["lr"]
-        forms = after, after - before, change, direction, direction / math.sqrt(max(1, len(after) / len(after[0])))
+        forms = after, after - old, change, direction, direction / math.sqrt(max(1, len(after) / len(after[0])))
         what = f"all-gathers carry the new weights of {name}, or what the step adds to them"
         At().claim(what, any(gathered.contain(form, CLOSE) for form in forms), "they carry other numbers")
 

@@ -94,7 +94,7 @@ def test_one_all_to_all(submission):
                 launched = expect_one_launch(step, size * 24)
                 what = "start_reduce_scatter returns without waiting for the all_to_all"
                 launched.satisfy(what, lambda one: not one.sync and "launch" not in one.wait_phases, causes.BLOCKED)
-            expect_averages(f"each rank of the group {show(group)} gets its part", results, calls, group)
+            expect_averages(f"each rank of the group {show(group)} gets its part of the average", results, calls, group)
 
 
 KEPT = {  # what must stay as it is -> what a change says
