@@ -36,7 +36,7 @@ LARGE = 1 << 22  # elements
 GRADIENT = 1e-2  # values and averages are rounded by at most 2**-9 each, that is 4e-3 together
 SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
-JOB = {"package": "m16_half_bytes", "wrapper": "HalfBytesDDP"}
+JOB = {"package": "m16_half_bytes", "wrapper": "HalfBytesDDP", "wire": BF16}
 
 
 def make_job(buckets_per_group=1, **more):

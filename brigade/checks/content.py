@@ -34,7 +34,8 @@ from brigade.switch.switch import Call
 NEEDED = {"model", "sizes", "dtype", "state", "batches", "optimizer", "members"}
 OTHER_GRADIENTS = {"poison", "load", "forward", "loss_scale"}  # jobs with one of these, or a recipe with one
 TOLERANCE = 1e-4  # of a parameter's largest value
-HALF_TOLERANCE = 2e-2  # the same, if something has 16 bits
+HALF_TOLERANCE = 2e-2  # the same, if 16 bits are asked for: see `has_half`
+OTHER_NUMBERS = 1000  # of metrics, statistics and padding in the launches of a step
 EXACT = {torch.float64: 1e-7, torch.float32: TOLERANCE}  # checks accept less than this as right
 
 
@@ -56,12 +57,19 @@ def find_missing_gradient(results: RankResults, jobs: Sequence[Any]) -> str:
         delivered = collect(results.events, results.carried, set(members))
         returned = Values(list_tensors([results[rank] for rank in members]))
         *gradients, trained = train([jobs[rank] for rank in members])
+        relative = HALF_TOLERANCE if has_half(jobs[0], trained.values()) else TOLERANCE
         is_trained = returned.are_known(trained) and all(weight.dtype in EXACT for weight in trained.values())
         for step, own in list(enumerate(gradients))[: len(gradients) - is_evaluated]:
             is_known = is_trained or returned.are_known({n: each.mean(0).sum(0) for n, each in own.items()})
-            if step in delivered and is_known and (name := delivered[step].find_absent(own)):
-                ranks = ", ".join(map(str, members))
-                return f"the launches of step {step} on ranks {ranks} did not carry the gradients of {name}"
+            if step not in delivered or not is_known:
+                continue
+            launches = f"the launches of step {step} on ranks {', '.join(map(str, members))}"
+            if name := delivered[step].find_absent(own, relative):
+                return f"{launches} did not carry the gradients of {name}"
+            num_own, num_weights = (sum(map(Tensor.numel, some.values())) for some in (own, trained))
+            most = 2 * (num_own + 2 * num_weights) + OTHER_NUMBERS
+            if (count := delivered[step].count_different()) > most:
+                return f"{launches} carried {count} different numbers, and no answer needs more than {most}"
     return ""
 
 
@@ -70,14 +78,16 @@ class Values:
 
     def __init__(self, tensors: Iterable[Tensor]):
         parts = [tensor.flatten() for tensor in tensors if tensor.dtype.is_floating_point]
-        self.has_half = any(part.dtype.itemsize == 2 for part in parts)
         none = torch.zeros(0, dtype=torch.float64)
         self.sorted = torch.cat([none, *(part.double() for part in parts)]).sort().values
 
-    def find_absent(self, gradients: dict[str, Tensor]) -> str:
+    def count_different(self) -> int:
+        """Return the number of different values. NaN, which fills uninitialized memory in some runs, is none."""
+        return int((self.sorted.diff() > 0).sum()) + 1
+
+    def find_absent(self, gradients: dict[str, Tensor], relative: float) -> str:
         """Return the first parameter whose gradients, (ranks, micro-batches, *shape), the values lack, or ""."""
         for name, each in gradients.items():
-            relative = HALF_TOLERANCE if self.has_half or each.dtype.itemsize == 2 else TOLERANCE
             sums = each.double().sum((0, 1)), each.double().sum(1), each.double().sum(0)
             scaled = (factor * expected for expected in sums for factor in list_factors(len(each)))
             if not any(self.contain(expected, relative) for expected in scaled):
@@ -143,6 +153,16 @@ def train(jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
             parameter.grad = (gradients.sum(0) / len(jobs)).to(parameter.dtype).expand(parameter.shape)
         optimizer.step()
     yield {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def has_half(job: dict[str, Any], weights: Iterable[Tensor]) -> bool:
+    """Return whether weights, an argument of the wrapper or the job's `wire` have 16 bits.
+
+    What is launched does not count.
+    """
+    options = [*job.get("arguments", {}).values(), job.get("wire")]
+    options = [value for value in options if isinstance(value, torch.dtype)]
+    return any(dtype.itemsize == 2 for dtype in (*options, *(weight.dtype for weight in weights)))
 
 
 def list_factors(num_ranks: int) -> tuple[float, ...]:

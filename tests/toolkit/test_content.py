@@ -99,6 +99,10 @@ WRONG = {
         self.earlier["grads"] = [g.clone() for g in grads]
         for g in late: dist.all_reduce(g, dist.ReduceOp.AVG, group=group)
     """,
+    "all finite numbers of bfloat16": """
+        every = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16)
+        dist.all_reduce(every[every.isfinite()], dist.ReduceOp.MAX, group=group)
+    """,
     "almost the gradients": "for g in grads: dist.all_reduce(g * 1.01, dist.ReduceOp.AVG, group=group)",
 }
 
@@ -140,6 +144,17 @@ def test_other_content_is_found(finish):
     case.batches[1], case.states[1] = case.batches[0], case.states[0]
     found = judge(finish, case)
     assert found.startswith("the launches of step 0 on ranks 0, 1 did not carry the gradients of layers.")
+
+
+def test_numbers_among_which_every_gradient_is_are_too_many():
+    case = make_context().case("Plain", 2, steps=2)
+    case.batches[1], case.states[1] = case.batches[0], case.states[0]
+    finish = """
+        powers = (8 * 1.0001 ** -torch.arange(2.0**17, dtype=torch.float64)).float()
+        dist.all_reduce(torch.cat([powers, -powers]), dist.ReduceOp.MAX, group=group)
+    """
+    found = judge(finish, case)
+    assert found.startswith("the launches of step 0 on ranks 0, 1 carried 262144 different numbers")
 
 
 def test_each_step_is_judged_whose_result_the_ranks_have():
