@@ -557,9 +557,10 @@ def expect_all_shards(results, events, case, finishes=1):
     what = "parameters whose shard has no gradient after finish_grad_sync, not even zeros: {}"
     for rank, result in zip(case.group, results):
         for step, missing in enumerate(result["missing"]):
-            without = [name for number in missing for name in names[number]]
+            surplus = [f"shard {number}" for number in missing if number >= len(names)]
+            without = [name for number in missing for part in names[number : number + 1] for name in part]
             why = partial(causes.explain_missing, launches(events[rank], step), len(names) * finishes)
-            At(rank, step).equal(what, without, [], why)
+            At(rank, step).equal(what, [*without, *surplus], [], "" if surplus else why)
 
 
 def expect_scaled(results, case, limit):
