@@ -287,6 +287,7 @@ def make_copies(room: Room, install: bool) -> list[Path]:
     room.environment["PYTHON"] = find_python(room, install)
     copies = [room.course] + [room.base / f"course-{i}" for i in range(2, room.runs + 1)]
     for course in copies:
+        course.parent.mkdir(parents=True, exist_ok=True)  # which the row's user may enter, whatever the umask is
         usual = os.umask(room.umask)
         try:
             copy_course(course, room.has_git)
@@ -318,7 +319,6 @@ def find_python(room: Room, install: bool) -> str:
 
 def copy_course(course: Path, has_git: bool) -> None:
     """Copy the course's files as they are now, and their history if there is one."""
-    course.parent.mkdir(parents=True, exist_ok=True)
     files = list_files(ROOT)
     if has_git and (ROOT / ".git").exists() and shutil.which("git"):
         trust = ["git", "-c", "safe.directory=*"]
