@@ -74,22 +74,19 @@ def explain_helper_file(failure: RankFailure, sources: Sources) -> str:
     return f"only the course's files are read, so {name}.py is not there. Move what you need from it into this file."
 
 
-def explain_refused_call(failure: RankFailure, sources: Sources) -> str:
-    if not SERVER.sandbox or not SERVER.sandbox.offline:
-        return ""
-    return (
-        "a graded rank may use only the system calls that Python and torch need, and this line made another one, for "
-        "example for a socket or a file lock."
-    )
+def tell_offline(sentence: str) -> Callable[[RankFailure, Sources], str]:
+    """Return a function that explains an exception by a sentence if the ranks are offline: see `sandbox/enter.py`."""
+    return lambda failure, sources: sentence if SERVER.sandbox and SERVER.sandbox.offline else ""
 
 
-def explain_hidden_file(failure: RankFailure, sources: Sources) -> str:
-    if not SERVER.sandbox or not SERVER.sandbox.offline:
-        return ""
-    return (
-        "a graded rank sees nothing in /proc and /sys except its own /proc/self/stat, statm and status. Use sys.stdout "
-        "and sys.stderr instead of /dev/stdout and /dev/stderr, which are links into /proc."
-    )
+REFUSED_CALL = tell_offline(
+    "a graded rank may use only the system calls that Python and torch need, and this line made another one, for "
+    "example for a socket or a file lock."
+)
+HIDDEN_FILE = tell_offline(
+    "a graded rank sees nothing in /proc and /sys except its own /proc/self/stat, statm and status. Use sys.stdout "
+    "and sys.stderr instead of /dev/stdout and /dev/stderr, which are links into /proc."
+)
 
 
 def get_events(failure: RankFailure) -> list[Event]:
@@ -106,8 +103,8 @@ SYMPTOMS = [
     Symptom("no module", "AttributeError", " object has no attribute 'module'", "the wrapper does not keep its "
             "argument in self.module, which given code and later modules read.", line=r"find_trainable\(self"),
     Symptom("helper file", "ModuleNotFoundError", r"No module named '[\w.]+'$", explain_helper_file),
-    Symptom("refused call", "PermissionError", r"^\[Errno 1\]", explain_refused_call),
-    Symptom("hidden file", "FileNotFoundError", r"'/(proc|sys|dev/(fd|stdin|stdout|stderr))\b", explain_hidden_file),
+    Symptom("refused call", "PermissionError", r"^\[Errno 1\]", REFUSED_CALL),
+    Symptom("hidden file", "FileNotFoundError", r"'/(proc|sys|dev/(fd|stdin|stdout|stderr))\b", HIDDEN_FILE),
     Symptom("hook result", "", "hook returned|hooks should return", "a hook returns a value. It must return None."),
     Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
