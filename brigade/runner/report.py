@@ -14,6 +14,7 @@ from brigade.runner.failure import BROKEN_LINK, RankFailure
 from brigade.runner.process import RankProcess
 
 NOT_CONNECTED = ", because the ranks did not finish creating a process group"
+FRAME = re.compile(r' *File "(.+)", line (\d+) in (.+)')  # a line of faulthandler
 NCCL_LOG = ". NCCL_DEBUG=INFO shows how far NCCL came"
 
 
@@ -112,12 +113,14 @@ def find_import(rank: RankProcess, packages: dict[str, Sources]) -> str:
 def list_frames(stack: bytes | bytearray, files: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return the file, the line and the function of each frame that is in one of these files, the innermost first.
 
-    The stack comes from faulthandler, which replaces characters outside ASCII with escapes such as \\xfc.
+    The stack comes from faulthandler, which replaces characters outside ASCII with escapes such as \\xfc. A rank may
+    print anything instead, so the pattern is tried only once per line. Then the time is proportional to the length.
     """
     escaped = {path.encode("ascii", "backslashreplace").decode(): path for path in files}
-    frames = re.findall(r'File "(.+)", line (\d+) in (.+)\n', stack.decode("ascii", errors="replace"))
+    lines = stack.decode("ascii", errors="replace").split("\n")
+    frames = [frame.groups() for line in lines if (frame := FRAME.fullmatch(line))]
     return [
-        (escaped[file], line, function.encode().decode("unicode_escape"))
+        (escaped[file], line, function.encode().decode("unicode_escape", errors="replace"))
         for file, line, function in frames
         if file in escaped
     ]

@@ -31,7 +31,7 @@ from brigade.progress import Progress
 from brigade.rank import main
 from brigade.runner import deadline, machine, monitor
 from brigade.runner.failure import make_exception_failure
-from brigade.runner.process import OUTPUT_LIMIT, RankProcess
+from brigade.runner.process import OUTPUT_LIMIT, STACK_LIMIT, RankProcess
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
 from brigade.runner.report import describe_rank, locate
 from brigade.runner.server import Server
@@ -295,6 +295,17 @@ def test_a_line_is_found_in_a_file_of_any_name(tmp_path):
         names["größe"](lambda: faulthandler.dump_traceback(file, all_threads=False))
         file.seek(0)
         assert locate(file.read(), {PACKAGE: {"ddp": (path, "")}}) == f"{Path(path).name}:2 in größe"
+
+
+def test_a_rank_that_prints_something_instead_of_its_stacks_does_not_delay_the_report():
+    """The patterns that were used before took minutes, or raised UnicodeDecodeError."""
+    evil = [
+        b'File "' * (STACK_LIMIT // 6),
+        b'  File "a", line 1' * (STACK_LIMIT // 18),
+        rb'File "/ddp.py", line 1 in \x',
+    ]
+    for stack in (*evil, b"\n".join(evil)):
+        assert locate(stack, {PACKAGE: {"ddp": ("/ddp.py", "")}}) in ("", "ddp.py:1 in \ufffd")
 
 
 @pytest.mark.parametrize("moves", [False, True])
