@@ -6,6 +6,7 @@ A `Case` is one random training problem. Only the parent process knows all of it
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -120,7 +121,11 @@ class Case:
         return {name: p.detach() for name, p in model.named_parameters()}
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of the model by name. Tied parameters appear once."""
+        """Return the parameters of the model by name, for their shapes. Tied parameters appear once."""
+        return dict(self._parameters)
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.build().named_parameters())
 
     def build(self, start: dict[str, Tensor] | None = None) -> torch.nn.Module:

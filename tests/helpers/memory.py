@@ -10,7 +10,7 @@ import random
 import torch
 
 from brigade.checks.claims import At
-from brigade.checks.content import collect, list_factors
+from brigade.checks.content import Values, collect, list_factors
 from brigade.checks.expectations import replace_cause
 from brigade.runner.ranks import PerRank
 from helpers.training import draw
@@ -46,6 +46,6 @@ def average(seeds, number, numel, at, dtype=torch.float64):
 def expect_delivered(results, step, expected, what):
     """Expect the launches of a step to have delivered these numbers, or instead of sums over the ranks, averages."""
     world = len(results)
-    delivered = collect(results.events, results.carried, set(range(world)))[step]
+    delivered = Values(collect(results.events, results.carried, set(range(world)))[step])
     is_right = any(delivered.contain(factor * expected, CLOSE) for factor in list_factors(world))
     At().claim(f"the launches of step {step} carry {what}", is_right, "they carry other numbers")

@@ -41,9 +41,9 @@ class Dots(torch.nn.Module):
 
 
 def draw(seed: int, numel: int) -> torch.Tensor:
-    """Return this many random float64 numbers, so that a large job need not contain them."""
+    """Return this many random float64 numbers in [-1/2, 1/2), so that a large job need not contain them."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(numel, dtype=torch.float64, generator=generator).to(device())
+    return torch.rand(numel, dtype=torch.float64, generator=generator).sub_(0.5).to(device())
 
 
 class DrawnGradient(torch.autograd.Function):
