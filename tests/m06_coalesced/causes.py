@@ -97,8 +97,8 @@ def explain_launch_after_error(compared, _):
         return NESTED
     if compared:
         return (
-            f"the {compared} are compared too late or not at all. Compare them and raise the exception inside the "
-            "manager's block. If that block ends without an exception, the manager launches the calls."
+            f"the {compared} are compared too late or not at all. Compare the {compared} of all calls before the "
+            "manager's block ends, and raise the exception inside it. Otherwise, the manager launches the calls."
         )
     return (
         "the exception does not reach the manager, for example because a `finally` ends the manager's block. The "
