@@ -662,7 +662,7 @@ def expect_state_dict(actual, expected, params, rank, size, when=""):
 
     `params` are the names of its parameters in their order.
     """
-    at, of = At(rank), f"{when}in the state_dict() of each of {size} ranks, "
+    at, of = At(rank), f"{when}with {size} rank{'s' * (size > 1)}, in every state_dict(), "
     kinds = {key: type(value).__name__ for key, value in actual.items()} if isinstance(actual, dict) else {}
     what = f"{of}there are the plain optimizer's state (a dict) and param_groups (a list), and masters"
     is_right = {"state": "dict", "param_groups": "list"}.items() <= kinds.items() and "masters" in kinds

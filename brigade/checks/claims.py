@@ -172,12 +172,12 @@ class Launches(Sequence[Launch]):
 
     def are_none(self, expected: str, cause: Cause = "") -> Launches:
         """Claim that there is none of these launches."""
-        return self.claim(expected, not self, "there were {these}", cause)
+        return self.claim(expected, not self, cause=cause)
 
     def are_so_many(self, sentence: str, count: int, cause: Cause = "") -> Launches:
         """Claim that there are `count` launches. In the sentence, {} becomes "5 launches"."""
         expected = sentence.replace("{}", count_launches(count))
-        return self.claim(expected, len(self) == count, "there were {these}", cause)
+        return self.claim(expected, len(self) == count, cause=cause)
 
     def are_one_for_each(
         self,

@@ -73,10 +73,10 @@ def describe(wrong):
         (lambda s: s.step(1).launches().have_dtype("bfloat16"), "(2.bias, float32, 8 B) carries float32"),
         (lambda s: s.step(1).launches().carry(8), "120 bytes in 4 launches"),
         (lambda s: s.step(0).launches().come_during_backward(), "4 launches (all_reduce of 2 float32, "),
-        (lambda s: s.step(1).launches().are_none("none"), "rank 0, step 1: there were 4 launches"),
+        (lambda s: s.step(1).launches().are_none("none"), "rank 0, step 1: the step made 4 launches"),
         (
-            lambda s: s.step(1).launches().are_so_many("{} are made", 1),
-            "1 launch are made\nGot:          rank 0, step 1: there were 4",
+            lambda s: s.step(1).launches().are_so_many("a step has {}", 1),
+            "a step has 1 launch\nGot:          rank 0, step 1: the step made 4",
         ),
         (
             lambda s: s.step(1).launches().are_one_for_each("layer", "all_reduce", [2]),
