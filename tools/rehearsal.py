@@ -617,7 +617,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quick and options.install:
         parser.error("--quick needs the copied packages: leave out --install")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shell starts a background job with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     results = rehearse(options.rows, options.commands, quick=options.quick, install=options.install)
     print(make_table(results, options.commands), end="")
     finished = [result for cells in results.values() for result in cells.values()]
