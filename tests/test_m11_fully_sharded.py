@@ -548,7 +548,9 @@ def expect_shapes(results, case):
     size = len(case.group)
     expected = [layout["numel"] // size for unit in lay_out(case) for layout, _ in unit.values()]
     for rank, result in zip(case.group, results):
-        At(rank).equal(f"with {size} rank{'s' * (size > 1)}, each one trains shards of {{}} elements", result["numels"], expected)
+        At(rank).equal(
+            f"with {size} rank{'s' * (size > 1)}, each one trains shards of {{}} elements", result["numels"], expected
+        )
 
 
 def expect_all_shards(results, events, case, finishes=1):
