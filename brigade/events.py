@@ -168,8 +168,12 @@ def find_last_border(events: Sequence[Event], step: int | None) -> int:
 
 def list_backward_passes(events: Sequence[Event], step: int | None) -> list[int]:
     """Return the positions in the record at which the backward passes of a step begin."""
-    in_step = list_step_events(events, step)
-    return [place for place, event in in_step if event["kind"] == "phase" and event["phase"] == "backward"]
+    return [place for place, event in list_step_events(events, step) if is_backward(event)]
+
+
+def is_backward(event: Event) -> bool:
+    """Return whether an event is the beginning of a backward pass."""
+    return event["kind"] == "phase" and event["phase"] == "backward"
 
 
 def list_step_events(events: Sequence[Event], step: int | None) -> list[tuple[int, Event]]:

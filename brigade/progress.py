@@ -83,13 +83,16 @@ class Progress:
         self.ranks = [RankRecord() for _ in range(world_size)]
         # By group and rank: the collectives, the "connect" events, the sends to each peer and the receives from it.
         self._series: dict[tuple, list[Event]] = {}
+        self._numbers: dict[int, int] = {}  # the position in its series of each launch, by the id of the event
         self.mismatch: Mismatch | None = None  # the first one
 
     def add(self, rank: int, event: Event) -> None:
         """Add the next event of a rank."""
         self.ranks[rank].add(event)
         if event["kind"] in ("launch", "connect"):
-            self._series.setdefault(make_key(rank, event), []).append(event)
+            series = self._series.setdefault(make_key(rank, event), [])
+            self._numbers[id(event)] = len(series)
+            series.append(event)
             self.mismatch = self.mismatch or self._find_mismatch(rank, event)
 
     def describe_activity(self, rank: int, settled: Collection[int] = ()) -> str:
@@ -139,7 +142,7 @@ class Progress:
             return []
         else:
             keys = {peer: (group, peer, OPPOSITES[op], rank)}
-        number = self._series[make_key(rank, launch)].index(launch)
+        number = self._numbers[id(launch)]
         return [peer for peer, key in keys.items() if len(self._series.get(key, ())) <= number]
 
     def is_deadlocked(self, settled: Collection[int]) -> bool:

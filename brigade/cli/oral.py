@@ -126,7 +126,7 @@ def list_statements(text: str, file: Path, entry: Module) -> list[tuple[int, int
     for node in (node for function in functions for node in ast.walk(function) if isinstance(node, SIMPLE)):
         own = lines[node.lineno - 1 : node.end_lineno]
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        is_alone = not own[0].encode()[: node.col_offset].strip() and ";" not in own[-1]
+        is_alone = ";" not in own[-1] and not own[0].encode()[: node.col_offset].strip()
         if not is_text and is_alone and not {line.strip() for line in own} <= given:
             found.add((node.lineno, get_last_line(node)))
     return sorted(found)

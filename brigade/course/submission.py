@@ -42,7 +42,7 @@ OWN = "__own"  # ends the name of a student's module whose place the reference's
 MAX_SOURCE_BYTES = 250_000
 ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "iso8859-15", "cp1252")  # that a file may declare
 DECLARED = re.compile(rb"coding[:=]\s*([-\w.]+)")
-IMPORT = r"^\s*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
+IMPORT = r"^[ \t\f]*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
 PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `Snapshot` if the path is ""

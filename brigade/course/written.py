@@ -19,9 +19,10 @@ from brigade.course.modules import ROOT, CourseError, Module
 
 ANSWERS = "answers.md"  # beside the module, in lessons and in submissions
 MEASUREMENTS = "measurements.json"
-QUESTION = re.compile(r"^## Question (\d+)(?: \(([a-z ]+), (\d+) points?\))?\n\n> (.+)$", re.MULTILINE)
+NUMBER = r"(\d{1,3})(?!\d)"  # a student's file can have a heading of any length
+QUESTION = re.compile(rf"^## Question {NUMBER}(?: \(([a-z ]+), {NUMBER} points?\))?\n\n> (.+)$", re.MULTILINE)
 
-ANSWER = re.compile(r"^## Question (\d+)[^\n]*\n(?:\s*^>[^\n]*\n?)?", re.MULTILINE)  # what precedes an answer
+ANSWER = re.compile(rf"^## Question {NUMBER}[^\n]*\n(?:\s*^>[^\n]*\n?)?", re.MULTILINE)  # what precedes an answer
 MODEL = re.compile(r"^(\d+)\. (.+?)(?=^\d+\. |\Z)", re.MULTILINE | re.DOTALL)  # an answer in `solutions`
 RUBRIC = re.compile(r"\s*\*\*Rubric, \d+ points?:\*\*(.*)", re.DOTALL)
 ITEM = re.compile(r"(?:^|; )(\d) (?=for |if )")

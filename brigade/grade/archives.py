@@ -11,6 +11,7 @@ import gzip
 import io
 import lzma
 import os
+import re
 import stat
 import tarfile
 import zipfile
@@ -24,15 +25,20 @@ from brigade.course.submission import MAX_SOURCE_BYTES, open_no_follow
 
 # A virtual environment with torch has 46,000 files, and a zip's directory needs about 150 bytes for each.
 MOST_ENTRIES = 100_000
-MOST_DIRECTORY_BYTES = 20_000_000  # of a zip
+MOST_DIRECTORY_BYTES = 20_000_000  # of a zip; of a tar file, the paths of all files together
 MOST_TAR_BYTES = 2_500_000_000  # to decompress until the end of a tar file
-MOST_KEPT_BYTES = 50_000_000  # of all wanted files
+MOST_KEPT_BYTES = 50_000_000  # of all wanted files, compressed or not, also of those that are damaged
+LONGEST_PATH = 4_000  # characters; no system has longer ones
 MOST_XZ_BYTES = 150_000_000  # of memory; xz -9 needs 65 MB
 MOST_AT_ONCE = 1_000_000  # bytes that a header of a tar file may ask for
 MOST_READS = 100  # one after the other, for the header of one member
+MOST_RECORDS = 1_000_000  # of all extended headers of a tar file; a member has about 10
+MOST_GLOBAL_RECORDS = 100  # of all global ones, because tarfile copies them for each member
+MOST_DIGITS = 40  # in a row, in an extended header
 CHUNK = 100_000
 
 DIRECTORY_ENTRY = b"PK\x01\x02"
+NUMBER, RECORD = re.compile(rb"\d+"), re.compile(rb"(\d+) ")
 KINDS = {b"Rar!": "a .rar file", b"7z\xbc\xaf": "a .7z file", b"\x28\xb5\x2f\xfd": "a .zst file"}  # are not unpacked
 COMPRESSIONS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": gzip.open,
@@ -80,12 +86,14 @@ def read_members(file: io.BufferedReader, is_wanted: Callable[[str], bool], skip
         raise Refused(f"is {kind}, which the grader cannot unpack")
     compressed = next((way for magic, way in COMPRESSIONS.items() if start.startswith(magic)), None)
     list_members: Callable[[Any], Iterator[Member]] = list_tar if compressed or start[257:262] == b"ustar" else list_zip
-    contents, size, count = Contents(), 0, 0
+    contents, size, count, length = Contents(), 0, 0, 0
     try:
-        for name, problem, read in list_members(compressed(file) if compressed else file):
-            count += 1
-            if count > MOST_ENTRIES:
+        for name, problem, cost, read in list_members(compressed(file) if compressed else file):
+            count, length = count + 1, length + len(name)
+            if count > MOST_ENTRIES or length > MOST_DIRECTORY_BYTES:
                 raise Refused(f"contains more than {MOST_ENTRIES:,} files")
+            if len(name) > LONGEST_PATH:
+                raise Refused(f"contains a path of more than {LONGEST_PATH:,} characters")
             parts = [part for part in name.replace("\\", "/").split("/") if part != "."]
             if not skipped.isdisjoint(parts) or problem == "is a directory":
                 continue
@@ -99,11 +107,11 @@ def read_members(file: io.BufferedReader, is_wanted: Callable[[str], bool], skip
             else:
                 try:
                     contents.wanted[shown] = read(MAX_SOURCE_BYTES + 1)
+                    contents.files.append(shown)
+                    size += max(cost, len(contents.wanted[shown]))
                 except DAMAGED:
                     contents.refused[shown] = "is damaged"
-                    continue
-                contents.files.append(shown)
-                size += len(contents.wanted[shown])
+                    size += max(cost, MAX_SOURCE_BYTES)
                 if size > MOST_KEPT_BYTES:
                     raise Refused(f"contains more than {MOST_KEPT_BYTES // 10**6} MB of modules")
     except Refused:
@@ -114,7 +122,8 @@ def read_members(file: io.BufferedReader, is_wanted: Callable[[str], bool], skip
 
 
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError)  # a member of a zip
-Member = tuple[str, str, Callable[[int], bytes]]  # the name, why it cannot be read, and a function that reads it
+# The name, why it cannot be read, the compressed bytes that reading it takes, and a function that reads it.
+Member = tuple[str, str, int, Callable[[int], bytes]]
 
 
 class DirectoryLimit(io.BufferedReader):
@@ -147,16 +156,17 @@ def list_zip(file: io.BufferedReader) -> Iterator[Member]:
                 with bundle.open(info) as source:
                     return source.read(size)
 
-            yield info.filename, problem, read
+            yield info.filename, problem, info.compress_size, read
 
 
 def list_tar(file: BinaryIO) -> Iterator[Member]:
     """Yield the members of a tar file."""
     reader: Any = ForwardReader(file)  # has only what tarfile uses
-    bundle: Any = tarfile.TarFile(fileobj=reader)  # `members` is not documented
+    bundle: Any = tarfile.TarFile(fileobj=reader, tarinfo=TarMember)  # `members` is not documented
     with bundle:
         while info := bundle.next():
             bundle.members.clear()  # TarFile would keep all of them
+            reader.num_reads = 0
             problem = ""
             if info.isdir():
                 problem = "is a directory"
@@ -168,7 +178,15 @@ def list_tar(file: BinaryIO) -> Iterator[Member]:
             def read(size: int, info: tarfile.TarInfo = info) -> bytes:
                 return bundle.extractfile(info).read(size)
 
-            yield info.name, problem, read
+            yield info.name, problem, 0, read
+
+
+class TarMember(tarfile.TarInfo):
+    """A member of a tar file, whose extended header is examined before tarfile reads it."""
+
+    def _proc_pax(self, bundle: Any) -> tarfile.TarInfo:  # not documented, as `members`
+        bundle.fileobj.expect_records(is_global=self.type == tarfile.XGLTYPE)
+        return super()._proc_pax(bundle)  # type: ignore[misc]
 
 
 class ForwardReader:
@@ -178,7 +196,13 @@ class ForwardReader:
     """
 
     def __init__(self, file: BinaryIO):
-        self._file, self._position, self._num_reads = file, 0, 0
+        self._file, self._position, self.num_reads = file, 0, 0
+        self._num_records, self._num_global = 0, 0  # of the extended headers so far
+        self._expected: str = ""  # "global" or "own" if the next read gets an extended header
+
+    def expect_records(self, is_global: bool) -> None:
+        """Let the next read examine what it gets, because that is an extended header."""
+        self._expected = "global" if is_global else "own"
 
     def tell(self) -> int:
         return self._position
@@ -188,13 +212,21 @@ class ForwardReader:
             raise tarfile.ReadError("a member begins inside of another one")
         while self._position < position and self._read(min(CHUNK, position - self._position)):
             pass
-        self._num_reads = 0
+        self.num_reads = 0
 
     def read(self, size: int) -> bytes:
-        self._num_reads += 1
-        if size > MOST_AT_ONCE or self._num_reads > MOST_READS:
+        self.num_reads += 1
+        if size > MOST_AT_ONCE or self.num_reads > MOST_READS:
             raise tarfile.ReadError("a header is too long")
-        return self._read(size)
+        data = self._read(size)
+        if self._expected:
+            num_records = count_records(data)
+            self._num_records += num_records
+            self._num_global += num_records * (self._expected == "global")
+            self._expected = ""
+            if self._num_records > MOST_RECORDS or self._num_global > MOST_GLOBAL_RECORDS:
+                raise tarfile.ReadError("the headers have too many records")
+        return data
 
     def _read(self, size: int) -> bytes:
         if self._position > MOST_TAR_BYTES:
@@ -202,6 +234,23 @@ class ForwardReader:
         data = self._file.read(size)
         self._position += len(data)
         return data
+
+
+def count_records(header: bytes) -> int:
+    """Return the number of records, such as b"11 path=ab\\n", in an extended header. The number is the length.
+
+    Raise ReadError for a header with which tarfile may take quadratic time: it looks for the sign = of a record also
+    behind its end, and for a record at each digit of a long number.
+    """
+    if max(map(len, NUMBER.findall(header)), default=0) > MOST_DIGITS:
+        raise tarfile.ReadError("a header has a number that is too long")
+    count = place = 0
+    while match := RECORD.match(header, place):
+        end = place + int(match[1])
+        if header.find(b"=", match.end(), end) < 0:
+            raise tarfile.ReadError("a header has a record without a value")
+        count, place = count + 1, end
+    return count
 
 
 class XzReader(io.RawIOBase):

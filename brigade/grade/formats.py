@@ -144,7 +144,7 @@ def clean(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [clean(inner) for inner in value]
     if isinstance(value, str):
-        return make_printable(value)[:SCREEN_CHARACTERS] + " ..." * (len(value) > SCREEN_CHARACTERS)
+        return make_printable(value[:SCREEN_CHARACTERS]) + " ..." * (len(value) > SCREEN_CHARACTERS)
     return value
 
 

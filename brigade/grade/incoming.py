@@ -153,7 +153,7 @@ def is_hidden(name: str) -> bool:
 
 def format_names(names: Collection[str]) -> str:
     """Return one line with the first names and the number of the others."""
-    line = ", ".join(make_line(name)[-100:] for name in itertools.islice(names, MOST_NAMED))
+    line = ", ".join(make_line(name[-300:])[-100:] for name in itertools.islice(names, MOST_NAMED))
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 

@@ -92,7 +92,7 @@ def format_lines(lines: Iterable[Line]) -> str:
     """Return lines as text, such as "plan.py 3-9, 12; flat_shard.py 7"."""
     parts = []
     for file, group in itertools.groupby(sorted(lines), key=lambda line: line[0]):
-        numbers = [number for _, number in group]
+        numbers = dict.fromkeys(number for _, number in group)
         starts = [number for number in numbers if number - 1 not in numbers]
         ends = [number for number in numbers if number + 1 not in numbers]
         ranges = [f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends)]

@@ -104,11 +104,19 @@ def find_names(text: str) -> dict[str, list[int]]:
     """Return the names of NAMES in a text without comments and docstrings, each with its lines."""
     found: dict[str, list[int]] = {}
     for number, line in enumerate(remove_docstrings(text).split("\n"), 1):
-        words = WORD.findall(unicodedata.normalize("NFKC", line.partition("#")[0]))
+        words = WORD.findall(normalize(line.partition("#")[0]))
         for word in dict.fromkeys(words):
             if word in NAMES:
                 found.setdefault(word, []).append(number)
     return found
+
+
+def normalize(line: str) -> str:
+    """Return a line in the form in which Python compares names (NFKC), letter by letter.
+
+    Of the whole line, the form would take quadratic time if a letter has many accents. No name of NAMES has one.
+    """
+    return line if line.isascii() else "".join(unicodedata.normalize("NFKC", letter) for letter in line)
 
 
 def remove_docstrings(text: str) -> str:

@@ -20,6 +20,7 @@ ENDING = re.compile(rf"({'|'.join(map(re.escape, incoming.ARCHIVES))}|\.[^.]+)$"
 MODULE_FILES = "(module files)"  # ends the name of a submission of single module files
 LATE = "late (Canvas)"
 METADATA = "submission_metadata.yml"  # in an export from Gradescope
+CREATED = re.compile(r"^  :created_at: ['\"]?([\d-]{1,10})[ T]([\d:]{1,8})\S{0,40} ?(Z|[+-]\d\d:?\d\d)", re.MULTILINE)
 
 
 @dataclass
@@ -83,7 +84,7 @@ def read_metadata(directory: Path) -> dict[str, tuple[str, datetime]]:
     found = {}
     for name, block in zip(blocks[1::2], blocks[2::2]):
         owner = re.search(r":(?:sid|email): ['\"]?([^\s'\"]+)", block)
-        time = re.search(r"^  :created_at: ['\"]?([\d-]+)[ T]([\d:]+)\S* ?(Z|[+-]\d\d:?\d\d)", block, re.MULTILINE)
+        time = CREATED.search(block)
         if owner and time:
             zone = "+00:00" if time[3] == "Z" else f"{time[3][:3]}:{time[3][-2:]}"
             found[name] = owner[1], datetime.fromisoformat(f"{time[1]} {time[2]}{zone}")

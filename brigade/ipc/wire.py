@@ -57,6 +57,8 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         header = json.loads(bytes(data[8 : 8 + header_size]), parse_int=read_int)
         blobs: list[memoryview | None] = []
         start = 8 + header_size
+        if len(header["sizes"]) > MOST_VALUES:
+            raise WireError(f"more than {MOST_VALUES} blobs")
         for size in header["sizes"]:
             if type(size) is not int or size < 0 or start + size > len(data):
                 raise WireError("a blob runs past the end")

@@ -72,9 +72,11 @@ def make_exception_failure(
     frames: list[Frame] = []
     lines = []
     for file, line, function in error["frames"][-FRAMES_LIMIT:]:
+        if type(line) is not int:
+            raise ValueError("the line of a frame is not a number")
         source, is_shown = find_text(packages, file)
-        text = "".join(source.split("\n")[max(0, int(line) - 1) : int(line)]).strip()[:MESSAGE_LIMIT]
-        frames.append((Path(file).name[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], text))
+        text = "".join(source.split("\n")[max(0, line - 1) : line]).strip()[:MESSAGE_LIMIT]
+        frames.append((Path(file).name[:MESSAGE_LIMIT], line, str(function)[:MESSAGE_LIMIT], text))
         is_shown = is_shown and not (hides_course and is_sealed(file))
         lines.append("  {}, line {}, in {}".format(*frames[-1]) + (f": {text}" if text and is_shown else ""))
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()

@@ -47,6 +47,7 @@ ANSWER_S = 0.5  # the time that ranks have to come to rest, and then to print th
 QUIET_BEFORE_STACKS_S = 0.05  # a rank that sends nothing for so long probably waits
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 MOST_SENT = 4 << 20  # the same, if there is one; the Python objects in the grader take up to 20 times as much
+MOST_EVENTS = 20_000  # of a rank, if there is a sandbox; the reference reports at most 3,300
 LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
 
@@ -217,6 +218,8 @@ class Monitor:
         if letter == b"E":
             for event in list(wire.decode_json(body.decode())):
                 validate(event, len(rank.record.launches))
+                if SERVER.sandbox and len(rank.record.events) >= MOST_EVENTS:
+                    raise Refused(f"reported more than {MOST_EVENTS} events. Likely cause: a loop does not end.")
                 self.progress.add(rank.number, event)
                 if self.progress.mismatch and self.num_ended_before_mismatch is None:
                     self.num_ended_before_mismatch = min(len(each.results) for each in self.ranks)

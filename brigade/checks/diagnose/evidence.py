@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from brigade.events import (
     Launch,
     drop_flags,
     follow_steps,
+    is_backward,
     launches,
     list_backward_passes,
     list_ready_gradients,
@@ -88,11 +91,13 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
     has_one_pass = len(list_backward_passes(record, step)) == 1
     if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
         return "every gradient is all-reduced twice in one step."
-    readiness = list_ready_gradients(record, step)
+    readiness: dict[str | None, list[int]] = {}  # the positions at which each gradient became ready
+    for place, name in list_ready_gradients(record, step):
+        readiness.setdefault(name, []).append(place)
     last: dict[str | None, int] = {}  # the position of the previous all-reduce of each gradient
     for launch in (launch for launch in reductions if launch.memory == "gradient" and launch.name):
-        before = last.get(launch.name, len(record))
-        if before < launch.place and not any(n == launch.name and before < at < launch.place for at, n in readiness):
+        before, places = last.get(launch.name, len(record)), readiness.get(launch.name, [])
+        if before < launch.place and bisect_left(places, before) == bisect_left(places, launch.place):
             return f"the gradient of {launch.name} is all-reduced twice in one step."
         last[launch.name] = launch.place
     return ""
@@ -106,9 +111,13 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
     step, the ranks that call the method may have skipped a launch there.
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
+    by_group: list[dict[str, list[tuple[Event, int | None]]]] = [{} for _ in events]  # the launches of each rank
+    for record, own in zip(by_group, events):
+        for _, step, event in follow_steps(own):
+            if event.get("op"):
+                record.setdefault(event["group"], []).append((event, step))
     for group, ranks in groups.items():
-        records = [list(follow_steps(events[rank])) for rank in ranks]
-        launched = [[(e, step) for _, step, e in own if e.get("op") and e["group"] == group] for own in records]
+        launched = [by_group[rank].get(group, []) for rank in ranks]
         numbers = [n for own in launched for n, (launch, _) in enumerate(own) if launch["caller"] in GATHERING]
         first = min(numbers, default=0)
         found = {rank: own[first] for rank, own in zip(ranks, launched) if first < len(own)}
@@ -151,12 +160,14 @@ def find_leftover(events: Sequence[Event]) -> str:
     compare only with the launches of step 0 up to that point.
     """
     steps = [event["step"] for event in events if event["kind"] == "step" and not event.get("unsynced")]
-    for step in steps[1:]:
-        first, again = (
-            [(x.op, measure_progress(events, s, x.place)) for x in select_sync_launches(events, s)]
-            for s in (steps[0], step)
-        )
-        reached = measure_progress(events, step, len(events)) if step == steps[-1] else (True, math.inf)
+    progress, launched = StepProgress(events), select_sync_launches(events, None)
+    made: dict[int | None, list[tuple[str, tuple[bool, int]]]] = {}
+    for launch in launched:
+        if launch.step in progress.begins:
+            made.setdefault(launch.step, []).append((launch.op, progress.measure(launch.step, launch.place)))
+    for step in dict.fromkeys(steps[1:]):
+        first, again = made.get(steps[0], []), made.get(step, [])
+        reached = progress.measure(step, len(events)) if step == steps[-1] else (True, math.inf)
         due = [(op, moment) for op, moment in first if moment < reached]
         for number, (before, now) in enumerate(itertools.zip_longest(due, again[: len(due)])):
             if now != before:
@@ -198,7 +209,8 @@ def explain_refusal(events: Sequence[Event]) -> str:
         return "after finish_grad_sync, state is left that makes the wrapper refuse the next backward of the same step."
     if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
         last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # scenarios may lack steps
-        if last.get("unsynced") and any(len(list_backward_passes(events, step)) > 1 for step in steps[1:-1]):
+        begun = [step for _, step, event in follow_steps(events) if is_backward(event)]
+        if last.get("unsynced") and any(Counter(begun)[step] > 1 for step in steps[1:-1]):
             return READ_IN_FORWARD  # earlier steps were not refused: their forwards were inside no_sync, too
         return explain_inside(passes[1], launched)
     is_same = launched[-1].name == ready[-1]
@@ -215,11 +227,25 @@ def select_sync_launches(events: Sequence[Event], step: int | None) -> list[Laun
     return [x for x in launches(events, step) if x.phase == "backward" or x.phase.startswith("finish")]
 
 
-def measure_progress(events: Sequence[Event], step: int, place: int) -> tuple[bool, int]:
-    """Return how far a step was at `place`: whether finish_grad_sync had begun, and the number of ready gradients."""
-    begin = next(i for i, event in enumerate(events) if event.get("kind") == "step" and event.get("step") == step)
-    is_over = any(event.get("phase", "").startswith("finish") for event in events[begin:place])
-    return is_over, sum(at < place for at, _ in list_ready_gradients(events, step))
+class StepProgress:
+    """How far the steps of a record were at a position in it. A record can have thousands of steps."""
+
+    def __init__(self, events: Sequence[Event]):
+        self.begins: dict[int | None, int] = {}  # the position of the first event of each step
+        self._ready: dict[int | None, list[int]] = {}  # the positions at which gradients of a step became ready
+        self._finishes = [place for place, event in enumerate(events) if event.get("phase", "").startswith("finish")]
+        for place, event in enumerate(events):
+            if event["kind"] == "step":
+                self.begins.setdefault(event["step"], place)
+        for place, step, event in follow_steps(events):
+            if event["kind"] == "ready":
+                self._ready.setdefault(step, []).append(place)
+
+    def measure(self, step: int | None, place: int) -> tuple[bool, int]:
+        """Return whether finish_grad_sync of a step had begun at `place`, and the number of ready gradients."""
+        finishes, begin = self._finishes, self.begins[step]
+        is_over = bisect_left(finishes, begin) < bisect_left(finishes, place)
+        return is_over, bisect_left(self._ready.get(step, []), place)
 
 
 def describe_moment(launch: tuple[str, tuple[bool, int]] | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ USED_RESULT = (
     r"^[^#\n]*(?:=|\(|return) *(?:\w+\.)*(all_reduce|broadcast|reduce_scatter_tensor|all_gather_into_tensor|all_gather)"
     r"\((?!.*(async_op=(?!False)|True|\*)).*\)$"
 )
+# What is longer is not searched, because a search can take quadratic time: characters of a line, and of a file that is
+# parsed. The longest file of the reference has 42,000.
+LONGEST_LINE, LONGEST_TEXT = 300, 60_000
 CALLED_HOOK = "a hook is called on the line that registers it. Pass the function itself, without (...)."
 
 
@@ -53,7 +57,7 @@ class Symptom:
 
 def explain_no_return(failure: RankFailure, sources: Sources) -> str:
     names: list[str] = []
-    for _, text in sources.values():
+    for text in (text for _, text in sources.values() if len(text) <= LONGEST_TEXT):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # perhaps of a module that is not used
             names += find_missing_returns(text)
     return f"`return` is missing in {join_names(names)}, so the result is None." if names else ""
@@ -138,7 +142,8 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
     if any(re.search(r"register_\w*hook\(", text) for text in registering) and failure.own:
         return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
     file, _, _, line = failure.frames[-1] if failure.frames else ("", 0, "", "")
-    text = next((text for path, text in sources.values() if Path(path).name == file), "")
+    lines = next((text for path, text in sources.values() if Path(path).name == file), "").split("\n")
+    text = "\n".join(line for line in lines if len(line) <= LONGEST_LINE)
     for symptom in itertools.chain(SYMPTOMS, list_symptoms_of_modules(), LAST_SYMPTOMS):
         match, in_file = re.search(symptom.message, failure.message), re.search(symptom.file, text, re.MULTILINE)
         is_there = re.search(symptom.line, line) and symptom.error in ("", failure.error)
@@ -156,6 +161,7 @@ def list_symptoms_of_modules() -> Iterator[Symptom]:
             yield from getattr(import_from_tests(f"{entry.package}.causes"), "SYMPTOMS", ())
 
 
+@functools.lru_cache(maxsize=128)  # parsing can take seconds, and every check fails with the same few files
 def find_missing_returns(text: str) -> list[str]:
     """Return the functions that declare a result and have code, but contain no `return`, `yield` or `raise`."""
     return [
