@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from brigade.checks.diagnose.evidence import find_skipped_call
-from brigade.checks.diagnose.exceptions import explain_exception
+from brigade.checks.diagnose.exceptions import explain_deadline, explain_exception
 from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
 from brigade.course.skeletons import find_part_in
 from brigade.course.submission import Sources
@@ -261,6 +261,8 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         cause, hypothesis = skipped, "skipped call"
     if kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)
+    elif kind == "deadline" and (found := explain_deadline(failure, sources))[0]:
+        cause, hypothesis = found
     names = {Path(path).name for path, _ in sources.values()}
     own = [frame[:3] for frame in failure.frames if frame[0] in names]
     part = find_part_in(own[-1][0], own[-1][2]) if own else None

@@ -7,10 +7,12 @@ import ctypes
 import errno
 import fcntl
 import gc
+import getpass
 import os
 import re
 import signal
 import socket
+import sqlite3
 import struct
 from pathlib import Path
 from typing import Any
@@ -191,3 +193,18 @@ def to_numbers(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return [to_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def do_what_is_refused() -> list[tuple[str, str]]:
+    """Return the type and the message of each exception. Then let a thread send a tensor to another process."""
+    errors = []
+    for attempt in (os.getloadavg, getpass.getuser, lambda: sqlite3.connect("x.db").execute("CREATE TABLE t(x)")):
+        try:
+            attempt()
+        except Exception as error:
+            errors.append((type(error).__name__, str(error)))
+    queue = torch.multiprocessing.Queue()
+    queue.put(torch.ones(1))
+    queue.close()
+    queue.join_thread()  # it has printed its exception
+    return errors

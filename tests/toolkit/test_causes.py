@@ -95,6 +95,38 @@ def test_a_refused_system_call_is_explained_where_the_kernel_refuses_calls(monke
     assert cause(*refused) == ""
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "expected"),
+    [
+        ("OSError", "Load averages are unobtainable", "reads the load from there"),
+        ("KeyError", "'getpwuid(): uid not found: 64100'", "a user who has a number, but no name"),
+        ("OSError", "No username set in the environment", "a user who has a number, but no name"),  # Python 3.13
+        ("OperationalError", "access permission denied", "sqlite3 locks the file of a database"),
+    ],
+)
+def test_what_an_isolated_rank_cannot_do_is_explained(error, message, expected, monkeypatch):
+    """`test_switch.py` shows that isolated ranks raise exceptions with these messages."""
+    assert cause(error, message) == ""
+    monkeypatch.setattr(SERVER, "sandbox", enter.Sandbox(uid=1, reservation=0))
+    assert expected in cause(error, message)
+    assert cause(error, "another message") == ""
+
+
+LOST_TENSOR = 'File "multiprocessing/resource_sharer.py", line 82\nPermissionError: [Errno 1] Operation not permitted'
+
+
+@pytest.mark.parametrize("printed", [LOST_TENSOR, LOST_TENSOR.replace("[Errno 1]", "[Errno 13]"), ""])
+@pytest.mark.parametrize("is_isolated", [True, False])
+def test_a_tensor_that_another_process_could_not_send_explains_a_deadline(printed, is_isolated, monkeypatch):
+    """A DataLoader with a worker waits for it until the deadline."""
+    monkeypatch.setattr(SERVER, "sandbox", enter.Sandbox(uid=1, reservation=0) if is_isolated else None)
+    failure = RankFailure("deadline", "stopped after 20 s", [], output=["", printed])
+    likely_cause = to_failure(failure, {}).verdict.likely_cause
+    is_explained = is_isolated and printed == LOST_TENSOR
+    assert likely_cause.endswith("Load the data in the rank itself, with num_workers=0.") == is_explained
+    assert is_explained or likely_cause.startswith("a loop does not end")
+
+
 @pytest.mark.parametrize("path", ["/proc/meminfo", "/proc", "/sys/fs/cgroup", "/dev/stderr"])
 def test_a_hidden_file_is_explained_where_files_are_hidden(path, monkeypatch):
     missing = "FileNotFoundError", f"[Errno 2] No such file or directory: {path!r}", (f"open({path!r})",)

@@ -14,6 +14,7 @@ import switch_functions as functions
 from hang_guard import HANG_S
 
 from brigade.checks.borders import find_contradiction
+from brigade.checks.diagnose.exceptions import explain_deadline, explain_exception
 from brigade.checks.reference import Case
 from brigade.course.submission import read
 from brigade.ipc.channel import ParentChannel
@@ -190,3 +191,27 @@ def test_offline_ranks_reach_nobody(tmp_path):
         assert result["memory"] > 1 << 20, "psutil works"
         assert result["processes"] == []
     assert found[0]["uid"] != found[1]["uid"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
+def test_what_the_kernel_refuses_to_offline_ranks_has_a_cause():
+    """The exceptions and the printed text are those by which `diagnose/exceptions.py` knows the causes."""
+    SERVER.close()
+    with users.reserve_user() as (uid, reservation):
+        SERVER.sandbox = enter.Sandbox(uid, reservation)
+        try:
+            if not run_ranks(enter.probe, world_size=1)[0]["is_filtered"]:
+                pytest.skip("no filter of system calls here")
+            run = run_ranks(functions.do_what_is_refused, world_size=1)
+            failures = [RankFailure("exception", "", [], 0, error, message=text) for error, text in run[0]]
+            names = [explain_exception(failure, {})[1] for failure in failures]
+            hung = RankFailure("deadline", "", [], output=run.output)
+            assert [*names, explain_deadline(hung, {})[1]] == [
+                "hidden load",
+                "no user name",
+                "refused lock",
+                "lost tensor",
+            ]
+        finally:
+            SERVER.sandbox = None
+            SERVER.close()

@@ -87,10 +87,35 @@ REFUSED_CALL = tell_offline(
     "a graded rank may use only the system calls that Python and torch need, and this line made another one, for "
     "example for a socket or a file lock."
 )
+HIDDEN_LOAD = tell_offline(
+    "a graded rank sees nothing of the machine in /proc, and os.getloadavg() reads the load from there. Do without it."
+)
+NO_USER_NAME = tell_offline(
+    "a graded rank runs as a user who has a number, but no name. Do without the name, or use os.getuid()."
+)
+REFUSED_LOCK = tell_offline(
+    "a graded rank may not lock files, and sqlite3 locks the file of a database. Use sqlite3.connect(':memory:'), or "
+    "keep the data in another kind of file."
+)
+LOST_TENSOR = (
+    "another process could not send its tensors to the rank, which waits for them: a graded rank may use no sockets. "
+    "Load the data in the rank itself, with num_workers=0."
+)
 HIDDEN_FILE = tell_offline(
     "a graded rank sees nothing in /proc and /sys except its own /proc/self/stat, statm and status. Use sys.stdout "
     "and sys.stderr instead of /dev/stdout and /dev/stderr, which are links into /proc."
 )
+
+
+def explain_deadline(failure: RankFailure, sources: Sources) -> tuple[str, str]:
+    """Return the likely cause of a run that did not end, and its name, or ("", "") if there is none.
+
+    A process sends a tensor to another one as the descriptor of a file, through a socket. If the kernel refuses that,
+    the thread of multiprocessing that sends prints an exception and ends, and the receiver waits forever.
+    """
+    is_refused = any("resource_sharer.py" in text and "PermissionError: [Errno 1]" in text for text in failure.output)
+    cause = tell_offline(LOST_TENSOR)(failure, sources) if is_refused else ""
+    return cause, "lost tensor" if cause else ""
 
 
 def get_events(failure: RankFailure) -> list[Event]:
@@ -108,6 +133,9 @@ SYMPTOMS = [
             "argument in self.module, which given code and later modules read.", line=r"find_trainable\(self"),
     Symptom("helper file", "ModuleNotFoundError", r"No module named '[\w.]+'$", explain_helper_file),
     Symptom("refused call", "PermissionError", r"^\[Errno 1\]", REFUSED_CALL),
+    Symptom("hidden load", "OSError", "^Load averages are unobtainable", HIDDEN_LOAD),
+    Symptom("no user name", "", r"^'?getpwuid\(\): uid not found|^No username set in the environment", NO_USER_NAME),
+    Symptom("refused lock", "OperationalError", "^access permission denied", REFUSED_LOCK),
     Symptom("hidden file", "FileNotFoundError", r"'/(proc|sys|dev/(fd|stdin|stdout|stderr))\b", HIDDEN_FILE),
     Symptom("hook result", "", "hook returned|hooks should return", "a hook returns a value. It must return None."),
     Symptom("called hook", "TypeError", "object is not callable", CALLED_HOOK, line=r"backward\(", not_own=True),
