@@ -17,6 +17,7 @@ The switch has no sockets: the monitor passes complete messages to it and sends 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
@@ -91,7 +92,9 @@ class Switch:
         self._groups: set[tuple[str, tuple[int, ...]]] = set()  # that all of their ranks have created
         self._counts: Counter[tuple] = Counter()  # of collectives, by (group, ranks, rank)
         self._joined: dict[tuple, dict[int, Call]] = {}  # by (group, ranks, number): each rank's call, if not complete
-        self._messages: dict[tuple, deque[Call]] = {}  # unmatched, by (group, op, receiver, tag)
+        # Unmatched calls with their numbers, by (group, op, sender or None, receiver, tag).
+        self._messages: dict[tuple, deque[tuple[int, Call]]] = {}
+        self._posted = itertools.count()
         self._held = self._carried = 0
         self._last = b""  # the result that was counted last
         self._sent = [0] * world_size
@@ -268,17 +271,18 @@ class Switch:
 
     def _match(self, call: Call) -> None:
         """Complete a send and a receive if both have been posted, in the order in which they were posted."""
-        receiver = call.peer if call.op == "send" else call.rank
-        mine, theirs = ((call.group, op, receiver, call.tag) for op in (call.op, OPPOSITES[call.op]))
-        waiting = self._messages.get(theirs, deque())
-        # The key contains the receiver. Only a receive from any rank does not name the sender.
-        fits = (lambda o: o.peer in (None, call.rank)) if call.op == "send" else (lambda o: call.peer in (None, o.rank))
-        other = next(filter(fits, waiting), None)
-        if other is None:
-            self._messages.setdefault(mine, deque()).append(call)
+        is_send = call.op == "send"
+        sender, receiver = (call.rank, call.peer) if is_send else (call.peer, call.rank)
+        # Only a receive from any rank does not name the sender. So either side may wait in several queues.
+        senders = (sender, None) if is_send else call.ranks if sender is None else (sender,)
+        keys = [(call.group, OPPOSITES[call.op], each, receiver, call.tag) for each in senders]
+        waiting = [self._messages[key] for key in keys if self._messages.get(key)]
+        if not waiting:
+            own = self._messages.setdefault((call.group, call.op, sender, receiver, call.tag), deque())
+            own.append((next(self._posted), call))
             return
-        waiting.remove(other)
-        send, recv = (call, other) if call.op == "send" else (other, call)
+        _, other = min(waiting, key=lambda queue: queue[0][0]).popleft()
+        send, recv = (call, other) if is_send else (other, call)
         if (send.dtype, sum(send.sizes)) != (recv.dtype, sum(recv.receives)):
             raise Refused("sent or received a message whose length or dtype differs on the other rank")
         recv.source = send.ranks.index(send.rank)
