@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections import namedtuple
@@ -39,7 +40,7 @@ LOOP = """docs experiments hints messages mutants new_module notebooks prose
 requests situations skeletons wrong_answers"""
 # The tests that take longest, by the beginnings of their names, so that no process is left alone with one at the end.
 LONGEST = """test_browser test_hostile test_edition test_class.py::test_a_class_from test_plan test_train test_bench
-test_package test_new_module test_notebooks test_trace test_grade test_cli test_experiments
+test_package test_prose test_new_module test_notebooks test_trace test_grade test_cli test_experiments
 test_mutants.py::test_another_style test_mutants.py::test_mutant_is_caught test_lab test_memory test_stored test_success
 test_testing test_recording test_ranks test_messages test_class test_parts test_mutants test_wrong_answers
 test_validation"""
@@ -130,22 +131,22 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return a scheduler that gives each process that is free the next test, or the next file with shared fixtures."""
+    """Return a scheduler that gives each process that is free the next test, or the next file with shared work."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if has_shared_fixtures(file) else nodeid
+            return file if has_shared_work(file) else nodeid
 
     config.option.loadscopereorder = False  # keep the order of `pytest_collection_modifyitems`
     return Scheduling(config, log)
 
 
 @functools.cache
-def has_shared_fixtures(file: str) -> bool:
-    """Return whether the tests of a file share a fixture, so that one process should run them all."""
-    return 'scope="module"' in (ROOT / file).read_text()
+def has_shared_work(file: str) -> bool:
+    """Return whether the tests of a file share a fixture or a `@cache`, so that one process should run them all."""
+    return bool(re.search(r'scope="module"|^@cache$', (ROOT / file).read_text(), re.MULTILINE))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,4 +1,4 @@
-"""The longest tests come first, tests that share a fixture run in one process, and a failure is named at once."""
+"""The longest tests come first, tests that share work run in one process, and a failure is named at once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_the_longest_tests_exist():
         assert f"def {function}" in (ROOT / "tests" / "toolkit" / f"{file.removesuffix('.py')}.py").read_text()
 
 
-def test_only_files_with_shared_fixtures_stay_together():
+def test_only_files_with_shared_work_stay_together():
     toolkit = sorted((ROOT / "tests" / "toolkit").glob("test_*.py"))
-    together = {path.stem for path in toolkit if conftest.has_shared_fixtures(path.relative_to(ROOT).as_posix())}
-    assert {"test_browser", "test_hostile", "test_package"} <= together and "test_mutants" not in together
+    together = {path.stem for path in toolkit if conftest.has_shared_work(path.relative_to(ROOT).as_posix())}
+    assert {"test_browser", "test_hostile", "test_package", "test_prose"} <= together and "test_mutants" not in together
 
 
 def test_a_failure_is_named_before_the_next_test(tmp_path):
