@@ -3,8 +3,8 @@
 `pytest -n auto` distributes the tests over one process more than there are cores, because some tests wait. The longest
 tests come first. A test that fails is named at once.
 
-Fixtures: `brigade` runs a command, `snapshot` compares a text with a file in `toolkit/snapshots`, and with `few_cases`,
-checks take less time.
+Fixtures: `brigade` runs a command, and `refuse` one that must refuse its input. `snapshot` compares a text with a file
+in `toolkit/snapshots`. With `few_cases`, checks take less time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from brigade import dynamo_stub
-from brigade.course.modules import ROOT, CourseError, Module, get_module
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
 from brigade.runner import machine, ranks
 
 # jsonschema, which nbformat imports, would build 38 parsers for formats of addresses: most of nbformat's import time.
@@ -54,10 +54,24 @@ def brigade(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     def run(*arguments: object) -> Done:
         from brigade.cli import main as cli
 
+        capfd.readouterr()
         status = cli.main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         assert "Traceback" not in out + err
         return Done(status, out, err)
+
+    return run
+
+
+@pytest.fixture
+def refuse(brigade: Callable[..., Done]) -> Callable[..., str]:
+    """Run a command that must end with status 2 and print one line of error and nothing else; return the line."""
+
+    def run(*arguments: object) -> str:
+        done = brigade(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("brigade: ") and done.stderr.find("\n") == len(done.stderr) - 1, done.stderr
+        return done.stderr
 
     return run
 
@@ -75,10 +89,16 @@ def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def snapshot(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compare a text with `snapshots/NAME`. With `--update-snapshots`, write it there; then read what git says."""
+def snapshot(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, str], None]:
+    """Compare a text with `snapshots/NAME`. With `--update-snapshots`, write it there; then read what git says.
+
+    The directory of the test, that of the course and the number of its last module are not the same everywhere.
+    """
+    varying = {str(tmp_path): "(directory)", str(ROOT): "(course)", f"0 to {MODULES[-1].number}": "0 to (last)"}
 
     def compare(name: str, text: str) -> None:
+        for old, new in varying.items():
+            text = text.replace(old, new)
         path = Path(__file__).parent / "toolkit" / "snapshots" / name
         if request.config.option.update_snapshots:
             path.parent.mkdir(exist_ok=True)

@@ -74,25 +74,24 @@ def edit(lessons, old, new):
 FINISH = "        for parameter in self.module.parameters():"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["check", "99"], "there is no module 99: the course has modules 0 to"),
-        (["check", "three"], "there is no module three"),
-        (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
-        (["check", "1", "--target", __file__], "is not a directory"),
-        (["check", "1", "--only", "zebra"], "module 1 has no such check. --only can select parameters_start_equal, "),
-        (["check", "6", "--until", "1"], "; --until can select these parts: b, d, f, g"),
-        (["check", "--debug"], "--debug needs the number of one module"),
-        (["hint", "99"], "there is no module 99"),
-        (["reset", "x"], "there is no module x"),
-        (["submit", "--target", "notebooks"], "there are no module files in"),
-    ],
-)
-def test_wrong_input_gets_one_line(brigade, arguments, line):
-    done = brigade(*arguments)
-    assert done.returncode == 2
-    assert line in done.stderr and done.stderr.startswith("brigade: ") and done.stderr.count("\n") == 1, done
+REFUSED = [
+    ["check", "99"],
+    ["check", "three"],
+    ["check", "1", "--target", "does/not/exist"],
+    ["check", "1", "--target", __file__],
+    ["check", "1", "--only", "zebra"],
+    ["check", "1", "--until", "1"],
+    ["check", "--debug"],
+    ["hint", "99"],
+    ["reset", "x"],
+    ["submit", "--target", "notebooks"],
+]
+
+
+def test_wrong_input_gets_one_line(brigade, snapshot):
+    refusals = [brigade(*arguments) for arguments in REFUSED]
+    assert all((done.returncode, done.stderr.count("\n")) == (2, 1) for done in refusals)
+    snapshot("refusals.check", "".join(done.stderr for done in refusals))
 
 
 def test_check_passes_and_fails(brigade, lessons):
@@ -103,7 +102,7 @@ def test_check_passes_and_fails(brigade, lessons):
     done = brigade("check", 1, "--target", lessons)
     assert done.returncode == 1
     assert "0 of 8 points" in done.stdout
-    assert "to do: module 1, part (a)" in done.stdout
+    assert "part (a)" in done.stdout
 
 
 def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
@@ -120,7 +119,7 @@ def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
     edit(lessons, "dist.get_world_size(", "dist.get_wolrd_size(")
     shown = brigade("check", 1, "--target", lessons, "--seed", 3).stdout
     assert shown.count("AttributeError") == 1 and "Check 1.3 (and 1.5, 1.6):" in shown, shown
-    assert shown.count("Not run: first 1.3.") == 2  # 1.4 and 1.7 would tell nothing new
+    assert re.findall(r"Not run: .*(\d\.\d)\.", shown) == ["1.3", "1.3"]  # 1.4 and 1.7 would tell nothing new
     command = f"brigade check 1 --only gradients_are_averaged --seed 3 --target {shlex.quote(str(lessons))}"
     assert f"Repeat:       {command}\n" in shown
 
@@ -130,7 +129,7 @@ def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, mon
     monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that the order of the first two is known
     edit(lessons, FINISH, "        import time\n        while True: time.sleep(0.01)\n" + FINISH)
     shown = brigade("check", 1, "--target", lessons).stdout
-    assert len(re.findall(r"stopped after \d+ s", shown)) == 1 and "rank 0 is in finish" in shown, shown
+    assert len(re.findall(r"stopped after", shown)) == 1 and re.search(r"rank 0 .*\bfinish\b", shown), shown
     assert shown.count(" 0/") == 5 and shown.count(" Not run: ") == 3 and "2 of 8 points" in shown
 
 
@@ -173,13 +172,19 @@ def submit(brigade, lessons, tmp_path_factory, monkeypatch):
     return run
 
 
-def test_submit_adds_modules_written_answers_and_measurements(lessons, submit):
+def find_numbers(printed, heading):
+    """Return the numbers in the line that begins with a heading, or none if there is no such line."""
+    return [
+        int(number) for line in printed.splitlines() if line.startswith(heading) for number in re.findall(r"\d+", line)
+    ]
+
+
+def test_submit_adds_modules_written_answers_and_measurements(lessons, submit, snapshot):
     """A template that is not filled in is added too, but does not count as an answer."""
     own = get_module(1).path.as_posix()
     files, printed = submit()
     assert list(files) == [own]
-    assert f"contains 1 of {len(MODULES)} modules: 1 written, 0 known to pass all checks.\n" in printed
-    assert "No passing run on record: module 1." in printed and "module 2 is missing" in printed
+    assert find_numbers(printed, "contains") == [1, len(MODULES), 1, 0] and find_numbers(printed, "No passing") == [1]
     entries = select_modules("1-3")
     answers = {f"{entry.package}/answers.md": written.make_template(entry) + "\nMy answer: β.\n" for entry in entries}
     answers[f"{entries[1].package}/answers.md"] = written.make_template(entries[1])
@@ -190,8 +195,10 @@ def test_submit_adds_modules_written_answers_and_measurements(lessons, submit):
     (lessons / "measurements.json").write_text(content)
     files, printed = submit()
     assert files == answers | {own: (lessons / own).read_text(), "measurements.json": content}
-    assert "No written answers yet: modules 2, 4, 5, 6, 7, 8.\nWritten answers: 2 of 8 modules.\n" in printed
-    assert "measurements.json is included" in printed
+    assert find_numbers(printed, "No written answers") == [2, 4, 5, 6, 7, 8]
+    assert find_numbers(printed, "Written answers") == [2, 8]
+    told = printed.partition("Note: module 2")[0]  # the other modules are missing, too
+    snapshot("submit", told.replace(f"of {len(MODULES)} modules", "of (all) modules"))
 
 
 def test_submit_asks_for_the_answers_of_every_written_module_that_has_questions_with_points(lessons, submit):
@@ -201,13 +208,14 @@ def test_submit_asks_for_the_answers_of_every_written_module_that_has_questions_
         (lessons / entry.package).mkdir(exist_ok=True)
         for path in entry.paths:
             shutil.copy(ROOT / "solutions" / path, lessons / path)
-    missing = ", ".join(str(entry.number) for entry in asked)
-    assert f"No written answers yet: modules {missing}.\nWritten answers: 0 of {len(asked)} modules." in submit()[1]
+    printed = submit()[1]
+    assert find_numbers(printed, "No written answers") == [entry.number for entry in asked]
+    assert find_numbers(printed, "Written answers") == [0, len(asked)]
     for entry in asked:
         (lessons / entry.package / "answers.md").write_text(written.make_template(entry) + "\nMy answer: β.\n")
     printed = submit()[1]
-    assert "No written answers" not in printed
-    assert f"Written answers: {len(asked)} of {len(asked)} modules." in printed
+    assert find_numbers(printed, "No written answers") == []
+    assert find_numbers(printed, "Written answers") == [len(asked), len(asked)]
 
 
 def test_submit_says_what_is_written_and_passes(lessons, submit):
@@ -218,16 +226,14 @@ def test_submit_says_what_is_written_and_passes(lessons, submit):
     (lessons / get_module(3).path).write_text("def f(:\n")
     remember_pass(lessons)
     files, printed = submit()
-    assert printed.startswith(
-        f"contains {len(MODULES)} of {len(MODULES)} modules: 2 written, 1 known to pass all checks.\n"
-        "No passing run on record: module 2.\n"
-        f"Not completely written: modules {', '.join(str(e.number) for e in MODULES if e.number not in (1, 2, 3))}.\n"
-    )
-    assert "Note: overlapped_ddp.py, line 1: " in printed
-    assert "There is no measurements.json." in printed and "measurements.json" not in files
+    assert find_numbers(printed, "contains") == [len(MODULES), len(MODULES), 2, 1]
+    assert find_numbers(printed, "No passing") == [2]
+    assert find_numbers(printed, "Not completely") == [e.number for e in MODULES if e.number not in (1, 2, 3)]
+    assert find_numbers(printed, "Note: overlapped_ddp.py, ")[:1] == [1]  # the line
+    assert "measurements.json" not in files
     file = lessons / get_module(1).path
     file.write_text(file.read_text() + "# another line\n")
-    assert "2 written, 0 known to pass" in submit()[1]
+    assert find_numbers(submit()[1], "contains")[2:] == [2, 0]
 
 
 def test_a_change_to_a_module_that_is_not_used_changes_no_result():
@@ -244,7 +250,7 @@ def test_hints_come_one_after_another(brigade):
     assert brigade("hint", 1, "--again").stdout == seen[0]
 
 
-def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, brigade):
+def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, brigade, refuse, snapshot):
     entry = get_module(4)
     shutil.copytree(entry.lesson, tmp_path / "lessons" / entry.package)
     monkeypatch.setattr(study, "ROOT", tmp_path)
@@ -254,9 +260,9 @@ def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, 
     shown = brigade("hint", 4).stdout
     assert "**(b), (c)**" in shown and "(a)" not in shown and "(d)" not in shown
     assert "1. Nudge" in brigade("hint", 4, "e").stdout
-    assert brigade("hint", 4, "z").stderr == "brigade: module 4 has no part z; its parts are a, b, c, d, e, f, g, h\n"
+    unknown = refuse("hint", 4, "z")
     file.write_text(re.sub(r"raise NotImplementedError.*", "pass", unwritten))
-    assert "you have already written all parts of module 4: name one" in brigade("hint", 4).stderr
+    snapshot("refusals.hint", unknown + refuse("hint", 4))
 
 
 def test_without_torch_one_line_says_what_to_do(tmp_path):
@@ -267,17 +273,17 @@ def test_without_torch_one_line_says_what_to_do(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "make setup" in done.stderr, done.stderr
 
 
-def test_next_names_the_first_unfinished_module(brigade, lessons):
+def test_next_names_the_first_unfinished_module(brigade, lessons, snapshot):
     remember_pass(lessons)
     done = brigade("next", "--target", lessons)
     assert done.returncode == 1
     assert "✓ Module 1" in done.stdout
-    assert "→ module 2 is missing" in done.stdout and "Hand it in under this name" in done.stdout
+    snapshot("next.missing", done.stdout)
     shown = brigade("check", 1, 2, "--target", lessons, "--only", "start_equal or one_all_reduce").stdout
-    assert "✓ 1/1  1.1" in shown and "Module 2: One flat all-reduce\n  ✗ module 2 is missing" in shown
+    assert "✓ 1/1  1.1" in shown and f"{get_module(2).title}\n  ✗ module 2" in shown
 
 
-def test_next_does_not_stop_at_an_optional_module(brigade, lessons):
+def test_next_does_not_stop_at_an_optional_module(brigade, lessons, snapshot):
     """The warm-up comes first only if it is begun, and even then the next module of the core is named."""
     ring, second = get_module(0), get_module(2)
     for entry in (ring, second):
@@ -287,11 +293,12 @@ def test_next_does_not_stop_at_an_optional_module(brigade, lessons):
     shown = brigade("next", "--target", lessons).stdout
     assert "✓ Module 1" in shown and "→ Module 2" in shown and "Module 0" not in shown
     (lessons / get_module(1).path).write_text((ROOT / "lessons" / get_module(1).path).read_text())
-    shown = brigade("next", "--target", lessons).stdout
-    assert "→ Module 1" in shown and "Optional, before module 1: module 0" in shown
+    optional = brigade("next", "--target", lessons).stdout
+    assert "→ Module 1" in optional
     (lessons / ring.path).write_text((ROOT / "lessons" / ring.path).read_text() + "# begun\n")
     shown = brigade("next", "--target", lessons).stdout
-    assert "→ Module 0" in shown and "Next in the core: `brigade check 1`." in shown
+    assert "→ Module 0" in shown
+    snapshot("next.optional", f"{optional}\n{shown}")
 
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
@@ -325,7 +332,6 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
     (lessons / entry.package).mkdir()
     (lessons / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
     done = brigade("check", 2, "--target", lessons)
-    assert "Compared with module" in done.stdout, done.stdout
     before, after = (re.search(rf"^ *{label} +(.*)$", done.stdout, re.MULTILINE)[1].split()
                      for label in ("1 NaiveDDP", "2 FlatDDP"))  # fmt: skip
     assert (before[0], after[0]) == ("39", "1")  # launches: parameters, dtypes
@@ -334,7 +340,7 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
     assert (before[copied], after[copied]) == ("0.00", "6.96")  # into the flat tensor and back
     assert (before[new], after[new]) == ("0.00", "3.48")  # the flat tensor
     assert before[views] == "0" and before[state] == after[state] == "3.48"  # momentum
-    assert "Compared with module" not in brigade("check", 2, "--target", lessons).stdout
+    assert "1 NaiveDDP" not in brigade("check", 2, "--target", lessons).stdout
     assert "brigade next" in done.stdout
 
 
@@ -344,10 +350,8 @@ def test_a_comparison_with_too_few_steps_counts_and_says_so(lessons, short_compa
     printed = capfd.readouterr().out
     counts = re.search(r"^ *1 NaiveDDP +(.*)$", printed, re.MULTILINE)[1].split()
     assert counts[:2] + counts[-4:] == ["39", "3.48", "0.00", "0.00", "0", "3.48"]
-    assert re.search(r"[Dd]o not compare these times \(.*only 1 timed step\s+per\s+variant", printed, re.DOTALL), (
-        printed
-    )
-    assert "`brigade bench --comm-ratio 0.8` measures for longer" in " ".join(printed.split())
+    told = " ".join(printed.split())
+    assert "1 timed step" in told and "`brigade bench --comm-ratio 0.8`" in told
 
 
 @pytest.mark.extended
@@ -360,7 +364,7 @@ def test_a_comparison_with_the_reference(brigade, tmp_path, short_comparison):
 
 def test_the_checks_up_to_a_part(brigade):
     shown = brigade("check", 1, "--target", "solutions", "--until", "b").stdout
-    assert "Parts (a) and (b): " in shown and "2 of 2 points" in shown and "Part (c)" not in shown
+    assert re.search(r"\(a\) .* \(b\)", shown) and "2 of 2 points" in shown and "(c)" not in shown
 
 
 def test_watch_runs_again_after_a_save(lessons):
@@ -385,7 +389,7 @@ def test_watch_runs_again_after_a_save(lessons):
             assert re.findall(r"\((?:passed|passes) \w+\)", "".join(shown)) == [change] * bool(change)
             assert [line.split()[2] for line in shown if "/1 " in line] == numbers, "the order of the checks"
             assert f"  {points} points" in "".join(shown), shown
-            assert ("still has its own values of buffers" in "".join(shown)) == (text != right)
+            assert ("Likely cause:" in "".join(shown)) == (text != right)
         watched.send_signal(signal.SIGINT)
         assert hang_guard.wait(watched) == 130
 

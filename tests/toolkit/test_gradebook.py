@@ -62,31 +62,33 @@ def test_a_submission_is_found_in_the_roster(text, submission, key, read):
     assert (person and roster.get_key(person)) == key
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_a_roster_is_unicode_and_its_unused_columns_are_named(encoding, tmp_path):
     (tmp_path / "roster.csv").write_text("Vorname\tGröße\tE-Mail\nJörg\t40\tj@x.org\n", encoding=encoding)
-    if encoding == "cp1252":
-        with pytest.raises(CourseError, match="is not a CSV file in UTF-8 .* save it as 'CSV UTF-8'"):
-            roster.read_roster(tmp_path / "roster.csv")
-        return
     [person], ignored = roster.read_roster(tmp_path / "roster.csv")
     assert (person["name"], person["email"], ignored) == ("Jörg", "j@x.org", ["größe"])
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("email\na@x.org\nA@x.org\n", "two students have the email a@x.org"),
-        ("name\nJane\nJane\n", "two students have the name Jane, so the grader cannot tell them apart"),
-        ("shoe size\n40\n", "has no students; its columns are shoe size, and the grader needs one such as key, login"),
-    ],
-)
-def test_what_is_no_roster_is_refused(text, line, read):
-    with pytest.raises(CourseError, match=line):
-        read(text)
+NO_ROSTERS = {
+    "two_emails": b"email\na@x.org\nA@x.org\n",
+    "two_names": b"name\nJane\nJane\n",
+    "no_key": b"shoe size\n40\n",
+    "no_unicode": "name\nJörg\n".encode("cp1252"),
+}
 
 
-def test_a_gradebook_gets_the_rosters_columns(read, tmp_path):
+def test_what_is_no_roster_is_refused(tmp_path, snapshot):
+    refusals = []
+    for name, content in NO_ROSTERS.items():
+        path = tmp_path / f"{name}.csv"
+        path.write_bytes(content)
+        with pytest.raises(CourseError) as caught:
+            roster.read_roster(path)
+        refusals.append(f"{caught.value}\n")
+    snapshot("refusals.roster", "".join(refusals))
+
+
+def test_a_gradebook_gets_the_rosters_columns(read, tmp_path, snapshot):
     (tmp_path / "class" / "eve").mkdir(parents=True)
     for name in ("jane@x.org.zip", "team1.zip"):
         (tmp_path / "class" / name).touch()
@@ -95,13 +97,7 @@ def test_a_gradebook_gets_the_rosters_columns(read, tmp_path):
     for student in everyone[1:]:
         student.is_waiting = True
     done = classroom.make_table(everyone, [], people)
-    assert gradebook.format_csv(gradebook.list_columns(done), done).splitlines() == [
-        "student,submission,email,name,section,score,max,note",
-        "eve,eve,,,,,,not in the roster / not graded / the grader wrote no results: see eve.log",
-        "jane@x.org,jane@x.org.zip,jane@x.org,Jane Doe,B,,,not graded yet",
-        "team1,team1.zip,=ada@x.org,Ada L,A,,,not graded yet",
-        "carl@x.org,,carl@x.org,Carl M,B,,,no submission",
-    ]
+    snapshot("gradebook", gradebook.format_csv(gradebook.list_columns(done), done).replace("\r\n", "\n"))
 
 
 # Merging and exporting
@@ -109,13 +105,13 @@ def test_a_gradebook_gets_the_rosters_columns(read, tmp_path):
 WEEK1 = """student,id,login,name,section,score,max,module 1,1.subgroups,written 1,note
 ada,S1,ada,Ada L,A,7,8,7,0,5,
 bob,S2,bob,Bob M,B,2,8,2,0,,
-carl,S3,carl,=Carl,B,,8,,,,no submission
+carl,S3,carl,=Carl,B,,8,,,,absent
 """
 LATE = """student,id,login,name,section,score,max,module 1,1.subgroups,note
 ada,S1,ada,Ada L,A,8,8,8,1,
-bob,S2,bob,Bob M,B,8,8,8,1,grade again
+bob,S2,bob,Bob M,B,8,8,8,1,again
 """
-WEEK2 = "student,score,max,module 2,2.volume,note\nada,8,8,8,2,\neve,4,8,4,0,not in the roster\n"
+WEEK2 = "student,score,max,module 2,2.volume,note\nada,8,8,8,2,\neve,4,8,4,0,stranger\n"
 
 
 @pytest.fixture
@@ -146,10 +142,10 @@ def test_gradebooks_are_merged_module_by_module(options, ada, bob, term):
     assert seen == [ada, bob]
     assert {row["max"] for row in table.values()} == {str(get_module(1).points + get_module(2).points + 6)}
     assert table["ada"]["written 1"] == "5" and table["ada"]["2.volume"] == "2"
-    assert (table["carl"]["score"], table["carl"]["note"]) == ("", "week1.csv: no submission")
-    assert [table["eve"][key] for key in ("score", "module 1", "note")] == ["4", "", "week2.csv: not in the roster"]
-    late = " / module 1: 20 % off (late.csv)" if "--late" in options else ""
-    assert table["bob"]["note"] == "late.csv: grade again" + late
+    assert (table["carl"]["score"], table["carl"]["note"]) == ("", "week1.csv: absent")
+    assert [table["eve"][key] for key in ("score", "module 1", "note")] == ["4", "", "week2.csv: stranger"]
+    note, _, late = table["bob"]["note"].partition(" / ")
+    assert note == "late.csv: again" and ("20 %" in late and "late.csv" in late) == bool(late) == ("--late" in options)
 
 
 def test_what_lateness_took_off_is_added_up_over_the_rows_that_count(term, tmp_path):
@@ -172,7 +168,7 @@ def test_moodle_gets_one_identifier_and_the_grades(term, capfd):
     (rows, printed) = term("export", "out.csv", "--to", "moodle"), capfd.readouterr().out
     assert rows[0] == {"ID number": "S1", "Module 1": "7", "Module 2": "8", "Written 1": "5"}
     assert [row["ID number"] for row in rows] == ["S1", "S2", "S3"]
-    assert printed.endswith("  left out, because the roster does not identify them: eve\n")
+    assert printed.endswith(": eve\n")  # she is left out
 
 
 HEAD = "student,submission,login,score,max,module 1,module 2,1.subgroups,comment,note\n"
@@ -201,40 +197,35 @@ def test_an_export_has_one_row_for_each_student(keep, ada, edited, capfd):
     printed = capfd.readouterr().out
     assert [row["SIS Login ID"] for row in rows] == ["", "ada", "bob", "carl"]
     assert (rows[1]["Module 1"], rows[1]["Module 2"]) == ada
-    assert f"ada has 2 rows: {SECOND}; {FIRST}" in printed
-    assert f"with the {keep} points for each module (--keep {keep})" in printed
+    assert f": {SECOND}; {FIRST}\n" in printed and f"(--keep {keep})" in printed
 
 
-def test_a_corrected_score_is_an_adjustment(edited, capfd):
+def test_a_corrected_score_is_an_adjustment(edited, capfd, snapshot):
     """Bob's score was written by a person. Carl's is the grader's, from before a person corrected his points."""
     rows = {row["SIS Login ID"]: row for row in edited("export", "edited.csv", "--to", "canvas")}
-    line = "bob (bob.zip): the score 10 is not the sum of the points, 16, so -6 counts as an adjustment"
-    assert line in capfd.readouterr().out
+    exported = capfd.readouterr().out
     assert [rows[name]["Adjustment"] for name in ("", "ada", "bob", "carl")] == ["0", "", "-6", ""]
     assert (rows["bob"]["Module 1"], rows["carl"]["Module 1"]) == ("8", "5.5")
     merged = {row["student"]: row for row in edited("merge", "edited.csv", "--keep", "best")}
-    assert line in capfd.readouterr().out
+    snapshot("gradebook.corrected", exported + capfd.readouterr().out)
     assert [merged[name]["score"] for name in ("ada", "bob", "carl")] == ["13", "10", "13.5"]
     again = edited("merge", "out.csv", "--keep", "best")  # a merged gradebook has no record
     assert {row["student"]: row["score"] for row in again} == {name: row["score"] for name, row in merged.items()}
-    assert "is not the sum" not in capfd.readouterr().out
+    assert "bob" not in capfd.readouterr().out
 
 
-def test_a_score_without_a_record_is_named_and_the_sum_counts(term, tmp_path, capfd):
+def test_a_score_without_a_record_is_named_and_the_sum_counts(term, tmp_path, capfd, snapshot):
     (tmp_path / "edited.csv").write_text(EDITED.replace("4,5,0,,", "4,5,0,,").replace(",9,16,4", ",excused,16,4"))
     term("merge", "edited.csv", "--keep", "last")
-    printed = capfd.readouterr().out
-    assert "is not the sum of the points, 16, which counts; if the score is right, write -6 into a column" in printed
-    assert "the score excused is not the sum of the points, 9, and it is not a number, so the sum counts" in printed
+    snapshot("gradebook.unrecorded", capfd.readouterr().out)
 
 
-def test_an_adjustment_counts_with_its_row(term, tmp_path, capfd):
+def test_an_adjustment_counts_with_its_row(term, tmp_path, capfd, snapshot):
     rows = "student,submission,score,module 1,adjustment\nada,a,6,8,-2\nada,a-1,5,4,1\nbob,b,9,8,1\n"
     (tmp_path / "edited.csv").write_text(rows)
     merged = {row["student"]: row for row in term("merge", "edited.csv", "--keep", "best")}
     assert (merged["ada"]["score"], merged["ada"]["adjustment"], merged["bob"]["score"]) == ("6", "-2", "9")
-    line = "ada: the adjustment 1 does not count (not counted, edited.csv, a-1)"
-    assert line in capfd.readouterr().out
+    snapshot("gradebook.adjusted", capfd.readouterr().out)
 
 
 def test_a_comment_stays_with_its_row(edited):
@@ -249,11 +240,10 @@ def test_a_comment_stays_with_its_row(edited):
 
 @pytest.mark.parametrize("action", [["merge", "--keep", "best"], ["export", "--to", "canvas"]])
 @pytest.mark.parametrize("column", ["student", "submission", "module 2"])
-def test_a_renamed_column_stops_and_changes_nothing(action, column, edited, tmp_path, capfd):
+def test_a_renamed_column_stops_and_changes_nothing(action, column, edited, refuse, tmp_path):
     (tmp_path / "edited.csv").write_text(EDITED.replace(column, "other", 1))
-    assert cli.main(["gradebook", *action, "edited.csv", "--out", "none.csv"]) == 2
-    line = f"brigade: edited.csv has no column '{column}', so nothing was changed; if it has been renamed"
-    assert capfd.readouterr().err.startswith(line) and not (tmp_path / "none.csv").exists()
+    refusal = refuse("gradebook", *action, "edited.csv", "--out", "none.csv")
+    assert f"'{column}'" in refusal and not (tmp_path / "none.csv").exists()
 
 
 def test_grading_again_does_not_write_beside_a_renamed_column(tmp_path):
@@ -263,7 +253,7 @@ def test_grading_again_does_not_write_beside_a_renamed_column(tmp_path):
     row = {"student": "ada", "submission": "a", "score": "8", "max": "8", "module 1": "8"}
     GradebookFile(path, results).update([row], [get_module("1")])
     path.write_text(renamed := path.read_text().replace("module 1", "naive DDP"))
-    with pytest.raises(CourseError, match="no column 'module 1', so nothing was changed"):
+    with pytest.raises(CourseError, match="'module 1'"):
         GradebookFile(path, results).update([row], [get_module("1")])
     assert path.read_text() == renamed
 
@@ -274,35 +264,29 @@ def test_a_first_line_that_names_the_delimiter_is_read(term, tmp_path):
     assert term("merge", "excel.csv", "--keep", "best")[0]["score"] == "12"
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["export", "twins.csv", "--to", "canvas"], "ada and eve have the SIS Login ID ada: give them one `student`"),
-        (["merge", "nobody.csv", "--keep", "best"], "nobody.csv: row 3 has no student; write one into it, or delete"),
-        (
-            ["merge", "week1.csv", "advanced.csv", "--keep", "best"],
-            "the core and the advanced modules have separate totals",
-        ),
-        (["merge", "other.csv", "--keep", "best"], "other.csv is not a gradebook of `brigade grade --class`"),
-        (["merge", "words.csv", "--keep", "best"], "ada: module 1 has 'many' instead of points"),
-        (["merge", "endless.csv", "--keep", "best"], "ada: module 1 has '1e999' instead of points"),
-        (["merge", "below.csv", "--keep", "best"], "ada: module 1 has '-1' instead of points"),
-        (
-            ["merge", "week1.csv", "--keep", "best", "--late", "late.csv=20"],
-            "with one of the gradebooks to merge",
-        ),
-        (["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"], "at most 100 percent"),
-        (["export", "week2.csv", "--to", "canvas"], "Canvas identifies students by canvas id or id or login, but"),
-        (["export", "nowhere.csv", "--to", "moodle"], "nowhere.csv: No such file"),
-    ],
-)
-def test_wrong_input_gets_one_line(options, line, term, tmp_path, capfd):
+REFUSED = [
+    ["export", "twins.csv", "--to", "canvas"],
+    ["merge", "nobody.csv", "--keep", "best"],
+    ["merge", "week1.csv", "advanced.csv", "--keep", "best"],
+    ["merge", "other.csv", "--keep", "best"],
+    ["merge", "words.csv", "--keep", "best"],
+    ["merge", "endless.csv", "--keep", "best"],
+    ["merge", "below.csv", "--keep", "best"],
+    ["merge", "week1.csv", "--keep", "best", "--late", "late.csv=20"],
+    ["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"],
+    ["export", "week2.csv", "--to", "canvas"],
+    ["export", "nowhere.csv", "--to", "moodle"],
+    ["merge", "renamed.csv", "--keep", "best"],
+]
+
+
+def test_wrong_input_gets_one_line(term, refuse, tmp_path, snapshot):
     cells = {"words": "many", "endless": "1e999", "below": "-1", "advanced": 1, "other": 40}
     for name, cell in cells.items():
         column = {"advanced": "module 9", "other": "shoe size"}.get(name, "module 1")
         (tmp_path / f"{name}.csv").write_text(f"student,{column}\nada,{cell}\n")
     (tmp_path / "twins.csv").write_text("student,login,module 1\nada,ada,8\neve,ada,8\n")
     (tmp_path / "nobody.csv").write_text("student,module 1\nada,8\n,8\n")
-    assert cli.main(["gradebook", *options, "--out", "out.csv"]) == 2
-    _, errors = capfd.readouterr()
-    assert errors.startswith("brigade: ") and errors.count("\n") == 1 and line in errors, errors
+    (tmp_path / "renamed.csv").write_text("name,submission,module 1\nada,ada,8\n")
+    refusals = [refuse("gradebook", *options, "--out", "out.csv") for options in REFUSED]
+    snapshot("refusals.gradebook", "".join(refusals))

@@ -6,8 +6,8 @@ import base64
 import json
 import pickle
 import random
+import re
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -123,7 +123,7 @@ def test_launches_that_return_at_once_hide_no_circle():
 @pytest.mark.parametrize(
     ("fault", "kind", "ranks", "words"),
     [
-        ("missing", "missing", [1], ["call 32", "all_reduce [[200]]", "rank 1 waits in all_reduce"]),
+        ("missing", "missing", [1], ["call 32", "all_reduce [[200]]", "rank 1 waits"]),
         ("missing-lazy", "missing", [1], ["call 32", "all_reduce [[200]]"]),  # without device_id
         ("size", "different_size", [1], ["call 31", "all_reduce [[201]]"]),
         ("order", "different_op", [1], ["call 31", "broadcast [[50]]"]),  # two calls are swapped
@@ -131,7 +131,7 @@ def test_launches_that_return_at_once_hide_no_circle():
         ("kernel", "stuck", [0, 1, 2], ["call 31", "all_reduce [[30]]"]),  # another kernel occupies a GPU
         ("ended", "dead", [1], []),
         # A recv without a send. NCCL's abort completes it, but the rank's last line still names it.
-        ("p2p", "behind", [0], ["call 31", "the last call before was at rank_timeout.py:43", "rank 0: recv at"]),
+        ("p2p", "behind", [0], ["call 31", "rank_timeout.py:43", "rank 0: recv"]),
         ("coalesced", "different_op", [1], ["call 31", "allreduce_coalesced [[40], [41]]"]),
     ],
 )
@@ -275,20 +275,20 @@ def test_a_message_without_a_receiver_is_not_blamed_on_its_peer(tmp_path):
     records = [make_record([make_entry(1), send], world_size=3)]
     records += [make_record([make_entry(1), make_entry(2, **waiting)], world_size=3)] * 2
     finding = diagnose(tmp_path, *records)
-    assert (finding.kind, finding.ranks) == ("behind", [0]) and "rank 0 waits in send at train.py:11" in finding.text
+    assert (finding.kind, finding.ranks) == ("behind", [0]) and re.search(r"rank 0 .*send .*train\.py:11", finding.text)
     records[1:] = [make_record([make_entry(1)], world_size=3)] * 2  # nothing else is missing
     finding = diagnose(tmp_path, *records)
     assert (finding.kind, finding.ranks, finding.group) == ("stuck", [0], None) and "send" in finding.text
 
 
-def test_a_rank_that_never_called_has_no_world_size(tmp_path, capsys):
+def test_a_rank_that_never_called_has_no_world_size(tmp_path):
     """NCCL registers a group with its first call. Such a dump belongs to the others all the same."""
     seen = make_record([make_entry(1, state="started", retired=False)], world_size=3)
     silent = make_record([], pg_config={})
     for rank, record in enumerate((seen, silent, seen)):
         (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(record, 2))
-    assert post_mortem.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().out.startswith("Rank 1 recorded no call")
+    finding = post_mortem.diagnose([post_mortem.load_trace(path) for path in post_mortem.list_files([tmp_path])])
+    assert post_mortem.main([str(tmp_path)]) == 1 and finding.ranks == [1] and finding.text.startswith("Rank 1 ")
 
 
 def test_unfinished_calls_whose_partners_are_overwritten_are_not_healthy(tmp_path):
@@ -396,34 +396,37 @@ def test_random_faults():
 # ---- files
 
 
-@pytest.mark.parametrize(
-    ("data", "hint"),
-    [
-        (b"", "is empty"),
-        (b'{"groups": {"0": [0', "is truncated"),
-        (pickle.dumps(make_record([make_entry(1)]), 2)[:-9], "is truncated"),
-        (b"\x89PNG\r\n", "is not a trace"),
-        (b"Traceback (most recent call last):", "is not a trace"),
-        (b'{"traceEvents": []}', "a trace of something else"),
-        (b"[1, 2]", "a trace of something else"),
-        (pickle.dumps(Path("x")), "a pickle of something else"),
-        (pickle.dumps(make_record([{"record_id": 0}]), 2), "is not a flight recorder's"),
-        (pickle.dumps(make_record([make_entry(1)], world_size=2_000_000), 2), "is not a flight recorder's"),
-        (json.dumps(make_record([], world_size=0)).encode().replace(b"[]", b"7", 1), "is not a flight recorder's"),
-    ],
+NO_DUMPS = (
+    b"",
+    b'{"groups": {"0": [0',
+    pickle.dumps(make_record([make_entry(1)]), 2)[:-9],
+    b"\x89PNG\r\n",
+    b"Traceback (most recent call last):",
+    b'{"traceEvents": []}',
+    b"[1, 2]",
+    pickle.dumps(SimpleNamespace()),
+    pickle.dumps(make_record([{"record_id": 0}]), 2),
+    pickle.dumps(make_record([make_entry(1)], world_size=2_000_000), 2),
+    json.dumps(make_record([], world_size=0)).encode().replace(b"[]", b"7", 1),
 )
-def test_each_kind_of_wrong_file_has_a_hint(data, hint, tmp_path, capsys):
-    path = tmp_path / "dump_0.json"
-    path.write_bytes(data)
-    assert post_mortem.main([str(path)]) == 2
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"{path} cannot be read: ") and hint in printed and printed.count("\n") == 1
+
+
+def test_each_kind_of_wrong_file_has_a_hint(tmp_path, capsys, snapshot):
+    hints = []
+    for place, data in enumerate(NO_DUMPS):
+        path = tmp_path / f"dump_{place}.json"
+        path.write_bytes(data)
+        assert post_mortem.main([str(path)]) == 2
+        hints.append(capsys.readouterr().out)
+        assert hints[-1].startswith(str(path)) and hints[-1].count("\n") == 1
+    # Python's own words depend on its version.
+    snapshot("refusals.dumps", re.sub(r"\(TypeError.*\)", "(TypeError: ...)", "".join(hints)))
 
 
 def test_a_pickle_is_not_executed(tmp_path):
     path = tmp_path / "trace_rank_0"
     path.write_bytes(b"\x80\x02cos\nsystem\nX\x0a\x00\x00\x00touch gotit\x85R.")
-    with pytest.raises(ValueError, match=r"it contains os.system"):
+    with pytest.raises(ValueError, match=r"os\.system"):
         post_mortem.load_trace(path)
 
 
@@ -433,7 +436,7 @@ def test_the_rank_comes_from_the_name(name, rank, tmp_path):
 
 
 def test_a_name_without_a_rank(tmp_path):
-    with pytest.raises(ValueError, match="the name must end in it"):
+    with pytest.raises(ValueError, match="nccl_trace_rank_3"):
         load(tmp_path, make_record([]), "trace")
 
 
@@ -444,7 +447,7 @@ def test_a_folder_may_contain_other_files(tmp_path, capsys):
     (tmp_path / "log_1.txt").touch()
     (tmp_path / "folder_1").mkdir()
     assert post_mortem.main([str(tmp_path)]) == 2
-    assert "contains no dump" in capsys.readouterr().out
+    assert str(tmp_path) in capsys.readouterr().out
     for rank in (10, 9, 2):
         (tmp_path / f"dump_{rank}.json").write_text("{")
     (tmp_path / "dump_9.json").write_text("")
@@ -463,13 +466,14 @@ def test_an_empty_or_truncated_dump_is_reported_and_a_log_is_not(broken, tmp_pat
     capsys.readouterr()
     (tmp_path / "trace_1").write_bytes(broken)
     assert post_mortem.main([str(tmp_path)]) == 2
-    assert "trace_1 cannot be read: the file is " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "trace_1" in printed and "log" not in printed
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "trace_0").write_bytes(pickle.dumps(make_record([make_entry(1)], world_size=1), 2))
     assert post_mortem.main([str(tmp_path)], html=str(tmp_path / "no" / "page.html")) == 2
-    assert "page.html cannot be written" in capsys.readouterr().out
+    assert "page.html" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_page_shows_text_and_no_markup_of_a_dump(tmp_path):

@@ -111,6 +111,12 @@ def read_rows(name):
     return list(csv.DictReader(Path(name).read_text(encoding="utf-8-sig").splitlines()))
 
 
+def read_feedback(student):
+    """Return what a student reads about all uploads, without the times and the checks."""
+    text = Path("week1-feedback", f"{student}.txt").read_text()
+    return "\n" + re.sub(r"\nGraded on.*?(?=\nWhat you handed in|\Z)", "", text, flags=re.DOTALL) + "\n"
+
+
 def list_files(directory):
     return {path: (path.stat().st_mtime_ns, path.stat().st_mode) for path in directory.rglob("*")}
 
@@ -118,53 +124,48 @@ def list_files(directory):
 # The file
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ('title = "Spring 2027"', 'titel = "x"', "line 1: unknown key 'titel'; known keys are title, platform, roster"),
-        ('title = "Spring 2027"\n', "", ": 'title' is missing"),
-        ('title = "Spring 2027"', "title = 5", "line 1: 'title' has a wrong value; write a text"),
-        ('"canvas"', '"blackboard"', "line 2: platform is one of canvas, moodle"),
-        ("[[assignments]]", "[assignments]", "line 6: 'assignments' has a wrong value; begin each of its rows with"),
-        ("+01:00\nlate", "\nlate", "line 9: 'due' has no time zone; write it with its distance from UTC"),
-        ("2027-02-07T23:59:00+01:00", "2027-02-07", "line 9: 'due' has a wrong value; write it with its distance"),
-        ("days = 7", "day = 7", "line 10: unknown key 'day'; known keys are percent, days"),
-        ("percent = 20", "percent = 120", "line 10: percent is a number from 0 to 100"),
-        ('modules = "1"', 'modules = "0-1"', "line 8: the warm-up and the core modules have separate totals"),
-        ('modules = "1"', 'modules = "99"', "line 8: there is no module 99"),
-        ('name = "week1"', 'name = "../x"', "line 7: a name becomes a name of files"),
-        ('name = "week1"', 'name = "week0-final"', "line 7: a name must not end with -final or"),
-        (EXTENSION, WEEK1, "line 13: there are two assignments 'week1'"),
-        ('"S102"', '"S999"', "line 13: roster.csv has no student 'S999', or several"),
-        ('assignment = "week1"', 'assignment = "week2"', "line 14: there is no assignment 'week2'"),
-        ("2027-02-10T", "2027-02-01T", "line 15: this extension ends before the work is due"),
-        ("2027-02-10T23:59:00+01:00", "2027-02-10T23:59:00", "line 15: 'until' has no time zone"),
-        (EXTENSION, EXTENSION * 2, "line 18: 'S102' has two extensions for 'week1'"),
-        ('secret = "secret.txt"', 'secret = "secret.txt', " is not a TOML file in UTF-8: Illegal character"),
-        (WEEK1, f'options = "--bogus"\n{WEEK1}', ": options = '--bogus': unrecognized arguments: --bogus"),
-        (WEEK1, f'options = "--limit 0"\n{WEEK1}', ": options = '--limit 0': --limit 0: expected a number above 0"),
-        (WEEK1, f'options = "--extra \'x"\n{WEEK1}', ': options = "--extra \'x": No closing quotation'),
-        (WEEK1, f'options = "--modules 3"\n{WEEK1}', ": options = '--modules 3': only backend, extra, limit,"),
-        (WEEK1, f'options = "--seed 3"\n{WEEK1}', ": options = '--seed 3': argument --seed: not allowed with"),
-    ],
-)
-def test_a_mistake_in_the_file_gets_one_line_with_its_place(old, new, line, term, tmp_path, capfd):
-    text = HEAD + WEEK1 + EXTENSION
-    assert old in text
-    (tmp_path / "term.toml").write_text(text.replace(old, new, 1))
-    before = list_files(tmp_path)
-    for action in (["check"], ["grade", "week1"]):
-        term("term", *action, status=2)
-        printed = capfd.readouterr()
-        assert printed.out == "" and len(printed.err.splitlines()) == 1
-        assert re.match(rf"brigade: term.toml(, )?{re.escape(line)}", printed.err), printed.err
-    assert list_files(tmp_path) == before
+MISTAKES = [
+    ('title = "Spring 2027"', 'titel = "x"'),
+    ('title = "Spring 2027"\n', ""),
+    ('title = "Spring 2027"', "title = 5"),
+    ('"canvas"', '"blackboard"'),
+    ("[[assignments]]", "[assignments]"),
+    ("+01:00\nlate", "\nlate"),
+    ("2027-02-07T23:59:00+01:00", "2027-02-07"),
+    ("days = 7", "day = 7"),
+    ("percent = 20", "percent = 120"),
+    ('modules = "1"', 'modules = "0-1"'),
+    ('modules = "1"', 'modules = "99"'),
+    ('name = "week1"', 'name = "../x"'),
+    ('name = "week1"', 'name = "week0-final"'),
+    (EXTENSION, WEEK1),
+    ('"S102"', '"S999"'),
+    ('assignment = "week1"', 'assignment = "week2"'),
+    ("2027-02-10T", "2027-02-01T"),
+    ("2027-02-10T23:59:00+01:00", "2027-02-10T23:59:00"),
+    (EXTENSION, EXTENSION * 2),
+    ('secret = "secret.txt"', 'secret = "secret.txt'),
+    (WEEK1, f'options = "--bogus"\n{WEEK1}'),
+    (WEEK1, f'options = "--limit 0"\n{WEEK1}'),
+    (WEEK1, f'options = "--extra \'x"\n{WEEK1}'),
+    (WEEK1, f'options = "--modules 3"\n{WEEK1}'),
+    (WEEK1, f'options = "--seed 3"\n{WEEK1}'),
+]
 
 
-def test_a_student_in_two_rows_is_named(term, tmp_path, capfd):
+def test_a_mistake_in_the_file_gets_one_line_with_its_place(term, refuse, tmp_path, snapshot):
+    text, lines = HEAD + WEEK1 + EXTENSION, []
+    for old, new in MISTAKES:
+        assert old in text
+        (tmp_path / "term.toml").write_text(text.replace(old, new, 1))
+        before = list_files(tmp_path)
+        lines.append(refuse("term", "check"))
+        assert refuse("term", "grade", "week1") == lines[-1] and list_files(tmp_path) == before
+    (tmp_path / "term.toml").write_text(text)
     (tmp_path / "roster.csv").write_text(ROSTER + '"Lace, Ada",105,S100,ada2\n')
-    term("term", "grade", "week1", status=2)
-    assert "roster.csv: two students have the id S100, so" in capfd.readouterr().err
+    lines.append(refuse("term", "grade", "week1"))
+    # The parser's own words depend on the version of Python.
+    snapshot("refusals.term", re.sub("(in UTF-8: ).*", r"\1...", "".join(lines)))
 
 
 # Which upload counts
@@ -205,7 +206,6 @@ def test_without_a_rule_late_work_does_not_count(term, tmp_path):
     (tmp_path / "term.toml").write_text((HEAD + WEEK1).replace("late =", "# late ="))
     week1 = read_term(Path("term.toml")).assignments["week1"]
     assert [week1.judge("ada", hours(1), marked)["late"] for marked in (None, True)] == ["100", "100"]
-    assert week1.describe()[-1] == "Late work does not count."
 
 
 def test_gradescope_says_whose_an_upload_is_and_when_it_came(term, tmp_path):
@@ -235,13 +235,11 @@ def test_gradescope_says_whose_an_upload_is_and_when_it_came(term, tmp_path):
 # An assignment from its uploads to the export
 
 
-def test_an_assignment_is_run_from_the_file(term, tmp_path, capfd):
+def test_an_assignment_is_run_from_the_file(term, tmp_path, capfd, snapshot):
     """Lateness is taken off once, the export has one row for each student, and the secret is in its file only."""
     term("term", "check")
-    printed = capfd.readouterr().out
-    assert "Late work loses 20 % until 7 days after the deadline" in printed
-    assert "extension: carl until 2027-02-10 23:59:00+01:00" in printed
-    assert "6 uploads, 4 on time, 2 late" in printed and not (tmp_path / "secret.txt").exists()
+    overview = capfd.readouterr().out
+    assert not (tmp_path / "secret.txt").exists()
     (tmp_path / "secret.txt").write_text(f"{SECRET}\n")
     (tmp_path / "secret.txt").chmod(0o600)
     term("term", "grade", "week1", status=1)  # nobody can read Dora's upload
@@ -261,13 +259,12 @@ def test_an_assignment_is_run_from_the_file(term, tmp_path, capfd):
     assert [rows["bob_LATE_101_4_b.zip"][column] for column in ("late", "score", "extension")] == ["20", "8", ""]
     assert rows["carl_LATE_102_5_c.zip"]["extension"] == "2027-02-10 23:59:00+01:00"
     [bob] = [row for row in read_rows("week1-final.csv") if row["student"] == "bob"]
-    assert (bob["score"], bob["taken off"]) == ("6.4", "1.6") and "1.6 points off (late)" in bob["note"]
+    assert (bob["score"], bob["taken off"]) == ("6.4", "1.6") and "1.6" in bob["note"]
     term("gradebook", "merge", "week1-final.csv", "--keep", "last", "--out", "term.csv")  # at the end of the term
     assert {row["student"]: row["score"] for row in read_rows("term.csv")}["bob"] == "6.4"
+    snapshot("term", overview + read_feedback("Kahn, Bob") + read_feedback("Lace, Ada"))
     page = (tmp_path / "week1-feedback" / "Lace, Ada.html").read_text()
-    assert "What counts: module 1: 5 of 8." in page and "This upload is late: it loses 20 %." in page
-    text = (tmp_path / "week1-feedback" / "Kahn, Bob.txt").read_text()
-    assert "What counts: module 1: 6.4 of 8 (lateness took off 1.6)." in text
+    assert all(line in page for line in read_feedback("Lace, Ada").splitlines())
     printed = capfd.readouterr()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("secret.txt", ".secret")]
     assert SECRET not in printed.out + printed.err
@@ -292,18 +289,17 @@ def test_moodle_gets_one_identifier_and_the_grades(term, tmp_path):
     assert len(read_rows("week1-moodle.csv")) == 5
 
 
-def test_the_secret_is_drawn_once_and_only_its_owner_reads_it(term, tmp_path, capfd):
+def test_the_secret_is_drawn_once_and_only_its_owner_reads_it(term, refuse, tmp_path, capfd):
     for _ in range(2):
         term("term", "grade", "week1", status=1)
         path = tmp_path / "secret.txt"
         secrets = {path.read_text().strip(), (tmp_path / "week1.csv.results" / ".secret").read_text()}
         assert len(secrets) == 1 and stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)
-    term("term", "grade", "week1", status=2)
-    assert "other users can read" in capfd.readouterr().err
+    assert "chmod 600" in refuse("term", "grade", "week1")
     path.write_text("\n")
     term("term", "check", status=2)
-    assert "secret.txt is empty" in capfd.readouterr().err
+    assert "secret.txt" in capfd.readouterr().err
 
 
 def test_an_interrupted_grading_loses_nothing_and_a_second_run_gives_the_same_file(term, tmp_path, monkeypatch):
@@ -340,13 +336,14 @@ def edit(path, **changes):
     path.write_text(gradebook.format_csv(columns, rows), encoding="utf-8-sig")
 
 
-def test_what_a_person_wrote_counts_and_is_on_the_pages(term, tmp_path, capfd):
+def test_what_a_person_wrote_counts_and_is_on_the_pages(term, refuse, tmp_path, capfd, snapshot):
     term("term", "grade", "week1", status=1)
     mine = {"bob__late": "0", "bob__comment": "Well done.", "carl__module_1": "7", "carl__comment_1": "See line 3."}
     mine |= {"bob__adjustment": "-2", "carl__score": "4"}
     edit(tmp_path / "week1.csv", **mine)
+    capfd.readouterr()
     term("term", "grade", "week1", status=1)
-    assert "late is 0; the grader gave 20" in capfd.readouterr().out
+    told = [line for line in capfd.readouterr().out.splitlines(keepends=True) if "the grader gave" in line]
     rows = {row["student"]: row for row in read_rows("week1.csv")}
     assert {key: rows[key.split("__")[0]][key.split("__")[1].replace("_", " ")] for key in mine} == mine
     term("term", "export", "week1")
@@ -354,40 +351,23 @@ def test_what_a_person_wrote_counts_and_is_on_the_pages(term, tmp_path, capfd):
     assert (points["Kahn, Bob"], points["Meyer, Carl"]) == ("8", "7")
     added = {name: row["Adjustment week1"] for name, row in read("week1-canvas.csv").items() if row["Adjustment week1"]}
     assert added == {"Points Possible": "0", "Kahn, Bob": "-2", "Meyer, Carl": "-3"}
-    bob, carl = ((tmp_path / "week1-feedback" / f"{name}.txt").read_text() for name in ("Kahn, Bob", "Meyer, Carl"))
-    assert "Comment: Well done." in bob and "late: it loses" not in bob
-    assert "What counts: module 1: 8 of 8, adjustment: -2." in bob
-    assert "What counts: module 1: 7 of 8, adjustment: -3." in carl
-    assert "7 points, corrected by a person; the grader gave 8." in carl and "Comment 1: See line 3." in carl
     edit(tmp_path / "week1.csv", bob__late="yes")
-    term("term", "export", "week1", status=2)
-    assert "bob: late has 'yes' instead of points" in capfd.readouterr().err
+    told.append(refuse("term", "export", "week1"))
     edit(tmp_path / "week1.csv", bob__late="120")
-    term("term", "export", "week1", status=2)
-    assert "late is 120, but it is a percentage" in capfd.readouterr().err
+    told.append(refuse("term", "export", "week1"))
+    snapshot("term.corrected", "".join(told) + read_feedback("Kahn, Bob") + read_feedback("Meyer, Carl"))
 
 
-def test_the_report_says_what_an_instructor_needs(term, tmp_path, capfd):
-    term("term", "report", "week1", status=2)
-    assert "run `brigade term grade week1` first" in capfd.readouterr().err
+def test_the_report_says_what_an_instructor_needs(term, refuse, tmp_path, snapshot):
+    refusal = refuse("term", "report", "week1")
     hand_in(tmp_path / "week1" / "stranger.zip", 1)
     term("term", "grade", "week1", status=1)
     term("term", "report", "week1")
     page = (tmp_path / "week1-report.html").read_text()
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.partition("<main>")[2]))
-    for words in (
-        "Spring 2027: week1",
-        "No submission: 1 Ohm, Eve",
-        "Nobody could read: 1 Nie, Dora: dora_103_6_d.rar is a .rar file",
-        "Not in the roster: 1 stranger.zip",
-        "Late: 2",
-        "Extension: 1 Meyer, Carl: until 2027-02-10 23:59:00+01:00",
-        "4 students wrote it.",
-        "1 of 1: the broadcast starts from the wrong rank.",
-        "points students 0 0 1 0 2 0 3 0 4 0 5 1 6 1 7 0 8 1 Module 1",  # without the stranger
-        "3 of 5 students have a score. The median is 6.4 of 8 points.",
-    ):
-        assert words in text, words
+    text = re.sub(r"\s*\n\s*", "\n", re.sub(r"<[^>]*>", " ", page.partition("<main>")[2]))
+    for check in listing.list_checks(get_module(1)):
+        text = text.replace(check.title, "(title)")
+    snapshot("term.report", refusal + text)
     assert "http" not in page.replace("http-equiv", "")  # it loads nothing
     again = page
     term("term", "report", "week1")
@@ -399,7 +379,7 @@ def test_a_report_is_written_although_nobody_could_be_graded(term, tmp_path):
         path.unlink()
     term("term", "grade", "week1", status=1)
     term("term", "report", "week1")
-    assert "0 of 5 students have a score" in (tmp_path / "week1-report.html").read_text()
+    assert re.search(r"\b0 of 5\b", (tmp_path / "week1-report.html").read_text())
 
 
 # Written answers
@@ -458,7 +438,7 @@ def test_questions_have_the_items_of_their_rubric():
             assert sum(points for points, _ in task["rubric"]) == task["points"]
             assert not entry.is_core or (task["model"] and all(text for _, text in task["rubric"]))
     first = written.list_tasks([get_module(1)])[0]
-    assert first["rubric"][1] == (1, "for a correct remedy") and "Rubric" not in first["model"]
+    assert [points for points, _ in first["rubric"]] == [1, 1] and "Rubric" not in first["model"]
 
 
 def test_a_page_is_anonymous_and_has_some_answers_twice(marked, tmp_path):
@@ -478,7 +458,7 @@ def test_a_page_is_anonymous_and_has_some_answers_twice(marked, tmp_path):
     assert {*places} == {*page["all"]} and all(places[name] != places[name[:-2]] for name in again)
 
 
-def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, capfd):
+def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, capfd, snapshot):
     marked("mark", "week1")
     page = read_page("week1-mark-1.html")
     points = {answer["id"]: (1, "") for answer in page["answers"]}
@@ -486,10 +466,9 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
     twice = next(one for one in points if one.endswith(marking.AGAIN))
     points |= {bobs: (0, "see the reading"), twice: (0, "")}
     save_marks("part.json", page, {name: mark for name, mark in points.items() if name != bobs})
+    capfd.readouterr()
     marked("gradebook", "marks", "week1.csv", "part.json")
     printed = capfd.readouterr().out
-    assert "bob (bob_LATE_101_4_b.zip), module 1: not marked yet: question 4" in printed
-    assert "marked twice: 3 answers, 2 of them with equal points" in printed
     save_marks("all.json", page, points)
     marked("gradebook", "marks", "week1.csv", "all.json")
     rows = read("week1.csv")
@@ -500,12 +479,11 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
     marked("term", "export", "week1")
     canvas = read("week1-canvas.csv")
     assert [canvas[name]["Written 1"] for name in ("Points Possible", "Lace, Ada", "Kahn, Bob")] == ["6", "3", "1.6"]
-    assert "Written answers to module 1: 3 of 6 points." in (tmp_path / "week1-feedback" / "Lace, Ada.txt").read_text()
     # An upload may have another name by now, or the file may belong to another week.
     save_marks("strange.json", {"title": "week1", "all": ["x", *points]}, points)
     capfd.readouterr()
     marked("gradebook", "marks", "week1.csv", "strange.json")
-    assert "answers that belong to no upload of this gradebook: 1" in capfd.readouterr().out
+    snapshot("term.marks", printed + capfd.readouterr().out + read_feedback("Lace, Ada"))
     save_marks("week2.json", {"title": "week2", "all": ["x"]}, {"x": (1, "")})
     marked("gradebook", "marks", "week1.csv", "week2.json", status=2)
     # What a person has written since stays. What an earlier file gave can be corrected by another one.
@@ -520,26 +498,17 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
     assert list((tmp_path / "week1.csv.results" / "backups").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ("[1]", "is not a file that a page of `brigade mark` saved"),
-        (
-            '{"all": ["x"], "marks": {"x": {"points": 1, "comment": ""}}}',
-            "no answer in these files belongs to an upload of",
-        ),
-        ("points", "a mark is below 0, or above the points of its question"),
-    ],
-)
-def test_marks_that_do_not_fit_change_nothing(content, line, marked, tmp_path, capfd):
+def test_marks_that_do_not_fit_change_nothing(marked, refuse, tmp_path, snapshot):
     marked("mark", "week1")
     page = read_page("week1-mark-1.html")
-    save_marks("marks.json", page, dict.fromkeys(page["all"], (9, "")))
-    if content != "points":
-        (tmp_path / "marks.json").write_text(content)
+    save_marks("too_many.json", page, dict.fromkeys(page["all"], (9, "")))
+    save_marks("other_class.json", {"title": "week1", "all": ["x"]}, {"x": (1, "")})
+    Path("no_marks.json").write_text("[1]")
     before = (tmp_path / "week1.csv").read_bytes()
-    marked("gradebook", "marks", "week1.csv", "marks.json", status=2)
-    assert line in capfd.readouterr().err and (tmp_path / "week1.csv").read_bytes() == before
+    names = ("too_many.json", "other_class.json", "no_marks.json")
+    refusals = [refuse("gradebook", "marks", "week1.csv", name) for name in names]
+    assert (tmp_path / "week1.csv").read_bytes() == before
+    snapshot("refusals.marks", "".join(refusals))
 
 
 # Oral exams
@@ -593,7 +562,7 @@ def known_checks(monkeypatch):
     monkeypatch.setattr(oral, "collect", lambda entries: [*listing.list_checks(entries[0])][:2])
 
 
-def test_a_sheet_names_a_line_that_a_check_needs(known_checks, tmp_path):
+def test_a_sheet_names_a_line_that_a_check_needs(known_checks, tmp_path, snapshot):
     shutil.copytree(ROOT / "solutions" / "m01_naive_ddp", tmp_path / "m01_naive_ddp")
     for seed in (3, 4):
         first, again = ([*oral.find_questions(tmp_path, [get_module(1)], seed)] for _ in range(2))
@@ -603,11 +572,12 @@ def test_a_sheet_names_a_line_that_a_check_needs(known_checks, tmp_path):
         assert "dist.all_reduce" in "\n".join(lines)  # and no line without which all checks fail, or raise an exception
         sheet = oral.format_sheet("ada.zip", first, seed)
         assert f"> {question.first:>4}  {lines[0]}" in sheet and "   def finish_grad_sync(self)" in sheet
-        assert "Fail: 1.2. Still pass: 1.1. Check 1.2:" in sheet
-        assert f"brigade check 1 --only buffers_start_equal --seed {seed}" in sheet
+        assert [outcome.check.number for outcome in question.failed] == ["1.2"]
+        assert sheet.count(f"--seed {seed}") == 2
+        snapshot("oral", sheet.partition("   Answer")[2].replace(f"--seed {seed}", "--seed (seed)"))
 
 
-def test_a_sheet_comes_from_running_the_students_code(tmp_path, capfd, monkeypatch):
+def test_a_sheet_comes_from_running_the_students_code(refuse, tmp_path, capfd, monkeypatch):
     """The check that it names passes, and fails without the line."""
     monkeypatch.setattr(oral, "collect", lambda entries: collect.collect(entries)[1:3])
     package = tmp_path / "ada" / "m01_naive_ddp"
@@ -621,8 +591,7 @@ def test_a_sheet_comes_from_running_the_students_code(tmp_path, capfd, monkeypat
     file.write_text(oral.remove(file.read_text(), number, number))
     assert cli.main(check) == 1
     (package / "naive_ddp.py").write_text("def f(:\n")
-    assert cli.main(["oral", str(tmp_path / "ada")]) == 2
-    assert "no module passes a check that fails without one of its lines" in capfd.readouterr().err
+    refuse("oral", tmp_path / "ada")
 
 
 # Checks of an instructor's own
@@ -652,7 +621,7 @@ def extra(tmp_path):
     listing.set_extra([])
 
 
-def test_an_instructors_check_counts_and_ranks_do_not_get_its_text(extra, tmp_path, capfd):
+def test_an_instructors_check_counts_and_ranks_do_not_get_its_text(extra, refuse, tmp_path):
     out = tmp_path / "results.json"
     command = ["grade", "--submission", str(ROOT / "solutions"), "--modules", "1", "--extra", str(extra)]
     listing.set_extra([extra])
@@ -670,8 +639,8 @@ def test_an_instructors_check_counts_and_ranks_do_not_get_its_text(extra, tmp_pa
     state = make_empty_grading([get_module(1)], 1)
     state.visibility = "hidden"
     assert {test["visibility"] for test in json.loads(formats.format_gradescope(state))["tests"]} == {"hidden"}
-    assert cli.main([*command, "--visibility", "hidden", "--format", "json", "--out", str(out)]) == 2
-    assert "--visibility works only with --format gradescope" in capfd.readouterr().err
+    refusal = refuse(*command, "--visibility", "hidden", "--format", "json", "--out", out)
+    assert "--visibility" in refusal and "--format gradescope" in refusal and not out.exists()
 
 
 def test_an_instructors_check_runs(extra):
@@ -684,21 +653,24 @@ def test_an_instructors_check_runs(extra):
     assert not run_check(check, "lessons", Conditions(1)).passed
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("MODULE = 1", "", "write a line such as MODULE = 3"),
-        ("MODULE = 1", "MODULE = 99", "there is no module 99"),
-        ("@pytest.mark.points(2)", "", "test_five_ranks needs @pytest.mark.points(2), and a docstring"),
-        ("test_five_ranks", "test_subgroups", "line 10: there is another check test_subgroups; rename this one"),
-        ("test_five_ranks", "five_ranks", "contains no check: no function begins with test_"),
-        ("def ", "def def ", "my_checks.py, line 10: invalid syntax"),
-    ],
-)
-def test_a_file_without_usable_checks_gets_one_line(old, new, line, extra):
+UNUSABLE = [
+    ("MODULE = 1", ""),
+    ("MODULE = 1", "MODULE = 99"),
+    ("@pytest.mark.points(2)", ""),
+    ("test_five_ranks", "test_subgroups"),
+    ("test_five_ranks", "five_ranks"),
+    ("def ", "def def "),
+]
+
+
+def test_a_file_without_usable_checks_gets_one_line(extra, snapshot):
     listing.set_extra([extra])
-    extra.write_text(EXTRA.replace(old, new))
+    lines = []
     before = [*listing.EXTRA]
-    with pytest.raises(CourseError, match=re.escape(line)):
-        listing.set_extra([extra])
-    assert before == listing.EXTRA
+    for old, new in UNUSABLE:
+        extra.write_text(EXTRA.replace(old, new))
+        with pytest.raises(CourseError) as caught:
+            listing.set_extra([extra])
+        lines.append(f"{caught.value}\n")
+        assert before == listing.EXTRA and lines[-1].count("\n") == 1
+    snapshot("refusals.extra", "".join(lines))
