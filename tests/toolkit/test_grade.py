@@ -18,7 +18,7 @@ import pytest
 from mutants import find_mutant
 
 from brigade.checks.collect import Check
-from brigade.checks.verdict import Outcome, Verdict
+from brigade.checks.verdict import NOT_RUN, Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, Part, list_checks
@@ -178,12 +178,11 @@ def test_points_are_what_the_checks_say(grade, submit):
     """Module 1 has one mistake, and module 2 is still the skeleton."""
     unwritten = (ROOT / "lessons" / get_module(2).path).read_text()
     done = grade(submit({1: make_mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
-    assert done.status == 0 and "7 of 16 points in " in done.errors
-    assert done.errors.endswith("Not included: 12 points for written answers. A person grades them.\n")
+    assert done.status == 0 and "7 of 16" in done.errors and "12 points" in done.errors.splitlines()[-1]
     points, failed = scores(done.result)
     assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *list_check_names(2)}
     told = {test["output"] for test in done.result["tests"] if test["number"].startswith("2.")}
-    assert told == {"to do: module 2, part (a)"}
+    assert len(told) == 1 and str(Part(2, "a")) in told.pop()
     assert read_scores(json.dumps(done.result)) == (7, 16, False)
 
 
@@ -198,9 +197,8 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     done = grade(submit({1: None, 2: "def f(:\n"}, upto=3), "--modules", "1-3")
     assert read_scores(json.dumps(done.result)) == (0, 15, False)
     told = [test["output"] for test in done.result["tests"]]
-    assert "module 1 is missing" in told[0] and "flat_ddp.py, line 1: invalid syntax" in told[1]
-    assert "it raised ZeroDivisionError: in the check" in told[2]
-    assert "The check fails with the reference solution, too." in told[2]
+    assert "naive_ddp.py" in told[0] and "flat_ddp.py, line 1" in told[1]
+    assert "ZeroDivisionError" in told[2] and "reference" in told[2]
 
 
 @pytest.mark.parametrize("form", formats.WRITERS)
@@ -252,14 +250,13 @@ def test_no_output_contains_the_secret(form, submit, tmp_path, monkeypatch, capf
     assert str(used[0]) in shown
 
 
-@pytest.mark.parametrize(("content", "line"), [(None, "No such file or directory"), (" \n", "is empty")])
-def test_a_secret_that_cannot_be_read_is_one_line(content, line, tmp_path, capfd):
+@pytest.mark.parametrize(("content", "line"), [(None, "No such file"), (" \n", "is empty")])
+def test_a_secret_that_cannot_be_read_is_one_line(content, line, refuse, tmp_path):
     secret = tmp_path / "class.secret"
     if content:
         secret.write_text(content)
-    assert cli.main(["grade", "--submission", str(tmp_path), "--secret", str(secret)]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith(f"brigade: {secret}") and said.count("\n") == 1 and line in said
+    said = refuse("grade", "--submission", tmp_path, "--secret", secret)
+    assert said.startswith(f"brigade: {secret}") and line in said
 
 
 def test_seed_repeats_a_grading(grade, submit):
@@ -327,7 +324,7 @@ def test_answers_in_another_style_form_one_submission(part, grade, submit):
     [
         (5, ["--modules", "1-6"], {1, 4}, ""),
         (5, ["--modules", "6", "--prior", "reference"], set(), ""),
-        (4, ["--modules", "6"], {6}, "could not run: module 4 cannot be imported: bucketed_ddp.py, line 1: "),
+        (4, ["--modules", "6"], {6}, "bucketed_ddp.py, line 1: "),
     ],
 )
 def test_a_later_module_may_use_a_helper_of_an_earlier_one(helper, options, lost, reason, grade, submit):
@@ -381,7 +378,7 @@ OWN_HANGS = ("deadline", 20.0)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
-def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
+def test_an_endless_loop_costs_its_module_only(monkeypatch, snapshot, seconds):
     """In simulated time, all modules that import module 1 hang. One machine is five times slower than the other."""
     simulated = Simulated(
         monkeypatch, lambda module, _, source: OWN_HANGS if module == 1 or source == "own" else ("passed", seconds)
@@ -392,20 +389,20 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
         "two deadlines, and every check of the other modules once"
     )
     assert all(source == "reference" for module, _, source in simulated.attempts if module > 1)
-    told = [outcome.verdict.got for outcome in state.list_outcomes(1)]
-    sentence = "module 1 was stopped: 2 of its checks did not finish in time"
-    assert told == ["deadline on own"] * 2 + [sentence] * 5
+    verdicts = [outcome.verdict for outcome in state.list_outcomes(1)]
+    assert [verdict.ending for verdict in verdicts] == ["deadline"] * 2 + [NOT_RUN] * 5
+    snapshot("not_run.stopped", "".join(sorted({f"{verdict}\n" for verdict in verdicts[2:]})))
     assert state.finished and state.count_settled() == len(state.outcomes)
 
 
-def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
+def test_a_module_that_is_slow_costs_itself_only(monkeypatch, snapshot):
     """No check reaches its deadline. Without a share of the time for each module, module 1 would use all of it."""
     simulated = Simulated(monkeypatch, lambda module, _, source: ("passed", 70.0 if source == "own" else 0.5))
     state = simulated.grade()
     assert set(count_lost_points(state)) == {1} and simulated.now <= 480
     simulated = Simulated(monkeypatch, lambda *_: ("passed", 9.0))
     [text] = {str(outcome.verdict) for outcome in simulated.grade("own", total_s=64).list_outcomes(1)[1:]}
-    assert text == "Not run: module 1 has used up its share of the time limit (8 s)."
+    snapshot("not_run.used_up", f"{text}\n")
 
 
 def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monkeypatch):
@@ -464,33 +461,28 @@ def test_without_root_the_results_say_what_is_not_protected(grade, submit, monke
 # What the user typed
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--submission", "does/not/exist"], "there is no directory, archive or module file does/not/exist"),
-        (
-            ["--submission", __file__],
-            "No module file such as naive_ddp.py was found, but test_grade.py; hand in the zip",
-        ),
-        (["--submission", "lessons", "--out", "does/not/exist/results.json"], "does/not/exist for the results"),
-        (["--submission", "lessons", "--out", "/"], "/ is not an ordinary file"),
-        (["--submission", "lessons", "--modules", "99"], "there is no module"),
-        (["--submission", "lessons", "--format", "classroom50"], "needs the environment variables CLASSROOM, "),
-        (["--submission", "lessons", "--gradebook", "a.csv"], "work only with --class; for one submission, use --out"),
-        (["--submission", "lessons", "--limit", "nan"], "--limit nan: expected a number above 0"),
-        (["--class", "lessons", "--memory-gb", "-1"], "--memory-gb -1: expected a number above 0"),
-        (["--class", "lessons"], "--class needs --gradebook FILE.csv"),
-        (["--class", "does/not/exist", "--gradebook", "a.csv"], "does/not/exist"),
-        (["--class", "lessons", "--gradebook", "does/not/exist/a.csv"], "does/not/exist for the results"),
-    ],
-)
-def test_wrong_input_gets_one_line(options, line, capfd, monkeypatch):
+REFUSED = [
+    ["--submission", "does/not/exist"],
+    ["--submission", __file__],
+    ["--submission", "lessons", "--out", "does/not/exist/results.json"],
+    ["--submission", "lessons", "--out", "/"],
+    ["--submission", "lessons", "--modules", "99"],
+    ["--submission", "lessons", "--modules", "0-1"],
+    ["--submission", "lessons", "--format", "classroom50"],
+    ["--submission", "lessons", "--gradebook", "a.csv"],
+    ["--submission", "lessons", "--limit", "nan"],
+    ["--class", "lessons", "--memory-gb", "-1"],
+    ["--class", "lessons"],
+    ["--class", "does/not/exist", "--gradebook", "a.csv"],
+    ["--class", "lessons", "--gradebook", "does/not/exist/a.csv"],
+]
+
+
+def test_wrong_input_gets_one_line(refuse, monkeypatch, snapshot):
     for name in META:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: pytest.fail("said too late"))
-    assert cli.main(["grade", *options]) == 2
-    _, errors = capfd.readouterr()
-    assert errors.startswith("brigade: ") and errors.count("\n") == 1 and line in errors, errors
+    snapshot("refusals.grade", "".join(refuse("grade", *options) for options in REFUSED))
 
 
 def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
@@ -498,16 +490,13 @@ def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
     done = grade(tmp_path / "mine.zip")
     assert done.status == 2
     assert read_scores(json.dumps(done.result)) == (0, 100, False)
-    reason = "mine.zip is damaged, or was not uploaded completely; hand in the zip that `brigade submit` writes"
-    assert done.result["output"].endswith(f"A person grades them.\n{reason}")
+    assert done.result["output"].splitlines()[-1].startswith("mine.zip ")
     assert {test["output"] for test in done.result["tests"]} == {formats.NOTHING_READ}
 
 
 def test_a_part_of_the_course_is_graded_alone(submit, capfd):
     assert cli.main(["grade", "--submission", str(submit()), "--part", "warm-up"]) == 0
     assert " of 10 points" in capfd.readouterr().out.splitlines()[0]
-    assert cli.main(["grade", "--submission", str(submit()), "--modules", "0-1"]) == 2
-    assert "the warm-up and the core modules have separate totals" in capfd.readouterr().err
 
 
 # Killed
