@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 import pytest
@@ -143,7 +144,7 @@ def test_other_content_is_found(finish):
     case = make_context().case("Plain", 2, steps=2)
     case.batches[1], case.states[1] = case.batches[0], case.states[0]
     found = judge(finish, case)
-    assert found.startswith("the launches of step 0 on ranks 0, 1 did not carry the gradients of layers.")
+    assert re.search(r"step 0 .*ranks 0, 1 .* layers\.", found)
 
 
 def test_numbers_among_which_every_gradient_is_are_too_many():
@@ -154,7 +155,7 @@ def test_numbers_among_which_every_gradient_is_are_too_many():
         dist.all_reduce(torch.cat([powers, -powers]), dist.ReduceOp.MAX, group=group)
     """
     found = judge(finish, case)
-    assert found.startswith("the launches of step 0 on ranks 0, 1 carried 262144 different numbers")
+    assert re.search(r"step 0 .*ranks 0, 1 .*\b262144\b", found)
 
 
 def test_each_step_is_judged_whose_result_the_ranks_have():
@@ -166,7 +167,7 @@ def test_each_step_is_judged_whose_result_the_ranks_have():
     """
     assert judge(finish, case) == "", "an honest mistake: the second average is wrong"
     case.batches[1] = case.batches[0]
-    assert judge(finish, case).startswith("the launches of step 1")
+    assert "step 1" in judge(finish, case)
 
 
 def test_right_weights_are_judged_even_if_the_gradients_are_not_returned():
@@ -176,7 +177,7 @@ def test_right_weights_are_judged_even_if_the_gradients_are_not_returned():
     results = run(WRONG["zeros"], jobs)
     for own in results:
         del own["gradients"]
-    assert find_missing_gradient(results, jobs).startswith("the launches of step 0")
+    assert "step 0" in find_missing_gradient(results, jobs)
     for own in results:
         del own["weights"]
     assert find_missing_gradient(results, jobs) == ""
@@ -196,4 +197,4 @@ def test_groups_are_judged_apart():
     case.batches[2], case.states[2] = case.batches[0], case.states[0]
     jobs = case.make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP", groups=[[0, 2], [1]])
     found = judge("for g in grads: dist.all_reduce(torch.zeros_like(g), group=group)", case, jobs=jobs)
-    assert found.startswith("the launches of step 0 on ranks 0, 2")
+    assert re.search("step 0 .*ranks 0, 2", found)

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from pathlib import Path
 
 import matplotlib.colors
@@ -156,7 +157,7 @@ def test_a_recorded_profile_shows_what_overlaps(without_gpus):
 
 def test_a_profile_without_kernels_is_explained():
     """Without CUPTI, as on a simulated device, the profiler records what the CPU does, and nothing else."""
-    with pytest.raises(CourseError, match="^torch's profiler recorded no kernels of backward on rank 1, so there is"):
+    with pytest.raises(CourseError, match=r"profiler .*\brank 1\b"):
         gpu_timeline.make_timelines({"": write(make_profile(), make_profile(work=()))})
 
 
@@ -188,9 +189,9 @@ def test_the_ranks_profile_one_step_of_each_variant():
             marks = [event for event in profile["traceEvents"] if event["name"] == MARK]
             assert len(marks) == len(MARKS_US) and profile["baseTimeNanoseconds"] > 0
             assert {event["cat"] for event in marks} == {"user_annotation"}
-    with pytest.raises(CourseError, match="no kernels of backward on rank 0"):
+    with pytest.raises(CourseError, match=r"profiler .*\brank 0\b"):
         gpu_timeline.make_timelines(profiles)
-    with pytest.raises(CourseError, match="3 ranks cannot split a batch of 4 sequences equally"):
+    with pytest.raises(CourseError, match=r"\b3 ranks .*\b4 sequences"):
         gpu_timeline.record_profiles(variants, workload=WORKLOAD, world_size=3, backend="gloo")
 
 
@@ -208,7 +209,7 @@ def test_the_command_writes_a_picture_a_trace_and_the_profiles(monkeypatch, with
     status, out, err = brigade("trace", 3, "--target", "solutions", *options)
     assert status == 0 and not err
     assert seen == [(25.0, gpu_timeline.WORKLOAD.batch_size, "nccl", True)]
-    assert "3 OverlappedDDP: a step of 9 ms, 2 ms exposed, 4 NCCL kernels\n" in out
+    assert re.search(r"3 OverlappedDDP: .*\b9 ms, 2 ms .*\b4 NCCL", out)
     assert gpu_timeline.SHARED in out and "emulated" not in out
     names = [f"profile-{name}-rank{rank}.json" for name in ("3-overlappedddp", "torch-ddp") for rank in range(2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "trace-3.json", "trace-3.png"]
@@ -235,15 +236,16 @@ def test_a_notebook_shows_the_kernels_or_says_why_not(monkeypatch, capsys):
         monkeypatch.setattr(gpu_timeline, "count_gpus", lambda gpus=gpus: gpus)
         figure = gpu_timeline.show_on_gpus(variants, rounds=7)
         assert seen.pop() == expected
-        assert figure.values == {"3 OverlappedDDP, 4 NCCL kernels": pytest.approx(9.0, abs=1e-2)}
+        [(label, length_ms)] = figure.values.items()
+        assert label.startswith("3 OverlappedDDP, 4 ") and length_ms == pytest.approx(9.0, abs=1e-2)
         assert (gpu_timeline.SHARED in figure.get_suptitle()) == (gpus == 1)
     assert not capsys.readouterr().out
     work.clear()
     assert gpu_timeline.show_on_gpus(variants) is None
-    assert capsys.readouterr().out.startswith("torch's profiler recorded no kernels of backward on rank 0")
+    assert "rank 0" in capsys.readouterr().out
     monkeypatch.setattr(gpu_timeline, "count_gpus", lambda: 0)
     assert gpu_timeline.show_on_gpus(variants) is None
-    assert capsys.readouterr().out.startswith("This machine has no GPU that ranks can use.")
+    assert "no GPU" in capsys.readouterr().out
 
 
 def test_profiles_are_kept_if_they_cannot_be_drawn(monkeypatch, without_gpus, brigade, tmp_path):
@@ -253,16 +255,11 @@ def test_profiles_are_kept_if_they_cannot_be_drawn(monkeypatch, without_gpus, br
     monkeypatch.setattr(gpu_timeline, "run_ranks", run)
     status, _, err = brigade("trace", 3, "--target", "solutions", "--backend", "nccl", "--out", tmp_path)
     assert status == 2
-    assert (
-        err.startswith("brigade: torch's profiler recorded no kernels of backward on rank 0") and err.count("\n") == 1
-    )
+    assert err.startswith("brigade: ") and "rank 0" in err and err.count("\n") == 1
     assert len([*tmp_path.glob("profile-3-overlappedddp-rank*.json")]) == 2
 
 
 @pytest.mark.parametrize("option", [["--memory"], ["--comm-ratio", "1"], ["--latency-ratio", "0.1"]])
-def test_what_is_emulated_does_not_go_with_gpus(brigade, option):
-    status, _, err = brigade("trace", 3, "--target", "solutions", "--backend", "nccl", *option)
-    assert status == 2
-    assert err == (
-        "brigade: --backend nccl measures real collectives: leave out --memory and the emulated link's options\n"
-    )
+def test_what_is_emulated_does_not_go_with_gpus(refuse, option):
+    refusal = refuse("trace", 3, "--target", "solutions", "--backend", "nccl", *option)
+    assert "--backend nccl" in refusal and "--memory" in refusal

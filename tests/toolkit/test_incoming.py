@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import lzma
 import os
+import re
 import stat
 import struct
 import tarfile
@@ -208,7 +209,8 @@ def test_single_module_files_are_one_submission(tmp_path):
             "naive_ddp.py": names[2],
             "flat_ddp.py": names[3],
         }
-    assert notes == [f"Ignored, because there is a later file of this module: {names[0]}, {names[1]}"]
+    [note] = notes
+    assert note.endswith(f": {names[0]}, {names[1]}")
     with incoming.open_submission(tmp_path / "ada_plan.py", tmp_path / "ada_fully_sharded.py") as (directory, _):
         assert sorted(path.name for path in directory.iterdir()) == ["fully_sharded.py", "plan.py"]
     assert get_refusal(lay(tmp_path / "x", {"essay.pdf": "%PDF"}) / "essay.pdf") == NONE + "essay.pdf"
@@ -221,7 +223,7 @@ def test_single_module_files_are_one_submission(tmp_path):
 @pytest.mark.parametrize("place", ["..", "../..", "a/../..", "/tmp/was-here", ""])
 def test_paths_that_lead_out_are_not_taken(tmp_path, place, pack):
     lay(tmp_path, {"submission.zip": pack(list_below(place))})
-    assert get_refusal(tmp_path).endswith("ring.py in submission.zip its path leads out of the archive")
+    assert re.search(r"ring\.py .*submission\.zip .*\bpath\b", get_refusal(tmp_path))
     assert [path.name for path in tmp_path.rglob("*")] == ["submission.zip"]
     assert not Path("/tmp/was-here").exists()
 
@@ -231,16 +233,16 @@ def test_a_link_in_a_zip_is_not_taken(tmp_path):
     info.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(tmp_path / "submission.zip", "w") as bundle:
         bundle.writestr(info, "/etc/passwd")
-    assert get_refusal(tmp_path) == "naive_ddp.py in submission.zip is a link"
+    assert re.search(r"naive_ddp\.py .*submission\.zip .*\blink\b", get_refusal(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "is a link"),
-        ({"type": tarfile.LNKTYPE, "linkname": "other.py"}, "is a link"),
-        ({"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}, "is not an ordinary file"),
-        ({"type": tarfile.FIFOTYPE}, "is not an ordinary file"),
+        ({"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "link"),
+        ({"type": tarfile.LNKTYPE, "linkname": "other.py"}, "link"),
+        ({"type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 5}, "file"),
+        ({"type": tarfile.FIFOTYPE}, "file"),
     ],
 )
 def test_a_tar_is_taken_member_by_member(fields, reason, tmp_path):
@@ -250,7 +252,7 @@ def test_a_tar_is_taken_member_by_member(fields, reason, tmp_path):
         add_member(bundle, "naive_ddp.py", **fields)
         add_member(bundle, "flat_ddp.py", b"own")
     modules, notes = read_modules(tmp_path / "work.tar")
-    assert modules == {2: "own"} and notes.endswith(f"Not read: naive_ddp.py {reason}")
+    assert modules == {2: "own"} and re.search(rf"naive_ddp\.py .*\b{reason}$", notes)
 
 
 def make_sparse_tar() -> bytes:
@@ -305,14 +307,14 @@ def test_entries_and_bytes_are_bounded_and_the_size_of_the_file_is_not(tmp_path,
     assert read_modules(tmp_path / "clone.tar") == (ALL, "")
     monkeypatch.setattr(archives, "MOST_ENTRIES", 99)
     for name in ("clone.zip", "clone.tar"):
-        assert get_refusal(tmp_path / name) == f"{name} contains more than 99 files"
+        assert re.fullmatch(rf"{name} .* 99 files", get_refusal(tmp_path / name))
     monkeypatch.setattr(archives, "MOST_ENTRIES", 1000)
     monkeypatch.setattr(archives, "MOST_TAR_BYTES", 50_000)
-    assert get_refusal(tmp_path / "clone.tar") == "clone.tar contains more than 0 MB"
+    assert re.fullmatch(r"clone\.tar .* 0 MB", get_refusal(tmp_path / "clone.tar"))
     monkeypatch.setattr(archives, "MOST_KEPT_BYTES", 10)
-    assert get_refusal(tmp_path / "clone.zip") == "clone.zip contains more than 0 MB of modules"
+    assert re.fullmatch(r"clone\.zip .* 0 MB .*modules", get_refusal(tmp_path / "clone.zip"))
     monkeypatch.setattr(archives, "MOST_DIRECTORY_BYTES", 1000)
-    assert get_refusal(tmp_path / "clone.zip") == "clone.zip contains more than 1,000 files"
+    assert re.fullmatch(r"clone\.zip .* 1,000 files", get_refusal(tmp_path / "clone.zip"))
 
 
 def test_an_archive_that_is_a_link_or_a_pipe_is_not_opened(tmp_path):
@@ -332,7 +334,7 @@ def test_a_bomb_is_bounded(tmp_path, pack):
     with incoming.open_submission(lay(tmp_path, {"submission.zip": zeros})) as (directory, _):
         file = find(directory, FIRST)
         assert file.stat().st_size == MAX_SOURCE_BYTES + 1
-        with pytest.raises(CourseError, match="is larger than"):
+        with pytest.raises(CourseError, match="larger"):
             read_text(file, directory)
 
 

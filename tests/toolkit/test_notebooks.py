@@ -103,7 +103,7 @@ def test_a_cell_runs_on_every_rank_or_on_one(two_ranks: Ranks, capsys: pytest.Ca
 
 
 def test_an_exception_names_its_rank(two_ranks: Ranks) -> None:
-    with pytest.raises(RanksError, match="^rank 1 raised ValueError: on purpose\nTraceback"):
+    with pytest.raises(RanksError, match=r"^rank 1 .*\bValueError: on purpose\nTraceback"):
         two_ranks.run("import torch.distributed as dist\nif dist.get_rank(): raise ValueError('on purpose')")
     two_ranks.run("still = 'there'")
     assert two_ranks["still"] == ["there", "there"]
@@ -121,15 +121,14 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
             "if dist.get_rank() == 0: dist.all_reduce(torch.ones(5))"
         )
     lines = str(caught.value).splitlines()
-    assert lines[0] == "stopped after 2 s"
-    assert lines[1].startswith("rank 0 waits in all_reduce #")
-    assert lines[1].endswith("(float32, 20 B), which rank 1 never launched")
-    assert lines[2].startswith("rank 1 ended after barrier #")
+    assert re.search(r"\b2 s\b", lines[0])
+    assert re.search(r"^rank 0 .*\ball_reduce #.*\(float32, 20 B\).*\brank 1\b", lines[1])
+    assert re.search(r"^rank 1 .*\bbarrier #", lines[2])
     assert "[stdout:0] \nbefore" in capsys.readouterr().out
-    assert lines[-1] == "All ranks were ended; ranks = start_ranks() starts new ones."
+    assert "ranks = start_ranks()" in lines[-1]
     SERVER.close()
     assert not find_left_behind(temporary)
-    with pytest.raises(RanksError, match="the ranks have ended"):
+    with pytest.raises(RanksError, match="have ended"):
         two_ranks.run("1")
 
 
@@ -143,7 +142,7 @@ def test_ranks_that_only_compute_can_get_more_time(two_ranks: Ranks) -> None:
 def test_an_emulated_link_is_on_the_cpu_even_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab_notebook, "count_gpus", lambda: 8)
     with start_ranks(mode="emulate") as ranks:
-        assert repr(ranks) == "2 ranks on gloo"
+        assert "gloo" in repr(ranks)
         ranks.run("import torch, torch.distributed as dist\ndist.barrier()")
     SERVER.close()  # the next test looks for processes that are left
 
@@ -295,11 +294,11 @@ STATED = "module 3 < module 2 < module 1"
         (
             (90.0, 68.4, 100.8),
             STATED,
-            f"the text states that {STATED}, but the figure shows module 3: 100.8, module 2: 68.4",
+            "module 3: 100.8, module 2: 68.4",
         ),
-        ((60.0, 70.0, 50.0), STATED, "the figure shows module 3: 50, module 2: 70, module 1: 60"),
-        ((90.0, 70.0, 70.0), "module 3 < module 2", "the figure shows module 3: 70, module 2: 70"),
-        ((90.0, 70.0, 50.0), "module 4 < module 2", "no figure shows module 4, module 2"),
+        ((60.0, 70.0, 50.0), STATED, "module 3: 50, module 2: 70, module 1: 60"),
+        ((90.0, 70.0, 70.0), "module 3 < module 2", "module 3: 70, module 2: 70"),
+        ((90.0, 70.0, 50.0), "module 4 < module 2", "module 4, module 2"),
     ],
 )
 def test_a_result_that_contradicts_the_text_is_found(values: tuple[float, ...], order: str, objection: str) -> None:
@@ -335,12 +334,12 @@ def test_only_a_quiet_run_that_agrees_with_the_text_is_stored(
     said = {
         "quiet": "",
         "busy before": "busy.",
-        "busy in between": "This machine was busy: do not compare these times (",
-        "contradiction": "the text states that module 3 < module 2, but the figure shows module 3: 100.8, module",
+        "busy in between": "machine was busy",
+        "contradiction": "module 3: 100.8, module 2",
         "error": "ValueError: no more",
     }[case]
     printed = capsys.readouterr().err
-    assert printed.startswith(f"{path.name} not changed: {said}" if said else "") and printed.count("\n") == bool(said)
+    assert said in printed and printed.startswith(path.name if said else "") and printed.count("\n") == bool(said)
 
 
 def test_the_machine_is_judged_before_a_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import inspect
 import linecache
 import math
 import os
-import re
 import sys
 import types
 
@@ -37,9 +36,9 @@ def test_what_a_driver_returns_and_prints(seen):
     assert [each["rank"] for each in seen] == [0, 1] and seen.output == ["from 0\n", "from 1\n"]
     assert torch.equal(seen[0]["sum"], torch.full((4,), 3.0))
     seen.are_equal_on_all_ranks("sum")
-    with pytest.raises(AssertionError, match=r"rank 1: rank differs from rank 0"):
+    with pytest.raises(AssertionError, match=r"\brank 1\b.*\brank 0\b"):
         seen.are_equal_on_all_ranks("rank")
-    with pytest.raises(AssertionError, match=r"the result\['rank'\] differs from rank 0"):
+    with pytest.raises(AssertionError, match=r"\['rank'\].*\brank 0\b"):
         seen.are_equal_on_all_ranks()
 
 
@@ -62,101 +61,72 @@ def describe(wrong):
     return f"{len(wrong)} in step {wrong.step.number}."
 
 
-@pytest.mark.parametrize(
-    ("claim", "sentence"),
-    [
-        (lambda s: s.step(0, 1).launches(count=3), "rank 1, step 0: 4 launches (all_reduce of 2 float32, "),
-        (lambda s: s.step(0).launches("reduce_scatter", count=1), "no launches; all of them: 4 launches"),
-        (lambda s: s.step(0).launches().are_asynchronous(), "all_reduce #5 (2.bias, float32, 8 B) waits inside"),
-        (lambda s: s.step(0).launches().come_before_gradient(+1), "comes after backward: 4 of 4 gradients are ready"),
-        (lambda s: s.step(7).launches().are_awaited(), "step 7: nobody waits for all_reduce #"),
-        (lambda s: s.step(1).launches().have_dtype("bfloat16"), "(2.bias, float32, 8 B) carries float32"),
-        (lambda s: s.step(1).launches().carry(8), "120 bytes in 4 launches"),
-        (lambda s: s.step(0).launches().come_during_backward(), "4 launches (all_reduce of 2 float32, "),
-        (lambda s: s.step(1).launches().are_none("none"), "rank 0, step 1: the step made 4 launches"),
-        (
-            lambda s: s.step(1).launches().are_so_many("a step has {}", 1),
-            "a step has 1 launch\nGot:          rank 0, step 1: the step made 4",
-        ),
-        (
-            lambda s: s.step(1).launches().are_one_for_each("layer", "all_reduce", [2]),
-            "one all_reduce for the only layer",
-        ),
-        (lambda s: s.step(1).launches().satisfy("...", lambda x: x.numel > 2, describe), "Likely cause: 1 in step 1"),
-        (
-            lambda s: s.step(1).equal("it has {}", [], [1, 2]),
-            "it has 1 and 2\nGot:          rank 0, step 1: it has none",
-        ),
-        (
-            lambda s: s.step(1).at_most("it has {} B", 9, 8),
-            "it has at most 8 B\nGot:          rank 0, step 1: it has 9 B",
-        ),
-        (
-            lambda s: s.step(1).at_most("it has {} B", 123457, 123456.4),
-            "it has at most 123456 B\nGot:          rank 0, step 1: it has 123457 B",
-        ),
-        (
-            lambda s: s.step(1).at_most("the error is {}", 0.00123456789012, 1e-3),
-            "the error is at most 0.001\nGot:          rank 0, step 1: the error is 0.00123",
-        ),
-        (
-            lambda s: s.step(1).at_most("it is {} times the mean", 1.25004, 1.25),
-            "it is at most 1.25 times the mean\nGot:          rank 0, step 1: it is 1.25004 times the mean",
-        ),
-        (
-            lambda s: s.step(1).at_most("the error is {}", math.nan, 0.5),
-            "the error is at most 0.5\nGot:          rank 0, step 1: the error is nan",
-        ),
-        (
-            lambda s: s.step(1).equal("its places are {}", ["0", 3], [0, 3]),
-            "its places are [0, 3]\nGot:          rank 0, step 1: its places are ['0', 3]",
-        ),
-    ],
-)
-def test_wrong_claims_say_what_happened(claim, sentence, seen):
-    with pytest.raises(AssertionError) as caught:
-        claim(seen)
-    assert sentence in str(caught.value), caught.value
+WRONG = [
+    lambda s: s.step(0, 1).launches(count=3),
+    lambda s: s.step(0).launches("reduce_scatter", count=1),
+    lambda s: s.step(0).launches().are_asynchronous(),
+    lambda s: s.step(0).launches().come_before_gradient(+1),
+    lambda s: s.step(7).launches().are_awaited(),
+    lambda s: s.step(1).launches().have_dtype("bfloat16"),
+    lambda s: s.step(1).launches().carry(8),
+    lambda s: s.step(0).launches().come_during_backward(),
+    lambda s: s.step(1).launches().are_none("none"),
+    lambda s: s.step(1).launches().are_so_many("a step has {}", 1),
+    lambda s: s.step(1).launches().are_one_for_each("layer", "all_reduce", [2]),
+    lambda s: s.step(1).launches().satisfy("...", lambda x: x.numel > 2, describe),
+    lambda s: s.step(1).equal("it has {}", [], [1, 2]),
+    lambda s: s.step(1).at_most("it has {} B", 9, 8),
+    lambda s: s.step(1).at_most("it has {} B", 123457, 123456.4),
+    lambda s: s.step(1).at_most("the error is {}", 0.00123456789012, 1e-3),
+    lambda s: s.step(1).at_most("it is {} times the mean", 1.25004, 1.25),
+    lambda s: s.step(1).at_most("the error is {}", math.nan, 0.5),
+    lambda s: s.step(1).equal("its places are {}", ["0", 3], [0, 3]),
+]
+
+
+def test_wrong_claims_say_what_happened(seen, snapshot):
+    said = []
+    for claim in WRONG:
+        with pytest.raises(AssertionError) as caught:
+            claim(seen)
+        said.append(f"{caught.value}\n")
+    snapshot("claims", "\n".join(said))
+
+
+MISUSED = [
+    lambda s: s.step(5),
+    lambda s: s.peak_bytes("weights"),
+    lambda s: run(lambda: 1),
+    lambda s: run(claims.drive, mode="fast"),
+    lambda s: run(claims.drive, world_size=0),
+    lambda s: list(run(claims.do_little, world_size=1).steps()),
+    lambda s: run(claims.do_little, world_size=1).peak_bytes(),
+    lambda s: run(claims.take_empty_step, world_size=1).step(0).launches().come_before_gradient(+1),
+]
+
+
+def test_misuse_is_one_sentence(seen, snapshot):
+    assert run(claims.do_little, world_size=1)[0] is None
+    said = []
+    for misuse in MISUSED:
+        with pytest.raises(ValueError) as caught:
+            misuse(seen)
+        said.append(f"{caught.value}\n")
+    snapshot("refusals.testing", "".join(said))
 
 
 @pytest.mark.parametrize(
-    ("misuse", "sentence"),
+    ("driver", "kind", "words"),
     [
-        (lambda s: s.step(5), "rank 0 has no step 5"),
-        (lambda s: s.peak_bytes("weights"), "there is no kind 'weights': expected one of parameters, gradients"),
-        (lambda s: run(lambda: 1), "is not a function at the top level of a file"),
-        (lambda s: run(claims.drive, mode="fast"), "mode 'fast': expected one of strict, record"),
-        (lambda s: run(claims.drive, world_size=0), "world_size 0: expected a number of ranks from 1 on"),
+        (claims.deadlock, "deadlock", "all_reduce #0"),
+        (claims.run_again, "exception", "__main__"),
+        (claims.wait_in_cpp, "exception", "mode record"),
     ],
 )
-def test_misuse_is_one_sentence(misuse, sentence, seen):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        misuse(seen)
-
-
-def test_without_steps_and_watched_models_the_claims_say_what_is_missing():
-    bare = run(claims.do_little, world_size=1)
-    assert bare[0] is None
-    with pytest.raises(ValueError, match=re.escape("write `with step(0):` into the driver")):
-        list(bare.steps())
-    with pytest.raises(ValueError, match=re.escape("call watch(model) in the driver")):
-        bare.peak_bytes()
-    empty = run(claims.take_empty_step, world_size=1)
-    with pytest.raises(ValueError, match=re.escape("no gradient became ready: call watch(model)")):
-        empty.step(0).launches().come_before_gradient(+1)
-
-
-@pytest.mark.parametrize(
-    ("driver", "sentence"),
-    [
-        (claims.deadlock, "rank 0 waits in all_reduce #0"),
-        (claims.run_again, "run was called on a rank: in a script, write it below `if __name__ == '__main__':`"),
-        (claims.wait_in_cpp, "and the strict mode cannot see that: use the mode record"),
-    ],
-)
-def test_a_run_that_cannot_end_says_why(driver, sentence):
-    with pytest.raises(RankFailure, match=re.escape(sentence)):
+def test_a_run_that_cannot_end_says_why(driver, kind, words):
+    with pytest.raises(RankFailure, match=words) as caught:
         run(driver)
+    assert caught.value.kind == kind
 
 
 CELLS = """
@@ -202,7 +172,7 @@ def find_file(value, before):
 def test_a_driver_in_a_notebook_brings_what_it_uses_from_other_cells(notebook):
     assert run(notebook.drive, 0.5, world_size=2)[1].item() == 2 * 2 * 0.5 * 3
     notebook.WIDTH = torch.ones(3)
-    with pytest.raises(ValueError, match="drive uses WIDTH, a Tensor of the notebook, which ranks cannot get"):
+    with pytest.raises(ValueError, match=r"drive .*\bWIDTH\b.*Tensor"):
         run(notebook.drive, 0.5)
 
 
@@ -224,5 +194,5 @@ def test_the_fixture_skips_a_test_that_has_too_few_gpus(monkeypatch):
     request = types.SimpleNamespace(node=types.SimpleNamespace(get_closest_marker=lambda name: marker))
     monkeypatch.setattr("brigade.testing.plugin.count_gpus", lambda: 1)
     run_on_gpus = ranks_fixture.__wrapped__(request)
-    with pytest.raises(pytest.skip.Exception, match="3 ranks need 3 GPUs; there are 1"):
+    with pytest.raises(pytest.skip.Exception, match=r"3 GPUs.*\b1\b"):
         run_on_gpus(claims.drive, world_size=3)

@@ -13,6 +13,7 @@ import pytest
 from lab_files import make_submission
 
 from brigade.checks.tiny_lm import Size, TinyLM
+from brigade.course.listing import Part
 from brigade.course.modules import ROOT, get_module
 from brigade.lab import ladder, timeline, timeline_plot
 from brigade.lab.quiet import Verdict
@@ -71,8 +72,8 @@ def test_the_title_gives_the_exposed_time_of_the_step_shown():
     waits = [(0, "wait", 20, 30), (0, "finish", 40, 45), (1, "wait", 40, 50), (1, "finish", 35, 60)]
     spans = [timeline.Span(*span) for span in [*waits, (0, "backward", 10, 40), (1, "step", 60, 60)]]
     line = timeline.Timeline("", 2, spans, [], None, 0.0)
-    assert line.lengths == "60 ms, 15 to 25 ms exposed"
-    assert replace(line, world_size=1).lengths == "60 ms, 15 ms exposed"
+    assert re.findall(r"\d+", line.lengths) == ["60", "15", "25"]
+    assert re.findall(r"\d+", replace(line, world_size=1).lengths) == ["60", "15"]
 
 
 def test_every_kind_of_block_has_its_colour():
@@ -136,24 +137,23 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     options = ("--torch", "--comm-ratio", "2", "--out", tmp_path)
     status, out, err = brigade("trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
-    assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
-    assert re.search(r"The link is emulated, [\d.]+ µs per message and [\d.e+]+ Gbit/s in each direction", out)
+    assert re.search(r"2 FlatDDP: .*\bms exposed, 1 collective\b", out) and "torch DDP: " in out
+    assert re.search(r"[\d.]+ µs .*[\d.e+]+ Gbit/s", out), "the link"
     assert str(picture) in out and str(events) in out
-    assert re.search("^(This machine was|Do not compare these times)", out, re.MULTILINE), "the verdict"
+    assert re.search(r"^.*\b(machine was|not compare)\b", out, re.MULTILINE), "the verdict"
     pixels = {tuple(pixel) for row in matplotlib.image.imread(picture) for pixel in row}
     drawn = {matplotlib.colors.to_hex(pixel) for pixel in pixels}
     assert {timeline_plot.COLOURS[kind] for kind in ("forward", "backward", "collective")} <= drawn
     assert len(json.loads(events.read_text())["traceEvents"]) > 20
 
 
-def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
+def test_what_is_not_written_yet_is_named(quick, refuse, tmp_path):
     make_submission(tmp_path)
     skeleton = get_module(2)
     (tmp_path / skeleton.package).mkdir()
     (tmp_path / skeleton.path).write_text((ROOT / "lessons" / skeleton.path).read_text())
-    status, _, err = brigade("trace", 2, "--target", tmp_path)
-    assert status == 2
-    assert err == "brigade: module 2, part (a) is not written yet: `brigade check 2` shows what to do\n"
+    refusal = refuse("trace", 2, "--target", tmp_path)
+    assert str(Part(2, "a")) in refusal and "`brigade check 2`" in refusal
 
 
 def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
@@ -168,26 +168,21 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path)
     target = make_submission(tmp_path, [forgets], (1, 2, 3))
     status, printed, _ = brigade("trace", 3, "--target", target, "--out", tmp_path)
     assert status == 0
-    assert (
-        f"Across all ranks, the code does not wait for {2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives"
-        in printed
-    )
+    assert f" {2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} " in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["99"], "there is no module 99: the course has modules 0 to"),
-        (["2", "--ranks", "1"], "--ranks 1: expected 2 to 64"),
-        (["2", "--bucket-mb", "0"], "--bucket-mb 0: expected a number above 0"),
-        (["2", "--comm-ratio", "-1"], "--comm-ratio -1: expected a number above 0"),
-        (["2", "--out", "no/such/place"], "no/such/place: No such file or directory"),
-    ],
-)
-def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
-    status, _, err = brigade("trace", *arguments, "--target", "solutions")
-    assert status == 2
-    assert line in err and err.startswith("brigade: ") and err.count("\n") == 1
+REFUSED = [
+    ["99"],
+    ["2", "--ranks", "1"],
+    ["2", "--bucket-mb", "0"],
+    ["2", "--comm-ratio", "-1"],
+    ["2", "--out", "no/such/place"],
+]
+
+
+def test_wrong_input_gets_one_line(quick, refuse, snapshot):
+    refusals = [refuse("trace", *arguments, "--target", "solutions") for arguments in REFUSED]
+    snapshot("refusals.trace", "".join(refusals))
 
 
 def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, monkeypatch, capsys):
@@ -199,8 +194,8 @@ def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, 
         verdict = Verdict(num_rounds=8, spread=0.05, cpu_share=cpu_share)
         monkeypatch.setattr(figures, "trace", lambda variants, verdict=verdict: [replace(traced[3], verdict=verdict)])
         assert run_for_modules("figures", None, figures.draw_figures) == (not verdict.is_quiet)
-        assert ("timeline.png not written: This machine was busy" in capsys.readouterr().out) != verdict.is_quiet
+        assert ("timeline.png not written" in capsys.readouterr().out) != verdict.is_quiet
     assert drawn == [get_module(3).lesson / "timeline.png"]
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
     assert run_for_modules("figures", None, figures.draw_figures) == 2
-    assert capsys.readouterr().err.startswith("figures: there is no module 77")
+    assert capsys.readouterr().err.startswith("figures: ")
