@@ -168,8 +168,8 @@ def test_no_rank_gets_more_signals():
         pair.launch(SPEAKER, "x")
     assert pair.ask(LISTENER, barriers[1]) == b"complete", "this is no news that a peer has not launched"
     assert pair.ask(LISTENER, barriers[2]) is None
-    assert pair.switch.is_stuck({SPEAKER}) and "waits in barrier" in pair.records[LISTENER].describe_activity()
-    with pytest.raises(Refused, match="went on before"):
+    assert pair.switch.is_stuck({SPEAKER}) and "barrier" in pair.records[LISTENER].describe_activity()
+    with pytest.raises(Refused, match=r"\bbefore\b"):
         pair.ask(LISTENER, barriers[1])
     pair.launch(SPEAKER, "x")
     assert pair.switch.answers.pop() == (LISTENER, b"complete") and not pair.switch.answers
@@ -182,7 +182,7 @@ def test_contents_of_launches_have_a_limit(monkeypatch):
     monkeypatch.setattr(module, "MOST_SENT", 10_000)
     pair = Pair()
     pair.connect("x")
-    with pytest.raises(Refused, match="launched too much"):
+    with pytest.raises(Refused, match="too much"):
         for number in itertools.count():
             sent = 1000 * number
             pair.launch(LISTENER, "x", "all_reduce", 1000)

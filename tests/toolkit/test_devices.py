@@ -1,6 +1,7 @@
 """No process touches a GPU unless its rank uses NCCL, and machines without a usable GPU get one line."""
 
 import os
+import re
 import sys
 import warnings
 
@@ -74,13 +75,13 @@ def test_ranks_with_gloo_see_no_gpu(monkeypatch):
 
 # ---- machines that have no usable GPU
 
-# (GPUs that torch counts, CUDA of torch, CUDA of the driver, CUDA_VISIBLE_DEVICES, what the message says)
+# (GPUs that torch counts, CUDA of torch, CUDA of the driver, CUDA_VISIBLE_DEVICES)
 UNUSABLE = {
-    "no driver": (0, "13.0", 0, None, "there is no NVIDIA driver"),
-    "an old driver": (2, "13.0", 12040, None, "supports CUDA 12.4, but this torch was built for CUDA 13.0"),
-    "no GPU": (0, "13.0", 13000, None, "torch finds none"),
-    "hidden GPUs": (0, "13.0", 13000, "", "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs"),
-    "a build for CPUs": (0, None, 0, None, "this torch was built without CUDA"),
+    "no driver": (0, "13.0", 0, None),
+    "an old driver": (2, "13.0", 12040, None),
+    "no GPU": (0, "13.0", 13000, None),
+    "hidden GPUs": (0, "13.0", 13000, ""),
+    "a build for CPUs": (0, None, 0, None),
 }
 
 
@@ -100,20 +101,19 @@ def pretend(monkeypatch):
     return set_up
 
 
-@pytest.mark.parametrize("case", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_machine_without_a_usable_gpu_gets_one_line(case, pretend, capsys, recwarn):
-    *facts, said = case
-    pretend(*facts)
-    assert machine.count_gpus() == 0
-    for command in (
-        lambda: main(["check", "1", "--backend", "nccl", "--share-gpu"]),
-        lambda: main(["bench", "--target", "solutions", "--backend", "nccl"]),
-        lambda: main(["grade", "--submission", str(ROOT / "lessons"), "--backend", "nccl"]),
-    ):
-        assert command() == 2
-        error = capsys.readouterr().err
-        assert said in error and "needs a GPU" in error and error.count("\n") == 1, error
+def test_a_machine_without_a_usable_gpu_gets_one_line(pretend, refuse, snapshot, recwarn):
+    said = []
+    for name, facts in UNUSABLE.items():
+        pretend(*facts)
+        assert machine.count_gpus() == 0
+        said += [
+            f"# {name}\n",
+            refuse("check", 1, "--backend", "nccl", "--share-gpu"),
+            refuse("bench", "--target", "solutions", "--backend", "nccl"),
+            refuse("grade", "--submission", ROOT / "lessons", "--backend", "nccl"),
+        ]
     assert not list(recwarn)
+    snapshot("refusals.gpu", "".join(said))
 
 
 def test_gpus_that_cannot_be_counted_get_one_line(pretend, tmp_path, monkeypatch, capsys):
@@ -124,7 +124,7 @@ def test_gpus_that_cannot_be_counted_get_one_line(pretend, tmp_path, monkeypatch
     assert main(["check", "1"]) == 0 and capsys.readouterr().out == ""
     run.FIRST_GPU.touch()
     assert main(["check", "1"]) == 0
-    assert "the checks use gloo. --backend nccl uses the GPUs." in " ".join(capsys.readouterr().out.split())
+    assert "--backend nccl" in " ".join(capsys.readouterr().out.split())
     assert main(["check", "1", "--backend", "gloo"]) == 0 and capsys.readouterr().out == ""
     pretend(1)
     assert main(["check", "1"]) == 0 and capsys.readouterr().out == ""
@@ -134,12 +134,12 @@ def test_more_ranks_than_gpus_get_one_line(pretend, capsys):
     pretend(1)
     assert main(["bench", "--target", "solutions", "--ranks", "2", "--backend", "nccl"]) == 2
     error = capsys.readouterr().err
-    assert "2 ranks need 2 GPUs, but this machine has 1" in error and "--share-gpu" in error and error.count("\n") == 1
+    assert re.search(r"\b2 GPUs.*\b1\b", error) and "--share-gpu" in error and error.count("\n") == 1
 
 
 def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
     pretend(1)
-    with pytest.raises(CourseError, match="2 ranks need 2 GPUs"):
+    with pytest.raises(CourseError, match=r"\b2 GPUs\b"):
         machine.make_nccl_environments(2, share_gpu=False)
     shared = machine.make_nccl_environments(2, share_gpu=True)
     assert len({variables["NCCL_HOSTID"] for variables in shared}) == 2

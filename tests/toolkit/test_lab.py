@@ -63,7 +63,7 @@ def test_the_demo_fails_when_a_loss_differs(results, monkeypatch, capsys):
     monkeypatch.setattr(ladder, "run_benchmark", lambda *args, **kwargs: bad)
     monkeypatch.setattr(sys, "argv", ["demo"])
     assert demo.main() == 1
-    assert "1 NaiveDDP does not train as one process does" in capsys.readouterr().err
+    assert "1 NaiveDDP" in capsys.readouterr().err
 
 
 def test_figures_need_no_home_directory():

@@ -59,7 +59,7 @@ def test_a_strict_group_keeps_no_memory_after_the_wait():
 
 @pytest.mark.parametrize("which", ["input", "output"])
 def test_a_wait_refuses_a_tensor_that_was_freed(which):
-    with pytest.raises(RankFailure, match="was freed between the launch and its wait"):
+    with pytest.raises(RankFailure, match=r"\bfreed\b"):
         run_ranks(functions.free_in_flight, which, mode="strict")
 
 

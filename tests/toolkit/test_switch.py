@@ -115,8 +115,9 @@ def test_a_rank_that_does_not_read_does_not_hold_up_the_others():
 def test_a_rank_that_asks_again_without_reading_is_refused():
     """Otherwise, the grader would have to keep an unlimited number of answers."""
     code = "note(); launch()\nwhile True: channel._send(b'P', bytes(8))"
-    with pytest.raises(RankFailure, match="rank 1 went on before it had the answer"):
+    with pytest.raises(RankFailure, match=r"rank 1 .*\bbefore\b") as caught:
         run_ranks(functions.attack, code, mode="strict", deadline=HANG_S)
+    assert (caught.value.kind, caught.value.rank) == ("garbled", 1)
 
 
 @pytest.mark.parametrize("mode", ["record", "strict"])
@@ -124,9 +125,9 @@ def test_asking_in_a_loop_becomes_a_wait(mode, monkeypatch):
     """So a right program goes on, and a deadlock is found."""
     monkeypatch.setattr(switch, "MOST_SIGNALS", 0)
     assert list(run_ranks(functions.ask_in_loops, True, mode=mode)) == [[0.0, 2.0, 4.0]] * 2
-    with pytest.raises(RankFailure, match="rank 0 waits in all_reduce #0") as caught:
+    with pytest.raises(RankFailure, match=r"rank 0 .*\ball_reduce #0\b") as caught:
         run_ranks(functions.ask_in_loops, False, mode=mode, deadline=HANG_S)
-    assert caught.value.kind == "deadlock"
+    assert caught.value.kind == "deadlock" and "all_reduce" in caught.value.waiting
 
 
 def test_what_does_not_fit_into_a_socket_is_sent_when_the_rank_reads():
@@ -161,7 +162,7 @@ def test_a_pass_belongs_to_the_step_of_its_batch():
     events = run_ranks(training.train, jobs, mode="strict", packages=sources).events[0]
     assert find_contradiction(events, jobs, 0, 0) == ""
     later = sorted(events, key=lambda event: event["kind"] == "step")
-    assert "in another step" in find_contradiction(later, jobs, 0, 0)
+    assert "another step" in find_contradiction(later, jobs, 0, 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -39,15 +40,15 @@ def test_the_course_agrees_with_itself():
     ("file", "old", "new", "fault"),
     [
         # An instructor who follows only half of the steps in `Checks of your own` gets an error.
-        (CHECKS, "", CHECK, f"{CHECKS}: its checks have 10 points, but brigade/course/modules.py says 8"),
-        (CHECKS, PARAMETERS, "def test_parameters", "needs one mark such as"),
-        (CHECKS, PARAMETERS, "@pytest.mark.points()\ndef test_parameters", "needs one mark"),
-        (CHECKS, PARAMETERS, "@pytest.mark.points(0.5)\ndef test_parameters", "needs one mark"),
+        (CHECKS, "", CHECK, "10 points"),
+        (CHECKS, PARAMETERS, "def test_parameters", "one mark"),
+        (CHECKS, PARAMETERS, "@pytest.mark.points()\ndef test_parameters", "one mark"),
+        (CHECKS, PARAMETERS, "@pytest.mark.points(0.5)\ndef test_parameters", "one mark"),
         (CHECKS, "def test_buffers_start_equal(", "def test_parameters_start_equal(", "defines test_parameters_start"),
-        (CHECKS, "def test_buffers_start_equal(submission)", "def test_buffers_start_equal()", "take the argument"),
-        (CHECKS, 'start_equal(submission):\n    """', 'start_equal(submission):\n    b"""', "needs a docstring"),
+        (CHECKS, "def test_buffers_start_equal(submission)", "def test_buffers_start_equal()", "argument"),
+        (CHECKS, 'start_equal(submission):\n    """', 'start_equal(submission):\n    b"""', "docstring"),
         (CHECKS, "import pytest\n", "import pytest as\n", "invalid syntax"),
-        (SOLUTION, "### END SOLUTION", "### END", f"{SOLUTION}: ### BEGIN SOLUTION and"),
+        (SOLUTION, "### END SOLUTION", "### END", "### END SOLUTION"),
     ],
 )  # fmt: skip
 def test_a_fault_is_named(course, file, old, new, fault):
@@ -58,14 +59,14 @@ def test_a_fault_is_named(course, file, old, new, fault):
     with pytest.raises(CourseError) as caught:
         validation.validate_course(course)
     beginning, first, second = str(caught.value).split("\n  ")
-    assert beginning == "the course is inconsistent:" and fault in first and second.endswith("hints.md is missing")
+    assert file in first and fault in first and "hints.md" in second and "hints.md" not in beginning
 
 
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("import no_such_module\n", f"{CHECKS} cannot be imported: ModuleNotFoundError: No module named"),
-        ("del test_buffers_start_equal\n", f"{CHECKS} cannot be imported: AttributeError: module"),
+        ("import no_such_module\n", "ModuleNotFoundError"),
+        ("del test_buffers_start_equal\n", "AttributeError"),
     ],
 )
 def test_checks_that_cannot_be_imported(course, text, fault):
@@ -73,7 +74,7 @@ def test_checks_that_cannot_be_imported(course, text, fault):
     validation.validate_course(course)  # reading the file shows nothing
     with pytest.raises(CourseError) as caught:
         validation.import_checks(course)
-    assert fault in str(caught.value)
+    assert CHECKS in str(caught.value) and fault in str(caught.value)
 
 
 def test_nothing_is_made_from_a_contradiction(tmp_path, monkeypatch, capsys):
@@ -85,12 +86,12 @@ def test_nothing_is_made_from_a_contradiction(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["edition"])
     for make in (lambda: cli.main(["skeletons"]), lambda: gradescope.main([]), student_edition.main):
         assert make() == 2
-        assert "its checks have 8 points, but brigade/course/modules.py says 9" in capsys.readouterr().err
+        assert re.search(r"\b8 points.*modules\.py.*\b9\b", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_checks_need_and_the_package_lacks_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(gradescope, "NEEDED", tuple(name for name in gradescope.NEEDED if "scenario" not in name))
-    with pytest.raises(CourseError, match="cannot be imported: ImportError: cannot import name 'scenario'"):
+    with pytest.raises(CourseError, match="ImportError: .*'scenario'"):
         gradescope.build(tmp_path / "gradescope.zip", [], b"secret")
     assert list(tmp_path.iterdir()) == []

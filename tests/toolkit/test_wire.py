@@ -79,7 +79,7 @@ def test_views_that_torch_computes_late():
     "value", [1j, {"a": [object()]}, torch.zeros(2).to(torch.uint16), {None: 1}, {True: 1}, {-1: 1}, {2**61 - 1: 1}]
 )
 def test_other_values_do_not_travel(value):
-    with pytest.raises(WireError, match="cannot be sent"):
+    with pytest.raises(WireError, match=r"\bsent\b"):
         encode(value)
 
 
@@ -89,7 +89,7 @@ def test_keys_that_collide_are_refused_before_they_cost_time(monkeypatch):
     monkeypatch.setattr(wire, "_check_key", lambda key: keys.append(key) or check_key(key))
     data = message({"dict": [[i * (2**61 - 1), 0] for i in range(MOST_SENT // 30)]})
     assert len(data) > MOST_SENT // 2
-    with pytest.raises(WireError, match="for a key|too long"):
+    with pytest.raises(WireError, match=r"\bkey\b|too long"):
         decode(data)
     assert len(keys) <= 2
 
@@ -98,7 +98,7 @@ def test_keys_that_collide_are_refused_before_they_cost_time(monkeypatch):
     "value, why",
     [
         ([[]] * (wire.MOST_VALUES + 1), "values"),
-        (functools.reduce(lambda inner, _: [inner], range(wire.MOST_DEPTH + 1), 0), "levels of nesting"),
+        (functools.reduce(lambda inner, _: [inner], range(wire.MOST_DEPTH + 1), 0), "nesting"),
         (10**19, "too long"),
         (-(10**19), "too long"),
     ],
