@@ -106,12 +106,13 @@ def test_a_machine_without_a_usable_gpu_gets_one_line(pretend, refuse, snapshot,
     for name, facts in UNUSABLE.items():
         pretend(*facts)
         assert machine.count_gpus() == 0
-        said += [
-            f"# {name}\n",
+        lines = {
             refuse("check", 1, "--backend", "nccl", "--share-gpu"),
             refuse("bench", "--target", "solutions", "--backend", "nccl"),
             refuse("grade", "--submission", ROOT / "lessons", "--backend", "nccl"),
-        ]
+        }
+        assert len(lines) == 1, "every command says the same"
+        said.append(f"{name}: {lines.pop()}")
     assert not list(recwarn)
     snapshot("refusals.gpu", "".join(said))
 
