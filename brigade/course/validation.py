@@ -16,9 +16,10 @@ TABLE = "brigade/course/modules.py"
 
 # A program for a separate process, because this one may have imported the checks of another directory.
 IMPORTER = """
-from brigade.checks import collect, run
+from brigade import dynamo_stub
+from brigade.checks import collect
 from brigade.course.modules import MODULES
-run.prepare()
+dynamo_stub.import_torch()
 for entry in MODULES:
     print(entry.checks.name, flush=True)
     collect.collect([entry])
@@ -36,7 +37,10 @@ def validate_course(root: Path = ROOT) -> None:
 
 
 def import_checks(root: Path = ROOT) -> None:
-    """Import the checks of all modules in `root` as a grader does. Raise CourseError if that fails."""
+    """Import the checks of all modules in `root` as a grader does, but start no ranks.
+
+    Raise CourseError if that fails.
+    """
     done = subprocess.run([sys.executable, "-B", "-c", IMPORTER], cwd=root, capture_output=True, text=True)
     if done.returncode:
         [*_, file], [*_, reason] = (text.splitlines() or [""] for text in (done.stdout, done.stderr))
