@@ -242,7 +242,13 @@ RECORDS: dict[str, tuple[Callable[..., Any], Any]] = {
     ),
     "refusal": (
         explain_refusal,
-        [*map(begin, range(MOST_EVENTS)), begin(0, unsynced=True), enter_backward(), launch(0), enter_backward()],
+        [
+            *map(begin, range(MOST_EVENTS)),
+            begin(MOST_EVENTS, unsynced=True),
+            enter_backward(),
+            launch(0),
+            enter_backward(),
+        ],
     ),
     "groups": (
         lambda record: find_skipped_call([record, record], "deadlock"),
