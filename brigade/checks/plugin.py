@@ -14,7 +14,7 @@ import pytest
 
 from brigade.checks import render
 from brigade.checks.collect import Check
-from brigade.checks.run import Conditions, choose_backend, prepare, run_check
+from brigade.checks.run import Conditions, choose_backend, import_needed, prepare, run_check
 from brigade.checks.verdict import CheckFailed, Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError
@@ -50,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
             machine.make_nccl_environments(1, share_gpu=False)
     except CourseError as error:
         raise pytest.UsageError(str(error)) from None
-    if not config.getoption("collectonly"):
+    if config.getoption("dist", "no") != "no":
+        import_needed()  # the processes of `-n` run the tests
+    elif not config.getoption("collectonly"):
         prepare()
     if config.getoption("--backend") is None:
         config.option.backend = choose_backend()

@@ -136,6 +136,11 @@ def start_server() -> None:
 def prepare() -> None:
     """Import the modules that checks need, in this process and in the process from which ranks are forked."""
     start_server()
+    import_needed()
+
+
+def import_needed() -> None:
+    """Import the modules that checks need in this process."""
     import pytest
 
     with pytest.MonkeyPatch.context() as variables:
