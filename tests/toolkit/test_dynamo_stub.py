@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hang_guard import HANG_S
 from in_ranks import stubs as functions
 
 from brigade.course.modules import ROOT
@@ -29,7 +30,7 @@ def test_torch_zero_does_not_import_fsdp():
 
 
 def test_who_wants_to_compile_gets_the_compiler():
-    [found] = run_ranks(functions.compile_something, world_size=1)
+    [found] = run_ranks(functions.compile_something, world_size=1, deadline=HANG_S)
     assert torch.equal(found["doubled"], torch.full((3,), 2.0))
     assert found["real"] and found["submodules"] == ["torch._dynamo.config", "torch._dynamo.utils"]
 
