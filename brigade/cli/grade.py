@@ -35,6 +35,7 @@ from brigade.grade.gradebook import Row, get_results_path, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import make_empty_grading
 from brigade.grade.term import Assignment
+from brigade.ipc.interrupts import delay_interrupts
 from brigade.runner import machine, ranks
 
 PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
@@ -112,21 +113,6 @@ def handle_sigterm_as_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def delay_interrupts() -> Iterator[None]:
-    """Delay interrupts until the end of the block. An import of torch or numpy may swallow an interrupt or break."""
-    arrived = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: arrived.append(True)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
-        if arrived:
-            raise KeyboardInterrupt
 
 
 def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from brigade.course.modules import CourseError
+from brigade.ipc.interrupts import delay_interrupts
 
 FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
 USERS = 64  # the number of graders that can run at a time on one machine
@@ -49,18 +50,19 @@ def kill_user(uid: int) -> None:
 
     This needs root.
     """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for user in list_users(uid):
-                # We may signal processes of the effective user; the other ids decide who may signal us.
-                os.setresuid(uid + USERS, user, 0)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)
-                os.seteuid(0)
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+    with delay_interrupts():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for user in list_users(uid):
+                    # We may signal processes of the effective user; the other ids decide who may signal us.
+                    os.setresuid(uid + USERS, user, 0)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(-1, signal.SIGKILL)
+                    os.seteuid(0)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
 
 
 def remove_files(uid: int) -> None:

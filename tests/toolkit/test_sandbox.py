@@ -275,3 +275,22 @@ def test_directories_to_which_a_user_cannot_have_written_are_not_read(tmp_path, 
     closed.chmod(mode)
     users.remove_files(uid)
     assert [path.name for path in closed.iterdir()] == ["file"] * (mode != 0o703)
+
+
+LOST_IN_A_FORK = """
+import os, signal
+from brigade.sandbox import users
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+try:
+    users.kill_user(users.FIRST_UID)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux")
+def test_an_interrupt_during_a_fork_is_not_lost():
+    """Python ignores exceptions in the functions that it calls after a fork, and so a grader went on to the end."""
+    done = hang_guard.run([sys.executable, "-c", LOST_IN_A_FORK], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "interrupted\n" and "ignored" not in done.stderr
