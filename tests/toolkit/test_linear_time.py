@@ -250,6 +250,16 @@ RECORDS: dict[str, tuple[Callable[..., Any], Any]] = {
             enter_backward(),
         ],
     ),
+    "refusal after many backward passes": (
+        explain_refusal,
+        [
+            *(event for step in range(4 * FEW) for event in (begin(step), enter_backward())),
+            begin(MOST_EVENTS, unsynced=True),
+            enter_backward(),
+            launch(0),
+            enter_backward(),
+        ],
+    ),
     "groups": (
         lambda record: find_skipped_call([record, record], "deadlock"),
         [launch(index, f"{index}") for index in range(3 * FEW)],

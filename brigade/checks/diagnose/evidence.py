@@ -209,8 +209,8 @@ def explain_refusal(events: Sequence[Event]) -> str:
         return "after finish_grad_sync, state is left that makes the wrapper refuse the next backward of the same step."
     if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
         last = next((event for event in reversed(events) if event["kind"] == "step"), {})  # scenarios may lack steps
-        begun = [step for _, step, event in follow_steps(events) if is_backward(event)]
-        if last.get("unsynced") and any(Counter(begun)[step] > 1 for step in steps[1:-1]):
+        num_passes = Counter(step for _, step, event in follow_steps(events) if is_backward(event))
+        if last.get("unsynced") and any(num_passes[step] > 1 for step in steps[1:-1]):
             return READ_IN_FORWARD  # earlier steps were not refused: their forwards were inside no_sync, too
         return explain_inside(passes[1], launched)
     is_same = launched[-1].name == ready[-1]
