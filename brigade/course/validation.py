@@ -16,10 +16,9 @@ TABLE = "brigade/course/modules.py"
 
 # A program for a separate process, because this one may have imported the checks of another directory.
 IMPORTER = """
-from brigade import dynamo_stub
-from brigade.checks import collect
+from brigade.checks import collect, run
 from brigade.course.modules import MODULES
-dynamo_stub.import_torch()
+run.import_needed()
 for entry in MODULES:
     print(entry.checks.name, flush=True)
     collect.collect([entry])

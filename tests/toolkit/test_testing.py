@@ -84,13 +84,18 @@ WRONG = [
 ]
 
 
+def list_messages(error, functions, seen):
+    """Return the message of the exception that each function raises when it is called with a run."""
+    messages = []
+    for function in functions:
+        with pytest.raises(error) as caught:
+            function(seen)
+        messages.append(f"{caught.value}\n")
+    return messages
+
+
 def test_wrong_claims_say_what_happened(seen, snapshot):
-    said = []
-    for claim in WRONG:
-        with pytest.raises(AssertionError) as caught:
-            claim(seen)
-        said.append(f"{caught.value}\n")
-    snapshot("claims", "\n".join(said))
+    snapshot("claims", "\n".join(list_messages(AssertionError, WRONG, seen)))
 
 
 MISUSED = [
@@ -107,12 +112,7 @@ MISUSED = [
 
 def test_misuse_is_one_sentence(seen, snapshot):
     assert run(claims.do_little, world_size=1)[0] is None
-    said = []
-    for misuse in MISUSED:
-        with pytest.raises(ValueError) as caught:
-            misuse(seen)
-        said.append(f"{caught.value}\n")
-    snapshot("refusals.testing", "".join(said))
+    snapshot("refusals.testing", "".join(list_messages(ValueError, MISUSED, seen)))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ REFUSED_LOCK = tell_offline(
     "a graded rank may not lock files, and sqlite3 locks the file of a database. Use sqlite3.connect(':memory:'), or "
     "keep the data in another kind of file."
 )
-LOST_TENSOR = (
+LOST_TENSOR = tell_offline(
     "another process could not send its tensors to the rank, which waits for them: a graded rank may use no sockets. "
     "Load the data in the rank itself, with num_workers=0."
 )
@@ -114,7 +114,7 @@ def explain_deadline(failure: RankFailure, sources: Sources) -> tuple[str, str]:
     the thread of multiprocessing that sends prints an exception and ends, and the receiver waits forever.
     """
     is_refused = any("resource_sharer.py" in text and "PermissionError: [Errno 1]" in text for text in failure.output)
-    cause = tell_offline(LOST_TENSOR)(failure, sources) if is_refused else ""
+    cause = LOST_TENSOR(failure, sources) if is_refused else ""
     return cause, "lost tensor" if cause else ""
 
 
