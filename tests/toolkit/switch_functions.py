@@ -8,6 +8,7 @@ import errno
 import fcntl
 import gc
 import getpass
+import math
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from brigade.ipc import channel as channel_module
 from brigade.ipc.channel import Channel
 
 
@@ -30,7 +32,11 @@ def find_channel() -> Channel:
 
 
 def attack(code: str) -> None:
-    """Rank 1 executes the code, while rank 0 waits for a message from it. EOFError ends rank 1 with a result."""
+    """Rank 1 executes the code, while rank 0 waits for a message from it. EOFError ends rank 1 with a result.
+
+    Events wait for the next message, however long that takes. Otherwise, the first of two could end the run alone.
+    """
+    channel_module.UNSTREAMED_S = math.inf
     if dist.get_rank() == 0:
         dist.recv(torch.ones(2), 1)
         return

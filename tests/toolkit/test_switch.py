@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_read_does_not_hold_up_the_others():
 
 def test_a_rank_that_asks_again_without_reading_is_refused():
     """Otherwise, the grader would have to keep an unlimited number of answers."""
-    code = "note(); launch()\nwhile True: channel._send(b'P', bytes(8))"
+    code = "dist.barrier(dist.new_group([1]), async_op=True)\nwhile True: channel._send(b'P', bytes(8))"
     with pytest.raises(RankFailure, match=r"rank 1 .*\bbefore\b") as caught:
         run_ranks(functions.attack, code, mode="strict", deadline=HANG_S)
     assert (caught.value.kind, caught.value.rank) == ("garbled", 1)
