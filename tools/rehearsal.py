@@ -1,11 +1,11 @@
 """Run the README's commands in surroundings that break programs, one after the other, and print one table:
 
-    python -m tools.rehearsal [--rows umask-077,space+zip] [--commands demo,test] [--quick] [--install]
+    python -m tools.rehearsal [--rows umask-077,space+zip] [--times 5] [--commands demo,test] [--quick] [--install]
 
 A row such as space+zip has several surroundings at once. Each row copies the course into a temporary directory, makes
-the surroundings, runs the commands there, and removes everything. The copy gets the packages of the environment that
-runs this program. With --install, it starts without `.venv`, as a newcomer's does. A row that cannot be made here is
-skipped with the reason. Logs are in out/rehearsal.
+the surroundings, runs the commands there, and removes everything. With --times 5, each row comes five times. The copy
+gets the packages of the environment that runs this program. With --install, it starts without `.venv`, as a newcomer's
+does. A row that cannot be made here is skipped with the reason. Logs are in out/rehearsal.
 """
 
 from __future__ import annotations
@@ -218,9 +218,13 @@ def hide_libseccomp(room: Room) -> None:
     room.environment["LD_LIBRARY_PATH"] = f"{folder}:{room.environment.get('LD_LIBRARY_PATH', '')}".rstrip(":")
 
 
-def run_twice(room: Room) -> None:
-    """Run each command in two copies of the course at the same time."""
-    room.runs = 2
+def run_together(runs: int) -> Callable[[Room], None]:
+    """Return a function that runs each command in so many copies of the course at the same time."""
+
+    def change(room: Room) -> None:
+        room.runs = runs
+
+    return change
 
 
 def keep_busy(room: Room) -> None:
@@ -251,7 +255,8 @@ ROWS = {
     "cores": Row(f"{CORES} cores (faked)", use_many_cores),
     "no-chromium": Row("no chromium", hide_chromium),
     "no-seccomp": Row("no libseccomp", hide_libseccomp),
-    "beside": Row("another run beside it", run_twice),
+    "beside": Row("another run beside it", run_together(2)),
+    "crowd": Row("three other runs beside it", run_together(4)),
     "busy": Row(f"{BUSY_PROCESSES} busy processes beside it", keep_busy),
 }
 
@@ -276,7 +281,12 @@ def hide_program(room: Room, hidden: str) -> None:
 
 def find_title(name: str) -> str:
     """Return what the table calls a row's surroundings."""
-    return " + ".join(ROWS[part].title for part in name.split("+"))
+    return " + ".join(ROWS[part].title for part in list_parts(name))
+
+
+def list_parts(name: str) -> list[str]:
+    """Return the names of a row's surroundings. The name of a row that comes several times ends with # and a number."""
+    return name.partition("#")[0].split("+")
 
 
 # ---- the copy of the course
@@ -440,7 +450,7 @@ def run_row(name: str, commands: Sequence[str], *, quick: bool, install: bool) -
     try:
         with room.cleanup:
             room.cleanup.callback(remove, base)
-            for part in name.split("+"):
+            for part in list_parts(name):
                 ROWS[part].change(room)
             room.cleanup.callback(end_processes, base)
             scratch = Path(room.environment["TMPDIR"])
@@ -478,7 +488,7 @@ def run_command(room: Room, copies: Sequence[Path], name: str, command: str, qui
         minutes = (time.monotonic() - started) / 60
         results = [read_result(process.poll(), log.read_text(errors="replace")) for process, log in running]
     result = next((result for result in results if not result.passed), results[0])
-    result.text += f", {minutes:.1f} min"
+    result.text += f" in each of {len(results)} runs" * (len(results) > 1 and result.passed) + f", {minutes:.1f} min"
     if left := end_processes(room.base, besides=room.busy):
         result.passed = False
         result.text += f"; left {left} processes"
@@ -599,15 +609,17 @@ def read_words(known: Iterable[str], joint: str = ",") -> Callable[[str], list[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rehearsal. Return 1 if a command failed in a row or did not run, otherwise 0."""
-    rows = "\n".join(f"  {name:12} {row.title}" for name, row in ROWS.items())
+    known = "\n".join(f"  {name:12} {row.title}" for name, row in ROWS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tools.rehearsal",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"rows:\n{rows}\n\nExample: python -m tools.rehearsal --rows umask-077,space --quick",
+        epilog=f"rows:\n{known}\n\nExample: python -m tools.rehearsal --rows umask-077,space --quick",
     )
     what = "only these rows, separated by commas (default: all); space+zip is one row with both surroundings"
     parser.add_argument("--rows", type=read_words(ROWS, joint="+"), default=list(ROWS), metavar="NAMES", help=what)
+    what = "run each row so often, one time after the other (default: 1)"
+    parser.add_argument("--times", type=int, choices=range(1, 100), default=1, metavar="N", help=what)
     what = "demo, test, or both (default)"
     parser.add_argument("--commands", type=read_words(COMMANDS), default=list(COMMANDS), metavar="NAMES", help=what)
     what = "instead of `make test`, run only the files of tests that look at the surroundings"
@@ -619,10 +631,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--quick needs the copied packages: leave out --install")
     for number in (signal.SIGTERM, signal.SIGINT):  # a shell starts a background job with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
-    results = rehearse(options.rows, options.commands, quick=options.quick, install=options.install)
+    rows = options.rows
+    if options.times > 1:
+        rows = [f"{row}#{number}" for number in range(1, options.times + 1) for row in options.rows]
+    results = rehearse(rows, options.commands, quick=options.quick, install=options.install)
     print(make_table(results, options.commands), end="")
     finished = [result for cells in results.values() for result in cells.values()]
-    wanted = len(options.rows) * len(options.commands)
+    wanted = len(rows) * len(options.commands)
     return 0 if len(finished) == wanted and all(result.passed for result in finished) else 1
 
 

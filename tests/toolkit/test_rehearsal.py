@@ -118,6 +118,14 @@ def test_two_runs_at_the_same_time_have_a_copy_each(course):
     assert "/course\n" in first and "/course-2\n" in second
 
 
+def test_rows_can_come_several_times(course, capsys):
+    assert rehearsal.main(["--rows", "crowd+zip", "--commands", "demo", "--times", "2", "--install"]) == 0
+    table = capsys.readouterr().out
+    assert re.findall(r"^\| crowd\+zip#(\d) \| .* in each of 4 runs, ", table, re.M) == ["1", "2"]
+    assert "/course-4\n" in (course / "out" / "crowd+zip#2-demo4.txt").read_text()
+    expect_nothing_left(course)
+
+
 def test_surroundings_that_cannot_be_made_are_skipped_with_the_reason(course, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert rehearse("owner,no-account") == 0
