@@ -18,6 +18,15 @@ import psutil
 HANG_S = 600
 POLL_S = 0.01
 
+# A program that runs `brigade` with its arguments. Ranks that hang do so until the test ends them.
+PATIENT = f"""
+import sys
+from brigade.cli.main import program
+from brigade.runner import options
+options.DEADLINE_S["gloo"] = {HANG_S}
+sys.exit(program())
+"""
+
 T = TypeVar("T")
 
 

@@ -72,6 +72,7 @@ def edit(lessons, old, new):
 
 
 FINISH = "        for parameter in self.module.parameters():"
+ENDLESS = "        import time\n        while True: time.sleep(0.01)\n" + FINISH
 
 
 REFUSED = [
@@ -127,16 +128,16 @@ def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
     monkeypatch.setitem(options.DEADLINE_S, "gloo", 4.0)
     monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that the order of the first two is known
-    edit(lessons, FINISH, "        import time\n        while True: time.sleep(0.01)\n" + FINISH)
+    edit(lessons, FINISH, ENDLESS)
     shown = brigade("check", 1, "--target", lessons).stdout
     assert len(re.findall(r"stopped after", shown)) == 1 and re.search(r"rank 0 .*\bfinish\b", shown), shown
     assert shown.count(" 0/") == 5 and shown.count(" Not run: ") == 3 and "2 of 8 points" in shown
 
 
 def start(*arguments: str) -> subprocess.Popen:
-    """Start `brigade` in a separate process. Its output can be read as it arrives."""
+    """Start `brigade` in a separate process, in which no check reaches its deadline. Read its output as it arrives."""
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "brigade.cli", *arguments],
+        [sys.executable, "-u", "-c", hang_guard.PATIENT, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -146,6 +147,8 @@ def start(*arguments: str) -> subprocess.Popen:
 
 
 def test_ctrl_c_ends_at_once(lessons):
+    """The first two checks pass. The others do not end, so the signal comes before the command has finished."""
+    edit(lessons, FINISH, ENDLESS)
     process = start("check", "1", "--target", str(lessons))
     read_until(process, "✓")
     process.send_signal(signal.SIGINT)
@@ -383,7 +386,9 @@ def test_watch_runs_again_after_a_save(lessons):
             (wrong + "# nothing\n", "", "1 of 2"),
             (right, "(passes now)", "2 of 2"),
         ]:
-            file.write_text(text)
+            saved = file.with_suffix(".saved")
+            saved.write_text(text)
+            saved.replace(file)  # the command never sees a part of the text
             read_until(watched, "Module 1")
             shown = read_until(watched, "Waiting for a file")
             assert re.findall(r"\((?:passed|passes) \w+\)", "".join(shown)) == [change] * bool(change)

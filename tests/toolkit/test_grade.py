@@ -502,17 +502,27 @@ def test_a_part_of_the_course_is_graded_alone(submit, capfd):
 # Killed
 
 
+FINISH = "        for parameter in self.module.parameters():"
+
+
 @pytest.fixture
 def grader(tmp_path, submit):
-    """Start a grader with its own temporary directory. Return the process, its results file and that directory."""
+    """Start a grader with its own temporary directory. Return the process, its results file and that directory.
+
+    The first check passes, and the second one fails. The third one does not end, so the grader always runs when a test
+    stops it.
+    """
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     out = tmp_path / "results.json"
     with zipfile.ZipFile(tmp_path / "mine.zip", "w") as bundle:
-        bundle.writestr("naive_ddp.py", make_mutated("buffers not broadcast"))
+        endless = "        import time\n        while True: time.sleep(0.01)\n"
+        text = make_mutated("buffers not broadcast")
+        assert text.count(FINISH) == 1
+        bundle.writestr("naive_ddp.py", text.replace(FINISH, endless + FINISH))
     options = ["grade", "--submission", str(tmp_path / "mine.zip"), "--modules", "1,2", "--out", str(out)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "brigade.cli", *options],
+        [sys.executable, "-c", hang_guard.PATIENT, *options],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(scratch)},
         stderr=subprocess.PIPE,
@@ -554,7 +564,7 @@ def wait_for_torch(process):
     "moment", ["the file is there", pytest.param("torch is imported", marks=pytest.mark.extended), "checks run"]
 )
 def test_killed_at_any_moment_the_results_are_valid(moment, grader):
-    sample(grader, lambda finished: finished >= (3 if moment == "checks run" else 0))
+    sample(grader, lambda finished: finished >= (2 if moment == "checks run" else 0))
     if moment == "torch is imported":
         wait_for_torch(grader.process)
     children = psutil.Process(grader.process.pid).children(recursive=True)
