@@ -34,6 +34,10 @@ if os.path.expanduser("~") == "~":
     HOME = tempfile.TemporaryDirectory()
     os.environ["HOME"] = HOME.name
 
+# A git hook sets these variables. With them, `git add` in a test would change the index of the hook's repository.
+for variable in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX"):
+    os.environ.pop(variable, None)
+
 dynamo_stub.import_torch()  # before the plugin below imports it with garbage collection
 pytest_plugins = ["brigade.testing.plugin"]  # for tests/examples
 LOOP = """docs experiments hints messages mutants new_module notebooks prose

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from brigade.course.modules import ROOT, CourseError
 
+# A git hook sets these variables for the repository that it belongs to. Each command here names its own repository.
+GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
+
 
 def list_tracked_files(*patterns: str) -> list[Path]:
     """Return the files that git tracks and that match a pattern. Raise CourseError outside a clone, or without git."""
@@ -30,7 +33,8 @@ def list_files(root: Path = ROOT) -> list[Path]:
 def ask_git(root: Path, *arguments: str) -> list[Path]:
     """Return the files that a git command lists. The clone may belong to another user, as in most containers."""
     command = ["git", "-c", "safe.directory=*", *arguments]
-    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    environment = {name: value for name, value in os.environ.items() if name not in GIT_VARIABLES}
+    listed = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True).stdout
     return [Path(name) for name in listed.split("\0") if name]
 
 

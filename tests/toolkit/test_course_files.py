@@ -9,6 +9,7 @@ from pathlib import Path
 import hang_guard
 import pytest
 
+from tools import course_files
 from tools.course_files import list_files
 
 IGNORED = "# made by commands\n__pycache__/\n*.bak\nout/\nbrigade/course/student.zip\n"
@@ -44,3 +45,15 @@ def test_git_lists_the_same_files_even_for_another_owner(course):
         assert list_files(course) == sorted(kept)
     (course / "lessons" / "m.py").unlink()
     assert list_files(course) == sorted(path for path in kept if path.name != "m.py"), "git lists a file that is gone"
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
+def test_a_hook_of_another_repository_changes_nothing(course, tmp_path_factory, monkeypatch):
+    """Git sets GIT_DIR for its hooks."""
+    other = tmp_path_factory.mktemp("other")
+    for directory in (course, other):
+        hang_guard.run(["git", "init", "--quiet"], cwd=directory, check=True)
+    hang_guard.run(["git", "add", *KEPT], cwd=course, check=True)
+    monkeypatch.setattr(course_files, "ROOT", course)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    assert sorted(course_files.list_tracked_files("**")) == sorted(map(Path, KEPT))
