@@ -130,19 +130,29 @@ def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
     """Run the checks now, and again whenever a module's file is saved, until Ctrl-C."""
     outcomes: Outcomes = {}
     while True:
-        save_times = read_save_times(entries, options)
+        saved = read_saves(entries, options)
         check_once(entries, options, outcomes)
         console.print("Waiting for a file to change. Press Ctrl-C to stop.")
-        while read_save_times(entries, options) == save_times:
+        while read_saves(entries, options) == saved:
             time.sleep(0.05)
         console.clear()
 
 
-def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
-    """Return the time at which each file of the modules was last saved, or 0 for a missing file."""
+def read_saves(entries: Sequence[Module], options: argparse.Namespace) -> list[tuple[int, int] | None]:
+    """Return the time at which each file of the modules was last saved, and its size, or None for a missing file.
+
+    Two saves within one tick of the clock have equal times.
+    """
     main = [(find(Path(options.target), entry), entry) for entry in entries]
-    paths = [path.with_name(name.name) for path, entry in main if path for name in entry.paths]
-    return [path.stat().st_mtime if path.exists() else 0.0 for path in paths]
+    return [read_save(path.with_name(name.name)) for path, entry in main if path for name in entry.paths]
+
+
+def read_save(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:  # it is missing, perhaps only while an editor replaces it
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 def check_once(entries: Sequence[Module], options: argparse.Namespace, before: Outcomes) -> int:

@@ -400,13 +400,17 @@ def test_watch_runs_again_after_a_save(lessons):
 
 
 def test_watch_notices_a_save_at_the_next_look(lessons, monkeypatch):
-    """It looks 20 times per second."""
+    """It looks 20 times per second, and notices a save in the same tick of the clock as the one before."""
+    file = lessons / get_module(1).path
+    before = file.stat()
     pauses, runs = [], []
 
     def pause(seconds):
         pauses.append(seconds)
+        assert len(pauses) <= 3, "the save is not noticed"
         if len(pauses) == 3:
             edit(lessons, FINISH, FINISH + "# saved")
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def check_once(*_):
         runs.append(len(pauses))
