@@ -18,6 +18,7 @@ import hang_guard
 import nbformat
 import psutil
 import pytest
+from given_clock import give_clock
 from nbclient.exceptions import CellExecutionError
 
 from brigade.course.modules import ROOT, get_module
@@ -26,6 +27,7 @@ from brigade.lab import notebook as lab_notebook
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_plots import draw_bars
 from brigade.lab.quiet import Verdict
+from brigade.runner import deadline, monitor
 from brigade.runner.ranks import SERVER
 from tools import notebook_files
 from tools.notebook_files import (
@@ -79,7 +81,11 @@ def list_expected_errors(cell: nbformat.NotebookNode) -> list[str]:
 
 
 def expect_nothing_left(temporary: Path) -> None:
-    """Expect that everything ends, but not at once: the kernel and the fork server notice the end of their parent."""
+    """Expect that everything ends, but not at once: the kernel and the fork server notice the end of their parent.
+
+    The fork server of this process, which an earlier test may have started, is ended here.
+    """
+    SERVER.close()
     hang_guard.wait_until(lambda: not find_left_behind(temporary))
 
 
@@ -110,9 +116,21 @@ def test_an_exception_names_its_rank(two_ranks: Ranks) -> None:
 
 
 def test_a_hang_ends_with_a_sentence_for_each_rank(
-    two_ranks: Ranks, capsys: pytest.CaptureFixture[str], temporary: Path
+    two_ranks: Ranks, capsys: pytest.CaptureFixture[str], temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The deadline passes when rank 0 waits and rank 1 has ended the cell, however long that takes."""
+    clock = give_clock(monkeypatch, monitor, deadline)
+    monkeypatch.setattr(monitor, "ANSWER_S", hang_guard.HANG_S)
     two_ranks.deadline_s = 2
+    first, second = two_ranks._monitor.ranks
+    listen = two_ranks._monitor._listen
+
+    def follow(timeout: float) -> bool:
+        if second.is_complete and first.record.events and first.record.events[-1]["kind"] == "wait":
+            clock.now = 2.5  # beyond the deadline
+        return listen(timeout)
+
+    monkeypatch.setattr(two_ranks._monitor, "_listen", follow)
     with pytest.raises(RanksError) as caught:
         two_ranks.run(
             "import torch, torch.distributed as dist\n"
@@ -144,11 +162,11 @@ def test_an_emulated_link_is_on_the_cpu_even_beside_gpus(monkeypatch: pytest.Mon
     with start_ranks(mode="emulate") as ranks:
         assert "gloo" in repr(ranks)
         ranks.run("import torch, torch.distributed as dist\ndist.barrier()")
-    SERVER.close()  # the next test looks for processes that are left
 
 
 def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
     """After the notebook's process is killed while a rank waits forever, nothing is left."""
+    SERVER.close()  # which is not of the notebook
     program = (
         "from brigade.lab.notebook import start_ranks\n"
         "ranks = start_ranks(2)\n"
