@@ -38,6 +38,10 @@ if os.path.expanduser("~") == "~":
 for variable in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX"):
     os.environ.pop(variable, None)
 
+# With these variables, rich and Python add colors to what commands print, although no terminal shows it.
+for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "PYTHON_COLORS"):
+    os.environ.pop(variable, None)
+
 dynamo_stub.import_torch()  # before the plugin below imports it with garbage collection
 pytest_plugins = ["brigade.testing.plugin"]  # for tests/examples
 LOOP = """docs experiments hints messages mutants new_module notebooks prose
