@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ class RankRecord:
         self.events: list[Event] = []
         self.calls: list[list[Event]] = [[]]  # the events of each call, with launches numbered from 0 in each
         self._num_earlier = 0  # launches of earlier calls
+        self._ends: list[int] = []  # the number of launches at the end of each call
         self.launches: list[Event] = []
         self.waiting: Event | None = None  # the launch that the rank waits for or is in, or a "connect" event
         self.queued: dict[int, Event] = {}  # launches on CUDA that the rank has not waited for, by index
@@ -44,6 +46,11 @@ class RankRecord:
         """Let later events belong to the next call."""
         self.calls.append([])
         self._num_earlier = len(self.launches)
+        self._ends.append(self._num_earlier)
+
+    def find_call(self, index: int) -> int:
+        """Return the number of the call that made launch `index`."""
+        return bisect.bisect_right(self._ends, index)
 
     def describe_last_launch(self) -> str:
         """Describe the rank's last launch, for example "after all_reduce #3 (fc2.weight, float32, 4096 B)"."""

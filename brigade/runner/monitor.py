@@ -22,7 +22,7 @@ import signal
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ class Monitor:
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
-        self.num_ended_before_mismatch: int | None = None  # the calls that all ranks had ended; None without a mismatch
 
     def start(self) -> None:
         """Let the server, which has been started, fork the ranks in a new directory. Send each rank its request."""
@@ -146,23 +145,43 @@ class Monitor:
 
     def _find_ending(self, deadline: Deadline) -> str | None:
         """Return "complete", or the kind of failure, such as "deadlock". Return None if the run goes on."""
-        now = time.monotonic()
-        if self.progress.mismatch:  # some mismatched collectives complete, so all ranks may have delivered results
-            return "mismatch"
-        if all(rank.is_complete for rank in self.ranks):
+        now, mismatch = time.monotonic(), self.progress.mismatch
+        # Some mismatched collectives complete, so all ranks may have delivered results.
+        if not mismatch and all(rank.is_complete for rank in self.ranks):
             return "complete"
         if any(rank.failure or rank.is_closed for rank in self.ranks):
             self._failed_at = self._failed_at or now
         settled = [rank.number for rank in self.ranks if rank.is_settled]
         is_stuck = self._switch.is_stuck(settled) if self._switch else len(settled) == len(self.ranks)
-        if self._failed_at and (now > self._failed_at + GRACE_S or is_stuck):
-            return "failed"
+        if mismatch or self._failed_at:  # other ranks may be waiting for those that failed, so this is no deadlock
+            is_reported = bool(mismatch) or now > (self._failed_at or now) + GRACE_S
+            is_over = is_stuck or deadline.has_passed() or (is_reported and not self._is_behind(settled))
+            return ("mismatch" if mismatch else "failed") if is_over else None
         if self._switch and is_stuck:
             return "deadlock"
         if deadline.has_passed():
             return "deadline"
         is_quiet = self._how.stream and not self._switch and now > self._last_news + QUIET_S
         return "deadlock" if is_quiet and self.progress.is_deadlocked(settled) else None
+
+    def find_failed_call(self) -> int:
+        """Return the number of the first call in which the run has failed, or that not all ranks have ended."""
+        failed = [len(rank.results) for rank in self.ranks if rank.failure or rank.is_closed]
+        if mismatch := self.progress.mismatch:
+            sides = ((mismatch.rank, mismatch.launch), (mismatch.peer, mismatch.peer_launch))
+            failed += [self.ranks[number].record.find_call(launch["index"]) for number, launch in sides]
+        return min(failed or [len(rank.results) for rank in self.ranks])
+
+    def _is_behind(self, settled: Collection[int]) -> bool:
+        """Return whether a rank can continue in an earlier call than the one in which the run has failed.
+
+        The rank must end that call, or the failure would seem to belong to it. Without streamed events, nobody knows
+        whether the rank can continue.
+        """
+        if not (self._switch or self._how.stream) or not self._switch and self.progress.is_deadlocked(settled):
+            return False
+        failed = self.find_failed_call()
+        return any(len(rank.results) < failed for rank in self.ranks if not rank.is_settled)
 
     # ---- messages from the ranks and the server
 
@@ -221,8 +240,6 @@ class Monitor:
                 if SERVER.sandbox and len(rank.record.events) >= MOST_EVENTS:
                     raise Refused(f"reported more than {MOST_EVENTS} events. Likely cause: a loop does not end.")
                 self.progress.add(rank.number, event)
-                if self.progress.mismatch and self.num_ended_before_mismatch is None:
-                    self.num_ended_before_mismatch = min(len(each.results) for each in self.ranks)
                 if self._switch:
                     self._switch.follow(rank.number, event)
         elif letter == b"X":

@@ -90,10 +90,10 @@ def run_calls(
     per_call = zip(values, map(list, zip(*events)), monitor.list_carried())
     completed = [RankResults(own, its_events, output, carried) for own, its_events, carried in per_call]
     if failure:
-        # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
-        earliest = min(len(args_per_call) - 1, len(completed))
+        # The ranks may be in different calls. Report the events of the call in which the run failed.
+        failure.completed = completed[: monitor.find_failed_call()]
+        earliest = min(len(args_per_call) - 1, len(failure.completed))
         failure.events = [own[earliest] for own in events]
-        failure.completed = completed[: monitor.num_ended_before_mismatch]
         raise failure
     return completed
 

@@ -31,6 +31,7 @@ from brigade.progress import Progress
 from brigade.rank import main
 from brigade.runner import deadline, machine, monitor
 from brigade.runner.failure import make_exception_failure
+from brigade.runner.options import RunOptions
 from brigade.runner.process import OUTPUT_LIMIT, STACK_LIMIT, RankProcess
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
 from brigade.runner.report import describe_exit, describe_rank, locate
@@ -119,8 +120,28 @@ def test_a_failed_call_is_reported_with_its_own_events():
     with pytest.raises(RankFailure) as caught:
         run_calls(functions.fail, [[no_rank, "no error"], [1, "the second call"]], world_size=2)
     assert (caught.value.kind, caught.value.rank, caught.value.message) == ("exception", 1, "the second call")
-    assert [len([event for event in events if event["kind"] == "launch"]) for events in caught.value.events] == [1, 0]
+    assert [len([event for event in events if event["kind"] == "launch"]) for events in caught.value.events] == [2, 1]
     assert [list(results) for results in caught.value.completed] == [[None, None]], "those of the first call"
+
+
+@pytest.mark.parametrize("has_switch", [False, True])
+@pytest.mark.parametrize("kind", ["exception", "died", "mismatch"])
+def test_a_rank_that_is_slow_in_an_earlier_call_has_not_failed(kind, has_switch, gate, monkeypatch):
+    """It passes the gate only after the monitor has heard of the failure, and has stopped to wait for others."""
+    find_ending = monitor.Monitor._find_ending
+
+    def let_pass_later(run: monitor.Monitor, *args: Any) -> str | None:
+        ending = find_ending(run, *args)
+        if run.progress.mismatch or run._failed_at:
+            gate.let_pass()
+        return ending
+
+    monkeypatch.setattr(monitor.Monitor, "_find_ending", let_pass_later)
+    monkeypatch.setattr(monitor, "GRACE_S", -1.0)
+    monkeypatch.setattr(RunOptions, "has_switch", has_switch)
+    with pytest.raises(RankFailure) as caught:
+        run_calls(functions.fail_ahead, [[gate.path, call, kind] for call in range(2)], world_size=3, deadline=HANG_S)
+    assert caught.value.kind == kind and [list(results) for results in caught.value.completed] == [[None] * 3]
 
 
 def test_every_run_has_fresh_processes_in_a_fresh_directory_that_goes_with_it():
@@ -155,6 +176,19 @@ def test_a_run_on_the_terminal_has_no_deadline():
     assert get_failure(functions.reduce_once, deadline=1e-9).kind == "deadline"
 
 
+def test_an_exception_before_the_deadline_is_reported_after_it(monkeypatch):
+    """The deadline passes while the monitor, which has no processor, does not hear of the exception."""
+    clock, make = give_clock(monkeypatch, monitor, deadline), monitor.make_exception_failure
+
+    def make_late(*args: Any, **options: Any) -> RankFailure:
+        clock.now = 3.0
+        return make(*args, **options)
+
+    monkeypatch.setattr(monitor, "make_exception_failure", make_late)
+    failure = get_failure(functions.fail, 1, "no such luck", deadline=2.0)
+    assert (failure.kind, failure.rank, failure.message) == ("exception", 1, "no such luck")
+
+
 def test_output_is_capped_and_blocks_nobody():
     for text in run_ranks(functions.chatter, 3).output:
         assert text.startswith("xxxx") and len(text) < OUTPUT_LIMIT + 100 and text.endswith(" printed)")
@@ -163,7 +197,9 @@ def test_output_is_capped_and_blocks_nobody():
 # ---- failures
 
 
-def test_an_exception_is_shown_with_the_frames_that_are_the_users(snapshot):
+def test_an_exception_is_shown_with_the_frames_that_are_the_users(snapshot, monkeypatch):
+    """The other rank waits, but that is no deadlock, even if nobody hears of anything else for a long time."""
+    monkeypatch.setattr(monitor, "QUIET_S", 0.0)
     failure = get_failure(functions.fail, 1, "no such luck")
     assert (failure.kind, failure.rank, failure.error) == ("exception", 1, "ValueError")
     [(file, _, function, text)] = failure.frames

@@ -78,11 +78,29 @@ def write_file(name: str) -> str:
 
 
 def fail(rank: int, message: str) -> None:
-    """Raise ValueError on one rank while the others wait for it."""
+    """Raise ValueError on one rank, after all ranks have printed something, while the others wait for it."""
     print("before the error")
+    dist.barrier()
     if dist.get_rank() == rank:
         raise ValueError(message)
     dist.all_reduce(torch.ones(3))
+
+
+def fail_ahead(gate: str, call: int, how: str) -> None:
+    """Let rank 2 wait at a gate in call 0. In call 1, fail on ranks 0 and 1, as `how` says."""
+    rank = dist.get_rank()
+    if call == 0:
+        dist.all_reduce(torch.ones(3))
+        if rank == 2:
+            wait_at(gate)
+    elif rank == 0 and how == "exception":
+        raise ValueError
+    elif rank == 0 and how == "died":
+        os._exit(0)
+    elif rank == 0:
+        dist.broadcast(torch.ones(3), src=0)
+    else:
+        dist.all_reduce(torch.ones(3))
 
 
 def end(rank: int, how: str) -> None:
