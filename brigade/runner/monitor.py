@@ -220,8 +220,11 @@ class Monitor:
             while message := rank.channel.pop_message(self._max_bytes, max_launch_bytes):
                 self._handle_message(rank, *message)
                 self._send_answers()
-        except UNREADABLE as error:
-            rank.refuse(str(error) if isinstance(error, Refused) else "wrote something unreadable to its channel")
+        except Refused as error:
+            to_blame = rank if error.rank is None else self.ranks[error.rank]
+            to_blame.refuse(str(error))
+        except UNREADABLE:
+            rank.refuse("wrote something unreadable to its channel")
         if self._how.on_event:
             for event in rank.record.events[num_events:]:
                 self._how.on_event(rank.number, event)

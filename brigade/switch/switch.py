@@ -295,7 +295,10 @@ class Switch:
         self._held += nbytes - call.held
         call.held = nbytes
         if self._held > MOST_HELD:
-            raise Refused("has too many bytes in launches that are not complete or not awaited")
+            totals = [sum(one.held for one in own) for own in self.calls]
+            # The rank that launches last may hold little.
+            largest = max(range(len(totals)), key=lambda rank: (totals[rank], rank == call.rank))
+            raise Refused("has too many bytes in launches that are not complete or not awaited", largest)
 
     def _complete(self, call: Call, result: bytes) -> None:
         call.result, call.body = result, b""

@@ -76,6 +76,19 @@ def never_read() -> None:
         os._exit(6)
 
 
+def hold_much(gate: str) -> None:
+    """Rank 1 fills the memory for launches to the last byte, then lets rank 0 launch."""
+    if dist.get_rank() == 0:
+        with open(gate, "rb", buffering=0) as pipe:
+            pipe.read(1)
+        dist.all_reduce(torch.ones(1 << 20))
+    for _ in range(4):
+        handle = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+    handle.is_completed()  # the switch has answered, so it has taken the launches
+    Path(gate).write_bytes(b"x")
+    signal.pause()
+
+
 def look_around(path: str) -> dict[str, Any]:
     """Try to reach the other rank by everything except the switch. Return what worked."""
     rank, found = dist.get_rank(), {}

@@ -21,7 +21,6 @@ import pytest
 from given_clock import give_clock
 from hang_guard import HANG_S, wait_until
 from in_ranks import basics as functions
-from in_ranks.gate import Gate
 
 from brigade.course.modules import ROOT, CourseError
 from brigade.course.submission import PACKAGE
@@ -67,13 +66,6 @@ def get_failure(function: Callable[..., Any], *args: Any, **options: Any) -> Ran
     with pytest.raises(RankFailure) as caught:
         run_ranks(function, *args, **{"deadline": HANG_S} | options)
     return caught.value
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    own = Gate(tmp_path)
-    yield own
-    own.close()
 
 
 @pytest.fixture

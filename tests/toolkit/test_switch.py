@@ -92,8 +92,7 @@ WRONG = {  # what rank 1 does, and what is reported
     "a question about the future": ("channel.poll(0)", "has not made"),
     "half a message": ("channel._socket.sendall(b'C' + struct.pack('<Q', 1000) + b'abc'); os._exit(0)", "exit code 0"),
     "a message without end": ("channel._socket.sendall(b'C' + struct.pack('<Q', 1 << 60))", "unreadable"),
-    # 6 MiB each: five of them leave room for the launch of rank 0, whenever that comes
-    "flood": ("while True: dist.all_reduce(torch.ones(3 << 18), async_op=True)", "too many bytes"),
+    "flood": ("while True: dist.all_reduce(torch.ones(1 << 20), async_op=True)", "too many bytes"),
     "many launches": ("while True: dist.all_reduce(torch.ones(1), async_op=True)", "endless loop"),
 }
 
@@ -104,6 +103,13 @@ def test_a_rank_that_sends_something_wrong_is_reported(code, report, monkeypatch
     monkeypatch.setattr(switch, "MOST_HELD", 32 << 20)
     with pytest.raises(RankFailure, match=report) as caught:
         run_ranks(functions.attack, code, mode="strict", deadline=HANG_S)
+    assert caught.value.rank == 1
+
+
+def test_the_rank_that_holds_most_is_reported_and_not_the_last_to_launch(gate, monkeypatch):
+    monkeypatch.setattr(switch, "MOST_HELD", 32 << 20)
+    with pytest.raises(RankFailure, match="too many bytes") as caught:
+        run_ranks(functions.hold_much, gate.path, mode="strict", deadline=HANG_S)
     assert caught.value.rank == 1
 
 
