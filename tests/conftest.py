@@ -4,7 +4,7 @@
 tests come first. A test that fails is named at once.
 
 Fixtures: `brigade` runs a command, and `refuse` one that must refuse its input. `snapshot` compares a text with a file
-in `toolkit/snapshots`. With `few_cases`, checks take less time.
+in `toolkit/snapshots`. Ranks wait at a `gate`. With `few_cases`, checks take less time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import tempfile
 from collections import namedtuple
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from brigade import dynamo_stub
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
 from brigade.runner import machine, ranks
+from tools.course_files import GIT_VARIABLES
+
+if TYPE_CHECKING:
+    from in_ranks.gate import Gate
 
 # jsonschema, which nbformat imports, would build 38 parsers for formats of addresses: most of nbformat's import time.
 sys.modules.setdefault("rfc3987_syntax", None)
@@ -34,12 +38,9 @@ if os.path.expanduser("~") == "~":
     HOME = tempfile.TemporaryDirectory()
     os.environ["HOME"] = HOME.name
 
-# A git hook sets these variables. With them, `git add` in a test would change the index of the hook's repository.
-for variable in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX"):
-    os.environ.pop(variable, None)
-
-# With these variables, rich and Python add colors to what commands print, although no terminal shows it.
-for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "PYTHON_COLORS"):
+# With variables of git, which its hooks have, `git add` in a test would change the index of the hook's repository. With
+# those of torchrun, commands would act as ranks. With the others, they print colors where no terminal shows them.
+for variable in (*GIT_VARIABLES, *machine.TORCHRUN, "FORCE_COLOR", "TTY_COMPATIBLE", "PYTHON_COLORS"):
     os.environ.pop(variable, None)
 
 dynamo_stub.import_torch()  # before the plugin below imports it with garbage collection
@@ -82,6 +83,16 @@ def refuse(brigade: Callable[..., Done]) -> Callable[..., str]:
         return done.stderr
 
     return run
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Generator[Gate, None, None]:
+    """A gate at which ranks wait for the test."""
+    from in_ranks.gate import Gate
+
+    own = Gate(tmp_path)
+    yield own
+    own.close()
 
 
 @pytest.fixture

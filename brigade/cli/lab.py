@@ -26,6 +26,7 @@ from brigade.course.submission import read, resolve_target
 from brigade.course.written import MEASUREMENTS, locate_measurements
 from brigade.lab import torchrun
 from brigade.lab.experiment import explain_failure, show_progress
+from brigade.runner.machine import is_torchrun
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
@@ -112,7 +113,7 @@ def run_bench(options: argparse.Namespace) -> int:
         variants = [ladder.set_bucket_size(v, mb) for v in (*variants, ladder.TORCH_DDP) for mb in options.bucket_mb]
     variants = [replace(variant, dtype=options.dtype) for variant in variants]
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
-    if torchrun.is_torchrun():
+    if is_torchrun():
         how["run"] = torchrun.run_on_torchrun
     elif options.target != "solutions":  # finds a deadlock within seconds instead of at the deadline
         ladder.dry_run(workload, variants, sources, **how)
@@ -146,7 +147,7 @@ def choose_ranks(options: argparse.Namespace) -> tuple[int, str]:
     from brigade.runner import machine
 
     world_size = local_size = options.ranks or 2
-    if torchrun.is_torchrun():
+    if is_torchrun():
         _, world_size, _, local_size = torchrun.read_rank_variables()
         if options.ranks not in (None, world_size):
             raise CourseError(f"--ranks {options.ranks}: torchrun has started {world_size} ranks; leave out --ranks")

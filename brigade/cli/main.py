@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from brigade.course.modules import HAS_SOLUTIONS, CourseError
-from brigade.runner import ranks
+from brigade.runner import machine, ranks
 
 OTHERS_FIRST_S = 5.0
 SETUP = "Run `make setup` once, then `source .venv/bin/activate` in each new terminal."
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def is_other_rank() -> bool:
     """Return whether torchrun has started this process as a rank other than 0."""
-    return "MASTER_ADDR" in os.environ and os.environ.get("RANK", "0") != "0"
+    return machine.is_torchrun() and os.environ["RANK"] != "0"
 
 
 def parse_silently(arguments: Sequence[str]) -> argparse.Namespace:

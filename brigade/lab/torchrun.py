@@ -1,6 +1,5 @@
 """Use ranks that were started by `torchrun`, or by another launcher that sets the same environment variables.
 
-    is_torchrun()                    whether this process is such a rank
     run_on_torchrun(function)        like `run_ranks`, with this process as a rank
     report_rank_failures(command)    wrap a command, so that only rank 0 prints
 
@@ -28,11 +27,10 @@ from brigade.course.submission import PACKAGE, find_sources
 from brigade.events import Event
 from brigade.progress import RankRecord
 from brigade.runner.failure import BROKEN_LINK, RankFailure, make_exception_failure
-from brigade.runner.machine import count_cores, make_nccl_environments
+from brigade.runner.machine import TORCHRUN, count_cores, is_torchrun, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, draw_seeds
 from brigade.runner.server import SERVER
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
 # this long for torchrun to end it. If the failure was on another machine, the process then ends by itself.
 OTHERS_FIRST_S = 5.0
@@ -42,14 +40,9 @@ POLL_S = 0.5
 UNREACHABLE = "could not be reached: set GLOO_SOCKET_IFNAME to the interface that the machines share"
 
 
-def is_torchrun() -> bool:
-    """Return whether this process is one of the ranks that `torchrun` has started."""
-    return all(os.environ.get(name) for name in VARIABLES)
-
-
 def read_rank_variables() -> tuple[int, int, int, int]:
     """Return this process's rank, the world size, its local rank and the number of ranks on this machine."""
-    rank, size, local_rank, local_size = (int(os.environ[name]) for name in VARIABLES[:4])
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in TORCHRUN[:4])
     return rank, size, local_rank, local_size
 
 

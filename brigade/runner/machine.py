@@ -15,9 +15,17 @@ from brigade.course.modules import CourseError
 # In a container, this file contains the CPU time allowed per period (or "max") and the period, in microseconds.
 CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
 
+# torchrun sets all of these variables. A cluster may set some of them for every process of a job.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 # Connect the ranks of a group when it is created. Otherwise the first collective of each kind connects them, and a rank
 # blocks inside the launch until all others launch it too.
 EVERYWHERE = {"NCCL_RUNTIME_CONNECT": "0"}
+
+
+def is_torchrun() -> bool:
+    """Return whether this process is one of the ranks that `torchrun` has started."""
+    return all(os.environ.get(name) for name in TORCHRUN)
 
 
 def count_cores() -> int:

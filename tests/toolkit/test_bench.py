@@ -27,18 +27,13 @@ from brigade.course.submission import read
 from brigade.lab import bench, ladder, on_ranks, plots, torchrun
 from brigade.progress import RankRecord
 from brigade.rank.emulated_link import Link
+from brigade.runner import machine
 from brigade.runner.failure import RankFailure
 from brigade.runner.ranks import run_ranks
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
 ALL_REDUCE = r"( +)(dist\.all_reduce\(.*\))"
 NO_GRADIENTS = {"parameters": 1, "gradients": 1, "optimizer state": 1}
-
-
-@pytest.fixture(autouse=True)
-def outside_torchrun(monkeypatch):
-    for name in torchrun.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -74,18 +69,25 @@ def test_wrong_input_gets_one_line(brigade, arguments, sentence):
 @pytest.mark.parametrize("wrong", [["--rounds", "6"], ["--size", "huge"]])
 def test_only_rank_0_of_torchrun_says_what_is_wrong(wrong, monkeypatch, capfd):
     monkeypatch.setattr(cli, "OTHERS_FIRST_S", 0)
-    for name, value in zip(torchrun.VARIABLES, ("1", "2", "1", "2", "localhost", "0")):
+    for name, value in zip(machine.TORCHRUN, ("1", "2", "1", "2", "localhost", "0")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", *wrong])
     assert capfd.readouterr() == ("", "")
 
 
+def test_variables_of_a_cluster_do_not_silence_a_command(refuse, monkeypatch):
+    """Some clusters set these four in each container, for whatever runs there."""
+    for name, value in {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert "--rounds 6" in refuse("bench", "--rounds", 6)
+
+
 def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     wanted = [argparse.Namespace(ranks=ranks, backend=None) for ranks in (1, None, 3)]
     assert [lab.choose_ranks(one) for one in wanted] == [(1, "nccl"), (2, "nccl"), (3, "gloo")]
-    for name, value in zip(torchrun.VARIABLES, ("5", "8", "1", "2", "localhost", "0")):
+    for name, value in zip(machine.TORCHRUN, ("5", "8", "1", "2", "localhost", "0")):
         monkeypatch.setenv(name, value)
     assert lab.choose_ranks(wanted[1]) == (8, "nccl"), "two of eight ranks are on this machine"
     with pytest.raises(CourseError, match="--ranks 3: torchrun has started 8"):
@@ -461,7 +463,7 @@ def test_under_torchrun_variants_that_do_not_fit_run_one_after_the_other(measure
 
 
 def test_under_torchrun_no_link_is_emulated(monkeypatch):
-    for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
+    for name, value in zip(machine.TORCHRUN, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(CourseError, match="leave out the options of an emulated link"):
         torchrun.run_on_torchrun(on_ranks.train, {}, [], mode="emulate")
