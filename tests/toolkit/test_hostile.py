@@ -15,12 +15,11 @@ import os
 import random
 import re
 import resource
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hostile
 import psutil
@@ -280,26 +279,31 @@ def test_with_little_memory_a_rank_can_keep_nothing_elsewhere(user):
 
 
 RIGHT = hostile.Hostile("the reference", hostile.reference(""), 8, checks=hostile.ALL)
-AT_WORK = 2  # checks that have finished when it happens
 
 
 def finished(state: Grading) -> int:
     return sum(outcome.is_settled for outcome in state.outcomes)
 
 
-def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_path):
+@pytest.mark.parametrize("moment", ["before the fork", "after the fork"])
+def test_a_fork_server_that_is_killed_is_started_again(moment, user, submission, tmp_path, monkeypatch):
     """The interrupted check runs again, because the submission did not kill the server."""
     RIGHT.write(submission)
-    servers = []
+    fork, servers = ranks.SERVER.fork, []
 
-    def kill_once(state: Grading) -> None:
-        if finished(state) == AT_WORK and not servers:
-            servers.append(ranks.SERVER._process.pid)
-            threading.Timer(0.05, os.kill, (servers[0], signal.SIGKILL)).start()
+    def fork_and_kill(*arguments: Any) -> list[int]:
+        """Kill the server once, in the fifth run of ranks."""
+        servers.append(ranks.SERVER._process)
+        pids = fork(*arguments) if len(servers) != 5 or moment == "after the fork" else []
+        if len(servers) == 5:
+            servers[-1].kill()
+            servers[-1].wait()
+        return pids or fork(*arguments)
 
-    graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_once)
+    monkeypatch.setattr(ranks.SERVER, "fork", fork_and_kill)
+    graded = Graded(submission, tmp_path / "results.json", RIGHT)
     assert graded.state.score == 8, graded.failures
-    assert ranks.SERVER._process.pid != servers[0]
+    assert servers[4] is servers[0] is not servers[-1]
     expect_nothing_left(user)
 
 
