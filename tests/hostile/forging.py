@@ -62,7 +62,7 @@ class NaiveDDP(NaiveDDP):
 CASES += parse(
     globals(),
     r"""
-=== frames without end | 0 | sent more than | long
+=== frames without end | 0 | more than 20000 events | long
 event = b'[{"kind": "x", "time": 0.0, "phase": ""}]'
 frames = (b"E" + struct.pack("<Q", len(event)) + event) * 10_000
 found = channel()
