@@ -25,7 +25,7 @@ def test_every_result_is_in_the_report(tmp_path, monkeypatch, snapshot):
         run_text("fewer points", "print('7 of 8 points')", expects=r"(\d+) of \1 points"),
         run_text("bad", "print('no | more'); raise SystemExit(3)"),
         run_text("hangs", "import time; time.sleep(1000)", limit_s=2),
-        Step("missing", 600, "a.log", ["no-such-command"]),
+        Step("missing", 600, "a.log", ["/no/such/command"]),
     ]
     run.run_all(steps, jobs=1)
     run.ends_at = run.began
