@@ -138,6 +138,7 @@ class CheckContext:
             note = "The time limit for the checks of this module was reached here." if is_late else ""
             raise to_failure(failure, self.sources, note) from None
         self.output = results[0].output
+        expect_forms(scenario, results, args_per_call)
         self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
         self.contradiction = self.contradiction or find_missing_content(scenario, results, args_per_call)
         return results
@@ -155,8 +156,10 @@ class CheckContext:
             results = self._start(scenario, jobs, len(jobs_per_call[0]), backend="gloo", **options)
         except ranks.RankFailure as failure:
             self.output = failure.output
+            expect_forms(scenario, failure.completed, jobs)
             return [*failure.completed, failure]
         self.output = results[0].output
+        expect_forms(scenario, results, jobs)
         return [*results]
 
     def _start(
@@ -208,6 +211,22 @@ class CheckContext:
             return None
         finally:
             self.output = output
+
+
+def expect_forms(
+    scenario: Callable[..., Any], results_per_call: Sequence[ranks.RankResults], args_per_call: Sequence[Sequence[Any]]
+) -> None:
+    """Expect each result to have the form that its scenario states. See `forms.py`."""
+    from brigade.checks.forms import find_mistake
+
+    make_form = getattr(scenario, "make_form", None)
+    for results, args in zip(results_per_call, args_per_call if make_form else ()):
+        for rank, result in enumerate(results):
+            own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
+            if mistake := find_mistake(scenario.make_form(*own), result):
+                raise CheckFailed(
+                    Verdict("each rank returns what it was asked for", mistake, rank=rank), results.events
+                )
 
 
 def find_contradictory_record(

@@ -129,7 +129,12 @@ def start_server() -> None:
 
     Isolated ranks cannot read the course's files, so they can use only modules that the server has imported.
     """
-    SERVER.preload |= {"brigade.checks.edge_case_models", "brigade.checks.tiny_lm", "brigade.testing"}
+    SERVER.preload |= {
+        "brigade.checks.edge_case_models",
+        "brigade.checks.forms",
+        "brigade.checks.tiny_lm",
+        "brigade.testing",
+    }
     SERVER.start()
 
 

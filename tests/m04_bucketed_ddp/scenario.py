@@ -2,10 +2,12 @@
 
 import torch
 
+from brigade.checks.forms import ListOf, returns
 from brigade.checks.tiny_lm import make_tiny_lm
 from brigade.rank.api import student
 
 
+@returns(lambda cases: [ListOf(ListOf(int))] * len(cases))
 def plan(cases: list[dict]) -> list[list[list[int]]]:
     """Return the buckets of plan_buckets for parameters of these sizes and dtypes, as indices into their order."""
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")
@@ -21,6 +23,7 @@ def plan(cases: list[dict]) -> list[list[list[int]]]:
     return answers
 
 
+@returns(lambda size, caps_mb: [int] * len(caps_mb))
 def plan_model(size: str, caps_mb: list[int]) -> list[int]:
     """Return the number of buckets that plan_buckets returns for a TinyLM, for each cap in MiB."""
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")

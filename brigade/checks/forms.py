@@ -1,0 +1,151 @@
+"""The form of what a rank returns, stated beside the scenario and compared before any check reads the result.
+
+A rank runs code that we do not trust, so it may return anything. A check that loops over an answer would accept an
+empty one. Therefore each scenario says what it returns, and the parent refuses every other result:
+
+    @returns(lambda cases: [ListOf(ListOf(int)) for case in cases])
+    def plan(cases: list[dict]) -> list[list[list[int]]]:
+
+The function gets the arguments of the scenario on the rank and returns the form of the rank's result:
+
+    int, float, str, bool, bytes, torch.dtype   a value of exactly this type
+    None                          None
+    [form, form], (form, form)    a list or a tuple of exactly these values
+    {"key": form}                 a dict with exactly these keys
+    a tensor                      a tensor with the same dtype and shape, see also `Like`
+    ListOf(form), DictOf(form)    a list or a dict of any length: only if its length is a part of the answer
+    Maybe(form), OneOf(form, ...) None or the form; one of several forms
+
+The values are the check's business: NaN and wrong numbers have the right form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def returns(make_form: Callable[..., Any]) -> Callable[[F], F]:
+    """State the form of what the decorated scenario returns: `make_form` of its arguments."""
+
+    def state(scenario: F) -> F:
+        scenario.make_form = make_form  # type: ignore[attr-defined]
+        return scenario
+
+    return state
+
+
+class OneOf:
+    """One of several forms."""
+
+    def __init__(self, *forms: Any):
+        self.forms = forms
+
+
+class Maybe(OneOf):
+    """None or a value of the form."""
+
+    def __init__(self, form: Any):
+        super().__init__(None, form)
+
+
+class ListOf:
+    """A list of values of one form, of any length."""
+
+    def __init__(self, form: Any):
+        self.form = form
+
+
+class DictOf:
+    """A dict of values of one form, with any keys of a type."""
+
+    def __init__(self, form: Any, key: type = str):
+        self.form, self.key = form, key
+
+
+class Like:
+    """A tensor of this dtype and shape. None: any shape, which the check must then compare, or any real dtype."""
+
+    def __init__(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None):
+        self.dtype, self.shape = dtype, None if shape is None else tuple(shape)
+
+
+def like(tensors: Mapping[str, Tensor | None], with_shapes: bool = True) -> dict[str, Any]:
+    """Return the form of tensors by name: each has the dtype and the shape of its namesake in `tensors`, or is None.
+
+    Without shapes, the check must compare them, as `expect_equal` does.
+    """
+    return {
+        name: Maybe(Like() if tensor is None else Like(tensor.dtype, tuple(tensor.shape) if with_shapes else None))
+        for name, tensor in tensors.items()
+    }
+
+
+def find_mistake(form: Any, value: Any, place: str = "") -> str:
+    """Return how a value differs from a form, or "" if it does not. `place` says where in the result the value is."""
+    where = f"{place}: " * bool(place)
+    if isinstance(form, OneOf):
+        each = [find_mistake(one, value, place) for one in form.forms]
+        return "" if "" in each else each[-1]
+    if isinstance(form, (Like, Tensor)):
+        return where + mistake if (mistake := find_tensor_mistake(form, value)) else ""
+    if isinstance(form, DictOf) and type(value) is dict:
+        wrong = next((key for key in value if type(key) is not form.key), None)
+        form = dict.fromkeys(value, form.form) if wrong is None else {}
+    if isinstance(form, ListOf) and type(value) is list:
+        form = [form.form] * len(value)
+    if not isinstance(form, (list, tuple, dict)):
+        is_right = value is None if form is None else type(value) is form
+        return "" if is_right else f"{where}{describe(value)} came, and {describe_form(form)} was asked for"
+    if type(value) is not type(form):
+        return f"{where}{describe(value)} came, and {describe_form(form)} was asked for"
+    if type(form) is type(value) is dict and value.keys() != form.keys():
+        wrong = min(map(str, value.keys() ^ form.keys()))
+        return f"{where}the entry {wrong[:60]!r} is {'missing' if wrong in map(str, form) else 'too many'}"
+    if len(value) != len(form):
+        asked = f"{len(form)} answers were" if len(form) != 1 else "1 answer was"
+        return f"{where}{asked} asked for, and {len(value) or 'none'} came"
+    for key in form if isinstance(form, dict) else range(len(form)):
+        at = f"{place}, {key}" if place else name_place(key)
+        if mistake := find_mistake(form[key], value[key], at):
+            return mistake
+    return ""
+
+
+def name_place(key: Any) -> str:
+    """Return where in a result a value is: the key of a dict, or the number of an answer in a list."""
+    return f"answer {key}" if type(key) is int else str(key)
+
+
+def find_tensor_mistake(form: Like | Tensor, value: Any) -> str:
+    """Return how a value differs from the form of a tensor, or ""."""
+    if not isinstance(value, Tensor):
+        return f"{describe(value)} came, and a tensor was asked for"
+    if value.is_complex() and (form.dtype is None or not form.dtype.is_complex):
+        return "the tensor is complex, and it must be real"
+    names = [str(dtype).removeprefix("torch.") for dtype in (value.dtype, form.dtype)]
+    if form.dtype not in (None, value.dtype):
+        return f"the tensor is {names[0]}, and {names[1]} was asked for"
+    if form.shape is not None and tuple(value.shape) != tuple(form.shape):
+        return f"the shape is {tuple(value.shape)}, and {tuple(form.shape)} was asked for"
+    return ""
+
+
+def describe(value: Any) -> str:
+    """Return text such as "a list of 3"."""
+    sized = f" of {len(value)}" if isinstance(value, (list, tuple, dict)) else ""
+    return "None" if value is None else f"a {type(value).__name__}{sized}"
+
+
+def describe_form(form: Any) -> str:
+    """Return what a form asks for, such as "a float"."""
+    if isinstance(form, (list, tuple, dict)):
+        return describe(form)
+    if isinstance(form, (ListOf, DictOf)):
+        return "a list" if isinstance(form, ListOf) else "a dict"
+    return "None" if form is None else f"a {form.__name__}"
