@@ -219,11 +219,13 @@ def expect_forms(
     """Expect each result to have the form that its scenario states. See `forms.py`."""
     from brigade.checks.forms import find_mistake
 
-    make_form = getattr(scenario, "make_form", None)
-    for results, args in zip(results_per_call, args_per_call if make_form else ()):
+    make_form: Callable[..., Any] | None = getattr(scenario, "make_form", None)
+    if make_form is None:
+        return
+    for results, args in zip(results_per_call, args_per_call):
         for rank, result in enumerate(results):
             own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
-            if mistake := find_mistake(scenario.make_form(*own), result):
+            if mistake := find_mistake(make_form(*own), result):
                 raise CheckFailed(
                     Verdict("each rank returns what it was asked for", mistake, rank=rank), results.events
                 )
