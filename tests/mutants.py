@@ -28,7 +28,7 @@ import pytest
 from brigade.checks.collect import Check, collect
 from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
-from brigade.checks.verdict import Outcome
+from brigade.checks.verdict import Outcome, Verdict
 from brigade.course.modules import ROOT, Module, get_module
 from brigade.course.submission import read
 
@@ -161,6 +161,11 @@ def run_on_text(check: Check, text: str | Texts, conditions: Conditions) -> Outc
     return run_check(check, "solutions", conditions, sources=read("solutions", entry.number) | own)
 
 
+def find_told(verdict: Verdict) -> str:
+    """Return what tells the student the cause: the likely cause, or everything if there is none."""
+    return " ".join((verdict.likely_cause or str(verdict)).split())
+
+
 def escapes(mutant: Change, conditions: Conditions) -> str:
     """Return in which way a mutant escapes the checks that it names; "" if it does not.
 
@@ -178,12 +183,12 @@ def escapes(mutant: Change, conditions: Conditions) -> str:
         likely_cause = outcome.verdict.likely_cause
         if likely_cause and ("?" in likely_cause or not likely_cause.endswith(".")):
             return f"{name}: the likely cause is no statement that ends with a full stop: {likely_cause}"
-        if name == mutant.checks[0] and mutant.cause not in " ".join(str(outcome.verdict).split()):
+        if name == mutant.checks[0] and mutant.cause not in find_told(outcome.verdict):
             return f"{name}: the student is not told {mutant.cause!r} but:\n{outcome.verdict}"
     needed = checks[mutant.checks[0]].needs
     while needed and mutant.cause:
         outcome = run_on_text(checks[needed], texts, conditions)
-        if not outcome.passed and mutant.cause not in " ".join(str(outcome.verdict).split()):
+        if not outcome.passed and mutant.cause not in find_told(outcome.verdict):
             return f"{needed} hides the cause of {mutant.checks[0]}, which needs it:\n{outcome.verdict}"
         needed = checks[needed].needs
     return ""

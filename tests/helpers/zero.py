@@ -45,10 +45,10 @@ def expect_trained(
     """
     ranks = list(ranks or range(len(results)))
     for rank in ranks:
-        what, is_optimizer = "ZeroOptimizer is a subclass of torch.optim.Optimizer", results[rank]["is_optimizer"]
-        At(rank).claim(what, is_optimizer, "it is not a subclass", causes.NO_OPTIMIZER)
-        what = "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only the averages of its own shards"
-        At(rank).claim(what, not results[rank]["gather_grads"], "it is True", causes.GATHERED)
+        derived = "ZeroOptimizer is a subclass of torch.optim.Optimizer"
+        At(rank).claim(derived, results[rank]["is_optimizer"], "it is not a subclass", causes.NO_OPTIMIZER)
+        sharded = "ZeroOptimizer sets ddp.gather_grads to False, because a rank needs only averages of its own shards"
+        At(rank).claim(sharded, not results[rank]["gather_grads"], "it is True", causes.GATHERED)
     actual = [results[rank]["weights"] for rank in ranks]
     cause = partial(causes.find_cause, actual, expected, start, hypotheses, tolerance, otherwise)
     with replace_cause(lambda failed: cause()):

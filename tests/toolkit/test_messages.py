@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Outcome, Verdict
 from brigade.cli.check import list_urgent
 from brigade.course.listing import Part, list_checks
-from brigade.course.modules import MODULES, get_module
+from brigade.course.modules import MODULES, ROOT, get_module
 
 
 def make_outcome(place: int, likely_cause: str = "", got: str = "entry 3 is 1, expected 2", **fields: Any) -> Outcome:
@@ -147,3 +148,32 @@ def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
     failed = sum(not outcome.passed for outcome in outcomes)
     assert mutant.cause in " ".join(" ".join(messages).split())
     assert failed + sum(message.count("\n") + 1 for message in messages) <= render.MAX_LINES
+
+
+def list_overwritten(text: str) -> list[str]:
+    """Return the arguments that an assignment in a loop replaces, without reading them."""
+    found = []
+    for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)):
+        arguments = {argument.arg for argument in [*function.args.args, *function.args.kwonlyargs]}
+        for loop in (node for node in ast.walk(function) if isinstance(node, ast.For)):
+            for one in (node for node in ast.walk(loop) if isinstance(node, (ast.Assign, ast.For))):
+                value, targets = (one.iter, [one.target]) if isinstance(one, ast.For) else (one.value, one.targets)
+                read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+                names = {node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+                written = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+                found += [f"{function.name}: {name}" for name in sorted((arguments & written) - read)]
+    return found
+
+
+EXAMINE = [*ROOT.glob("tests/test_m*.py"), *ROOT.glob("tests/m*/[ce]*.py"), *ROOT.glob("tests/helpers/*.py")]
+
+
+@pytest.mark.parametrize("path", [*EXAMINE, *ROOT.glob("brigade/checks/**/*.py")], ids=lambda path: path.name)
+def test_no_loop_overwrites_what_a_check_expects(path):
+    """Otherwise, the message of a later failure says what the loop has expected."""
+    assert not list_overwritten(path.read_text())
+
+
+def test_an_overwritten_argument_is_found():
+    loop = "def f(what, size):\n    for rank in x:\n        what, size = 'all is well', size + 1\n"
+    assert list_overwritten(loop) == ["f: what"]
