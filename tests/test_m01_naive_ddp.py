@@ -20,7 +20,7 @@ JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 @pytest.mark.points(1)
 def test_parameters_start_equal(submission):
     """After construction, all parameters, including frozen and transposed ones, equal those of rank 0."""
-    for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
+    for world, model in submission.pair_worlds((2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world)
         for states, events in collect_start_states(submission, case, world):
             expect_start(states, case, "parameters", events=events)
@@ -52,7 +52,7 @@ def test_gradients_are_averaged(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_several_steps(submission):
     """After four steps with evaluations, and one or two backward passes, the weights equal those from one process."""
-    for world, optimizer, count in zip(submission.worlds(2, 3), ("sgd", "adam"), (1, 2)):
+    for world, optimizer, count in submission.pair_worlds((2, 3), ("sgd", "adam"), (1, 2)):
         case = submission.case("Tied", world, steps=4, micro_batches=count, dtype=torch.float64, optimizer=optimizer)
         jobs, judge = case.make_jobs(visits=training.VISITS, **JOB), partial(expect_weights, case=case)
         with blame_visits(submission, jobs, judge):
@@ -62,7 +62,7 @@ def test_several_steps(submission):
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
     """A gradient counts as zero on ranks that do not use its parameter. If no rank uses it, there is no error."""
-    for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
+    for world, dtype in submission.pair_worlds((2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         jobs = case.make_jobs(visits=[training.EVAL_MODE] * (world == 3), **JOB)
         what = "every gradient is the average, even if the ranks use different layers"

@@ -99,7 +99,7 @@ def test_gradients_keep_shape_and_stride(submission):
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
     """Ranks that do not use a parameter contribute zeros to the single all-reduce, even if no rank uses it."""
-    for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
+    for world, dtype in submission.pair_worlds((2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         with replace_cause(causes.find_left_out_gradients):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)

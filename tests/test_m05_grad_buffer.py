@@ -106,7 +106,7 @@ def test_gradients_are_averaged(submission):
 @pytest.mark.points(2)
 def test_gradients_are_views(submission):
     """Gradients are views of the buffer at the layout's offsets. A step copies no more bytes than the bare model."""
-    for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
+    for world, form in submission.pair_worlds((2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
         names, layout = lay_out(case, world)
         results = submission.run(scenario.train, case.make_jobs(zero=form, late=False, **JOB), world_size=world)
@@ -192,7 +192,7 @@ def test_main_grad_accumulates_in_fp32(submission):
     sizes = submission.rng.sample(range(3, 200), 4)
     # One gradient is about 1, and 40 gradients are about 1/500. In bf16, each of these 40 would be rounded away.
     scales = [1.0] + [0.002] * 40
-    for world, set_to_none in zip(submission.worlds(2, 3), (True, False)):
+    for world, set_to_none in submission.pair_worlds((2, 3), (True, False)):
         batches = [  # for each rank, two steps of 41 micro-batches
             [[[(scale * (0.5 + torch.rand(size, generator=rng))).bfloat16() for size in sizes] for scale in scales]
              for _ in range(2)]
@@ -245,7 +245,7 @@ def test_main_grad_accumulates_in_fp32(submission):
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_one_buffer_per_dtype(submission):
     """The parameters of each dtype share one buffer, in this dtype or a wider grad_dtype. Gradients are averaged."""
-    for world, grad_dtype in zip(submission.worlds(2, 3), (None, torch.float32)):
+    for world, grad_dtype in submission.pair_worlds((2, 3), (None, torch.float32)):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}
         wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these

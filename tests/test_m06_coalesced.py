@@ -136,7 +136,7 @@ def test_bucket_group(submission):
     """A BucketGroup averages this rank's shards of its buckets in one launch, and gathers parameters in another."""
     rng = submission.rng
     indices = [[0, 2], [1]]  # of the buckets in two groups; bucket 3, the last one, is in no group
-    for world, dtype in zip(submission.worlds(2, 3, 4), (F32, F64, F32)):
+    for world, dtype in submission.pair_worlds((2, 3, 4), (F32, F64, F32)):
         groups = split_ranks(world)
         shapes = [
             shape for _ in range(4) for shape in ((rng.randint(3, 60),), (rng.randint(15, 20), rng.randint(10, 30)))
@@ -185,7 +185,7 @@ def test_bucket_group(submission):
 @pytest.mark.needs("test_bucket_group")
 def test_shards_without_gather(submission):
     """With gather_grads=False, this rank's shards are averaged, and parameters are gathered instead of gradients."""
-    for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
+    for world, buckets_per_group in submission.pair_worlds((2, 4), (2, 1)):
         case = submission.case("Plain", world, steps=3, dtype=F64, group=split_ranks(world)[0])
         jobs = case.make_jobs(groups=split_ranks(world), **make_job(buckets_per_group))
         results = submission.run(scenario.train_on_shards, jobs, world_size=world)
@@ -226,7 +226,7 @@ def test_gradients_are_averaged(submission):
 @pytest.mark.points(2)
 def test_launches_and_volume(submission):
     """A step launches one reduce-scatter and one all-gather per group. Together, they send as much as an all-reduce."""
-    cases = zip(submission.worlds(2, 3, 2, 2), ("Plain", "MixedDtypes", "MixedDtypes", "Plain"), (2, 1, None, None))
+    cases = submission.pair_worlds((2, 3, 2, 2), ("Plain", "MixedDtypes", "MixedDtypes", "Plain"), (2, 1, None, None))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world, hidden_layers=6 if model == "Plain" else 4, steps=2)
         results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)
@@ -244,7 +244,7 @@ def test_launches_and_volume(submission):
 @pytest.mark.points(2)
 def test_groups_overlap_with_backward(submission):
     """Backward launches each complete group before the next group is complete, and does not wait for it immediately."""
-    for world, is_uneven in zip(submission.worlds(2, 3), (False, True)):
+    for world, is_uneven in submission.pair_worlds((2, 3), (False, True)):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         buckets_per_group = choose_uneven(case, world) if is_uneven else 1
         jobs = case.make_jobs(proven=1, **make_job(buckets_per_group))
@@ -287,7 +287,7 @@ def test_steps_and_subgroups(submission):
     expect_no_old_gradients(submission, submission.worlds(2)[0], make_job(2))
     expect_idle_rank(submission, make_job(2))
     expect_accumulated(submission, submission.worlds(2)[0], make_job(2))
-    for gather_grads, world in zip((True, False), submission.worlds(2, 1)):  # one rank has all averages, ungathered
+    for world, gather_grads in submission.pair_worlds((2, 1), (True, False)):  # one rank has all averages, ungathered
         expect_fp32_gradients(submission, world, gather_grads)
 
 

@@ -36,7 +36,7 @@ def make_job(buckets_per_group=1, **arguments):
 def test_gradients_are_averaged(submission):
     """Replicas start equal. A reduce-scatter and an all-gather per group average gradients, even after reallocate()."""
     models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
-    for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
+    for world, model, buckets_per_group in submission.pair_worlds((1, 2, 3, 4), models, (1, 2, None, 2)):
         is_mixed = model == "MixedDtypes"
         case = submission.case(model, world, steps=2, dtype=None if is_mixed else torch.float64)
         jobs = case.make_jobs(reallocate=1, **make_job(buckets_per_group))
@@ -54,7 +54,7 @@ def test_gradients_are_averaged(submission):
 @pytest.mark.points(3)
 def test_steady_step_makes_no_view(submission):
     """Hooks, finish_grad_sync and the parameter sync create no views once the cache is full, even after a move."""
-    cases = zip(submission.worlds(2, 3), (True, False), (2, 1), (None, torch.float32))
+    cases = submission.pair_worlds((2, 3), (True, False), (2, 1), (None, torch.float32))
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
         jobs = case.make_jobs(
@@ -78,7 +78,7 @@ def test_steady_step_makes_no_view(submission):
 def test_views_follow_the_buffer(submission):
     """After buffer.reallocate(), gradients and parameters use the new memory, and views are cached again."""
     moves = [0, 1, 0, 2, 0]  # calls of reallocate() before each step
-    cases = zip(submission.worlds(2, 3, 2), (True, True, False), (torch.float64, torch.float32, torch.float64))
+    cases = submission.pair_worlds((2, 3, 2), (True, True, False), (torch.float64, torch.float32, torch.float64))
     runs = []
     for world, gather_grads, dtype in cases:
         case = submission.case("Plain", world, micro_batches=len(moves), dtype=dtype)
@@ -116,7 +116,7 @@ def test_views_follow_the_buffer(submission):
 @pytest.mark.points(1)
 def test_launches_are_those_of_module_6(submission):
     """Each group has one reduce-scatter in backward and one all-gather of gradients or parameters. Views are cached."""
-    for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
+    for world, buckets_per_group, gather_grads in submission.pair_worlds((2, 3), (2, 1), (True, False)):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
         jobs = case.make_jobs(proven=1, gather_grads=gather_grads, moves=[0] * 3, **make_job(buckets_per_group))
         results = submission.run(scenario.run_steps, jobs, world_size=world)

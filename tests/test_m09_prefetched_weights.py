@@ -38,7 +38,7 @@ def test_equals_unsharded(submission):
     """Weights equal the plain optimizer's, even with closures, clipping, skipped layers and evaluations."""
     models = ("Plain", "Tied", "Branches", "Frozen")
     details = ({"closure": True}, {}, {}, {"max_norm": 0.5})
-    for world, model, detail in zip(submission.worlds(1, 2, 3, 4), models, details):
+    for world, model, detail in submission.pair_worlds((1, 2, 3, 4), models, details):
         branches = [0, 1, 0][:world] if model == "Branches" else None
         groups, case = draw_training(submission, model, world, branches)
         recipe = make_recipe("Adam" if model == "Branches" else "AdamW", **detail)
@@ -55,7 +55,7 @@ def test_equals_unsharded(submission):
 @pytest.mark.points(3)
 def test_step_waits_for_no_weights(submission):
     """step launches one asynchronous all-gather per group, and returns without waiting for any of them."""
-    for world, model, per_group in zip(submission.worlds(2, 3), ("Plain", "MixedDtypes"), (2, 1)):
+    for world, model, per_group in submission.pair_worlds((2, 3), ("Plain", "MixedDtypes"), (2, 1)):
         case = submission.case(model, world, steps=3, hidden_layers=5)
         jobs = make_jobs(case, make_recipe("SGD"), per_group)
         results = submission.run(scenario.observe, jobs, world_size=world)
@@ -71,7 +71,7 @@ def test_weights_are_awaited_just_before_use(submission):
     """Forward waits for each group just before the first module that has one of its parameters, in launch order."""
     # With one bucket per dtype, the group of the first layer also has the last layer.
     models, bucket_numels = ("Plain", "MixedDtypes", "MixedDtypes", "Listed", "Blocks"), (1, BUCKET_NUMEL, None, 1, 1)
-    for world, model, bucket_numel in zip(submission.worlds(2, 3, 2, 2, 2), models, bucket_numels):
+    for world, model, bucket_numel in submission.pair_worlds((2, 3, 2, 2, 2), models, bucket_numels):
         per_group = ACROSS_BLOCKS if model == "Blocks" else 1
         hidden_layers = 5 if bucket_numel else 3
         case = submission.case(model, world, steps=4, hidden_layers=hidden_layers, forward_borders=True)
@@ -89,7 +89,7 @@ def test_weights_are_awaited_just_before_use(submission):
 @pytest.mark.needs("test_equals_unsharded")
 def test_groups_that_no_forward_used(submission):
     """If forward skips a layer, a layer that shares its weight or group waits for it, or else the next step does."""
-    for world, model in zip(submission.worlds(2, 3, 2), ("Branches", "TiedBranches", "Blocks")):
+    for world, model in submission.pair_worlds((2, 3, 2), ("Branches", "TiedBranches", "Blocks")):
         case = submission.case(model, world, steps=4, forward_borders=True, hidden_layers=3)
         per_group = ACROSS_BLOCKS if model == "Blocks" else 1
         jobs = make_jobs(case, make_recipe("Adam"), per_group, bucket_numel=1, proven=1)

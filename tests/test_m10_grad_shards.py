@@ -37,7 +37,7 @@ def make_jobs(case, max_live_buckets=2, grad_dtype=None, **more):
 def test_equals_unsharded(submission):
     """Weights equal the plain optimizer's, even with clipping and evaluations. finish_grad_sync clears p.grad."""
     problems = (("Plain", "AdamW"), ("Tied", "SGD"), ("Branches", "SGD"), ("Frozen", "Adam"))
-    for world, (model, name) in zip(submission.worlds(1, 2, 3, 4), problems):
+    for world, (model, name) in submission.pair_worlds((1, 2, 3, 4), problems):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
             model,
@@ -117,7 +117,9 @@ def test_live_buckets(submission):
 @pytest.mark.needs("test_equals_unsharded")
 def test_accumulation(submission):
     """Gradients accumulate, with or without no_sync. Odd orders are right or refused. Only zero_grad clears."""
-    for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
+    for world, finish_each, model in submission.pair_worlds(
+        (2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")
+    ):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
         idle = submission.rng.randrange(world)
@@ -186,7 +188,7 @@ POINTS = {  # at which shards are copied -> how often they contain the gradients
 def test_volume_and_dtypes(submission):
     """A step sends as many bytes as in module 8. With 16-bit weights, a wider grad_dtype and clipping work."""
     dtypes = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))
-    for world, (dtype, grad_dtype) in zip(submission.worlds(2, 3), dtypes):
+    for world, (dtype, grad_dtype) in submission.pair_worlds((2, 3), dtypes):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         jobs = make_jobs(case, 2, grad_dtype, recipe=make_recipe("AdamW"), finish_each=False, micro_batches=1)
         results = submission.run(scenario.train, jobs, world_size=world)
@@ -244,7 +246,7 @@ def expect_unsharded(submission, jobs, case, recipe, results):
 
 def measure(submission, *more):
     """Measure steps with these and `more` models and max_live_buckets. Yield (case, max_live_buckets, results)."""
-    for world, pairs in zip(submission.worlds(2, 3), ((("Plain", 1), ("Plain", 3), *more), (("Plain", 2),))):
+    for world, pairs in submission.pair_worlds((2, 3), ((("Plain", 1), ("Plain", 3), *more), (("Plain", 2),))):
         models, limits = zip(*pairs)
         cases = [submission.case(model, world, steps=2, hidden_layers=10) for model in models]
         jobs_per_call = [make_jobs(case, max_live, proven=1) for case, max_live in zip(cases, limits)]

@@ -122,7 +122,7 @@ def test_each_rank_has_its_part(submission):
 @pytest.mark.points(1)
 def test_shards_have_average_gradients(submission):
     """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
-    for world, counts in zip(submission.worlds(3, 1), ((1, 2), (2,))):
+    for world, counts in submission.pair_worlds((3, 1), ((1, 2), (2,))):
         cases = [submission.case("Blocks", world, **DOUBLE, hidden_layers=4, micro_batches=n) for n in counts]
         jobs = [make_jobs(case, finish_each=True) for case in cases]
         for finishes, case, results in zip(counts, cases, run_each(submission, scenario.train, jobs)):
@@ -167,8 +167,8 @@ def test_parameters_stay_views(submission):
 def test_weights_equal_plain_training(submission):
     """After 5 or 20 steps on 1 to 4 ranks, weights equal plain training's, even with tied weights and sub-groups."""
     groups = [[1, 3], [0, 2]]
-    for world, (model, options, arguments, more) in zip(
-        submission.worlds(1, 2, 3, 4),
+    for world, (model, options, arguments, more) in submission.pair_worlds(
+        (1, 2, 3, 4),
         (
             ("Blocks", {}, {"prefetch": 1}, {}),
             ("TiedBlocks", {"optimizer": "adam"}, {"prefetch": 0}, {}),
@@ -406,7 +406,7 @@ def test_mixed_precision(submission):
     """
     common = {"steps": 2, "micro_batches": 2, "hidden_layers": 4, "dtype": torch.float32}
     outcomes = []
-    for world, mixed in zip(submission.worlds(*MIXED), MIXED.values()):
+    for world, mixed in submission.pair_worlds(MIXED, MIXED.values()):
         cases = [submission.case("FrozenBlocks", world, **common) for _ in mixed]
         options = [{"arguments": {"compute_dtype": compute, "reduce_dtype": reduce}} for compute, reduce in mixed]
         jobs = [make_jobs(case, forward="scaled", finish_each=True, **more) for case, more in zip(cases, options)]

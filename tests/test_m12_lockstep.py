@@ -68,7 +68,7 @@ def test_tokens_weigh_equally(submission):
         (BUFFERED, [[1, 2, 1], [1, 1, 1], [3, 1, 1], [1, 1, 2]], branches),
         (COALESCED, [[1, 1], [2, 1], [1, 2], [3, 1]], {"model": "Tied", "groups": [[1, 3], [0, 2]]}),
     )
-    for world, settings in zip(submission.worlds(2, 4), (pairs, fours)):
+    for world, settings in submission.pair_worlds((2, 4), (pairs, fours)):
         for results, case, job in run_cases(submission, world, settings, **SGD):
             expect_weights(results, case, job, train_alone(case, job))
 

@@ -163,7 +163,7 @@ def test_equals_one_process(submission):
         (MIXED, {"absent": absent, "group": [1, 3], "groups": [[1, 3], [0, 2]]}),
     )
     what = "correct weights earn points only if gradients are reduce-scattered and weights are all-gathered"
-    for world, (shapes, setting) in zip(submission.worlds(1, 2, 3, 4), settings):
+    for world, (shapes, setting) in submission.pair_worlds((1, 2, 3, 4), settings):
         [(results, problem)] = train(submission, world, (shapes, 10, setting))
         expect_weights(results, problem)
         for step in each_step(results.events, 1, problem.job["group"] if world > 1 else []):
@@ -213,7 +213,7 @@ def test_flops(submission):
     """No rank computes more than 1.15 times its part of the matrix products, or than the largest matrix takes."""
     # With so many layers, the bound of assign_matrices, the mean plus the largest cost, is below the limit.
     settings = ([("Llama 3 8B", 6)], [("XL", 8), ("Llama 3 8B", 8)])
-    for world, sizes in zip(submission.worlds(3, 4), settings):
+    for world, sizes in submission.pair_worlds((3, 4), settings):
         names = [f"{layers} small layers of {name}" for name, layers in sizes]
         runs = train(submission, world, *((SMALL[name] * layers, 1, {"counts": True}) for name, layers in sizes))
         for name, (results, problem) in zip(names, runs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,12 @@ class CheckContext:
     def worlds(self, *sizes: int) -> list[int]:
         """Return the world sizes to check: `sizes`, or only 1 under --debug."""
         return [1] if self.conditions.is_debugged else list(sizes)
+
+    def pair_worlds(self, sizes: Collection[int], *settings: Iterable[Any]) -> list[tuple[Any, ...]]:
+        """Return the world sizes to check, each with its element of all `settings`."""
+        rows = list(zip(sizes, *settings, strict=True))
+        worlds = self.worlds(*sizes)
+        return [(world, *more) for world, (_, *more) in zip(worlds, rows[: len(worlds)], strict=True)]
 
     def case(self, model: str, world_size: int, **options: Any) -> Any:
         """Return a random training problem; see `reference.Case`."""

@@ -40,7 +40,7 @@ def expect_averages(submission, jobs, require):
 
     `jobs` are what the ranks' jobs say about the wrapper, by number of ranks. `require(results, case)` judges launches.
     """
-    for world, model, job in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied"), jobs):
+    for world, model, job in submission.pair_worlds((1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied"), jobs):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**job), world_size=world)
         expect_start([result["start"] for result in results], case, events=results.events)
@@ -55,7 +55,7 @@ def expect_four_steps(submission, job, require, micro_batches=(1, 1)):
 
     `require(results, case, steps=4)` judges the launches.
     """
-    for world, optimizer, count in zip(submission.worlds(2, 4), ("adam", "sgd"), micro_batches):
+    for world, optimizer, count in submission.pair_worlds((2, 4), ("adam", "sgd"), micro_batches):
         options = {"dtype": torch.float64, "optimizer": optimizer, "group": split_ranks(world)[0]}
         case = submission.case("Tied", world, steps=4, micro_batches=count, **options)
         jobs = case.make_jobs(groups=split_ranks(world), visits=training.VISITS, **job)
@@ -77,7 +77,7 @@ def expect_all_kinds_of_steps(submission, first, job, require, inspect=None, hyp
         is_mismatch = failed.verdict.ending == "mismatch" and case.model == "Reordered" and judge_order
         return find_cause(partial(judge_order, failed.events, case)) if is_mismatch else ""
 
-    for world, model in zip(submission.worlds(2, 3, 4), (first, "Reordered", "Tied")):
+    for world, model in submission.pair_worlds((2, 3, 4), (first, "Reordered", "Tied")):
         case = submission.case(
             model,
             world,
