@@ -26,7 +26,7 @@ from helpers.zero import make_recipe
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights
 from m16_half_bytes import causes, scenario
-from m16_half_bytes.expected import compress_alone, describe_first
+from m16_half_bytes.expected import compress_alone, describe_first, is_same
 
 # Relative 2-norm errors of the average of normal values on 2, 3 and 4 ranks. Values that are rounded to bfloat16 once:
 # 1.66e-3. A sum in bfloat16: 2.4e-3 to 3.3e-3. An average that is rounded once more: 2.3e-3 to 2.5e-3.
@@ -140,7 +140,7 @@ def test_scratch(submission):
         # Numbers may stay, tensors may not.
         step.at_most(what, result["after"], 64, partial(causes.explain_scratch, result, step.launches()))
     first, count = submission.rng.randrange(16), 6
-    job = {"numel": LARGE, "count": count, "first": first}
+    job = {"numel": LARGE, "count": count, "first": first, "size": WORLD}
     if run := run_with_little_memory(submission, scenario.reduce_many, job, mib=77, steps=count):
         results, seeds = run
         expected, largest = torch.zeros(WORLD, len(range(first, LARGE // WORLD, 16))), 0.0
@@ -159,7 +159,7 @@ def test_scratch(submission):
 def test_gradients(submission):
     """All ranks have the same averages, to the bit. No scratch memory stays. Weights must be float32."""
     settings = (("Buffers", None), ("Branches", [0, -1]), ("Tied", None), ("Frozen", None))
-    for world, (model, branches), micro_batches in zip(submission.worlds(1, 2, 3, 4), settings, (1, 1, 2, 2)):
+    for world, (model, branches), micro_batches in submission.pair_worlds((1, 2, 3, 4), settings, (1, 1, 2, 2)):
         groups = SUBGROUPS if world == 4 else [list(range(world))]
         options = {"branches": branches[:world] if branches else None, "group": groups[0]}
         case = submission.case(model, world, steps=2, micro_batches=micro_batches, **options)
@@ -170,7 +170,7 @@ def test_gradients(submission):
         if micro_batches > 1:
             expect_silence(results.events, case.group)
         for step in range(2):
-            expect_same_bits([results[rank]["gradients"][step] for rank in case.group], case.group, step)
+            expect_same_bits({rank: results[rank]["gradients"][step] for rank in case.group}, case.gradients(), step)
         require_launches(results.events, case.group, "all_to_alls and all_gathers", is_half, 2, False)
         expect_interface(results, case)
     [world] = submission.worlds(2)
@@ -186,15 +186,14 @@ def test_gradients(submission):
             scenario.measure_kept, case.make_jobs(is_zero=is_zero, labels=None, **make_job(2)), world_size=world
         )
         what = "after a step, the wrapper keeps {} bytes besides its buffers" + " (with ZeroOptimizer)" * is_zero
-        for rank, kept in enumerate(results):
-            for step, nbytes in enumerate(kept):
-                At(rank, step).at_most(what, nbytes, 256, causes.KEPT_BY_GROUP)
+        for rank, step in itertools.product(range(world), range(2)):
+            At(rank, step).at_most(what, results[rank][step], 256, causes.KEPT_BY_GROUP)
 
 
 @pytest.mark.points(1)
 def test_launches_overlap(submission):
     """Each bucket has one all-to-all in backward, and averages are gathered once: half of module 7's bytes."""
-    for world, buckets_per_group in zip(submission.worlds(2, 3), (1, 2)):
+    for world, buckets_per_group in submission.pair_worlds((2, 3), (1, 2)):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         jobs = case.make_jobs(proven=1, **make_job(buckets_per_group))
         results = submission.run(training.train, jobs, world_size=world)
@@ -208,7 +207,7 @@ def test_launches_overlap(submission):
 def test_zero_optimizer(submission):
     """Under ZeroOptimizer, averages are not rounded again, and weights travel in float32 instead of gradients."""
     recipe = make_recipe("SGD") | {"options": {"lr": 0.01}}
-    for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
+    for world, model in submission.pair_worlds((2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world, steps=4, micro_batches=2)
         jobs = case.make_jobs(recipe=recipe, **make_job(2))
         results = submission.run(m08_zero.train, jobs, world_size=world)
@@ -221,7 +220,7 @@ def test_zero_optimizer(submission):
                 error = float((results[rank]["weights"][name] - value).abs().max())
                 limit = GRADIENT * max(float((start[name] - value).abs().max()), scale)
                 At(rank, parameter=name).at_most(what, error, limit, why)
-        expect_same_bits([results[rank]["weights"] for rank in case.group], case.group, None, "weights")
+        expect_same_bits({rank: results[rank]["weights"] for rank in case.group}, expected, None, "weights")
         numel = compute_padded_numel(case.parameters().values(), world)
         for step in each_step(results.events if world > 1 else [], 4):
             expect_zero_bytes(step, numel)
@@ -252,18 +251,17 @@ def test_error_feedback(submission):
         values[:2] = torch.tensor([1 + 2**-10, -3 * 2**-12])  # the first is 1 in bfloat16
     [world] = submission.worlds(1)
     [result] = submission.run(scenario.compress, {"values": steps}, world_size=world)
-    first = result["errors"][0]
-    is_right = first.dtype == F32 and first.shape == (64,) and not first.any()
-    what, got = "a new ErrorFeedback(64) has an error of 64 zeros in float32", f"{first.dtype}, {tuple(first.shape)}"
-    At().claim(what, is_right, got)
+    first, zeros = result["errors"][0], torch.zeros(64)
+    what, got = "a new ErrorFeedback(64) has an error of 64 zeros in float32", f"it has {describe_first(first, zeros)}"
+    At().claim(what, is_same(first, zeros), got)
     expected = compress_alone(steps, lambda values, error: (values + error, values + error))
     for number, (rounded, error) in enumerate(expected):
         at, why = At(step=number), partial(causes.explain_feedback, steps, result)
         actual, after = result["rounded"][number], result["errors"][number + 1]
-        is_right, got = actual.dtype == BF16 and torch.equal(actual.float(), rounded), describe_first(actual, rounded)
-        at.claim("compress returns values + error, rounded to bfloat16", is_right, f"it returned {got}", why)
-        is_right, got = after.dtype == F32 and torch.equal(after, error), describe_first(after, error)
-        at.claim("error becomes values + error minus the rounded numbers, in float32", is_right, f"it has {got}", why)
+        what, got = "compress returns values + error, rounded to bfloat16", describe_first(actual, rounded)
+        at.claim(what, is_same(actual, rounded), f"it returned {got}", why)
+        what, got = "error becomes values + error minus the rounded numbers, in float32", describe_first(after, error)
+        at.claim(what, is_same(after, error), f"it has {got}", why)
         at.claim("compress does not change values", result["kept"][number], "it does", causes.VALUES_CHANGED)
         what = "the result of compress is a new tensor, which later calls do not change"
         at.claim(what, result["lasting"][number], "a later call changes it", causes.SAME_RESULT)
@@ -288,6 +286,7 @@ def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
     options = [{"wire_dtype": wire} if wire not in (None, BF16) else {} for wire in wires or [None] * count]
     common = {"groups": groups, "order": order or list(range(count))}
     common |= {"options": options, "views": views or [False] * count}
+    assert len({len(group) for group in groups}) == 1  # see `scenario.form_reductions`
     jobs = PerRank(common | {"tensors": values} for values in own)
     results = submission.run(scenario.reduce, jobs, world_size=world)
     for group in groups:
@@ -300,8 +299,8 @@ def run_calls(submission, own, views=None, wires=None, groups=None, order=None):
 def list_outputs(results, calls, group):
     """Yield (rank as a place, number of the call, output, exact average, cause) for all outputs of each rank."""
     for index, rank in enumerate(group):
-        for number, result in enumerate(results[rank]):
-            values, output = [own[number] for own in calls], result["output"].cpu()
+        for number in range(len(calls[0])):
+            values, output = [own[number] for own in calls], results[rank][number]["output"].cpu()
             average = sum(value.double() for value in values) / len(group)
             why = partial(causes.explain_error, output, values, index, len(results))
             yield At(rank), number, output, average.chunk(len(group))[index], why
@@ -321,14 +320,14 @@ def expect_one_launch(step, numel):
     return launched.claim(what + "and nothing else", is_right, cause=partial(causes.explain_calls, numel))
 
 
-def expect_same_bits(tensors_by_rank, group, step, kind="gradients"):
-    """Expect all ranks of a group to have the same bits."""
-    first, got = tensors_by_rank[0], f"they differ from those of rank {group[0]}"
-    for rank, tensors in zip(group, tensors_by_rank):
-        for name, tensor in tensors.items():
-            is_same = (tensor is None and first[name] is None) or torch.equal(tensor, first[name])
-            why = causes.OWN_PART * (kind == "gradients")
-            At(rank, step, name).claim(f"all ranks have the same bits in their {kind}", is_same, got, why)
+def expect_same_bits(tensors_by_rank, names, step, kind="gradients"):
+    """Expect all ranks to have the same bits in the tensors of these names. A gradient may be None on all ranks."""
+    first, *others = tensors_by_rank
+    why, what = causes.OWN_PART * (kind == "gradients"), f"all ranks have the same bits in their {kind}"
+    for rank, name in itertools.product(others, names):
+        one, other = tensors_by_rank[first][name], tensors_by_rank[rank][name]
+        is_right = one is other if one is None or other is None else is_same(one, other)
+        At(rank, step, name).claim(what, is_right, f"they differ from those of rank {first}", why)
 
 
 def is_half(launched):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from m16_half_bytes.expected import compress_alone
+from m16_half_bytes.expected import compress_alone, is_same
 
 BLOCKED = "the collective is launched without async_op=True, or something waits for it at once."
 NO_ALL_TO_ALL = "a reducing collective adds in 16 bits. Only an all-to-all leaves the sum to you."
@@ -51,7 +51,7 @@ def explain_error(output, values, index, world, wire=torch.bfloat16):
         ("the rank still has its own values.", parts[index]),
         *(
             (f"this is part {i} of the average, but the rank's part is {index}.", sum(others) / size)
-            for i, others in enumerate(zip(*(value.chunk(size) for value in values)))
+            for i, others in enumerate(zip(*(value.chunk(size) for value in values), strict=True))
         ),
         ("the sum is divided by the size of the world instead of the group's.", average * size / world),
     ):
@@ -149,6 +149,6 @@ def explain_feedback(steps, result):
         return "error stays zero."
     for cause, compute in FEEDBACK.items():
         wrong = compress_alone(steps, compute)
-        if all(torch.equal(rounded.float(), other) for rounded, (other, _) in zip(result["rounded"], wrong)):
+        if all(is_same(rounded, other) for rounded, (other, _) in zip(result["rounded"], wrong, strict=True)):
             return cause
     return ""

@@ -2,21 +2,38 @@
 
 import torch
 
+from brigade.checks.claims import show
+from brigade.checks.expectations import format_distinct
+
 
 def compress_alone(steps, compute):
-    """Return (rounded, error) of each step of two alternating objects. `compute` returns what is rounded, and kept."""
+    """Return (rounded, error) of each step of two alternating objects. `compute` returns what is rounded, and kept.
+
+    The first is in bfloat16, and the second in float32.
+    """
     errors, results = [torch.zeros_like(steps[0])] * 2, []
     for number, values in enumerate(steps):
         to_round, to_keep = compute(values, errors[number % 2])
-        rounded = to_round.bfloat16().float()
-        errors[number % 2] = to_keep - rounded
+        rounded = to_round.bfloat16()
+        errors[number % 2] = to_keep - rounded.float()
         results.append((rounded, errors[number % 2]))
     return results
 
 
+def is_same(actual, expected):
+    """Return whether two tensors have the same dtype, shape and values."""
+    return describe_kind(actual) == describe_kind(expected) and torch.equal(actual, expected)
+
+
+def describe_kind(tensor):
+    """Return text such as: a float32 tensor of shape (64,)"""
+    return f"a {show(tensor.dtype)} tensor of shape {tuple(tensor.shape)}"
+
+
 def describe_first(actual, expected):
-    """Return, in words, the first entry that differs."""
-    if actual.dtype not in (torch.float32, torch.bfloat16) or actual.shape != expected.shape:
-        return f"dtype {actual.dtype} and shape {tuple(actual.shape)}"
-    at = int((actual.float() != expected).int().argmax())
-    return f"{float(actual[at]):.8g} in entry {at}, expected {float(expected[at]):.8g}"
+    """Return, in words, the first difference between two tensors: of dtypes or shapes, or in an entry."""
+    if (kind := describe_kind(actual)) != (wanted := describe_kind(expected)):
+        return f"{kind}, expected {wanted}"
+    at = int((actual != expected).int().argmax())
+    entry, wanted = format_distinct(float(actual[at]), float(expected[at]))
+    return f"{entry} in entry {at}, expected {wanted}"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from brigade.checks.forms import Like, Maybe, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
@@ -18,6 +19,13 @@ PACKAGE = "m16_half_bytes"
 MARK = 7.0  # what an output contains that nothing has written to
 
 
+def form_reductions(job: dict) -> list[dict]:
+    """Return the form of what `reduce` returns. All groups of a job have the same size."""
+    kept, size = dict.fromkeys(("kept_output", "kept_input", "kept_rest", "kept_twice"), bool), len(job["groups"][0])
+    return [kept | {"output": Like(given.dtype, (len(given) // size,))} for given in job["tensors"]]
+
+
+@returns(form_reductions)
 def reduce(job: dict) -> list[dict]:
     """Start a reduction of each of job["tensors"], a step each, then wait for them in the order job["order"].
 
@@ -38,14 +46,15 @@ def reduce(job: dict) -> list[dict]:
             handle = start(output, values, group, **job["options"][step])
         flights.append((values, output, before, handle))
         answers.append({})
-    for (values, output, before, _), given, answer in zip(flights, job["tensors"], answers):
+    for (values, output, before, _), given, answer in zip(flights, job["tensors"], answers, strict=True):
         answer["kept_output"] = torch.equal(output, before)
         answer["kept_input"] = torch.equal(values.cpu(), given)
     for step in job["order"]:
         recording.note("step", step=step)
         with phase("wait"):
             flights[step][-1].wait()
-    for (values, output, before, handle), given, is_view, answer in zip(flights, job["tensors"], job["views"], answers):
+    each = zip(flights, job["tensors"], job["views"], answers, strict=True)
+    for (values, output, before, handle), given, is_view, answer in each:
         answer["output"] = output.clone()
         if is_view:
             values.chunk(size)[rank].copy_(before)
@@ -57,6 +66,7 @@ def reduce(job: dict) -> list[dict]:
     return answers
 
 
+@returns(lambda job: {"during": int, "after": int, "without": int})
 def measure_scratch(job: dict) -> dict[str, int]:
     """Return the bytes that a reduction adds in flight, after its wait while its handle exists, and without it."""
     start, group = student(PACKAGE, "start_reduce_scatter"), create_group(job)
@@ -77,12 +87,13 @@ def measure_scratch(job: dict) -> dict[str, int]:
         return {"during": during, "after": after, "without": count() if after else 0}
 
 
+@returns(lambda job: Like(torch.float32, (len(range(job["first"], job["numel"] // job["size"], 16)),)))
 def reduce_many(job: dict) -> torch.Tensor:
     """Make job["count"] large reductions, one after the other. Return every 16th entry of the sum of their outputs.
 
-    All handles exist until the end.
+    All handles exist until the end. job["size"] is the number of ranks.
     """
-    start, handles, size = student(PACKAGE, "start_reduce_scatter"), [], dist.get_world_size()
+    start, handles, size = student(PACKAGE, "start_reduce_scatter"), [], job["size"]
     values = torch.empty(job["numel"], device=device())
     output = torch.empty(job["numel"] // size, device=device())
     total = torch.zeros(len(output[job["first"] :: 16]), device=device())
@@ -95,6 +106,7 @@ def reduce_many(job: dict) -> torch.Tensor:
     return total
 
 
+@returns(lambda job: [int] * len(job["batches"]))
 def measure_kept(job: dict) -> list[int]:
     """Return the bytes that each step adds to the memory of the wrapper, besides its buffers and the gradients."""
     model = build(job)
@@ -136,12 +148,21 @@ class Mixed(nn.Module):
         self.third = nn.Linear(1, 2)
 
 
+@returns(lambda job: [Maybe(str)] * len(job["dtypes"]))
 def wrap_dtypes(job: dict) -> list[str | None]:
     """Wrap a model for each of job["dtypes"], (dtype, is_trainable). Return the types of the exceptions, or None."""
     models = [Mixed(*arguments).to(device()) for arguments in job["dtypes"]]
     return [name_error(wrap, job, model) for model in models]
 
 
+def form_compressed(job: dict) -> dict[str, list]:
+    """Return the form of what `compress` returns. The check compares dtypes and shapes."""
+    count = len(job["values"])
+    results = {"rounded": [Like()] * count, "errors": [Like()] * (count + 1)}
+    return results | {"lasting": [bool] * count, "kept": [bool] * count}
+
+
+@returns(form_compressed)
 def compress(job: dict) -> dict[str, list]:
     """Compress each of job["values"] with one of two ErrorFeedbacks, alternately. Return copies of all results."""
     both = [student(PACKAGE, "ErrorFeedback")(len(job["values"][0])) for _ in range(2)]
@@ -153,5 +174,6 @@ def compress(job: dict) -> dict[str, list]:
         results["rounded"].append(results["lasting"][-1].clone())
         results["errors"].append(one.error.clone())
         results["kept"].append(torch.equal(given.cpu(), values))
-    results["lasting"] = list(map(torch.equal, results["lasting"], results["rounded"]))
+    pairs = zip(results["lasting"], results["rounded"], strict=True)
+    results["lasting"] = [torch.equal(result, before) for result, before in pairs]
     return results
