@@ -82,7 +82,7 @@ def execute_notebooks(number: str | None = None) -> int:
 
 
 def execute(notebook: NotebookNode, directory: Path) -> None:
-    """Execute all cells in a new kernel of this environment, started in `directory`, which can import this checkout.
+    """Execute all cells in a new kernel of this environment, started in `directory`, as Jupyter does.
 
     Raise CellExecutionError if a cell fails.
     """
@@ -95,9 +95,7 @@ def execute(notebook: NotebookNode, directory: Path) -> None:
         coalesce_streams=True,
         resources={"metadata": {"path": str(directory)}},
     )
-    import_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"PYTHONPATH": import_path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-    client.execute(env=os.environ | own)
+    client.execute(env=os.environ | {"PYDEVD_DISABLE_FILE_VALIDATION": "1"})
 
 
 def find_other_programs() -> str:

@@ -34,6 +34,9 @@ from brigade.runner.ranks import SERVER, RankFailure, RunOptions, make_requests
 if TYPE_CHECKING:
     from IPython.display import Markdown
 
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # cells import `solutions`, and the installed course is only `brigade`
+
 START_S = 60.0
 DEADLINE_S = 30.0  # of a cell, if there is a core for each rank
 RANKS_ON_CPU = 2  # if `start_ranks` does not say how many

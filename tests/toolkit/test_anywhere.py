@@ -48,7 +48,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     (tmp_path / "clone" / "tools").mkdir()
     (tmp_path / "clone" / "tools" / "gpu_first_run.py").write_text(MEASURE)
     program = "import sys; from brigade.cli.main import parse; parse(sys.argv[1:])"
-    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-c", program]
+    words = ["env", "--unset=PYTHONPATH", sys.executable, "-c", program]
     programs = {
         "git": '[ "$1 $2 $3 $4" = "clone --quiet --depth 1" ] && cp -r "$5" "$6"',
         "torchrun": 'echo torchrun "$@"',

@@ -417,7 +417,7 @@ def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.cli"), command=
     done = hang_guard.run(
         [*run, *program, *command, "--target", "solutions", *arguments],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
+        env=environment | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 import hang_guard
 import pytest
 from documents import find_dead_links
+from installed import install
 
 from brigade.cli import edition as edition_command
 from brigade.cli import study
@@ -62,10 +62,6 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def at_home(place: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(place), "COLUMNS": "300"}
-
-
 def texts(edition: Path) -> dict[str, str]:
     files = [path for path in edition.rglob("*") if path.is_file() and path.suffix not in (".png", ".svg", ".pyc")]
     return {path.relative_to(edition).as_posix(): path.read_text() for path in files}
@@ -74,9 +70,9 @@ def texts(edition: Path) -> dict[str, str]:
 def run_command(edition: Path, command: str, status: int = 0) -> str:
     """Return the output and the errors of a command. Check its status, and expect no traceback."""
     first, *others = shlex.split(command)
-    program = [first] if first.endswith(".py") else ["-m", {"brigade": "brigade.cli"}.get(first, first)]
-    words = [sys.executable, *program, *others]
-    done = hang_guard.run(words, cwd=edition, env=at_home(edition), capture_output=True, text=True)
+    brigade, environment = install(edition, edition.parent / f"{edition.name}-installed")
+    program = brigade if first == "brigade" else [sys.executable, *([] if first.endswith(".py") else ["-m"]), first]
+    done = hang_guard.run([*program, *others], cwd=edition, env=environment, capture_output=True, text=True)
     assert done.returncode == status and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.stdout + done.stderr
 

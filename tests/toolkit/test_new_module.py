@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import hang_guard
 import pytest
+from installed import install
 
 from brigade.course.modules import MODULES, ROOT
 from tools.course_files import list_files
@@ -32,7 +32,7 @@ def course(tmp_path: Path) -> Path:
 
 def run(course: Path, *arguments: str, status: int = 0) -> str:
     """Run a Python module or file in the copy of the course. Return its output."""
-    environment = os.environ | {"PYTHONPATH": str(course), "COLUMNS": "120"}
+    _, environment = install(course, course.parent / f"{course.name}-installed")
     command = [sys.executable, *arguments]
     done = hang_guard.run(command, cwd=course, env=environment, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr

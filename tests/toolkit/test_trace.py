@@ -68,6 +68,22 @@ def test_communication_after_backward_is_exposed(traced):
             assert line.compute_exposed_ms(rank) >= sum(on_link_ms) - ROUNDING_MS
 
 
+def test_torch_waits_before_backward_returns(traced):
+    """DDP waits in C++, where no wait is recorded. Its last bucket is launched when no gradient is left to compute."""
+    line = traced[0]
+    for rank in range(2):
+        last = line.get_collectives(rank)[-1]
+        assert line.get_span(rank, "backward").end_ms == line.get_span(rank, "finish").start_ms == last.launched_ms
+        assert line.compute_exposed_ms(rank) >= 1e3 * LINK.seconds("all_reduce", last.launch.nbytes, 2) - ROUNDING_MS
+
+
+@pytest.mark.parametrize("variant", [ladder.TORCH_DDP, ladder.TORCH_FSDP, ladder.get_variant(get_module(3))])
+def test_the_backward_of_torch_ends_with_its_last_launch(variant):
+    launched = [SimpleNamespace(start=start) for start in (10.5, 11.2, 11.7, 13.5)]  # the last one by the optimizer
+    edges = timeline.find_edges(variant, [10.0, 11.0, 13.0, 13.25, 14.0], launched)
+    assert edges == [10.0, 11.0, 11.7 if variant.wrapper[0] == "torch" else 13.0, 13.25, 14.0]
+
+
 def test_the_title_gives_the_exposed_time_of_the_step_shown():
     waits = [(0, "wait", 20, 30), (0, "finish", 40, 45), (1, "wait", 40, 50), (1, "finish", 35, 60)]
     spans = [timeline.Span(*span) for span in [*waits, (0, "backward", 10, 40), (1, "step", 60, 60)]]
