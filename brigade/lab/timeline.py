@@ -148,7 +148,8 @@ class Timeline:
     def compute_exposed_ms(self, rank: int) -> float:
         """Return how long a rank was in spans of the kinds `EXPOSED` in this step, in ms.
 
-        Unlike `Ladder.compute_exposed`, this needs no step without communication, because it sees each wait.
+        Unlike `Ladder.compute_exposed`, this needs no step without communication, because it sees each wait, or, for
+        torch's wrappers, where they begin to wait (`find_edges`).
         """
         spans = [span for span in self.spans if span.rank == rank and span.kind in EXPOSED]
         merged = merge_intervals([(1e-3 * span.start_ms, 1e-3 * span.end_ms) for span in spans])
@@ -190,10 +191,10 @@ def trace(
         zero = min(times[0] for times in marks)
         spans, launched = [], []
         for rank, times in enumerate(marks):
-            edges = [1e3 * (time - zero) for time in times]
-            spans += [Span(rank, kind, start, end) for kind, start, end in zip(PHASES, edges, edges[1:])]
             events = results.events[rank]
             rank_launches = launches(events, find_step_number(variants, variant, workload.warmup + round_index))
+            edges = [1e3 * (time - zero) for time in find_edges(variant, times, rank_launches)]
+            spans += [Span(rank, kind, start, end) for kind, start, end in zip(PHASES, edges, edges[1:])]
             for launch in rank_launches:
                 launch.end = launch.end or times[-1]  # torch gave no future, or the run ended first
             waits = [  # except those of module 9 in the next step
@@ -206,6 +207,19 @@ def trace(
         backward_ms = 1e3 * results[0]["backward_s"]
         timelines.append(Timeline(variant.label, world_size, spans, launched, link, backward_ms, verdict))
     return timelines
+
+
+def find_edges(variant: Variant, times: Sequence[float], launched: Sequence[Launch]) -> list[float]:
+    """Return the start of a rank's step and the ends of its `PHASES`, in seconds. `times` are those of the loop.
+
+    Torch's wrappers wait before backward returns, and DDP does so in C++, where no wait is recorded. Their last launch
+    follows the last gradient, so backward ends there. The rest is the phase "finish", as in the course's wrappers.
+    """
+    edges = [*times]
+    if variant.wrapper and variant.wrapper[0] == "torch":
+        _, begin, end, *_ = times
+        edges[2] = max([launch.start for launch in launched if begin <= launch.start < end], default=end)
+    return edges
 
 
 def merge_intervals(
