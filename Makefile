@@ -1,5 +1,5 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
-#   PYTHON, TORCH_INDEX            see setup.mk
+#   PYTHON, TORCH_INDEX, TORCH     see setup.mk
 #   EVERYTHING=1                   for make test: also run the tests marked "extended"
 #   MODULE=3                       for make module and make new: the module; for make figures, notebooks and slides: do this module only
 #   NAME=lockstep                  for make new: the name of the module's file
@@ -9,6 +9,7 @@
 #   HINTS=3                        for make student: include the third hints, which are almost the code
 #   BACKEND=gloo                   for make gpu-check: try it without a GPU
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check and make gpu-sim: options of the command
+#   LOCK="--upgrade"               for make lock: options of `uv pip compile`; TORCH=2.15.0 pins another torch
 #   SOAK="tests/test_m03*.py"      for make soak: what pytest runs
 #   ROWS=umask-077,space           for make rehearsal: only these surroundings; space+zip is one row with both
 
@@ -21,7 +22,7 @@ SITE := $(if $(STUDENT),student-site,site)
 # Containers often set it. Every process of make test would then compile all tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal lint
+.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal lint lock setup-demo
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -45,6 +46,7 @@ help:
 	@echo "make soak             run all graded checks with 30 seeds; takes about half an hour"
 	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
 	@echo "make rehearsal        run make demo and make test in surroundings that break programs; takes hours"
+	@echo "make lock             write requirements.txt again, which pins all packages of pyproject.toml with their hashes"
 	@echo "make clean            remove .venv and out"
 
 demo: setup-demo
@@ -76,6 +78,9 @@ coverage: setup
 lint: setup
 	$(LINT)
 
+lock: setup
+	$(BIN)/python -m tools.lock $(if $(TORCH),--torch $(TORCH)) $(if $(LOCK),-- $(LOCK))
+
 figures: setup
 	$(BIN)/python -m tools.figures $(MODULE)
 	$(if $(MODULE),,$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png)
@@ -101,7 +106,7 @@ student: setup
 package: student
 	cp out/student.zip brigade/course/student.zip
 	cp solutions/m13_post_mortem/post_mortem.py brigade/course/post_mortem.py
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir out .
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir out .
 	rm -rf build brigade/course/student.zip brigade/course/post_mortem.py
 
 gpu-check:
@@ -127,10 +132,7 @@ MATRIX ?= 3.10:2.11.0 3.12:2.13.0 3.14:2.15.0
 matrix:
 	@failed=; for pair in $(MATRIX); do \
 	    python=python$${pair%:*}; torch=$${pair#*:}; home=out/matrix/$$python-torch$$torch; mkdir -p $$home; \
-	    sed "s/^torch==.*/torch==$$torch/" requirements.txt > $$home/requirements.txt; \
-	    { $$python -m venv $$home/venv && \
-	      $$home/venv/bin/python -m pip install --quiet -r $$home/requirements.txt && \
-	      $$home/venv/bin/python -m pip install --quiet --no-deps --editable . && \
+	    { make setup PYTHON=$$python TORCH=$$torch BRIGADE_VENV=$$home/venv && \
 	      $$home/venv/bin/python -m pytest -q -rs -n auto --target solutions; \
 	    } > $$home/tests.log 2>&1 || failed="$$failed $$pair"; \
 	    echo "$$pair: $$(tail -n 1 $$home/tests.log)"; \
@@ -140,3 +142,15 @@ rehearsal: setup
 	$(BIN)/python -m tools.rehearsal $(if $(ROWS),--rows $(ROWS))
 
 include setup.mk
+
+# `make demo` needs few of the packages.
+DEMO := $(VENV)/installed-for-demo
+
+setup-demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
+
+$(DEMO): requirements.txt pyproject.toml
+	$(make-environment)
+	$(PYTHON) -m tools.lock torch pytest rich jinja2 matplotlib numpy setuptools > $(VENV)/demo.txt
+	$(call install-locked,$(VENV)/demo.txt)
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch "$@"

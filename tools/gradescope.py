@@ -19,7 +19,7 @@ from brigade.cli.main import parse
 from brigade.course import listing, validation
 from brigade.course.modules import ROOT, CourseError
 from brigade.lab.experiment import run_to_status
-from tools import student_edition
+from tools import lock, student_edition
 
 ARCHIVE = ROOT / "out" / "gradescope.zip"
 SCRIPTS = ROOT / "tools" / "gradescope"
@@ -28,7 +28,7 @@ NEEDED += ("lessons/*/answers.md",)  # the points of the written questions
 # Module 17 tries students' checks on right and wrong implementations.
 NEEDED += ("tests/mutants.py", "tests/m17_prove_it/hidden.py")
 NEEDED += tuple(f"tests/m0[1-58]_*/{name}" for name in ("mutants.diff", "variants.diff", "alternative.py"))
-# From requirements.txt. Grading needs neither notebooks nor figures.
+# From requirements.txt, with what they need. Grading needs neither notebooks nor figures.
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "jinja2", "numpy")
 
 
@@ -69,7 +69,7 @@ def build(archive: Path, options: Sequence[str], secret: bytes, extra: Mapping[P
     """
     validation.validate_course()
     texts = {"options": "".join(f"{word}\n" for word in options), "secret": secret.decode()}
-    texts["requirements.txt"] = student_edition.select_requirements(NEEDED_PACKAGES)
+    texts["requirements.txt"], texts["torch.txt"] = lock.set_torch_apart(lock.select(NEEDED_PACKAGES))
     contents = {Path(name): text.encode() for name, text in texts.items()}
     contents |= {Path(path.name): path.read_bytes() for path in sorted(SCRIPTS.iterdir())}
     paths = sorted(path for pattern in NEEDED for path in ROOT.glob(pattern))

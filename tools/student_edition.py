@@ -13,13 +13,14 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from brigade.course import handout, skeletons, validation, written
 from brigade.course.modules import MODULES, ROOT
 from brigade.ipc.temporary import temporary_directory
 from brigade.lab.experiment import run_to_status
+from tools import lock
 from tools.course_files import list_tracked_files
 
 # The files that the Gradescope package contains, too: the core, its commands and the checks.
@@ -39,7 +40,7 @@ INCLUDED += (
     *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "hints.md", "*.png", "*.svg", "*.py")),
     "site/**/*",
 )
-PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
+PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil", "setuptools")  # from requirements.txt
 SITE_PACKAGES = ("sphinx", "furo", "myst-nb", "sphinx-design", "sphinx-copybutton")
 OUT = ROOT / "out" / "student"
 
@@ -77,19 +78,12 @@ def collect_files(hint_levels: int) -> dict[Path, bytes]:
         text = handout.fill_in(contents[document].decode())
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
     pins = {Path("requirements.txt"): PACKAGES, Path("site", "requirements.txt"): SITE_PACKAGES}
-    return contents | {path: select_requirements(packages).encode() for path, packages in pins.items()}
+    return contents | {path: lock.select(packages).encode() for path, packages in pins.items()}
 
 
 def cut_hints(text: str, levels: int) -> str:
     """Return the first `levels` levels of a module's hints."""
     return "\n## ".join(text.split("\n## ")[: levels + 1]).rstrip("\n") + "\n"
-
-
-def select_requirements(packages: Iterable[str]) -> str:
-    """Return the lines of requirements.txt that pin these packages."""
-    pins = tuple(f"{package}==" for package in packages)
-    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
-    return "".join(line for line in lines if line.startswith(pins))
 
 
 def write(contents: Mapping[Path, bytes], directory: Path) -> None:

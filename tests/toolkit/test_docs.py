@@ -68,12 +68,6 @@ def test_no_question_and_no_check_is_stated_twice():
     assert {title for title in titles if split_into_words(title) in stated} == set()
 
 
-def test_the_declared_packages_are_those_that_are_pinned():
-    declared = (ROOT / "pyproject.toml").read_text().partition("\ndependencies")[2].partition("\n[project.scripts]")[0]
-    names = {name for name in re.findall(r'"([\w-]+)(?:[>=][^"]*)?"', declared) if name != "bucket-brigade"}
-    assert names == set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
-
-
 def test_the_site_s_contents_list_every_document():
     """The build of the site, which only EVERYTHING=1 runs, refuses a page that no list names."""
     listed = set((ROOT / "site/index.md").read_text().split())
