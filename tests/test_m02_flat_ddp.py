@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from brigade.checks.claims import At, each_step
-from brigade.checks.expectations import expect_gradients, replace_cause, require_launches
+from brigade.checks.expectations import expect_equal, expect_gradients, replace_cause, require_launches
 from helpers import training
-from helpers.odd_steps import expect_idle_rank
+from helpers.odd_steps import OLD_AVERAGE, expect_idle_rank, train_on_old_averages
 from helpers.steps import expect_averages, expect_four_steps
 from m02_flat_ddp import causes
 
@@ -100,11 +100,20 @@ def test_gradients_keep_shape_and_stride(submission):
 def test_branches_and_unused_parameters(submission):
     """Ranks that do not use a parameter contribute zeros to the single all-reduce, even if no rank uses it."""
     for world, dtype in submission.pair_worlds((2, 3), (torch.float32, torch.float64)):
-        case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
+        branches = [1, -1, 0][:world]
+        case = submission.case("Branches", world, branches=branches, dtype=dtype, steps=2)
+        for steps, branch in zip(case.batches, [*branches[1:], branches[0]], strict=True):
+            steps[1][0]["branch"] = branch  # in step 1, a rank does not use the layers that it used in step 0
         with replace_cause(causes.find_left_out_gradients):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
-        require_flat(results, case)
+        expect_equal(
+            "after two steps in which a rank uses different layers, the weights equal those of one process",
+            [result["weights"] for result in results],
+            case.train(),
+            hypotheses={OLD_AVERAGE: [train_on_old_averages(case)] * world},
+        )
+        require_flat(results, case, steps=2)
     expect_idle_rank(submission, JOB)
 
 

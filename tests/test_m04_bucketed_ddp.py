@@ -27,6 +27,7 @@ from helpers.odd_steps import (
     expect_second_backward,
     expect_silence,
     expect_unsynced,
+    find_old_averages,
 )
 from helpers.steps import expect_averages, expect_four_steps
 from m04_bucketed_ddp import causes, scenario
@@ -137,7 +138,8 @@ def test_unused_parameters(submission):
         for step in each_step(results.events, 3):
             launched, why = step.launches(), partial(causes.explain_launches, submission, case, buckets, cap)
             launched.are_so_many("every step launches {}, one per bucket", len(buckets), why)
-        expect_weights(results, case)
+        with replace_cause(partial(find_old_averages, results, case)):
+            expect_weights(results, case)
     expect_idle_rank(submission, JOB)
 
 

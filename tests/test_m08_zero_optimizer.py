@@ -388,12 +388,24 @@ def test_zero_clipping(submission):
             what = "weights with finite entries after a step whose gradients have a norm of NaN: {}"
             At(rank).equal(what, finite, [], causes.NAN_NOT_SCALED)
     [world] = submission.worlds(2)
-    start = {"weights.0": torch.zeros(400, dtype=torch.float16)}
-    inputs = [[[torch.full_like(start["weights.0"], 1024)]]] * world  # their squares overflow in fp16
-    jobs = make_dots_jobs(make_recipe("SGD", max_norm=1.0), start, inputs)
-    results = submission.run(m08_zero.train_dots, jobs, world_size=world)
-    norms, rounding = [result["norms"] for result in results], max(get_rounding(results), NORMS[torch.float32])
-    expect_norms(norms, [1024 * math.sqrt(400)], rounding, why=causes.explain_overflow)
+    starts = [{"weights.0": torch.zeros(400, dtype=dtype)} for dtype in (torch.float16, torch.bfloat16)]
+    recipe = make_recipe("SGD", max_norm=1.0)
+    inputs = [torch.full_like(start["weights.0"], 1024) for start in starts]  # their squares overflow in fp16
+    jobs = [make_dots_jobs(recipe, start, [[[x]]] * world) for start, x in zip(starts, inputs, strict=True)]
+    for start, results in zip(starts, submission.run_each(m08_zero.train_dots, jobs), strict=True):
+        norms, rounding = [result["norms"] for result in results], max(get_rounding(results), NORMS[torch.float32])
+        expect_norms(norms, [1024 * math.sqrt(400)], rounding, why=causes.explain_overflow)
+        dtype, what = (
+            start["weights.0"].dtype,
+            "after a clipped step, {} weights equal the plain optimizer's",
+        )
+        expect_equal(
+            what.format(str(dtype).removeprefix("torch.")),
+            [result["weights"] for result in results],
+            {"weights.0": torch.full((400,), -recipe["options"]["lr"] / math.sqrt(400), dtype=dtype)},
+            tolerance=NORMS[dtype],
+            hypotheses={causes.COPY_CLIPPED: [{"weights.0": -recipe["options"]["lr"] * inputs[0]}] * world},
+        )
 
 
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")

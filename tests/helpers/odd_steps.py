@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import torch
+
 from brigade.checks.claims import At, Launches, Step, after, each_step, in_phase
 from brigade.checks.diagnose.evidence import (
     READ_IN_FORWARD,
@@ -10,6 +12,7 @@ from brigade.checks.diagnose.evidence import (
     find_leftover,
     find_no_sync_launches,
 )
+from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
 from brigade.checks.expectations import expect_equal, expect_weights, replace_cause
 from brigade.events import launches, list_backward_passes
 from brigade.runner.ranks import PerRank
@@ -211,3 +214,35 @@ def suspect_old_gradients(case, results):
         ]
         for cause, averages in values.items()
     }
+
+
+OLD_AVERAGE = (
+    "where a gradient is None, the flat tensor still contains the average of the step before. If you keep the tensor, "
+    "write zeros there."
+)
+
+
+def train_on_old_averages(case):
+    """Return the weights after all steps if a rank without a gradient sends the average of the step before instead."""
+    model, size = case.build(), len(case.group)
+    optimizer, old = OPTIMIZERS[case.optimizer](model.parameters()), {}
+    for step in range(len(case.batches[0])):
+        local = []
+        for rank in case.group:
+            model.zero_grad()
+            compute_loss(model, case.batches[rank][step][0]).backward()
+            local.append(copy_gradients(model))
+        for name, parameter in model.named_parameters():
+            parts = [old.get(name) if own[name] is None else own[name] for own in local]
+            parameter.grad = sum((part for part in parts if part is not None), torch.zeros_like(parameter)) / size
+            old[name] = parameter.grad
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def find_old_averages(results, case, failed):
+    """Explain wrong weights by averages of earlier steps that flat tensors still contain."""
+    expected = train_on_old_averages(case)
+    weights = [results[rank]["weights"] for rank in case.group]
+    is_old = all(torch.allclose(own[name], value, rtol=1e-6) for own in weights for name, value in expected.items())
+    return OLD_AVERAGE * is_old

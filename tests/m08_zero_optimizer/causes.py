@@ -75,6 +75,10 @@ AFTER_FINISH = (
 )
 INNER_GROUPS = "the outer param_groups contain shards. They must contain whole parameters. Only `optim` has shards."
 CLOSURE = "step must call the closure itself, once, and return its result."
+COPY_CLIPPED = (
+    "clip_grad_norm_ scales the main parameters' copies of 16-bit gradients, and step makes these copies again. Scale "
+    "the averages in the buffers."
+)
 NOT_SCALED = "the shards are not all scaled by max_norm / norm, with the norm that clip_grad_norm_ returns."
 ONE_SHARD = "only one rank's shard contains this value, and it is lost before the ranks have added their squares."
 NAN_NOT_SCALED = (
