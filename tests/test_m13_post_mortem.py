@@ -1,6 +1,8 @@
 """Graded checks of module 13: which rank broke a job that hangs."""
 
+import html as markup
 import json
+import re
 from functools import partial
 
 import pytest
@@ -15,6 +17,7 @@ DUMPS = ROOT / "tests" / "m13_post_mortem" / "dumps"
 VERSIONS = ("2.11", "2.13", "2.15")  # of torch, which recorded the dumps
 CULPRITS = {"skip": "1", "blocked": "1", "size": "2", "circle": "12", "behind": "2", "ended": "0", "healthy": ""}
 CULPRITS["stuck"] = "01"
+KINDS = {"skip": "missing", "blocked": "different_op", "size": "different_size", "circle": "circular"}
 REPETITIONS = 40  # of each kind of job
 FAULTS = (
     jobs.stay_healthy,
@@ -40,7 +43,7 @@ FAULTS = (
 @pytest.mark.points(2)
 def test_calls_are_aligned(submission):
     """align returns every call by group, number and rank. The order of the traces does not matter."""
-    expect_alignment(submission, [jobs.shuffle(submission.rng, job) for job in draw(submission, FAULTS)])
+    expect_alignment(submission, [jobs.shuffle_traces(submission.rng, job) for job in draw(submission, FAULTS)])
 
 
 @pytest.mark.points(2)
@@ -115,20 +118,23 @@ def test_unseen(submission):
 def test_program(submission):
     """main prints the finding of recorded dumps and a row per rank. It returns 0, 1, or 2 for an unreadable file."""
     [world] = submission.worlds(1)
-    recorded = {(version, fault): dumps for version in VERSIONS for fault, dumps in read_dumps(version).items()}
-    first, second, _ = recorded["2.13", "skip"]
+    recorded = [(version, *job) for version in VERSIONS for job in read_dumps(version).items()]
+    submission.rng.shuffle(recorded)
+    recorded = [(version, name, *renumber_ranks(submission.rng, dumps)) for version, name, dumps in recorded]
+    first, second, _ = read_dumps("2.13")["skip"]
     broken = {"truncated": first[:-1], "empty": "", "binary": "\x80\x02}q", "foreign": "[1, 2]", "missing": None}
-    runs = [*recorded.values(), *([second, first, text] for text in broken.values())]
+    runs = [*(dumps for *_, dumps in recorded), *([second, first, text] for text in broken.values())]
     [answers] = submission.run(scenario.run_main, {"runs": runs}, world_size=world)
-    for ((version, name), dumps), (result, printed, _) in zip(recorded.items(), answers):
-        where = f"for the dumps of hang.py {name}, torch {version}, "
-        At().equal(f"{where}main returns {{}}", result, int(name != "healthy"))
-        for rank, text in enumerate(dumps):
-            last = json.loads(text)["entries"][-1]
-            words = [str(rank), last["profiling_name"].removeprefix("gloo:"), last["line"]]
-            is_right = any(all(word in line for word in words) for line in printed.splitlines())
-            At().claim(f"{where}main prints a line with {join_names(words)}", is_right, f"it printed {printed!r}")
-        expect_words(printed, CULPRITS[name], f"{where}the text")
+    for (version, name, ranks, dumps), answer in zip(recorded, answers[: len(recorded)], strict=True):
+        culprits = sorted(ranks[int(rank)] for rank in CULPRITS[name])
+        where = f"for the dumps of hang.py {name}, torch {version}, whose ranks 0, 1, 2 are now {join_names(ranks)}, "
+        expect_report(answer, KINDS.get(name, name), culprits, where)
+        for text in dumps:
+            record = json.loads(text)
+            last = record["entries"][-1]
+            words = [str(record["rank"]), last["profiling_name"].removeprefix("gloo:"), last["line"]]
+            is_right = any(all(contains(line, word) for word in words) for line in answer[1].splitlines())
+            At().claim(f"{where}main prints a line with {join_names(words)}", is_right, f"it printed {answer[1]!r}")
     expect_refusals(broken, answers[len(recorded) :], causes.UNREADABLE)
 
 
@@ -137,8 +143,8 @@ def test_program(submission):
 def test_jobs_folders_and_pages(submission):
     """main refuses dumps of two jobs, accepts a folder instead of files, and writes the page that html asks for."""
     [world] = submission.worlds(1)
-    first, second, third = read_dumps("2.13")["skip"]
-    record = json.loads(third)
+    ranks, (first, second, third) = renumber_ranks(submission.rng, read_dumps("2.13")["skip"])
+    culprits, record = [ranks[int(rank)] for rank in CULPRITS["skip"]], json.loads(third)
     foreign = {
         "of a rank that has one already": first,
         "of another world size": json.dumps(record | {"world_size": 4}),
@@ -148,21 +154,42 @@ def test_jobs_folders_and_pages(submission):
     [answers] = submission.run(scenario.run_main, {"runs": runs}, world_size=world)
     expect_refusals(foreign, answers, causes.OTHER_JOB)
     job = {"runs": [[first, second, third]], "as_folder": True, "with_page": True}
-    [[[result, printed, page]]] = submission.run(scenario.run_main, job, world_size=world)
-    where = "for a folder with three dumps, "
-    At().claim(f"{where}main returns 1", result == 1, f"it returned {result} and printed {printed!r}")
-    expect_words(printed, CULPRITS["skip"], f"{where}the text")
+    [[answer]] = submission.run(scenario.run_main, job, world_size=world)
+    expect_report(answer, "missing", culprits, "for a folder with three dumps, ")
+    *_, page, finding = answer
     At().claim("main writes the page to the file that html names", page is not None, "there is no such file")
     lines = {entry["line"] for entry in record["entries"]}
-    expect_words(page, [*CULPRITS["skip"], *lines, "all_reduce"], "the page")
+    expect_words(markup.unescape(page), [*finding[2].splitlines(), *lines, "all_reduce"], "the page")
 
 
 # ---- what the checks use
 
 
+def renumber_ranks(rng, dumps):
+    """Return which ranks 0, 1 and so on become, and their dumps with the new numbers, in another order."""
+    ranks = rng.sample(range(len(dumps)), len(dumps))
+    records = [json.loads(text) for text in dumps]
+    for record in records:
+        record["rank"] = ranks[record["rank"]]
+        record["groups"] = {name: sorted(ranks[rank] for rank in group) for name, group in record["groups"].items()}
+    return ranks, rng.sample([json.dumps(record) for record in records], len(records))
+
+
+def expect_report(answer, kind, culprits, where):
+    """Expect diagnose to find the fault in the files, and main to print the text of this finding."""
+    result, printed, _, finding = answer
+    got = f"it returned {result} and printed {printed!r}"
+    At().claim(f"{where}main returns {int(kind != 'healthy')}", result == (kind != "healthy"), got)
+    found, named, text = finding or (None, [], "")
+    what = f"{where}diagnose finds {kind!r} and the culprits {culprits}"
+    At().claim(what, (found, named) == (kind, culprits), f"it found {found!r} and the culprits {named}")
+    expect_words(text, map(str, culprits), f"{where}the text of the finding")
+    At().claim(f"{where}main prints the text of the finding, {text!r}", text in printed, f"it printed {printed!r}")
+
+
 def expect_refusals(texts, answers, cause):
     """Expect main to return 2 for each of these jobs, and to name the third file."""
-    for name, (result, printed, _) in zip(texts, answers):
+    for name, (result, printed, *_) in zip(texts, answers, strict=True):
         what = f"for a third dump that is {name}, main returns 2 and prints this file's name"
         got = f"it returned {result} and printed {printed!r}"
         At().claim(what, result == 2, got, cause)
@@ -170,8 +197,10 @@ def expect_refusals(texts, answers, cause):
 
 
 def draw(submission, kinds, repetitions=REPETITIONS):
-    """Return jobs of these kinds: (fault, culprits, traces)."""
-    return [kind(submission.rng) for kind in kinds for _ in range(repetitions)]
+    """Return jobs of these kinds, (fault, culprits, traces), in a random order, which does not tell the kinds."""
+    drawn = [kind(submission.rng) for kind in kinds for _ in range(repetitions)]
+    submission.rng.shuffle(drawn)
+    return drawn
 
 
 def ask(submission, function, drawn):
@@ -179,8 +208,8 @@ def ask(submission, function, drawn):
     [world] = submission.worlds(1)
     traces = [job[2] for job in drawn]
     job = {"function": function, "jobs": json.dumps(traces)}
-    [text] = submission.run(scenario.examine, job, world_size=world)
-    return zip(traces, json.loads(text))
+    [answers] = submission.run(scenario.examine, job, world_size=world)
+    return zip(traces, answers, strict=True)
 
 
 def describe_row(row):
@@ -223,7 +252,7 @@ def expect_divergence(submission, drawn):
 def expect_finding(submission, kinds):
     """Expect diagnose to find the fault that each job was made with."""
     drawn = [jobs.lose_some(submission.rng, job) for job in draw(submission, kinds)]
-    for (kind, culprits, _), (traces, answer) in zip(drawn, ask(submission, "diagnose", drawn)):
+    for (kind, culprits, _), (traces, answer) in zip(drawn, ask(submission, "diagnose", drawn), strict=True):
         found, ranks, *place, text = answer
         what = f"for {jobs.describe(traces)}, diagnose finds {kind!r} and the culprits {culprits}"
         why = partial(causes.explain_finding, traces, kind, culprits, found, ranks)
@@ -259,10 +288,16 @@ def expect_waits(text, traces):
         At().claim(what, says_it or not unfinished, f"the text is {text!r}", causes.NO_WAIT)
 
 
+def contains(text, word):
+    """Return whether a text contains a word. A number is not part of a longer one."""
+    return bool(re.search(rf"(?<!\d){re.escape(word)}(?!\d)", text)) if word.isdigit() else word in text
+
+
 def expect_words(text, words, what):
     """Expect a text to contain all these words."""
-    absent = sorted({word for word in words if word not in text})
-    what = f"{what} contains {', '.join(sorted(set(words)))}"
+    words = sorted(set(words))
+    absent = [word for word in words if not contains(text, word)]
+    what = f"{what} contains {', '.join(words)}"
     At().claim(what, not absent, f"{', '.join(absent)} is not in {text!r}")
 
 

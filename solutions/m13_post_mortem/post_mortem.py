@@ -756,9 +756,9 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
 
 
 def main(paths: Sequence[str], html: str | None = None) -> int:
-    """Print the finding for these dumps and, for each trace, the rank with op and line of `find_last`.
+    """Print the text of the finding for these dumps and, for each trace, the rank with op and line of `find_last`.
 
-    A path may be a folder with dumps (`list_files`). With `html`, also write the page (`write_page`) to this file.
+    A path may be a folder with dumps (`list_files`). With `html`, also write the page with the finding (`write_page`).
     Return 0 if the finding is "healthy" and 1 for any other. Return 2 after one sentence with the file's name if a dump
     cannot be read, if the page cannot be written, or if a dump is from another job than those before it: the same rank,
     another world size, or another `job`. A world size of 0 and the job "" fit every other.

@@ -427,10 +427,10 @@ def lose_some(rng, job):
 def lose_anything(rng, job):
     """Return the job after ring buffers have overwritten any number of calls, in another order."""
     kind, culprits, traces = job
-    return shuffle(rng, (kind, culprits, [lose_calls(one, rng.randint(0, len(one["calls"]))) for one in traces]))
+    return shuffle_traces(rng, (kind, culprits, [lose_calls(one, rng.randint(0, len(one["calls"]))) for one in traces]))
 
 
-def shuffle(rng, job):
+def shuffle_traces(rng, job):
     """Return the job with its traces in another order."""
     rng.shuffle(job[2])
     return job

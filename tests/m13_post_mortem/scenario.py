@@ -9,15 +9,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from brigade.checks.forms import ListOf, Maybe, OneOf, returns
 from brigade.rank.api import student
 
 PACKAGE = "m13_post_mortem"
+ROW = ListOf([int, Maybe([int, str])])  # [rank, number and line of its call or None]
+FORMS = {
+    "align": ListOf([str, int, ROW]),
+    "find_divergence": Maybe([str, int, ROW]),
+    "diagnose": [str, ListOf(int), Maybe(str), Maybe(int), str],
+}
 
 
-def examine(job: dict[str, Any]) -> str:
-    """Call a function of the submission with the traces of each job. Return its results as JSON."""
+@returns(lambda job: [FORMS[job["function"]]] * len(json.loads(job["jobs"])))
+def examine(job: dict[str, Any]) -> list[Any]:
+    """Call a function of the submission with the traces of each job. Return its results as lists."""
     function = student(PACKAGE, job["function"])
-    return json.dumps([PLAIN[job["function"]](function(make_traces(traces))) for traces in json.loads(job["jobs"])])
+    return [PLAIN[job["function"]](function(make_traces(traces))) for traces in json.loads(job["jobs"])]
 
 
 def make_traces(traces: list[dict]) -> list[Any]:
@@ -34,7 +42,7 @@ def make_traces(traces: list[dict]) -> list[Any]:
 
 
 def describe_row(row: dict[int, Any]) -> list[list]:
-    """Return [rank, line of its call or None] for each rank of a row."""
+    """Return [rank, number and line of its call or None] for each rank of a row."""
     return sorted([rank, call and [call.number, call.line]] for rank, call in row.items())
 
 
@@ -47,13 +55,16 @@ PLAIN = {
 }
 
 
+@returns(lambda job: [[OneOf(int, bool, None), str, Maybe(str), Maybe([str, ListOf(int), str])]] * len(job["runs"]))
 def run_main(job: dict[str, Any]) -> list[list]:
-    """Call main for each list of texts, with paths of such files. Return [result, printed text, page] for each list.
+    """Call main for each list of texts, with paths of such files. Return [result, text, page, finding] for each.
 
     The names are dump_0.json and so on. A file whose text is None does not exist. `as_folder`: main gets the path of
-    their folder instead. `page` is the text of the HTML file, or None without one.
+    their folder instead. `text` is what it prints, and `page` the text of the HTML file, or None without one. `finding`
+    has kind, ranks and text of what diagnose finds in these files. It is None if one cannot be read, or if main returns
+    neither 0 nor 1.
     """
-    main = student(PACKAGE, "main")
+    main, load_trace, diagnose = (student(PACKAGE, name) for name in ("main", "load_trace", "diagnose"))
     answers = []
     for files in job["runs"]:
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -65,5 +76,9 @@ def run_main(job: dict[str, Any]) -> list[list]:
                     path.write_bytes(text.encode("latin-1"))
             options = {"html": str(page)} if job.get("with_page") else {}
             result = main([str(folder)] if job.get("as_folder") else [str(path) for path in paths], **options)
-            answers.append([result, printed.getvalue(), page.read_text() if page.is_file() else None])
+            finding = None
+            with contextlib.suppress(OSError, ValueError):
+                found = diagnose([load_trace(path) for path in paths]) if result in (0, 1) else None
+                finding = found and [found.kind, list(found.ranks), found.text]
+            answers.append([result, printed.getvalue(), page.read_text() if page.is_file() else None, finding])
     return answers
