@@ -205,4 +205,4 @@ def expect_launches(launched, groups, gathers, setting):
 
 def explain_leftover(launched):
     """Return which launch of a later step differs from those of step 0."""
-    return find_leftover(launched.step.events)
+    return find_leftover(launched.step.events, launched.step.number)

@@ -15,7 +15,7 @@ from brigade.checks.diagnose.exceptions import explain_deadline, explain_excepti
 from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
 from brigade.course.skeletons import find_part_in
 from brigade.course.submission import Sources
-from brigade.events import OPPOSITES
+from brigade.events import OPPOSITES, launches
 from brigade.runner import machine, options, ranks
 from brigade.runner.deadline import BUSY
 from brigade.runner.failure import OTHER_SIZE
@@ -37,6 +37,8 @@ USUAL_CAUSES_OF_MESSAGES = {  # if the run ends while all waiting ranks send or 
     "deadlock": "a rank leaves out a message, names another peer, or waits too early.",
     "mismatch": "the two ranks are in different steps, or use different parts of the tensor.",
 }
+
+OTHER_DTYPE = "the buffer that receives has another dtype than the tensor that is sent."
 
 OUT_OF_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc")  # in the exception of a rank
 NO_SECOND_THREAD = ("can't start new thread", "Resource temporarily unavailable")  # also in what OpenMP prints
@@ -284,6 +286,8 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     if kind in ("deadlock", "mismatch") and failure.waiting and set(OPPOSITES) >= set(failure.waiting):
         expected = "every message is received, with the length that its receiver expects"
         cause = USUAL_CAUSES_OF_MESSAGES[kind]
+        if kind == "mismatch" and len({launch.dtype for own in failure.events for launch in launches(own)[-2:]}) > 1:
+            cause = OTHER_DTYPE
     elif kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
         cause, hypothesis = skipped, "skipped call"
     if kind == "exception":

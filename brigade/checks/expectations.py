@@ -391,7 +391,7 @@ def expect_waited(launched: Launches, setting: str = "", unit: str = "launch") -
         f"the step waits on every handle before it reads or writes the tensors{setting}",
         not unawaited and not raced,
         f"not awaited: {summarize(unawaited)}. Changed before the wait: {summarize(raced)}",
-        lambda launched: find_leftover(launched.step.events) or cause,
+        lambda launched: find_leftover(launched.step.events, launched.step.number) or cause,
     )
 
 

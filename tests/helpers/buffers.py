@@ -82,7 +82,7 @@ def expect_group_overlap(launched, groups, setting, why_late, gathered=True):
     """Expect the reduce-scatters among the launches of a step to overlap with backward: see `list_groups`."""
     scatters, names = launched.where(lambda one: one.op == "reduce_scatter"), [names for *_, names in groups]
     options = {"unit": "group", "gathered": gathered, "why_late": why_late, "setting": setting}
-    with replace_cause(lambda failed: find_leftover(launched.step.events)):  # also of the all-gathers
+    with replace_cause(lambda failed: find_leftover(launched.step.events, launched.step.number)):
         expect_overlap(scatters, names, why_blocked=find_gather_at_once, **options)
 
 

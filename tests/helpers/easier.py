@@ -20,7 +20,7 @@ def explain_late_launches(
 ) -> str:
     """Explain why a step launches too late. `jobs` are the inputs of the ranks, and `unit` names what is launched."""
     step = launched.step
-    if cause := find_leftover(step.events):
+    if cause := find_leftover(step.events, step.number):
         return cause
     if step.launches().where(in_phase("backward")):
         return ""

@@ -96,12 +96,12 @@ def find_lost_parameter(submission, case, cap, failed):
 def explain_launches(submission, case, buckets, cap, launched):
     """Explain why a step does not launch each of these buckets once. They are lists of parameter names."""
     parameters = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
-    events, launched = launched.step.events, [launch.numel for launch in launched]
+    step, launched = launched.step, [launch.numel for launch in launched]
     expected = [sum(parameters[name] for name in bucket) for bucket in buckets]
     planned = run_plan(submission, case, cap)
     if planned != buckets:
         return SEE_RULE
-    if cause := find_leftover(events):
+    if cause := find_leftover(step.events, step.number):
         return cause
     if sorted(launched) == sorted(parameters.values()):
         return f"every parameter has its own launch. {FROM_MIB}"

@@ -158,7 +158,7 @@ def explain_launches(buffers, names, layout, launched):
     expected = [end - start for start, end in layout["bucket_ranges"]]
     if others := sorted({launch.op for launch in launched} - {"all_reduce"}):
         return f"the buckets are not all-reduced: the step launches {join_names(others)}."
-    if cause := find_leftover(launched.step.events):
+    if cause := find_leftover(launched.step.events, launched.step.number):
         return cause
     numels = [launch.numel for launch in launched]
     if sorted(numels) == sorted(expected):

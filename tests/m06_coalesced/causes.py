@@ -197,7 +197,7 @@ def explain_other_kinds(is_gather_off, others):
 
 def explain_groups(made, expected, op, is_ddp, launched):
     """Return why the launches `made`, as (dtype, elements), are not the `expected`; `is_ddp` if a wrapper made them."""
-    if is_ddp and (cause := find_leftover(launched.step.events)):
+    if is_ddp and (cause := find_leftover(launched.step.events, launched.step.number)):
         return cause
     total, expected_total = (sum(numel for _, numel in pairs) for pairs in (made, expected))
     if sorted(made) == sorted(expected):

@@ -129,7 +129,7 @@ def describe_kind(views, numels):
 
 def explain_launches(numels, gather_grads, launched):
     """Return why a step does not have one launch of each kind per group; `numels` are the elements of the groups."""
-    if cause := find_leftover(launched.step.events):
+    if cause := find_leftover(launched.step.events, launched.step.number):
         return cause
     if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):
         return "gradients are gathered, although gather_grads is False. In this case, gather only parameters."

@@ -153,12 +153,14 @@ def is_averaged(launched: Sequence[Launch]) -> bool:
     return {launch.reduce_op for launch in drop_flags(launched)} - {None} == {"AVG"}
 
 
-def find_leftover(events: Sequence[Event]) -> str:
+def find_leftover(events: Sequence[Event], failed_step: int | None = None) -> str:
     """Describe the first launch of step 0 that a later step did not make in the same way; "" if there is none.
 
     Steps do the same work unless they are "unsynced". If the record ends within a step, because the rank failed,
-    compare only with the launches of step 0 up to that point.
+    compare only with the launches of step 0 up to that point. If step 0 has failed already, no state is left over.
     """
+    if failed_step == 0:
+        return ""
     steps = [event["step"] for event in events if event["kind"] == "step" and not event.get("unsynced")]
     progress, launched = StepProgress(events), select_sync_launches(events, None)
     made: dict[int | None, list[tuple[str, tuple[bool, int]]]] = {}
