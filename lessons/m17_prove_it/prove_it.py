@@ -67,7 +67,11 @@ def expect_close(actual: Tensor | None, expected: Tensor, what: str) -> None:
     """Raise AssertionError unless two tensors are equal, except for rounding. None counts as zeros."""
     actual = torch.zeros_like(expected) if actual is None else actual
     assert actual.shape == expected.shape, f"{what} has the shape {tuple(actual.shape)}"
-    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-5), f"{what} is {actual}, expected {expected}"
+    wrong = ~torch.isclose(actual, expected, rtol=1e-4, atol=1e-5).flatten()
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        got, wanted = (tensor.flatten()[first].item() for tensor in (actual, expected))
+        raise AssertionError(f"entry {first} of {what} is {got}, expected {wanted}")
 
 
 # ---- average: the wrappers of modules 1 and 2
