@@ -18,6 +18,7 @@ Each may be multiplied by a factor of `list_factors`, as with an average, or a d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,23 +33,23 @@ from brigade.runner.ranks import RankResults
 from brigade.switch.switch import Call
 
 NEEDED = {"model", "sizes", "dtype", "state", "batches", "optimizer", "members"}
-OTHER_GRADIENTS = {"poison", "load", "forward", "loss_scale"}  # jobs with one of these, or a recipe with one
+OTHER_GRADIENTS = {"poison", "load", "forward"}  # jobs with one of these
+PLAIN_RECIPE = {"optimizer", "options", "closure", "zeros", "zero_by_model"}  # one of module 8 that changes no gradient
 TOLERANCE = 1e-4  # of a parameter's largest value
 HALF_TOLERANCE = 2e-2  # the same, if 16 bits are asked for: see `has_half`
 OTHER_NUMBERS = 1000  # of metrics, statistics and padding in the launches of a step
-EXACT = {torch.float64: 1e-7, torch.float32: TOLERANCE}  # checks accept less than this as right
 
 
 def find_missing_gradient(results: RankResults, jobs: Sequence[Any]) -> str:
     """Return what the launches of a step did not carry although the ranks have its result, or "".
 
-    `results` and `jobs` are those of one call of a scenario of plain training steps. A step is judged only if the ranks
-    have returned its average gradients, or the weights after all steps. So an answer that computes something else keeps
-    the points for its launches.
+    `results` and `jobs` are those of one call of a scenario of plain training steps. A step is judged unless the ranks
+    have returned other average gradients and other weights than a check accepts. So an answer that computes something
+    else keeps the points for its launches.
     """
-    if not any(results.carried) or not all(isinstance(job, dict) and job.keys() >= NEEDED for job in jobs):
+    if results.carried is None or not all(isinstance(job, dict) and job.keys() >= NEEDED for job in jobs):
         return ""
-    if any(OTHER_GRADIENTS & {*job, *job.get("recipe", ())} for job in jobs):
+    if any(OTHER_GRADIENTS & job.keys() or job.get("recipe", {}).keys() - PLAIN_RECIPE for job in jobs):
         return ""
     is_evaluated = any(kind == "eval mode" for _, kind in jobs[0].get("visits", ()))  # in the last step
     for members in jobs[0].get("groups") or [jobs[0]["members"]]:
@@ -58,13 +59,14 @@ def find_missing_gradient(results: RankResults, jobs: Sequence[Any]) -> str:
         returned = Values(list_tensors([results[rank] for rank in members]))
         *gradients, trained = train([jobs[rank] for rank in members])
         relative = HALF_TOLERANCE if has_half(jobs[0], trained.values()) else TOLERANCE
-        is_trained = returned.are_known(trained) and all(weight.dtype in EXACT for weight in trained.values())
+        is_exact = all(weight.dtype.itemsize > 2 for weight in trained.values())  # also after many steps
+        limits = limit_errors(trained, relative)
+        is_trained = all(returned.contain(weight.double(), limits[name]) for name, weight in trained.items())
         for step, own in list(enumerate(gradients))[: len(gradients) - is_evaluated]:
-            is_known = is_trained or returned.are_known({n: each.mean(0).sum(0) for n, each in own.items()})
-            if step not in delivered or not is_known:
+            if not (is_trained and (is_exact or step == 0)) and not returned.are_averages(own, relative):
                 continue
             launches = f"the launches of step {step} on ranks {', '.join(map(str, members))}"
-            values = Values(delivered[step])
+            values = Values(delivered.get(step, []))
             if name := values.find_absent(own, relative):
                 return f"{launches} did not carry the gradients of {name}"
             num_own, num_weights = (sum(map(Tensor.numel, some.values())) for some in (own, trained))
@@ -74,13 +76,19 @@ def find_missing_gradient(results: RankResults, jobs: Sequence[Any]) -> str:
     return ""
 
 
+def limit_errors(terms: dict[str, Tensor], relative: float) -> dict[str, float]:
+    """Return with which error a check may accept a sum of these terms as right, by name: see `expect_equal`."""
+    largest = {name: float(each.abs().max()) for name, each in terms.items()}
+    return {name: relative * max(own, max(largest.values()) / 10) for name, own in largest.items()}
+
+
 class Values:
     """The values of some tensors, without their order."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        parts = [tensor.flatten() for tensor in tensors if tensor.dtype.is_floating_point]
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
         none = torch.zeros(0, dtype=torch.float64)
-        self.sorted = torch.cat([none, *(part.double() for part in parts)])
+        self.sorted = torch.cat([none, *(tensor.flatten().double() for tensor in real)])
         self.sorted.numpy().sort()  # in place, and nine times as fast as torch, which also returns indices
 
     def count_different(self) -> int:
@@ -92,22 +100,23 @@ class Values:
         for name, each in gradients.items():
             sums = each.double().sum((0, 1)), each.double().sum(1), each.double().sum(0)
             scaled = (factor * expected for expected in sums for factor in list_factors(len(each)))
-            if not any(self.contain(expected, relative) for expected in scaled):
+            if not any(self.contain(expected, relative * float(expected.abs().max())) for expected in scaled):
                 return name
         return ""
 
-    def are_known(self, expected: dict[str, Tensor]) -> bool:
-        """Return whether the values of all of these tensors are among the values."""
-        return all(self.contain(each.double(), EXACT.get(each.dtype, HALF_TOLERANCE)) for each in expected.values())
+    def are_averages(self, gradients: dict[str, Tensor], relative: float) -> bool:
+        """Return whether a check may accept some of the values as the averages of all parameters' gradients."""
+        own = {name: each.double().sum(1) for name, each in gradients.items()}
+        limits = limit_errors(own, relative)
+        return all(self.contain(each.mean(0), limits[name]) for name, each in own.items())
 
-    def contain(self, expected: Tensor, relative: float) -> bool:
-        """Return whether each expected number that is not about zero is among the values."""
-        tolerance = relative * expected.abs().max()
-        wanted = expected[expected.abs() > tolerance]
-        places = torch.searchsorted(self.sorted, wanted - tolerance)
+    def contain(self, expected: Tensor, limit: float) -> bool:
+        """Return whether the values have each expected number with at most this error, but for numbers below it."""
+        wanted = expected[expected.abs() > limit]
+        places = torch.searchsorted(self.sorted, wanted - limit)
         if not len(wanted):
             return True
-        return bool(places.max() < len(self.sorted) and (self.sorted[places] <= wanted + tolerance).all())
+        return bool(places.max() < len(self.sorted) and (self.sorted[places] <= wanted + limit).all())
 
 
 def collect(
@@ -117,16 +126,15 @@ def collect(
     delivered: dict[int | None, list[Tensor]] = {}
     known: set[tuple[int | None, int]] = set()  # steps and results that several ranks share
     for rank in members:
-        for event in events[rank]:
-            if event["kind"] == "step":  # in some, nothing may be launched
-                delivered.setdefault(event["step"], [])
         for _, step, event in follow_steps(events[rank]):
             if event["kind"] == "launch" and step is not None:
                 call = carried[rank][event["index"]]
                 is_new = (step, id(call.carried)) not in known
-                if call.carried and call.dtype and is_new and members.issuperset(call.ranks):
+                dtype = DTYPES[call.dtype] if call.dtype else torch.bool
+                is_inexact = dtype.is_floating_point or dtype.is_complex
+                if call.carried and is_inexact and is_new and members.issuperset(call.ranks):
                     known.add((step, id(call.carried)))
-                    delivered[step].append(torch.frombuffer(bytearray(call.carried), dtype=DTYPES[call.dtype]))
+                    delivered.setdefault(step, []).append(torch.frombuffer(bytearray(call.carried), dtype=dtype))
     return delivered
 
 
@@ -137,7 +145,13 @@ def train(jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Tensor]]:
     """
     job = jobs[0]
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"])
-    optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
+    recipe = job.get("recipe")
+    make = (
+        partial(getattr(torch.optim, recipe["optimizer"]), **recipe["options"])
+        if recipe
+        else OPTIMIZERS[job["optimizer"]]
+    )
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
     for step in range(len(job["batches"])):
         each: dict[str, list[Tensor]] = {}  # of all ranks and micro-batches, one after the other
         num_batches = max(len(own["batches"][step]) for own in jobs)

@@ -109,10 +109,11 @@ class Monitor:
         return describe_failure(kind, self.ranks, self.progress, deadline.limit_s, self._packages)
 
     def list_carried(self) -> list[list[list[Call]]]:
-        """Return what the switch performed, by call, rank and launch. Without a switch, no rank has a launch."""
-        calls = self._switch.calls if self._switch else [[] for _ in self.ranks]
+        """Return what the switch performed, by call, rank and launch."""
+        if not self._switch:
+            raise ValueError("a run without a switch has nothing that it performed")
         per_rank = []
-        for rank, own in zip(self.ranks, map(iter, calls)):
+        for rank, own in zip(self.ranks, map(iter, self._switch.calls)):
             counts = (sum(event["kind"] == "launch" for event in events) for events in rank.record.calls)
             per_rank.append([list(itertools.islice(own, count)) for count in counts])
         return [list(ranks) for ranks in zip(*per_rank)]

@@ -38,7 +38,7 @@ class PerRank(list):
 class RankResults(list):
     """The values that the ranks returned, with their events and their output.
 
-    `carried` has what the switch performed, by rank and launch; without a switch, there is nothing.
+    `carried` has what the switch performed, by rank and launch, or is None without a switch.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RankResults(list):
         values: Sequence[Any],
         events: list[list[Event]],
         output: list[str],
-        carried: Sequence[list[Call]] = (),
+        carried: Sequence[list[Call]] | None = None,
     ):
         super().__init__(values)
         self.events, self.output, self.carried = events, output, carried
@@ -87,8 +87,9 @@ def run_calls(
     events = [rank.record.calls for rank in monitor.ranks]
     values = zip(*(rank.results for rank in monitor.ranks))
     output = [rank.read_output() for rank in monitor.ranks]
-    per_call = zip(values, map(list, zip(*events)), monitor.list_carried())
-    completed = [RankResults(own, its_events, output, carried) for own, its_events, carried in per_call]
+    carried = monitor.list_carried() if how.has_switch else [None] * len(args_per_call)
+    per_call = zip(values, map(list, zip(*events)), carried)
+    completed = [RankResults(own, its_events, output, its_carried) for own, its_events, its_carried in per_call]
     if failure:
         # The ranks may be in different calls. Report the events of the call in which the run failed.
         failure.completed = completed[: monitor.find_failed_call()]

@@ -6,11 +6,13 @@ import re
 import textwrap
 
 import pytest
+import torch
 
 from brigade.checks.content import find_missing_gradient
 from brigade.checks.context import CheckContext, Conditions
+from brigade.checks.expectations import expect_equal
 from brigade.course.submission import PACKAGE, read
-from brigade.runner.ranks import RunOptions, run_ranks
+from brigade.runner.ranks import RankResults, RunOptions, run_ranks
 from helpers import training
 
 WRAPPER = """
@@ -145,6 +147,58 @@ def test_other_content_is_found(finish):
     case.batches[1], case.states[1] = case.batches[0], case.states[0]
     found = judge(finish, case)
     assert re.search(r"step 0 .*ranks 0, 1 .* layers\.", found)
+
+
+@pytest.fixture(scope="module")
+def silent():
+    """The results of ranks that have the right averages and launch nothing, not even in the constructor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunOptions, "has_switch", True)
+        patch.setattr(__name__ + ".WRAPPER", re.sub("dist.broadcast.*", "pass", WRAPPER))
+        case = make_context().case("Plain", 2, steps=2)
+        case.batches[1], case.states[1] = case.batches[0], case.states[0]
+        jobs = case.make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP")
+        return run("pass", jobs), jobs
+
+
+def change_floats(value, change):
+    """Return nested values with changed tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: change_floats(item, change) for key, item in value.items()}
+    return [change_floats(item, change) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_a_run_without_a_launch_is_judged(silent):
+    results, jobs = silent
+    assert not any(results.carried) and "step 0" in find_missing_gradient(results, jobs)
+    without_switch = RankResults(results, results.events, [])
+    assert find_missing_gradient(without_switch, jobs) == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.to(torch.complex128),
+        lambda x: x.double(),
+        lambda x: x + 0.9e-5 * x.abs().max() * (torch.arange(x.numel()).view(x.shape) == 0),
+    ],
+    ids=["complex", "another dtype", "as wrong as a check allows"],
+)
+def test_what_a_check_accepts_is_judged(change, silent):
+    """No form of the results that is right for a check stops the witness."""
+    results, jobs = silent
+    forged = RankResults([change_floats(own, change) for own in results], results.events, [], [[], []])
+    case_gradients = [own["gradients"][0] for own in results]
+    expect_equal("", [own["gradients"][0] for own in forged], case_gradients[0])
+    assert "step 0" in find_missing_gradient(forged, jobs)
+
+
+def test_steps_that_are_not_reported_are_judged(silent):
+    results, jobs = silent
+    events = [[event for event in own if event["kind"] != "step"] for own in results.events]
+    assert "step 0" in find_missing_gradient(RankResults(results, events, [], [[], []]), jobs)
 
 
 def test_numbers_among_which_every_gradient_is_are_too_many():

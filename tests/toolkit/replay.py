@@ -1,0 +1,71 @@
+"""Run a check once on real ranks, then again and again on what they returned and recorded, with something forged.
+
+`CheckContext._start` is the only place where a check starts ranks. A `Tape` keeps what it returned, by the seed that it
+drew. A replay that takes another path through the check starts the ranks of that path, and puts them on the tape too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from mutants import Texts, run_on_text
+
+from brigade.checks.collect import Check
+from brigade.checks.context import CheckContext
+from brigade.checks.run import Conditions
+from brigade.checks.verdict import Outcome
+from brigade.events import Event
+from brigade.runner.ranks import RankFailure, RankResults
+
+START = CheckContext._start
+
+
+class Tape:
+    """What the ranks of one submission did in one check."""
+
+    def __init__(self, check: Check, texts: Texts, conditions: Conditions | None = None):
+        self.check, self.texts, self.conditions = check, texts, conditions or Conditions()
+        self.runs: dict[int, list[RankResults] | RankFailure] = {}  # by seed
+
+    def play(self, forge: Callable[[RankResults], RankResults] = lambda results: results) -> Outcome:
+        """Run the check with the forged results of each call. Look for no cause that needs other ranks."""
+
+        def start(context: CheckContext, *args: Any, **options: Any) -> list[RankResults]:
+            before = context.rng.getstate()
+            seed = context.rng.randrange(2**63)
+            if seed not in self.runs:
+                context.rng.setstate(before)
+                try:
+                    self.runs[seed] = START(context, *args, **options)
+                except RankFailure as failure:
+                    self.runs[seed] = failure
+            run = self.runs[seed]
+            if isinstance(run, RankFailure):
+                raise run
+            return [forge(results) for results in run]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckContext, "_start", start)
+            patch.setattr(CheckContext, "try_run", lambda *args, **options: None)
+            return run_on_text(self.check, self.texts, self.conditions)
+
+    def list_results(self) -> list[RankResults]:
+        """Return the results of all calls that did not fail."""
+        return [results for run in self.runs.values() if isinstance(run, list) for results in run]
+
+
+def replace_values(results: RankResults, values: Sequence[Any]) -> RankResults:
+    """Return results with the same events, and other values."""
+    copied = copy.copy(results)
+    copied[:] = values
+    return copied
+
+
+def replace_events(results: RankResults, events: list[list[Event]]) -> RankResults:
+    """Return results with the same values, and other events."""
+    copied = copy.copy(results)
+    copied.events = events
+    return copied
