@@ -28,19 +28,22 @@ def test_shard_batch(submission):
     for shape in ((12, 3), (24,), (12, 2, 2)):
         batch = draw(submission, shape, torch.float64)
         [answers] = submission.run(scenario.shard, batch, [1, 2, 3, 4], world_size=world)
-        for rank, size in [(rank, world_size) for world_size in (1, 2, 3, 4) for rank in range(world_size)]:
-            rows, count = answers.pop(0).get("rows"), len(batch) // size
+        calls = [(rank, world_size) for world_size in (1, 2, 3, 4) for rank in range(world_size)]
+        for (rank, size), answer in zip(calls, answers, strict=True):
+            count = len(batch) // size
             start, end = rank * count, (rank + 1) * count
             what = f"for a batch of {len(batch)} rows, shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}]"
-            is_right = isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end])
-            why = partial(causes.explain_rows, rows, batch, rank, size)
-            At().claim(what, is_right, describe_rows(rows, batch), why)
+            is_right = isinstance(answer, torch.Tensor) and torch.equal(answer, batch[start:end])
+            why = partial(causes.explain_rows, answer, batch, rank, size)
+            At().claim(what, is_right, describe_rows(answer, batch), why)
     for num_rows in (7, 1):
         batch = draw(submission, (num_rows, 2), torch.float64)
         [answers] = submission.run(scenario.shard, batch, [2, 3, 4], world_size=world)
-        for rank, size in [(rank, world_size) for world_size in (2, 3, 4) for rank in range(world_size)]:
+        calls = [(rank, world_size) for world_size in (2, 3, 4) for rank in range(world_size)]
+        for (rank, size), answer in zip(calls, answers, strict=True):
             what = f"for a batch of length {num_rows}, shard_batch(batch, {rank}, {size}) raises {{}}"
-            At().equal(what, answers.pop(0).get("error", "no exception"), "ValueError", causes.UNEVEN)
+            raised = answer if isinstance(answer, str) else "no exception"
+            At().equal(what, raised, "ValueError", causes.UNEVEN)
 
 
 @pytest.mark.parts("Part (b): through a root")
@@ -89,7 +92,7 @@ def test_ring_all_reduce(submission):
     [world] = submission.worlds(1)
     names = ["all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"]
     [errors] = submission.run(scenario.refuse, {"functions": names}, world_size=world)
-    for name, error in zip(names, errors):
+    for name, error in zip(names, errors, strict=True):
         what = f"{name} raises {{}} for a tensor that is not contiguous"
         At().equal(what, error or "no exception", "ValueError", causes.NOT_CONTIGUOUS)
 

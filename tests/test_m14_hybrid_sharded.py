@@ -95,7 +95,9 @@ def test_same_start(submission):
         for rank in case.group:
             at, (shard_ranks, _), result = At(rank), grid.get_groups(rank), results[rank]
             ranks = result["interface"]["process_group"]
-            at.equal("the ranks of .process_group, the shard group, are {}", ranks, shard_ranks, causes.OTHER_GROUP)
+            at.equal(
+                "the ranks of .process_group, the shard group, are {}", ranks, str([*shard_ranks]), causes.OTHER_GROUP
+            )
             what = f"with {grid.shards} ranks in a shard group, shards() have {{}} elements"
             at.equal(what, result["numels"], sizes)
 

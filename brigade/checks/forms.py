@@ -75,15 +75,9 @@ class Like:
         self.dtype, self.shape = dtype, None if shape is None else tuple(shape)
 
 
-def like(tensors: Mapping[str, Tensor | None], with_shapes: bool = True) -> dict[str, Any]:
-    """Return the form of tensors by name: each has the dtype and the shape of its namesake in `tensors`, or is None.
-
-    Without shapes, the check must compare them, as `expect_equal` does.
-    """
-    return {
-        name: Maybe(Like() if tensor is None else Like(tensor.dtype, tuple(tensor.shape) if with_shapes else None))
-        for name, tensor in tensors.items()
-    }
+def like(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the form of tensors by name: each has the dtype and the shape of its namesake in `tensors`."""
+    return {name: Like(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def find_mistake(form: Any, value: Any, place: str = "") -> str:

@@ -20,7 +20,7 @@ def split_ranks(world):
 def expect_interface(results, case):
     """Expect every wrapper to have its model as .module and its group as .process_group."""
     for rank in case.group:
-        for name, expected in (("module", True), ("process_group", case.group)):
+        for name, expected in (("module", True), ("process_group", str(case.group))):
             is_kept = results[rank]["interface"][name] == expected
             cause = f"the constructor does not keep its argument in self.{name}, which other modules read."
             At(rank).claim(f"the wrapper's .{name} is the one that it was given", is_kept, "it is not", cause)

@@ -4,7 +4,8 @@ Its input is a job: a model, weights and batches. It returns tensors by name, un
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
+from brigade.checks.forms import Maybe, like, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
@@ -26,6 +28,7 @@ PLACES = (
 )
 KINDS = ("a forward without gradients", "a forward that is thrown away")
 EVAL_MODE = ("in the last step", "eval mode")  # a whole step, not a forward
+INTERFACE = {"module": bool, "process_group": str}  # the form of what `describe_interface` returns
 VISITS = [*((place, kind) for place in PLACES for kind in KINDS), EVAL_MODE]
 
 
@@ -71,6 +74,33 @@ class Large(torch.nn.Module):
         return sum(DrawnGradient.apply(weight, other + i) for i, weight in enumerate(self.weights))
 
 
+@functools.lru_cache(maxsize=64)
+def _make_meta_model(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None) -> torch.nn.Module:
+    with torch.device("meta"):
+        return edge_case_models.MODELS[model](sizes).to(dtype)
+
+
+def make_meta_model(job: Mapping[str, Any]) -> torch.nn.Module:
+    """Return the model of a job without memory, for the forms of what ranks return."""
+    return _make_meta_model(job["model"], tuple(job["sizes"]), job["dtype"])
+
+
+def like_weights(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the form of the weights of a job's model, by name."""
+    return like(dict(make_meta_model(job).named_parameters()))
+
+
+def like_state(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the form of the weights and buffers of a job's model, by name."""
+    return like(edge_case_models.copy_state(make_meta_model(job)))
+
+
+def like_gradients(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the form of the gradients of a job's model, by name. A gradient may be None."""
+    trained = {name: p for name, p in make_meta_model(job).named_parameters() if p.requires_grad}
+    return {name: Maybe(form) for name, form in like(trained).items()}
+
+
 class Interruption(Exception):
     """Raised on purpose inside a block."""
 
@@ -113,9 +143,12 @@ def wrap(job: dict, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def describe_interface(ddp: torch.nn.Module, model: torch.nn.Module) -> dict:
-    """Return what every wrapper promises to others: whether .module is the model, and the ranks of .process_group."""
+    """Return what every wrapper promises to others: whether .module is the model, and the ranks of .process_group.
+
+    The ranks are in words, such as "[1, 3]", or "missing".
+    """
     group = getattr(ddp, "process_group", "missing")
-    ranks = None if group == "missing" else dist.get_process_group_ranks(group)
+    ranks = group if group == "missing" else str(dist.get_process_group_ranks(group))
     return {"module": getattr(ddp, "module", None) is model, "process_group": ranks}
 
 
@@ -181,6 +214,15 @@ def accumulate(
             raise Interruption
 
 
+def form_training(job: dict) -> dict:
+    """Return the form of what `train` returns."""
+    steps, gradients = len(job["batches"]), like_gradients(job)
+    strides = {name: Maybe([int] * p.dim()) for name, p in make_meta_model(job).named_parameters()}
+    results = {"start": like_state(job), "gradients": [gradients] * steps, "strides": [strides] * steps}
+    return results | {"weights": like_weights(job), "interface": INTERFACE}
+
+
+@returns(form_training)
 def train(job: dict) -> dict:
     """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
@@ -222,6 +264,7 @@ def train(job: dict) -> dict:
 train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
 
 
+@returns(lambda job: Maybe(like_gradients(job)))
 def take_odd_step(job: dict) -> dict | None:
     """Follow job["order"]. Return the gradients, or None if the wrapper refuses a part of it with RuntimeError.
 

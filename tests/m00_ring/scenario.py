@@ -10,29 +10,44 @@ from typing import Any
 
 import torch
 
+from brigade.checks.forms import Like, Maybe, OneOf, returns
 from brigade.rank import recording
 from brigade.rank.api import student
 from brigade.rank.memory import LiveMemory
 from helpers.training import create_group, draw, name_error
 
 
-def shard(batch: torch.Tensor, world_sizes: list[int]) -> list[dict[str, Any]]:
-    """Return shard_batch's rows or exception for each rank and world size: {"rows": tensor} or {"error": type name}."""
+@returns(lambda batch, sizes: [OneOf(None, str, Like(batch.dtype))] * sum(sizes))
+def shard(batch: torch.Tensor, world_sizes: list[int]) -> list[torch.Tensor | str | None]:
+    """Return shard_batch's rows, or the type of its exception, for each rank and world size.
+
+    An answer is None if shard_batch returns no tensor.
+    """
     shard_batch = student("m00_ring", "shard_batch")
-    answers = []
+    answers: list[torch.Tensor | str | None] = []
     for world_size in world_sizes:
         for rank in range(world_size):
             try:
-                answers.append({"rows": shard_batch(batch, rank, world_size)})
+                rows = shard_batch(batch, rank, world_size)
+                answers.append(rows if isinstance(rows, torch.Tensor) else None)
             except NotImplementedError:
                 raise  # by the skeleton
             except Exception as error:
-                answers.append({"error": type(error).__name__})
+                answers.append(type(error).__name__)
     return answers
 
 
+def form_reductions(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the form of what `reduce` returns."""
+    view = Maybe([int, int]) if job["function"] == "ring_reduce_scatter" else None
+    return [{"tensor": tensor, "view": view} for tensor in job["tensors"]]
+
+
+@returns(form_reductions)
 def reduce(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Call the submission's function on each tensor of the job, each in its own step. Return the changed tensors.
+
+    Also return which part of the tensor ring_reduce_scatter returns as a view.
 
     Ranks outside job["members"] only create the groups.
     """
@@ -43,7 +58,8 @@ def reduce(job: dict[str, Any]) -> list[dict[str, Any]]:
         recording.note("step", step=step)
         returned = function(tensor, **({} if group is None else {"process_group": group}))
         recording.note("step", step=None)
-        results.append({"tensor": tensor, "view": find_view(returned, tensor)})
+        is_view_due = job["function"] == "ring_reduce_scatter"
+        results.append({"tensor": tensor, "view": find_view(returned, tensor) if is_view_due else None})
     return results
 
 
@@ -58,12 +74,14 @@ def find_view(returned: Any, tensor: torch.Tensor) -> list[int] | None:
     return [offset, returned.numel()] if inside else None
 
 
+@returns(lambda job: [Maybe(str)] * len(job["functions"]))
 def refuse(job: dict[str, Any]) -> list[str | None]:
     """Return the type of the exception that each function raises for a tensor with gaps; None if it raises none."""
     functions = [student("m00_ring", name) for name in job["functions"]]
     return [name_error(function, torch.zeros(6, 4)[:, ::2]) for function in functions]
 
 
+@returns(lambda job: int)
 def measure(job: dict[str, Any]) -> int:
     """Return the most bytes of new tensors that are alive at any time during one call of the submission's function."""
     function = student("m00_ring", job["function"])
@@ -74,6 +92,7 @@ def measure(job: dict[str, Any]) -> int:
     return memory.peak - before
 
 
+@returns(lambda job: None)
 def reduce_large(job: dict[str, Any]) -> None:
     """Call the submission's function on a large tensor."""
     function = student("m00_ring", "ring_all_reduce")

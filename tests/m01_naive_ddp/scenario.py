@@ -1,11 +1,13 @@
 """Functions that the ranks run in the checks of module 1, apart from training."""
 
 from brigade.checks import edge_case_models
+from brigade.checks.forms import returns
 from brigade.rank.api import student
 from brigade.rank.recording import phase
-from helpers.training import build, create_group, wrap
+from helpers.training import build, create_group, like_state, wrap
 
 
+@returns(like_state)
 def broadcast(job: dict) -> dict:
     """Call only broadcast_module_state, and return the parameters and buffers of the model."""
     model = build(job)
@@ -15,6 +17,7 @@ def broadcast(job: dict) -> dict:
     return edge_case_models.copy_state(model)
 
 
+@returns(like_state)
 def construct(job: dict) -> dict:
     """Only construct the wrapper, and return the parameters and buffers of the model."""
     model = build(job)

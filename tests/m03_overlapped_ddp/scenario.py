@@ -1,11 +1,13 @@
 """Functions that the ranks run in the checks of module 3, apart from training."""
 
 from brigade.checks.edge_case_models import copy_gradients
+from brigade.checks.forms import returns
 from brigade.rank import recording
 from brigade.rank.recording import phase
-from helpers.training import Interruption, build, forward_backward, wrap
+from helpers.training import Interruption, build, forward_backward, like_gradients, wrap
 
 
+@returns(lambda job: [like_gradients(job)] * 2)
 def interrupted_no_sync(job: dict) -> list:
     """Run one micro-batch in a nested no_sync, one in the outer no_sync afterwards, and one after an exception.
 
