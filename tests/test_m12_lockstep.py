@@ -140,21 +140,28 @@ def test_one_decision(submission):
             (BUFFERED, -1, -math.inf),
         )
     ]
-    for results, case, job in run_cases(submission, 2, settings, prepare=prepare, **ADAM, poisoned_step=1):
+    for results, case, job in run_cases(
+        submission, 2, settings, prepare=prepare, **ADAM, poisoned_step=1, watches=True
+    ):
         alone = train_alone(case, job)
         expect_results(results, case, job, alone)
         expect_weights(results, case, job, alone)
     # With a gradient of 1e25 clipped to 1, SGD changes one weight by its learning rate, and the others hardly.
-    large = {"dtype": torch.float32, "poison": (0, 1e25), "poisoned_rank": 0, "options": {"max_norm": 1.0}}
+    large = {"poison": (0, 1e25), "poisoned_rank": 0, "options": {"max_norm": 1.0}}
     sgd = {"optimizer": "SGD", "optimizer_options": {"lr": 0.5}, "poisoned_step": 0}
-    what = "a step with a finite gradient of 1e25 in float32 is not skipped: its weight changes by lr · max_norm"
-    for results, case, _ in run_cases(submission, 2, [(BUCKETED, [[1], [1]], large)], **sgd):
+    pairs = ((BUCKETED, torch.float32), (CACHED_ZERO, torch.bfloat16))  # the second has main parameters in float32
+    settings = [(wrapper, [[1], [1]], large | {"dtype": dtype}) for wrapper, dtype in pairs]
+    for results, case, job in run_cases(submission, 2, settings, **sgd):
+        what = f"a step with a finite gradient of 1e25 in {show(case.dtype)} is not skipped"
+        what += " (with ZeroOptimizer)" * job["is_zero"] + ": its weight changes by lr · max_norm"
         for rank, result in enumerate(results):
             [before, after], name = result["weights"], next(iter(case.parameters()))
-            change = float((before[name] - after[name]).flatten()[-1])
-            [*_, is_skipped] = result["results"][0]
+            change = float((before[name].float() - after[name].float()).flatten()[-1])
+            [(_, _, is_skipped)] = result["results"]
             At(rank).claim(what, not is_skipped, "it is skipped", causes.NARROW_NORM)
-            At(rank).claim(what, abs(change - 0.5) < 1e-3, f"the weight changes by {change:.3g}")
+            is_right = abs(change - 0.5) < {torch.float32: 1e-3, torch.bfloat16: 2**-7}[case.dtype]
+            why = causes.NOT_CLIPPED * (abs(change) > 1)
+            At(rank).claim(what, is_right, f"the weight changes by {change:.3g}", why)
 
 
 # ---- the end of the data
@@ -235,7 +242,7 @@ def run_cases(submission, world, settings, function=scenario.train, prepare=lamb
         cases.append(make_case(submission, counts[:world], options))
         jobs.append(cases[-1].make_jobs(**common, **options, **(prepare(cases[-1]) or {})))
     with replace_cause(causes.explain_failed_run):
-        return zip(submission.run_each(function, jobs), cases, (own[0] for own in jobs))
+        return zip(submission.run_each(function, jobs), cases, (own[0] for own in jobs), strict=True)
 
 
 def make_case(submission, counts, options):
@@ -249,7 +256,7 @@ def make_case(submission, counts, options):
         tokens = [[1]] * 2
         while len({sum(own) for own in tokens if own}) < sum(map(bool, tokens)):
             tokens = [submission.rng.sample(range(1, 13), own[step]) for own in counts]
-        for batches, branch, own in zip(case.batches, branches, tokens):
+        for batches, branch, own in zip(case.batches, branches, tokens, strict=True):
             batches.append([draw_batch(submission.rng, case, branch, count, scale) for count in own])
     return case
 
@@ -286,29 +293,32 @@ def expect_weights(results, case, job, alone, tolerance=MANY_STEPS):
 
 
 def expect_results(results, case, job, alone):
-    """Expect every rank to return the results of one process. If a gradient is poisoned, see `expect_bits`, too."""
+    """Expect every rank to return the results of one process. With job["watches"], see `expect_bits`, too."""
     for step, expected in enumerate(alone["results"]):
         reason = find_reason(case, job, step)
         returned = [results[rank]["results"][step] for rank in case.group]
-        for index, (rank, result) in enumerate(zip(case.group, returned)):
+        for index, (rank, result) in enumerate(zip(case.group, returned, strict=True)):
             at = At(rank, step)
-            for name, right, value in reversed([*zip(FIELDS, expected, result)]):
+            for name, right, value in reversed([*zip(FIELDS, expected, result, strict=True)]):
                 is_right = value == right or abs(value - right) <= RESULT * abs(right) < math.inf
                 is_right |= math.isnan(right) and math.isnan(value)
                 wanted, got = (right, value) if name == "is_skipped" else format_distinct(right, value)
                 why = partial(causes.explain_result, name, returned, expected, index, reason)
                 at.claim(f"{name} is {wanted}{reason}", is_right, f"it is {got}", why)
-            if expected[2] and "poison" in job:
-                expect_bits(results[rank], reason, at, step)
+            if expected[2] and job.get("watches"):
+                expect_bits(results[rank], case, reason, at, step)
+            elif job.get("watches"):
+                is_changed, got = bool(results[rank]["changed"][step]), "nothing has changed"
+                at.claim("a step that is not skipped changes the optimizer's state", is_changed, got)
 
 
-def expect_bits(result, reason, at, step):
+def expect_bits(result, case, reason, at, step):
     """Expect a skipped step to keep the bits of weights and optimizer state, and to clear the gradients."""
-    for kind in ("weights", "state"):
-        before, after = result[kind][step : step + 2]
-        changed = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
+    before, after = result["weights"][step : step + 2]
+    changed = [name for name in case.parameters() if not torch.equal(before[name], after[name])]
+    for kind, names in (("weights", changed), ("state", result["changed"][step])):
         what = f"a skipped step keeps the {kind}{reason}"
-        at.claim(what, not changed, f"these changed: {show(changed)}", causes.STEPPED)
+        at.claim(what, not names, f"these changed: {show(names)}", causes.STEPPED)
     what = "parameters whose gradient is neither None nor zero after a skipped step: {}"
     at.equal(what, result["left"][step], [], causes.GRADIENTS_LEFT)
 
@@ -348,22 +358,23 @@ def expect_epochs(results, case, job):
     lengths = [[len(own[epoch]) for own in epochs] for epoch in range(len(epochs[0]))]
     counts = [-(-max(own) // micro_batches) for own in lengths]
     case.batches = [
-        sum((split_into_steps(batches, micro_batches, count) for batches, count in zip(own, counts)), [])
+        sum((split_into_steps(batches, micro_batches, count) for batches, count in zip(own, counts, strict=True)), [])
         for own in epochs
     ]
     expected = train_alone(case, job)
-    for epoch, (own, count) in enumerate(zip(lengths, counts)):
+    for epoch, (own, count) in enumerate(zip(lengths, counts, strict=True)):
         where, first = f"with {join_names(own)} batches on the ranks and {micro_batches=}, ", sum(counts[:epoch])
         totals = [total for _, total, _ in expected["results"][first : first + count]]
         taken_at = [(step + 1) * micro_batches + 1 for step, total in enumerate(totals) if total]
         for rank in case.group:
             at, answer = At(rank), results[rank][epoch]
-            got, reads = [total for _, total, _ in answer["results"]], answer["reads"]
+            got, reads = answer["totals"], answer["reads"]
             why = partial(causes.explain_num_steps, got, totals, own, micro_batches)
             at.equal(f"{where}run returns the results of steps with so many tokens: {{}}", got, totals, why)
             at.equal(f"{where}run raises {{}}", answer["raised"] or "nothing", "nothing")
+            at.equal(f"{where}run lets the optimizer step {{}} times", len(reads), len(taken_at))
             what = f"{where}run has taken at most k · {micro_batches} + 1 batches before step k"
-            is_right = all(taken <= most for taken, most in zip(reads, taken_at))
+            is_right = all(taken <= most for taken, most in zip(reads, taken_at, strict=True))
             at.claim(what, is_right, f"it had taken {show(reads)} batches before its steps", causes.READ_AHEAD)
             small = [x for x in count_launches(results.events[rank], epoch).elements() if x[2] <= SMALL]
             limit = 2 * count + 2 if case.world_size > 1 else math.inf

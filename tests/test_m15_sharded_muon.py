@@ -52,7 +52,7 @@ def test_orthogonalize(submission):
         matrix = (matrix if norm is None else matrix * norm / matrix.norm()).to(dtype)
         problems.append((matrix, number % 2 == 1, options))
     [answers] = submission.run(scenario.orthogonalize_each, {"problems": problems}, world_size=1)
-    for (matrix, is_transposed, options), answer in zip(problems, answers):
+    for (matrix, is_transposed, options), answer in zip(problems, answers, strict=True):
         where = f"for a {describe_matrix(matrix)} with norm {matrix.double().norm():.3g}"
         where += " (a transposed view)" * is_transposed + f" and steps={options.get('steps', 5)}, "
         is_kept, result = torch.equal(answer["given"], matrix), answer["result"]
@@ -69,7 +69,7 @@ def test_short_side(submission):
     """The matrix products of orthogonalize take at most 2 · steps · short² · (2 · long + short) FLOPs."""
     problems = [(torch.ones(shape), False, {"steps": 4}) for shape in ((24, 24), (12, 48), (48, 12), (1, 16), (16, 1))]
     [answers] = submission.run(scenario.orthogonalize_each, {"problems": problems}, world_size=1)
-    for (matrix, _, _), answer in zip(problems, answers):
+    for (matrix, _, _), answer in zip(problems, answers, strict=True):
         what, flops = f"4 iterations of a {describe_matrix(matrix)} take {{}} FLOPs", answer["flops"]
         At().at_most(what, flops, 8 * count_cost(matrix.shape), partial(causes.explain_flops, matrix.shape, flops))
 
@@ -89,7 +89,7 @@ def test_assignment(submission):
         ([(rng.choice(sides), rng.choice(sides)) for _ in range(rng.randint(1, 40))], rng.randint(1, 8))
         for _ in range(30)
     ]
-    for (shapes, size), owners in zip(problems, ask(submission, "assign_matrices", problems)):
+    for (shapes, size), owners in ask(submission, "assign_matrices", problems):
         where = f"for {describe_shapes(shapes)} and {size} ranks, "
         At().claim(
             f"{where}assign_matrices returns {len(shapes)} numbers from 0 to {size - 1}",
@@ -97,7 +97,9 @@ def test_assignment(submission):
             f"it returned {len(owners)}: {show(owners)}",
         )
         costs = [count_cost(shape) for shape in shapes]
-        load = max(sum(cost for cost, owner in zip(costs, owners) if owner == rank) for rank in range(size))
+        load = max(
+            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)
+        )
         mean, limit = sum(costs) / size, sum(costs) / size + max(costs, default=0)
         if shapes in LISTS.values():
             limit = min(limit, BALANCE * mean)
@@ -120,7 +122,7 @@ def test_groups(submission):
         size, count = rng.randint(1, 6), rng.randint(1, 12)
         shapes = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
         problems.append((shapes, [rng.randrange(size) for _ in range(count)], size, rng.randint(1, 6)))
-    for (shapes, owners, num_ranks, num_groups), groups in zip(problems, ask(submission, "plan_groups", problems)):
+    for (shapes, owners, num_ranks, num_groups), groups in ask(submission, "plan_groups", problems):
         where = f"for {describe_shapes(shapes)} with owners {show(owners)}, {num_ranks} ranks and {num_groups=}, "
         At().claim(
             f"{where}plan_groups returns at most {num_groups} groups with {num_ranks} lists each, and none is empty",
@@ -176,8 +178,11 @@ def test_equals_one_process(submission):
 @pytest.mark.needs("test_equals_one_process")
 def test_launches(submission):
     """A step makes one reduce-scatter and one all-gather per group, as large as its buffer, and nothing else."""
-    for step, result in list_two_steps(submission, 3, {"num_groups": 3}, {}, {"num_groups": 1}):
+    for step, result, problem in list_two_steps(submission, 3, {"num_groups": 3}, {}, {"num_groups": 1}):
         launched, sizes = step.launches(), result["sizes"]
+        limit, numel = problem.job["options"].get("num_groups", 4), sum(map(math.prod, problem.shapes))
+        what, is_right = f"plan_groups returns at most {limit} groups", len(sizes) <= limit and sum(sizes) >= numel
+        step.claim(f"{what}, with all {numel} elements", is_right, f"the groups have {show(sizes)} elements")
         launched.claim(
             f"a step launches one reduce-scatter and one all-gather for each of {len(sizes)} groups, of {show(sizes)} "
             "elements, and nothing else",
@@ -194,7 +199,7 @@ def test_launches(submission):
 @pytest.mark.needs("test_launches")
 def test_overlap(submission):
     """Reduce-scatters are all launched at once. Each all-gather travels while the next group is orthogonalized."""
-    for step, _ in list_two_steps(submission, 2, {"num_groups": 4}, {}):
+    for step, *_ in list_two_steps(submission, 2, {"num_groups": 4}, {}):
         reduces, gathers = step.launches("reduce_scatter"), step.launches("all_gather")
         step.launches().claim("a step launches reduce-scatters and all-gathers", bool(reduces and gathers))
         what = "no {} is awaited before all are launched"
@@ -216,7 +221,7 @@ def test_flops(submission):
     for world, sizes in submission.pair_worlds((3, 4), settings):
         names = [f"{layers} small layers of {name}" for name, layers in sizes]
         runs = train(submission, world, *((SMALL[name] * layers, 1, {"counts": True}) for name, layers in sizes))
-        for name, (results, problem) in zip(names, runs):
+        for name, (results, problem) in zip(names, runs, strict=True):
             costs = [10 * count_cost(shape) for shape in problem.shapes]
             flops, limit = [result["steps"][0]["flops"] for result in results], WORK * max(sum(costs) / world, *costs)
             for rank, count in enumerate(flops):
@@ -252,7 +257,7 @@ def test_options(submission):
         "two dtypes": [matrix, matrix.double()],
     }
     [answers] = submission.run(scenario.refuse, {"problems": list(refused.values())}, world_size=1)
-    for name, answer in zip(refused, answers):
+    for name, answer in zip(refused, answers, strict=True):
         At().equal(f"ShardedMuon raises {{}} for {name}", answer or "nothing", "ValueError")
 
 
@@ -318,13 +323,13 @@ def test_resharding(submission):
 
 
 def ask(submission, function, problems):
-    """Return what a function of the submission returns for each list of arguments. All ranks must compute the same."""
+    """Return pairs of arguments and what a function of the submission returns. All ranks must compute the same."""
     [world] = submission.worlds(2)
     job = {"function": function, "problems": problems}
     first, *others = submission.run(scenario.call_each, job, world_size=world)
     what, is_same = f"all ranks compute the same {function}", all(other == first for other in others)
     At().claim(what, is_same, "the ranks differ", causes.NOT_DETERMINISTIC)
-    return first
+    return zip(problems, first, strict=True)
 
 
 def describe_matrix(matrix):
@@ -345,15 +350,15 @@ def train(submission, world, *settings):
     problems = [draw_problem(submission.rng, shapes, world, steps, **job) for shapes, steps, job in settings]
     jobs = [PerRank(problem.job | {"gradients": own} for own in problem.gradients) for problem in problems]
     with replace_cause(causes.explain_failed_run):
-        return list(zip(submission.run_each(scenario.train, jobs), problems))
+        return list(zip(submission.run_each(scenario.train, jobs), problems, strict=True))
 
 
 def list_two_steps(submission, world, *options):
-    """Take two steps for each of these options. Yield each step of each rank, with the rank's result."""
+    """Take two steps for each of these options. Yield each step of each rank, the rank's result, and the problem."""
     for results, problem in train(submission, world, *((MIXED_TWICE, 2, {"options": own}) for own in options)):
         expect_weights(results, problem)
         for step in each_step(results.events if len(results) > 1 else [], 2):
-            yield step, results[step.rank]
+            yield step, results[step.rank], problem
 
 
 def blocks(launch):
@@ -406,7 +411,10 @@ def expect_divided(results, problem):
 def expect_momentum(results, problem):
     """Expect optimizer.state to have the momentum of the matrices that the rank owns, and nothing else."""
     what = "optimizer.state has the momentum of the matrices that this rank owns: {}"
+    owners = results[0]["owners"]
     for rank, result in enumerate(results):
-        owned = [[i, 8 * math.prod(problem.shapes[i])] for i, owner in enumerate(result["owners"]) if owner == rank]
+        is_same = result["owners"] == owners
+        At(rank).claim("all ranks compute the same owners", is_same, "the ranks differ", causes.NOT_DETERMINISTIC)
+        owned = [[i, 8 * math.prod(problem.shapes[i])] for i, owner in enumerate(owners) if owner == rank]
         actual, expected = ([f"{count} bytes of matrix {i}" for i, count in own] for own in (result["owned"], owned))
         At(rank).equal(what, actual, expected, causes.explain_momentum(actual, len(problem.trainable())))

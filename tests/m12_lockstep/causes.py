@@ -26,6 +26,8 @@ NOT_TOLD = "the exception leaves run before the other ranks know about it, so th
 NOT_HEARD = "the other ranks then take this step and wait for the failing rank. The sums before it must tell them."
 DECIDED_ALONE = "one rank skips the optimizer's step, and another takes it. All must decide from the same numbers."
 STEP_TAKEN = "the step whose batches were being taken happens on the other ranks."
+NO_EFFECT = "max_norm has no effect: it is ignored, or finish_grad_sync overwrites gradients that were clipped before."
+NOT_CLIPPED = "the optimizer steps with gradients that are not clipped."
 NO_CLIP = "clip_grad_norm_ of ZeroOptimizer is not called. torch's sees averages of only this rank's shard."
 WEIGHINGS = {
     "the ranks compute means over their own tokens, and these means are averaged.": lambda tokens: [
@@ -119,7 +121,7 @@ def suspect_weights(case, job, step):
     hypotheses[stale] = train(is_stale=True)
     if "options" in job:
         summed = "the gradient is clipped before it is divided by the number of tokens."
-        hypotheses |= {summed: train(is_sum_clipped=True), "max_norm is ignored.": train(job={"options": {}})}
+        hypotheses |= {summed: train(is_sum_clipped=True), NO_EFFECT: train(job={"options": {}})}
     return hypotheses
 
 

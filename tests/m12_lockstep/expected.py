@@ -37,13 +37,13 @@ def train_alone(case, job, weigh=weigh_tokens, is_sum_clipped=False, is_stale=Fa
         total, loss_sum = sum(map(sum, tokens)), 0.0
         kept = [None if p.grad is None else p.grad * own.count([]) / len(own) for p in params]
         optimizer.zero_grad()
-        for batch, factor in zip(sum(own, []), sum(weigh(tokens), [])):
+        for batch, factor in zip(sum(own, []), sum(weigh(tokens), []), strict=True):
             logits, targets = net(batch["x"]).flatten(0, -2), batch["y"].flatten()
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
             loss_sum += loss.item()
             (loss * factor).backward()
-        for p, grad in zip(params, kept if is_stale else ()):
-            if p.grad is not None and grad is not None:
+        for p, grad in zip(params, kept, strict=True):
+            if is_stale and p.grad is not None and grad is not None:
                 p.grad += grad
         norms.append(float(torch.nn.utils.clip_grad_norm_(params, max_norm / total if is_sum_clipped else max_norm)))
         loss = loss_sum / total if total else math.nan

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from brigade.checks import edge_case_models
+from brigade.checks.forms import ListOf, returns
 from brigade.rank import recording
 from brigade.rank.api import student
 from brigade.rank.recording import phase
-from helpers.training import build, move_to_device, wrap
+from helpers.training import build, like_weights, move_to_device, wrap
 from m08_zero_optimizer.scenario import replace_last_entry
 
 PACKAGE = "m12_lockstep"
@@ -68,6 +69,7 @@ class Feed:
             raise self.error
 
 
+@returns(lambda job: [ListOf(ListOf(int))] * len(job["problems"]))
 def assign(job: dict) -> list[list[list[int]]]:
     """Return the submission's assignment for each pair (lengths, number of ranks)."""
     function = student(PACKAGE, "assign_sequences")
@@ -101,11 +103,20 @@ def describe(result: Any) -> tuple[float, float, bool]:
     return float(result.loss), float(result.num_tokens), bool(result.is_skipped)  # the order of FIELDS
 
 
+def form_training(job: dict) -> dict:
+    """Return the form of what `train` returns."""
+    steps = len(job["batches"])
+    answer = {"results": [(float, float, bool)] * steps, "weights": [like_weights(job)] * (steps + 1)}
+    return answer | ({key: [ListOf(str)] * steps for key in ("changed", "left")} if job.get("watches") else {})
+
+
+@returns(form_training)
 def train(job: dict) -> dict:
-    """Take a step with each of job["batches"]. Return the results, and what the rank has before and after each step.
+    """Take a step with each of job["batches"]. Return the results, and the weights before and after each step.
 
     In step job["poisoned_step"], the last entry of a gradient of one rank changes: job["poison"] is the number of the
-    parameter and the value.
+    parameter and the value. If job["watches"], return the names of the optimizer's tensors that each step has
+    "changed", and of the parameters whose gradients it has "left".
     """
     steps, model, optimizer, loop = make_loop(job)
     current = {"step": -1}
@@ -113,16 +124,20 @@ def train(job: dict) -> dict:
         number, value = job["poison"]
         parameter, at = list(model.parameters())[number], job["poisoned_step"]
         parameter.register_hook(lambda grad: replace_last_entry(grad, value) if current["step"] == at else grad)
-    results, weights, state, left = [], [copy_weights(model)], [copy_state(optimizer)], []
+    results, weights, state, changed, left = [], [copy_weights(model)], copy_state(optimizer), [], []
     for step, batches in enumerate(steps):
         # The steps' work differs: their launches cannot be compared.
         recording.note("step", step=step, unsynced=True, num_batches=len(batches), fails=None, is_step=True)
         current["step"] = step
         results.append(describe(loop.step([(batch["x"], batch["y"]) for batch in batches])))
         weights.append(copy_weights(model))
-        state.append(copy_state(optimizer))
+        before, state = state, copy_state(optimizer)
+        names = sorted(before.keys() | state.keys())
+        both = state.keys() & before.keys()
+        changed.append([name for name in names if name not in both or not torch.equal(before[name], state[name])])
         left.append([name for name, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())])
-    return {"results": results, "weights": weights, "state": state, "left": left}
+    answer = {"results": results, "weights": weights}
+    return answer | ({"changed": changed, "left": left} if job.get("watches") else {})
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -137,7 +152,8 @@ def copy_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
-def count_collectives(job: dict) -> dict:
+@returns(lambda job: None)
+def count_collectives(job: dict) -> None:
     """Take a step without a loop on another copy of the model, numbered PLAIN. Then do the same as `train`."""
     ddp = wrap(job, build(job))
     optimizer = make_optimizer(job, ddp)
@@ -149,14 +165,22 @@ def count_collectives(job: dict) -> dict:
             optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     recording.note("step", step=None)
-    return train(job)
+    train(job)
 
 
+def form_runs(job: dict) -> list[dict]:
+    """Return the form of what `run` returns."""
+    answer = {"totals": ListOf(float), "raised": str, "reads": ListOf(int), "weights": like_weights(job)}
+    return [answer] * len(job["batches"])
+
+
+@returns(form_runs)
 def run(job: dict) -> list[dict]:
     """Call `run` once for each entry of job["batches"]. Return the outcomes, and the weights after each call.
 
-    "reads" contains how many batches were taken before each step of the optimizer. job["fails"] has the rank whose
-    iterable raises, the number of the batch, and the type of the exception.
+    "totals" contains the number of tokens of each result, and "reads" how many batches were taken before each step of
+    the optimizer. job["fails"] has the rank whose iterable raises, the number of the batch, and the type of the
+    exception.
     """
     calls, model, optimizer, loop = make_loop(job)
     fails, answers = job.get("fails", {"rank": None}), []
@@ -166,10 +190,10 @@ def run(job: dict) -> list[dict]:
         feed = Feed(batches, error, fails["at"] if fails["rank"] == dist.get_rank() else None)
         reads: list[int] = []
         handle = optimizer.register_step_pre_hook(lambda *_, feed=feed, reads=reads: reads.append(feed.num_taken))
-        raised, results = "", []
+        raised, totals = "", []
         try:
             arguments = [job["micro_batches"]] if job["micro_batches"] > 1 else []
-            results = [describe(result) for result in loop.run(feed, *arguments)]
+            totals = [float(result.num_tokens) for result in loop.run(feed, *arguments)]
         except NotImplementedError:
             raise  # the skeleton's
         except Exception as exception:
@@ -178,5 +202,5 @@ def run(job: dict) -> list[dict]:
             raised = "the exception itself" if exception is error else "RuntimeError"
         handle.remove()
         recording.note("step", step=None)
-        answers.append({"results": results, "raised": raised, "reads": reads, "weights": copy_weights(model)})
+        answers.append({"totals": totals, "raised": raised, "reads": reads, "weights": copy_weights(model)})
     return answers

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import torch
 
@@ -78,12 +78,12 @@ def explain_owners(shapes, num_ranks, owners):
     """Return why the ranks' work is not balanced."""
 
     def compute_spread(numbers):
-        sums = [sum(number for number, own in zip(numbers, owners) if own == r) for r in range(num_ranks)]
+        sums = [sum(number for number, own in zip(numbers, owners, strict=True) if own == r) for r in range(num_ranks)]
         return max(sums) - min(sums)
 
     numels = [rows * columns for rows, columns in shapes]
     is_balanced = compute_spread(numels) <= max(numels)
-    if is_balanced and compute_spread([n * min(shape) for n, shape in zip(numels, shapes)]) > max(numels):
+    if is_balanced and compute_spread([n * min(shape) for n, shape in zip(numels, shapes, strict=True)]) > max(numels):
         return "the elements are balanced, but not the costs: a square needs more FLOPs per element."
     if list(owners) == [i % num_ranks for i in range(len(shapes))]:
         return "matrices are dealt in the given order. Begin with the largest cost."
@@ -106,12 +106,14 @@ def explain_buffers(groups):
 
 def explain_failed_run(failed):
     """Return why a run fails, if the reason is that a rank owns nothing."""
-    align = {"deadlock": zip_longest, "mismatch": zip}.get(failed.verdict.ending)  # a mismatch ends records early
-    if align is None or failed.verdict.hypothesis != USUAL_CAUSE:
+    ending = failed.verdict.ending
+    if ending not in ("deadlock", "mismatch") or failed.verdict.hypothesis != USUAL_CAUSE:
         return ""
     launched = [launches(events) for events in failed.events]
+    if ending == "mismatch":  # which ends records early
+        launched = [own[: min(map(len, launched))] for own in launched]
     is_one_size = len({len(x.ranks) for own in launched for x in own}) == 1  # other groups make other launches
-    is_ahead = any(len(set(steps)) > 1 for steps in align(*([x.step for x in own] for own in launched)))
+    is_ahead = any(len(set(steps)) > 1 for steps in zip_longest(*([x.step for x in own] for own in launched)))
     is_left_out = is_one_size and is_ahead
     return "a rank that owns nothing, or whose gradients are all None, leaves out a collective." * is_left_out
 
@@ -177,7 +179,7 @@ def explain_launches(sizes, num_matrices, launched):
 def explain_reductions(early):
     """Return why reduce-scatters are awaited early."""
     reduces, gathers = early.step.launches("reduce_scatter"), early.step.launches("all_gather")
-    if all(first.waits[0] < second.place for first, second in zip(reduces, reduces[1:])):
+    if all(first.waits[0] < second.place for first, second in pairwise(reduces)):
         first = "used" if gathers[0].place < reduces[1].place else "awaited"
         return f"each reduce-scatter is launched only when the one before it has been {first}."
     return ""

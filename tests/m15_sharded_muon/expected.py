@@ -96,7 +96,7 @@ class Problem:
                     length = options["lr"] * options["ratio"](*self.shapes[i])
                     kept = 1 - options["decay"](options["lr"], options["weight_decay"])
                     weights[i] = kept * weights[i] - length * orthogonalize(ahead, options["steps"])
-            history.append(dict(zip(self.job["start"], weights)))
+            history.append(dict(zip(self.job["start"], weights, strict=True)))
         return history, momentum
 
 
@@ -113,5 +113,5 @@ def draw_problem(rng, shapes, world_size, steps, absent=(), **job):
         gradients[rank][step][i] = None
     names = [f"matrix {i} ({rows} × {columns})" for i, (rows, columns) in enumerate(shapes)]
     usual = {"group": list(range(world_size)), "param_groups": [(list(range(len(shapes))), {})]}
-    usual |= {"frozen": [], "transposed": [], "options": {}, "start": dict(zip(names, draw(own, 1)))}
+    usual |= {"frozen": [], "transposed": [], "options": {}, "start": dict(zip(names, draw(own, 1), strict=True))}
     return Problem(shapes, gradients, usual | job)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from brigade.checks.forms import DictOf, Like, ListOf, Maybe, like, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import list_tensors
@@ -17,8 +18,15 @@ from helpers.training import create_group, name_error
 
 PACKAGE = "m15_sharded_muon"
 DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "steps": 5}
+PLANS = {"assign_matrices": ListOf(int), "plan_groups": ListOf(ListOf(ListOf(int)))}  # the forms of what they return
 
 
+def form_orthogonalized(job: dict) -> list[dict]:
+    """Return the form of what `orthogonalize_each` returns. The check compares dtypes and shapes of results."""
+    return [{"result": Like(), "given": matrix, "flops": int} for matrix, *_ in job["problems"]]
+
+
+@returns(form_orthogonalized)
 def orthogonalize_each(job: dict) -> list[dict]:
     """Return the submission's result for each matrix, the matrix afterwards, and the FLOPs."""
     function, answers = student(PACKAGE, "orthogonalize"), []
@@ -30,10 +38,16 @@ def orthogonalize_each(job: dict) -> list[dict]:
     return answers
 
 
+@returns(lambda job: [PLANS[job["function"]]] * len(job["problems"]))
 def call_each(job: dict) -> list[Any]:
     """Return what a function of the submission returns for each problem: a list of shapes, and more arguments."""
     function = student(PACKAGE, job["function"])
-    return [function([tuple(shape) for shape in shapes], *more) for shapes, *more in job["problems"]]
+    return [to_lists(function([tuple(shape) for shape in shapes], *more)) for shapes, *more in job["problems"]]
+
+
+def to_lists(value: Any) -> Any:
+    """Return lists of numbers in place of lists and tuples."""
+    return [to_lists(each) for each in value] if isinstance(value, (list, tuple)) else int(value)
 
 
 def make_parameter(values: Tensor, is_transposed: bool) -> nn.Parameter:
@@ -42,6 +56,17 @@ def make_parameter(values: Tensor, is_transposed: bool) -> nn.Parameter:
     return nn.Parameter(values.T.contiguous().T if is_transposed else values.clone())
 
 
+def form_training(job: dict) -> dict:
+    """Return the form of what `train` returns."""
+    step = {"weights": like(job["start"]), "flops": int, "calls": int, "is_loss": bool}
+    answer = {"steps": [step] * len(job["gradients"]), "is_optimizer": bool, "is_kept": bool}
+    groups = ListOf((ListOf(int), dict.fromkeys(DEFAULTS, float)))
+    saved = {"momentum": DictOf(Maybe(Like(torch.float64))), "devices": ListOf(str), "groups": groups}
+    answer |= {"saved": saved} if "saves" in job else {}
+    return answer | {"owners": [int] * len(job["start"]), "sizes": ListOf(int), "owned": ListOf([int, int])}
+
+
+@returns(form_training)
 def train(job: dict) -> dict:
     """Take a step with each of job["gradients"], of which each is a list of tensors and None.
 
@@ -71,20 +96,22 @@ def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Opti
 
     def compute() -> Tensor:
         optimizer.zero_grad()
-        pairs = [(p, g) for p, g in zip(params, job["gradients"][step]) if g is not None and p.requires_grad]
+        both = zip(params, job["gradients"][step], strict=True)
+        pairs = [(p, g) for p, g in both if g is not None and p.requires_grad]
         losses.append(sum(((p * g.to(p.device)).sum() for p, g in pairs), torch.zeros((), requires_grad=True)))
         losses[-1].backward()  # the gradients are exactly those of the job
         return losses[-1]
 
-    for group, lr in zip(optimizer.param_groups, job["scheduler"][step] if "scheduler" in job else ()):
-        group["lr"] = lr
+    if "scheduler" in job:
+        for group, lr in zip(optimizer.param_groups, job["scheduler"][step], strict=True):
+            group["lr"] = lr
     has_closure = "closure" in job
     if not has_closure:
         compute()
     counter = FlopCounterMode(display=False)
     with phase("step"), counter if "counts" in job else contextlib.nullcontext():
         returned = optimizer.step(*[compute] * has_closure)
-    weights = dict(zip(job["start"], [p.detach().clone() for p in params]))
+    weights = dict(zip(job["start"], [p.detach().clone() for p in params], strict=True))
     is_loss = returned is not None and torch.as_tensor(returned).item() == losses[-1].item()
     return {"weights": weights, "flops": counter.get_total_flops(), "calls": len(losses), "is_loss": is_loss}
 
@@ -116,19 +143,20 @@ def describe_checkpoint(optimizer: torch.optim.Optimizer) -> dict:
     devices = sorted({value.device.type for value in state.values() if value is not None})
     groups = [list(map(int, group["params"])) for group in saved["param_groups"]]
     options = [{name: float(group[name]) for name in DEFAULTS} for group in saved["param_groups"]]
-    return {"momentum": state, "devices": devices, "groups": list(zip(groups, options))}
+    return {"momentum": state, "devices": devices, "groups": list(zip(groups, options, strict=True))}
 
 
 def load(optimizer: torch.optim.Optimizer, momentum: dict[int, Tensor], options: list[dict]) -> bool:
     """Load one process's checkpoint, with these options of each group. Return whether it still has its entries."""
     saved = optimizer.state_dict()
-    groups = [group | own for group, own in zip(saved["param_groups"], options)]
+    groups = [group | own for group, own in zip(saved["param_groups"], options, strict=True)]
     state = {number: {"momentum_buffer": value.clone()} for number, value in momentum.items()}
     with phase("load"):
         optimizer.load_state_dict(given := {"state": state, "param_groups": groups})
     return len(given["state"]) == len(momentum) and all(given["state"].values())
 
 
+@returns(lambda job: [Maybe(str)] * len(job["problems"]))
 def refuse(job: dict) -> list[str | None]:
     """Return the type of the exception for each list of parameters; None if they are accepted."""
     create = student(PACKAGE, "ShardedMuon")
