@@ -57,11 +57,15 @@ def main(control_fd: int, output_fd: int, server: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=output_fd, all_threads=True)
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
+
+    def report(error: BaseException) -> None:
+        channel.send_failure(describe_exception(error, request["packages"]))
+
     try:
-        for result in run(request, channel.add_event, channel if request["switch"] else None):
+        for result in run(request, channel.add_event, report, channel if request["switch"] else None):
             channel.send_result(wire.encode(result))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
-        channel.send_failure(describe_exception(error, request["packages"]))
+        report(error)
     sys.stdout.flush()
     sys.stderr.flush()
     while True:
@@ -80,7 +84,10 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
 
 
 def run(
-    request: dict[str, Any], sink: Callable[[dict[str, Any]], None], switch: Channel | None = None
+    request: dict[str, Any],
+    sink: Callable[[dict[str, Any]], None],
+    report: Callable[[BaseException], None],
+    switch: Channel | None = None,
 ) -> Iterator[Any]:
     """Execute the request in this process and yield the results of its calls. See `perform`."""
     if request["mode"] != "emulate" and request["backend"] == "gloo" and not switch and hasattr(os, "SCHED_BATCH"):
@@ -92,7 +99,7 @@ def run(
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.update(request["environment"])
     store = dist.HashStore() if switch else dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
-    return perform(request, sink, store, switch=switch)
+    return perform(request, sink, store, report=report, switch=switch)
 
 
 def perform(
@@ -101,11 +108,13 @@ def perform(
     store: dist.Store,
     local_rank: int | None = None,
     timeout: timedelta | None = None,
+    report: Callable[[BaseException], None] = lambda error: None,
     switch: Channel | None = None,
 ) -> Iterator[Any]:
     """Become a rank: start the process group over `store`, and yield what the request's function returns in each call.
 
     `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` applies to each collective.
+    `report` tells the parent of an exception in another thread of a graded run.
     With `switch`, the channel to the grader's switch, the group communicates through it instead of `backend`.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
@@ -133,7 +142,7 @@ def perform(
     for name in request["function"].split("."):
         function = getattr(function, name)
     if request.get("graded"):
-        expect_submission(recorder)
+        expect_submission(recorder, report)
     kept = scatter(request["seed"]) if request["mode"] == "strict" else []
     for number, args in enumerate(request["calls"]):
         if number:

@@ -31,6 +31,7 @@ class Recorder:
         self.phase = "setup"
         self._sink, self._borders, self._switch = sink, borders, switch
         self.is_graded = False  # whether only the submission may communicate: see `lockdown.expect_submission`
+        self.expect_recorded_thread: Callable[[], None] = lambda: None  # raises RuntimeError in any other thread
         self.progress = 0  # events so far, except ends of transfers, which come at any time
         self._launches = 0
         self._lock = threading.RLock()
@@ -39,6 +40,7 @@ class Recorder:
 
     def note(self, kind: str, **fields: Any) -> None:
         """Record an event."""
+        self.expect_recorded_thread()
         with self._lock:
             self.progress += kind != "end"
             self._sink({"kind": kind, "time": perf_counter(), "phase": self.phase, **fields})
@@ -46,10 +48,9 @@ class Recorder:
     def launch(self, **fields: Any) -> int:
         """Record a launch and return its number."""
         with self._lock:
-            index = self._launches
+            self.note("launch", index=self._launches, **fields)
             self._launches += 1
-            self.note("launch", index=index, **fields)
-        return index
+            return self._launches - 1
 
     def ask(self, batch: int, number: int, x: torch.Tensor) -> torch.Tensor:
         """Return which entries of `x` at a border are halved, and record that the rank knows it from now on.

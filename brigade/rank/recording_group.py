@@ -66,6 +66,7 @@ class RecordedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
+        self._recorder.expect_recorded_thread()
         return self._inner.is_completed()
 
     def _source_rank(self) -> int:

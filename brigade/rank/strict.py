@@ -139,7 +139,7 @@ class StrictWork(RecordedWork):
     def is_completed(self) -> bool:
         """Deliver the result if the launch is complete. To ask again before the next event is to wait."""
         if self._asked_at != self._recorder.progress and not self._delivered:
-            if not self._inner.is_completed():
+            if not super().is_completed():
                 self._asked_at = self._recorder.progress
                 return False
             self._recorder.note("complete", index=self._index)

@@ -113,11 +113,13 @@ def find_import(rank: RankProcess, packages: dict[str, Sources]) -> str:
 def list_frames(stack: bytes | bytearray, files: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return the file, the line and the function of each frame that is in one of these files, the innermost first.
 
-    The stack comes from faulthandler, which replaces characters outside ASCII with escapes such as \\xfc. A rank may
-    print anything instead, so the pattern is tried only once per line. Then the time is proportional to the length.
+    The stack comes from faulthandler, which replaces characters outside ASCII with escapes such as \\xfc. The frames of
+    the main thread, which faulthandler prints last, come first. A rank may print anything instead, so the pattern is
+    tried only once per line. Then the time is proportional to the length.
     """
     escaped = {path.encode("ascii", "backslashreplace").decode(): path for path in files}
-    lines = stack.decode("ascii", errors="replace").split("\n")
+    others, _, current = stack.decode("ascii", errors="replace").rpartition("\nCurrent thread ")
+    lines = f"{current}\n{others}".split("\n")
     frames = [frame.groups() for line in lines if (frame := FRAME.fullmatch(line))]
     return [
         (escaped[file], line, function.encode().decode("unicode_escape", errors="replace"))

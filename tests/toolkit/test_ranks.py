@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -332,6 +333,21 @@ def test_a_line_is_found_in_a_file_of_any_name(tmp_path):
         names["größe"](lambda: faulthandler.dump_traceback(file, all_threads=False))
         file.seek(0)
         assert locate(file.read(), {PACKAGE: {"ddp": (path, "")}}) == f"{Path(path).name}:2 in größe"
+
+
+def test_the_line_is_the_one_of_the_main_thread(tmp_path):
+    """The stack of a thread that the submission started, such as a logger's, comes first."""
+    path, end = "/ddp.py", threading.Event()
+    text = "def log(end):\n    end.wait()\ndef finish(write):\n    write()\n"
+    exec(compile(text, path, "exec"), names := {})
+    logger = threading.Thread(target=names["log"], args=(end,))
+    logger.start()
+    with open(tmp_path / "stacks", "w+b") as file:
+        names["finish"](lambda: faulthandler.dump_traceback(file, all_threads=True))
+        end.set()
+        logger.join()
+        file.seek(0)
+        assert locate(file.read(), {PACKAGE: {"ddp": (path, "")}}) == "ddp.py:4 in finish"
 
 
 def test_a_rank_that_prints_something_instead_of_its_stacks_does_not_delay_the_report():
