@@ -73,7 +73,7 @@ def test_the_group_that_others_wait_for(submission):
 def test_calls_that_differ(submission):
     """diagnose names the minority that launched another operation, size or dtype; without a majority, all of them."""
     kinds = [partial(jobs.change, field=field, has_majority=most) for field in jobs.CONTENTS for most in (True, False)]
-    expect_finding(submission, kinds)
+    expect_finding(submission, [*kinds, jobs.change_twice])
 
 
 @pytest.mark.points(2)
@@ -91,7 +91,7 @@ def test_ranks_that_stop(submission):
     expect_finding(
         submission,
         [jobs.stay_healthy, jobs.die, jobs.die_after_a_difference, *ends, jobs.fall_behind, jobs.stop_inside]
-        + [jobs.wait_elsewhere],
+        + [jobs.wait_elsewhere, jobs.die_in_a_job_of_unknown_size],
     )
 
 

@@ -65,6 +65,8 @@ def explain_finding(traces, kind, culprits, got_kind, ranks):
         return "members that are only slow are named together with those that have ended."
     if kind == got_kind and kind == "circular" and set(culprits) < set(ranks):
         return "ranks that only wait for the circle are named."
+    if kind == got_kind and kind.startswith("different") and set(ranks) < set(culprits):
+        return "a rank outside the largest set of agreeing calls is not named."
     is_exchanged = {kind, got_kind} == {"missing", "extra"}
     if (kind == got_kind or is_exchanged) and set(ranks) == {t["rank"] for t in traces} - set(culprits):
         return "the majority is named instead of the minority."

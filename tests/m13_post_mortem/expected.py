@@ -233,6 +233,7 @@ def die(rng):
     """Return a job some of whose ranks left no trace; the others wait."""
     world_size = rng.randint(2, 6)
     groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
+    program[0]["group"] = "0"
     dead = sorted(rng.sample(range(world_size), rng.randint(1, world_size - 1)))
     stop = rng.randint(1, len(program) - 1)
     programs = {rank: program[: stop + rng.randint(0, 1)] for rank in range(world_size) if rank not in dead}
@@ -434,6 +435,23 @@ def shuffle_traces(rng, job):
     """Return the job with its traces in another order."""
     rng.shuffle(job[2])
     return job
+
+
+def change_twice(rng):
+    """Return a job in which two ranks make a call with another size than the majority, and than each other."""
+    world_size = rng.randint(5, 6)
+    groups, program = make_program(rng, world_size)
+    place, culprits = rng.randrange(len(program)), sorted(rng.sample(range(world_size), 2))
+    programs = {rank: [*program] for rank in range(world_size)}
+    for number, rank in enumerate(culprits, 1):
+        programs[rank][place] = dict(program[place], sizes=((program[place]["sizes"][0][0] + 10_000 * number,),))
+    return "different_size", culprits, make_traces(groups, programs)
+
+
+def die_in_a_job_of_unknown_size(rng):
+    """Return a job some of whose ranks left no trace, and are known only as members of groups."""
+    kind, dead, traces = die(rng)
+    return kind, dead, [dict(trace, world_size=0) for trace in traces]
 
 
 def skip_then_differ(rng):
