@@ -12,8 +12,9 @@ A rank could also ask earlier than it computes, in order to wait earlier. In the
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +30,16 @@ TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves v
 STEPS = ("batches", "gradients", "tensors", "calls", "blocks")  # the lists of which a job has one entry for each step
 BEFORE = -1  # stands for the step of events before the first step
 CHECKPOINT = "checkpoint", "all_gather"  # the phase and the operation of launches that may come after the last step
-Order = tuple[list[int], dict[tuple, "int | None"]]
+Key = tuple[str, Any, "str | None"]  # the kind of an event, its name or the number of a border, and "start" or "end"
 
 
-def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, first: int) -> str:
+def find_contradiction(
+    events: Sequence[Event], jobs: Sequence[Any], rank: int, first: int, reports: Collection[str] = ()
+) -> str:
     """Return how a rank's record contradicts itself, or "" if it does not.
 
-    `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job.
+    `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job. The
+    scenario passes each batch once, in order, and reports all events of the kinds `reports`: see `find_silence`.
     """
     job = jobs[rank] if jobs else None
     if not isinstance(job, dict):
@@ -46,11 +50,12 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
     if not batches or not {"model", "sizes", "dtype", "state", "batches"} <= job.keys():
         return ""
 
-    def get_order(batch: dict[str, Any]) -> Order:
-        return compute_order(job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
-
+    orders = [
+        compute_order(job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
+        for batch in batches
+    ]
     expected = compute_values(job, [other["state"] for other in jobs], first)
-    step, has_steps = BEFORE, any(event["kind"] == "step" for event in events)
+    step, has_steps = BEFORE, bool(reports) or any(event["kind"] == "step" for event in events)
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
     unasked = Counter(seed for batch in batches for seed in batch["borders"])  # a batch may be in the job twice
     last: tuple[int, int] | None = None  # the batch and the number of the last border
@@ -66,7 +71,7 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
                 return "a pass asked for the factors of a batch that is not its own"
             if has_steps and "labels" not in job and step != step_of[event["batch"] - first]:
                 return "a pass was reported in another step than that of its batch"
-            borders, _ = get_order(batches[event["batch"] - first])
+            borders = list_borders(orders[event["batch"] - first])
             position = borders.index(event["number"]) if event["number"] in borders else -1
             before = (event["batch"], borders[position - 1]) if position > 0 else None
             if position < 0 or before and before != last:
@@ -84,18 +89,30 @@ def find_contradiction(events: Sequence[Event], jobs: Sequence[Any], rank: int, 
             following = borders[position + 1 : position + 2]
             is_within = following and is_forward(following[0]) == is_forward(event["number"])
             phase = event["phase"] if is_within else None
-        elif event["kind"] in ("ready", "module"):
-            borders, sections = get_order(batches[last[0] - first if last else 0])
-            key = event["kind"], event["name"], event.get("at")
-            is_between = (last is None or last[1] == borders[-1]) and any(
-                get_order(batch)[1].get(key) is None for batch in batches
-            )
-            is_proven = key[0] == "ready" or any(map(is_forward, borders))
-            if is_proven and not is_between and sections.get(key) != (last and last[1]):
-                what = "the gradient of" if key[0] == "ready" else f"the {key[2]} of module"
-                return f"{what} {event['name']} was reported as ready too early or too late"
     missing = expected.keys() - passed
-    return f"border {min(missing)[1]} was never asked for" if missing else ""
+    return f"border {min(missing)[1]} was never asked for" if missing else find_silence(events, orders, reports)
+
+
+def find_silence(events: Sequence[Event], orders: Sequence[Sequence[Key]], kinds: Collection[str]) -> str:
+    """Return which event of these kinds a rank must report and does not, or not between the right borders.
+
+    "ready" is demanded once for each gradient of a pass, and "module" at the start and the end of each module of a
+    forward. Between two borders, gradients may become ready in another order than in one process, because a wrapper has
+    hooks of its own. Modules have the model's order.
+    """
+    if not kinds:
+        return ""
+    demanded = split_at_borders(key for order in orders for key in order if key[0] in {*kinds, "border"})
+    reported = split_at_borders(identify(event) for event in events if event["kind"] in {*kinds, "border"})
+    nothing: list[Key] = []
+    for wanted, got in itertools.zip_longest(demanded, reported, fillvalue=nothing):
+        for key in [*wanted, *got]:
+            if wanted.count(key) != got.count(key):
+                return f"{describe_key(key)} was reported {got.count(key)} times instead of {wanted.count(key)}"
+        modules, wanted_modules = ([key for key in own if key[0] == "module"] for own in (got, wanted))
+        if modules != wanted_modules:
+            return f"{describe_key(modules[0])} was reported in another order than that of the model"
+    return ""
 
 
 def find_hidden_launch(events: Sequence[Event], job: dict[str, Any], is_proven: bool) -> str:
@@ -135,14 +152,41 @@ def is_forward(border: int) -> bool:
     return border >= edge_case_models.ALL_BORDERS
 
 
-@functools.lru_cache(maxsize=256)
-def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None, branch: int, count: int) -> Order:
-    """Return the borders of both passes in order, and the border before each other event (None: no border)."""
-    borders: list[int] = []
-    sections: dict[tuple, int | None] = {}
+def list_borders(order: Sequence[Key]) -> list[int]:
+    """Return the numbers of the borders of a pass, in order."""
+    return [name for kind, name, _ in order if kind == "border"]
 
-    def note(kind: str, name: str, at: str | None) -> None:
-        sections[kind, name, at] = borders[-1] if borders else None
+
+def identify(event: Event) -> Key:
+    """Return what `compute_order` has for an event."""
+    return event["kind"], event["number"] if event["kind"] == "border" else event.get("name"), event.get("at")
+
+
+def split_at_borders(keys: Iterable[Key]) -> list[list[Key]]:
+    """Return the keys up to each border, and those after the last one."""
+    pieces: list[list[Key]] = [[]]
+    for key in keys:
+        pieces[-1].append(key)
+        if key[0] == "border":
+            pieces.append([])
+    return pieces
+
+
+def describe_key(key: Key) -> str:
+    """Return what was or was not reported, in words."""
+    kind, name, at = key
+    return {"ready": f"the gradient of {name}", "module": f"the {at} of module {name}", "border": f"border {name}"}[
+        kind
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None, branch: int, count: int) -> list[Key]:
+    """Return the borders of a pass, the starts and ends of modules, and ready gradients, in order."""
+    order: list[Key] = []
+
+    def note(*key: Any) -> None:
+        order.append(key)
 
     module = edge_case_models.MODELS[model](sizes).to(dtype)
     recorder = Recorder(lambda event: note("ready", event["name"], None) if "name" in event else None)
@@ -151,11 +195,11 @@ def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None,
         submodule.register_forward_pre_hook(lambda *_, name=name: note("module", name, "start"))
         submodule.register_forward_hook(lambda *_, name=name: note("module", name, "end"))
     x, y = torch.ones(3, sizes[0], dtype=dtype), torch.ones(3, 1, dtype=dtype)
-    seeds = NotedSeeds([0] * count, lambda number, _: borders.append(number))
+    seeds = NotedSeeds([0] * count, lambda number, _: note("border", number, None))
     loss = compute_loss(module, {"x": x, "y": y, "branch": branch, "borders": seeds})
     recorder.phase = "backward"
     loss.backward()
-    return borders, sections
+    return order
 
 
 def compute_values(job: Any, states: Sequence[Any], first: int) -> dict[tuple[int, int], list[Tensor]]:

@@ -147,7 +147,7 @@ class CheckContext:
             raise to_failure(failure, self.sources, note) from None
         self.output = results[0].output
         expect_forms(scenario, results, args_per_call)
-        self.contradiction = self.contradiction or find_contradictory_record(results, args_per_call)
+        self.contradiction = self.contradiction or find_contradictory_record(scenario, results, args_per_call)
         self.contradiction = self.contradiction or find_missing_content(scenario, results, args_per_call)
         return results
 
@@ -240,17 +240,20 @@ def expect_forms(
 
 
 def find_contradictory_record(
-    results_per_call: Sequence[ranks.RankResults], args_per_call: Sequence[Sequence[Any]]
+    scenario: Callable[..., Any],
+    results_per_call: Sequence[ranks.RankResults],
+    args_per_call: Sequence[Sequence[Any]],
 ) -> CheckFailed | None:
     """Return the failure of a check for which a rank has written a record that its borders contradict, or None."""
     from brigade.checks.borders import find_contradiction
 
+    reports = getattr(scenario, "reports", ())  # the kinds of events without which a record is not true
     for rank in range(len(results_per_call[0])):
         first = 0  # number of the call's first batch
         for results, args in zip(results_per_call, args_per_call):
             own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
             jobs = args[0] if args and isinstance(args[0], ranks.PerRank) else []
-            if contradiction := find_contradiction(results.events[rank], jobs, rank, first):
+            if contradiction := find_contradiction(results.events[rank], jobs, rank, first, reports):
                 expected = "the record of every rank is true"
                 return CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
             first += len(list_batches(own))

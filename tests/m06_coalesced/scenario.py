@@ -190,6 +190,7 @@ def train_on_shards(job: dict) -> dict:
 
 
 train_on_shards.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
+train_on_shards.reports = ("ready",)  # brigade/checks/borders.py demands them
 
 
 def locate_in_group(job: dict) -> tuple[int, int]:
