@@ -137,7 +137,8 @@ def carry_gradients(launched):
 def expect_parts(step, count):
     """Expect the parts of the scenario to launch nothing inside no_sync and, after it, each of `count` all-reduces."""
     parts = {event["part"]: place for place, event in enumerate(step.events) if "part" in event}
-    backward = step.launches().where(in_phase("backward"))
+    launched = step.launches().where(after(parts["inside"]))
+    backward = launched.where(in_phase("backward"))
     backward.where(before(parts["after"])).are_none(
         "backward passes inside no_sync launch nothing, even after an inner no_sync has ended",
         partial(explain_inside, parts["outer"]),
@@ -150,11 +151,13 @@ def expect_parts(step, count):
     outside.are_so_many(what, count, causes.explain_silence)
     what = "no_sync of one wrapper does not change another wrapper, whose backward makes {}: one per parameter"
     backward.where(after(parts["other"])).are_so_many(what, count, causes.SHARED_FLAG)
-    again = step.launches().where(in_phase("finish"))
+    again = launched.where(in_phase("finish"))
     again.are_none(
         "finish_grad_sync launches nothing that backward has launched, even if another wrapper finishes before",
         causes.SHARED_HANDLES if len(again) == count else "",  # of one of the two finishes
     )
+    elsewhere = launched.where(lambda one: one.phase not in ("backward", "finish"))
+    elsewhere.are_none("after the constructor, nothing launches anything except backward and finish_grad_sync")
 
 
 def require_overlapped(results, case, steps=1):

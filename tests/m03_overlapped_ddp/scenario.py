@@ -14,8 +14,8 @@ def interrupted_no_sync(job: dict) -> list:
     Then run one on a second wrapper, inside the first wrapper's no_sync, and finish the steps of both. Return the
     gradients of both models. Events of kind "part" mark the four parts, and the exception that leaves no_sync.
     """
-    model = build(job)
-    ddp = wrap(job, model)
+    model, other_model = build(job), build(job)
+    ddp, other = wrap(job, model), wrap(job, other_model)
     first, second, third = job["batches"][0]
     recording.note("part", part="inside")
     try:
@@ -29,8 +29,6 @@ def interrupted_no_sync(job: dict) -> list:
         recording.note("part", part="exception")
     recording.note("part", part="after")
     forward_backward(ddp, third)
-    other_model = build(job)
-    other = wrap(job, other_model)
     recording.note("part", part="other")
     with ddp.no_sync():
         forward_backward(other, first)
