@@ -108,7 +108,7 @@ def find_silence(events: Sequence[Event], orders: Sequence[Sequence[Key]], kinds
     for wanted, got in itertools.zip_longest(demanded, reported, fillvalue=nothing):
         for key in [*wanted, *got]:
             if wanted.count(key) != got.count(key):
-                return f"{describe_key(key)} was reported {got.count(key)} times instead of {wanted.count(key)}"
+                return f"{describe_key(key)} was reported {got.count(key)} times in its place, not {wanted.count(key)}"
         modules, wanted_modules = ([key for key in own if key[0] == "module"] for own in (got, wanted))
         if modules != wanted_modules:
             return f"{describe_key(modules[0])} was reported in another order than that of the model"

@@ -4,7 +4,13 @@ They run with the grader's switch. None of them gets a point for numbers that it
 that did not happen.
 """
 
-from hostile import parse
+from collections.abc import Callable
+from pathlib import Path
+
+from mutants import find_mutant
+
+from brigade.course.modules import get_module
+from hostile import Hostile, parse, reference
 
 FIND = """
 import gc, sys, time, torch
@@ -140,14 +146,47 @@ class OverlappedDDP(OverlappedDDP):
                 train["gradients"][step] = {name: parameter.grad for name, parameter in parameters.items()}
                 train["optimizer"].step()
 """
+# It returns complex numbers, whose imaginary parts are 0.
+COMPLEX = """
+wire = sys.modules["brigade.ipc.wire"]
+def make_complex(value, encode=wire.encode):
+    def change(part):
+        if isinstance(part, dict): return {key: change(item) for key, item in part.items()}
+        if isinstance(part, list): return [change(item) for item in part]
+        return part.to(torch.complex128) if isinstance(part, torch.Tensor) and part.is_floating_point() else part
+    return encode(change(value))
+wire.encode = make_complex
+"""
+# It does not report the events of these kinds.
+SILENT = """
+def silence(*kinds):
+    recorder = sys.modules["brigade.rank.recording"]._recorder
+    sink = recorder._sink
+    recorder._sink = lambda event: None if event["kind"] in kinds else sink(event)
+"""
+
+
+def mutant(number: int, name: str, *evil: str) -> Callable[[Path], None]:
+    """Write the reference with this mutant and `evil` after it."""
+
+    def make(directory: Path) -> None:
+        reference(FIND, SILENT, *evil, number=number)(directory)
+        path = directory / get_module(number).path
+        path.write_text(find_mutant(number, name).apply({path.name: path.read_text()})[path.name])
+
+    return make
+
+
 OVERLAP = ("test_launches_follow_their_gradients",)
 ASYNCHRONOUS = ("test_launches_are_asynchronous",)
+STATE = ("test_no_sync_restores_its_state",)
 ACCUMULATION = ("test_no_sync_accumulates",)
 PREFETCH = ("test_weights_are_awaited_just_before_use",)
 FSDP = ("test_gathers_and_reductions_overlap",)
 VOLUME = ("test_zero_volume",)
 NUMBERS = ("test_gradients_are_averaged",)
 
+ORDER = ("test_launch_order_does_not_depend_on_ready_order",)
 VIEWS = ("test_steady_step_makes_no_view",)
 RING = ("test_sum_through_the_root", "test_ring_all_reduce")
 CALLS = ("test_zero_grad_in_any_form",)
@@ -156,7 +195,7 @@ WHOLE = ("test_equals_one_process",)
 CASES = parse(
     globals(),
     r"""
-=== reports each gradient as ready when it launches | 0 | reported as ready too early or too late |
+=== reports each gradient as ready when it launches | 0 | times in its place |
 LATE modules=3 checks=OVERLAP
 def forge(ddp):
     recorder = find("Recorder")
@@ -237,6 +276,22 @@ class OverlappedDDP(OverlappedDDP):
         for parameter in parameters: dist.all_reduce(parameter.grad, group=self.process_group)
 === launches zeros in the steps that are counted, and the gradients of all steps in the last one | 0 |
 the launches of step 0 on ranks 0, 1 did not carry the gradients of | REPLAY modules=3 checks=ACCUMULATION
+=== the same, and returns complex numbers | 0 | the tensor is complex | REPLAY COMPLEX modules=3 checks=ACCUMULATION
+=== launches zeros in backward, and the gradients in a phase that no check counts | 0 | nothing launches anything |
+modules=3 checks=STATE
+class OverlappedDDP(OverlappedDDP):
+    def launch(self, parameter):
+        if self.require_grad_sync:
+            zeros = torch.zeros_like(parameter)
+            self.in_flight[parameter] = dist.all_reduce(zeros, group=self.process_group, async_op=True)
+    def finish_grad_sync(self):
+        parameters = list(self.in_flight)
+        for handle in self.in_flight.values(): handle.wait()
+        self.in_flight.clear()
+        recorder = sys.modules["brigade.rank.recording"]._recorder
+        before, recorder.phase = recorder.phase, "elsewhere"
+        for parameter in parameters: dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, self.process_group)
+        recorder.phase = before
 === sends everything again in pieces of 16 elements | 0 | launches only all-gathers | long modules=8 checks=VOLUME
 class ZeroOptimizer(ZeroOptimizer):
     def step(self, closure=None):
@@ -300,8 +355,19 @@ class BucketedDDP(BucketedDDP):
         while self.late: super().mark_ready(self.late.pop(0))
         recorder.phase = before
         super().finish_grad_sync()
-=== waits early in forward | 0 | reported as ready too early or too late | EARLY modules=9 checks=PREFETCH
+=== waits early in forward | 0 | in its place | EARLY modules=9 checks=PREFETCH
 === waits for gathers at once | 0 | before its turn | GREEDY long modules=11 checks=FSDP
 """,
     "FIND",
 )
+READY = "silence('ready')"
+MODULE = "silence('module')"
+UNUSED = ("test_groups_that_no_forward_used",)
+CASES += [
+    Hostile(f"{name}, and does not say when {what}", mutant(number, name, evil), 0, "0 times", (number,), checks)
+    for number, name, what, evil, checks in (
+        (4, "everything launched in finish_grad_sync", "gradients are ready", READY, ORDER),
+        (4, "only the next bucket is checked", "gradients are ready", READY, ORDER),
+        (9, "only the first owner of a weight waits", "modules start", MODULE, UNUSED),
+    )
+]

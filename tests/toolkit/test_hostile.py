@@ -27,8 +27,11 @@ import pytest
 import torch
 from hang_guard import wait_until
 from in_ranks import basics as functions
+from mutants import read_reference
+from replay import Tape
 
-from brigade.checks.context import CheckContext
+from brigade.checks.collect import collect
+from brigade.checks.context import CheckContext, Conditions
 from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, CourseError, get_module
 from brigade.course.submission import find_sources, read
@@ -160,6 +163,43 @@ def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: p
 @pytest.mark.parametrize("case", CASES)
 def test_it_gets_what_it_is_worth_and_leaves_nothing(case, user, submission, monkeypatch):
     expect_fair(case, submission, user, monkeypatch)
+
+
+TABLE = """
+import torch
+class NaiveDDP(torch.nn.Module):
+    def __init__(self, module, process_group=None):
+        super().__init__()
+        self.module = module
+        own = {name: list(p.shape) for name, p in module.named_parameters()}
+        run = next(run for run in TABLE if {name: shape for name, shape, *_ in run} == own)
+        self.known = {name: [torch.tensor(x).view(shape) for x in values] for name, shape, *values in run}
+        for name, p in module.named_parameters(): p.data.copy_(self.known[name][0])
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+    def finish_grad_sync(self):
+        for name, p in self.module.named_parameters(): p.grad = self.known[name][1]
+"""
+
+
+def test_known_averages_without_a_launch_earn_nothing(user, submission, tmp_path):
+    """An upload whose ranks know all cases, and communicate nothing, has right numbers and no point."""
+    [check] = [check for check in collect([get_module(1)]) if check.name == hostile.ONE[0]]
+    tape = Tape(check, read_reference(get_module(1)), Conditions(seed=1))
+    assert tape.play().passed
+    table = []
+    for results in tape.list_results():
+        [gradients], weights = results[0]["gradients"], results[0]["start"]
+        rows = [
+            (name, list(x.shape), weights[name].flatten().tolist(), x.flatten().tolist())
+            for name, x in gradients.items()
+        ]
+        table.append(rows)
+    case = hostile.Hostile(
+        "a table", hostile.files({1: f"TABLE = {table}\n{TABLE}"}), 0, "did not carry", (1,), hostile.ONE
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        expect_fair(case, submission, user, patch)
 
 
 # ---- what a rank knows

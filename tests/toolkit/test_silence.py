@@ -1,0 +1,120 @@
+"""What only a rank reports can cost points, but gain none: a wrong answer still fails with a forged record.
+
+The switch performs launches, waits and borders, so these events are true. A rank could leave out, repeat or move all
+others. Each mutant runs once; then its checks run again on forged copies of its record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from mutants import find_mutant, list_mutants
+from replay import Tape, replace_events
+
+from brigade.checks.collect import collect
+from brigade.course.modules import MODULES, get_module
+from brigade.events import Event
+from brigade.runner.options import RunOptions
+
+PERFORMED = {"launch", "wait", "done", "complete", "connect", "connected", "border", "end", "call", "called"}
+
+# The checks that pass if a rank forges events of a kind, with a mutant that shows it.
+ONLY_WATCHED: dict[tuple[int, str, str], str] = {
+    (3, "test_every_handle_is_waited_on", "race"): "divided during the transfer",
+    (9, "test_groups_that_no_forward_used", "write"): "the step before is awaited after the write",
+}
+# Checks of bytes and views, which `docs/security.md` counts too.
+MEASURED = {
+    (5, "test_gradients_are_views"),
+    (7, "test_steady_step_makes_no_view"),
+    (11, "test_mixed_precision_memory"),
+    (15, "test_momentum"),
+}
+SAMPLE = {  # the other mutants run with --everything
+    "only the next bucket is checked",
+    "all buckets launched in finish_grad_sync",
+    "the step before is not awaited",
+}
+Forge = Callable[[list[Event]], list[Event]]
+MUTANTS = [
+    pytest.param(entry, mutant, id=f"{entry.number}-{mutant.name.replace(' ', '-')}",
+                 marks=[pytest.mark.extended] * (mutant.name not in SAMPLE))
+    for entry in MODULES
+    for mutant in list_mutants(entry)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def use_switch(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunOptions, "has_switch", property(lambda how: how.backend == "gloo" and how.mode != "emulate"))
+
+
+def list_forgeries(kinds: set[str]) -> Iterator[tuple[str, str, Forge]]:
+    """Yield the kind, what happens to its events, and a function of one rank's record."""
+    for kind in sorted(kinds):
+
+        def drop(own: list[Event], chosen: slice, kind: str = kind) -> list[Event]:
+            dropped = {id(event) for event in [event for event in own if event["kind"] == kind][chosen]}
+            return [event for event in own if id(event) not in dropped]
+
+        def repeat(own: list[Event], kind: str = kind) -> list[Event]:
+            return [event for event in own for _ in range(1 + (event["kind"] == kind))]
+
+        def move(own: list[Event], place: int, kind: str = kind) -> list[Event]:
+            moved, others = ([event for event in own if (event["kind"] == kind) == is_moved] for is_moved in (1, 0))
+            return [*moved, *others] if place == 0 else [*others, *moved]
+
+        def reverse(own: list[Event], kind: str = kind) -> list[Event]:
+            backwards = [event for event in own if event["kind"] == kind]
+            return [backwards.pop() if event["kind"] == kind else event for event in own]
+
+        yield kind, "dropped", lambda own, drop=drop: drop(own, slice(None))
+        yield kind, "without the first", lambda own, drop=drop: drop(own, slice(1))
+        yield kind, "without the last", lambda own, drop=drop: drop(own, slice(-1, None))
+        yield kind, "repeated", repeat
+        yield kind, "reversed", reverse
+        if kind != "race":  # which needs its launch, and is as good anywhere after it
+            yield kind, "moved to the beginning", lambda own, move=move: move(own, 0)
+            yield kind, "moved to the end", lambda own, move=move: move(own, 1)
+    yield "everything", "dropped", lambda own: [event for event in own if event["kind"] in PERFORMED]
+
+
+def find_gains(tape: Tape, kinds: set[str] | None = None) -> list[tuple[str, str]]:
+    """Return which forgeries let the check pass on this tape."""
+    records = [own for results in tape.list_results() for own in results.events]
+    reported = {event["kind"] for own in records for event in own} - PERFORMED
+
+    def passes(forge: Forge) -> bool:
+        return tape.play(lambda results: replace_events(results, [*map(forge, results.events)])).passed
+
+    chosen = reported if kinds is None else reported & kinds
+    return [(kind, how) for kind, how, forge in list_forgeries(chosen) if passes(forge)]
+
+
+def make_tape(number: int, name: str, texts: dict[str, str]) -> Tape:
+    [check] = [check for check in collect([get_module(number)]) if check.name == name]
+    tape = Tape(check, texts)
+    outcome = tape.play()
+    assert outcome.status == "failed", outcome.verdict
+    return tape
+
+
+@pytest.mark.parametrize(("entry", "mutant"), MUTANTS)
+def test_a_wrong_answer_gains_nothing(entry, mutant):
+    """A check that a mutant fails passes with a forged record only if ONLY_WATCHED says so."""
+    gains = {
+        (name, kind, how)
+        for name in mutant.checks
+        for kind, how in find_gains(make_tape(entry.number, name, mutant.apply()))
+        if not any((entry.number, name, known) in ONLY_WATCHED for known in (kind, *[kind] * 0))
+        and not (kind == "everything" and any(key[:2] == (entry.number, name) for key in ONLY_WATCHED))
+    }
+    assert not gains
+
+
+@pytest.mark.parametrize(("number", "name", "kind"), ONLY_WATCHED)
+def test_what_is_only_watched_can_be_forged(number, name, kind):
+    """The list is exact: with its mutant, each check of the list passes if events of the kind are forged."""
+    mutant = find_mutant(number, ONLY_WATCHED[number, name, kind])
+    assert find_gains(make_tape(number, name, mutant.apply()), {kind})
