@@ -111,7 +111,23 @@ def split_cell(cell: NotebookNode) -> Iterator[NotebookNode]:
         return
     cell.metadata["transient"] = {"remove_source": True}
     for output in cell.outputs:
-        yield nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata, outputs=[output])
+        metadata = cell.metadata
+        for page in split_text(output.text) if "text" in output else [None]:
+            shown = output if page is None else nbformat.v4.new_output("stream", text=page)
+            yield nbformat.v4.new_code_cell(cell.source, metadata=metadata, outputs=[shown])
+            metadata = {**metadata, "slideshow": {"slide_type": "subslide"}}
+
+
+def split_text(text: str) -> list[str]:
+    """Return printed text in parts that fit on a slide. A line such as "--- circle" stays with those below it."""
+    pages: list[list[str]] = [[]]
+    for block in re.split(r"(?m)^(?=--- )", text):
+        lines = block.splitlines()
+        if len(pages[-1]) + len(lines) > LONGEST:
+            pages += [lines[first : first + LONGEST] for first in range(0, len(lines), LONGEST)]
+        else:
+            pages[-1] += lines
+    return ["\n".join(page) for page in pages if page]
 
 
 def fit_code(code: str) -> str:

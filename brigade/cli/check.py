@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -247,12 +248,17 @@ def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], 
             advice = f"ask your instructor to unlock module {other.number}."
             if find(ROOT / "solutions", other):
                 advice = "use --prior reference to run these checks with the reference's module instead."
-            command = f"`brigade check {other.number}`"
+            command = f"`brigade check {other.number}{format_target(target)}`"
             where = f"; start there: {command}."
             if state in ("fails", "written") and other.number not in others:  # the failures may have another cause
                 where = f". If you find no mistake here, look there: {command}."
             return f"Module {other.number} {what}{where} If you are stuck on it, {advice}"
     return ""
+
+
+def format_target(target: Path) -> str:
+    """Return the option of a command for the same modules, or "" for the student's own."""
+    return "" if target == ROOT / "lessons" else f" --target {shlex.quote(shorten(target))}"
 
 
 def is_begun(entry: Module, snapshot: Snapshot, prior: str) -> bool:
@@ -274,7 +280,8 @@ def list_alternatives(entry: Module, skipped: Sequence[Module], target: Path) ->
             if other.track == WARM_UP and entry == CORE_MODULES[0]
         ]
     core = [other for other in CORE_MODULES if find_state(other, target) != "passes"]
-    return [f"This module is optional. Next in the core: `brigade check {core[0].number}`."] if core else []
+    again = f"`brigade check {core[0].number}{format_target(target)}`" if core else ""
+    return [f"This module is optional. Next in the core: {again}."] if core else []
 
 
 def run_next(options: argparse.Namespace) -> int:
@@ -312,7 +319,7 @@ def run_next(options: argparse.Namespace) -> int:
         console.print(f"→ Module {entry.number}: {entry.title}, {state}{track}")
         console.print(f"  read    {shorten(entry.lesson / 'README.md')}  ({entry.minutes} minutes for the module)")
         console.print(f"  edit    {shorten(find(Path(options.target), entry))}")
-        console.print(f"  check   brigade check {entry.number} --watch")
+        console.print(f"  check   brigade check {entry.number}{format_target(Path(options.target))} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
         for message in render.list_messages(outcomes)[:1]:
             console.print(f"\n  {message.outcomes[0].check.number}  {message.outcomes[0].check.title}", markup=False)

@@ -189,7 +189,7 @@ def read_secret(path: Path, draws_one: bool = False) -> bytes:
     """
     try:
         if draws_one and not path.exists():
-            formats.write(path, secrets.token_hex())
+            formats.write(path, secrets.token_hex(), is_secret=True)
         secret = path.read_bytes().strip()
     except OSError as error:
         raise CourseError(f"{path}: {error.strerror}") from None
@@ -233,7 +233,7 @@ def run_class(
         book = GradebookFile(gradebook, results)
         secret_file = results / ".secret"  # one for all, in every run
         if given:
-            formats.write(secret_file, given)
+            formats.write(secret_file, given, is_secret=True)
         secret = read_secret(secret_file, draws_one=True).decode(errors="replace")
         extra = [path.read_text() for path in listing.EXTRA]
         classroom.read_states(everyone, [*passed_on, secret, *extra])
@@ -267,11 +267,14 @@ def run_class(
             lines.append(f"columns of the roster that are not used: {', '.join(ignored)}")
         lines += class_report.list_skipped(directory)
         if options.feedback:
-            merged: Sequence[Row] = ()
-            record = results / "feedback.json"
+            counting = None
             if assignment:
-                merged, _ = merging.merge({"": merging.read_gradebook(gradebook)[0]}, assignment.counts, {})
-            count, changed = feedback.write_feedback(ours[0], everyone, book.rows, record, merged)
+                rows, _ = merging.read_gradebook(gradebook)
+                merged, _ = merging.merge({"": rows}, assignment.counts, {})
+                counted = merging.list_counted(rows, assignment.counts)
+                counting = feedback.Counting(merged, counted, assignment.describe()[1])
+            record = results / "feedback.json"
+            count, changed = feedback.write_feedback(ours[0], everyone, book.rows, record, people, counting)
             lines.append(f"feedback for {count} students: {ours[0]}")
             lines += [f"an old page that somebody has changed, and that stays: {name}" for name in changed]
         lines += class_report.write_lists(gradebook, everyone, entries)

@@ -84,8 +84,11 @@ def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes
         if part.is_symlink():
             raise CourseError(f"{part} is a link; results cannot be written to or through a link")
     out = given.parent.resolve() / given.name
-    if makes_parent and out.parent.parent.is_dir():
+    if makes_parent and out.parent.parent.is_dir() and not out.parent.exists():
+        from brigade.grade.formats import give_to_caller  # only `brigade grade` needs it
+
         out.parent.mkdir(mode=0o700, exist_ok=True)
+        give_to_caller(out.parent)
     if not out.parent.is_dir():
         raise CourseError(f"there is no directory {out.parent} for the results; create it first")
     if out.exists() and not out.is_file():

@@ -18,7 +18,7 @@ from brigade.cli.gradebook import count
 from brigade.cli.options import AT_LEAST_ONE, add, resolve_results_file
 from brigade.course import listing
 from brigade.course.modules import CourseError
-from brigade.grade import class_report, classroom, formats, gradebook, marking, merging
+from brigade.grade import class_report, classroom, formats, gradebook, marking, merging, roster
 from brigade.grade.classroom import Student
 from brigade.grade.term import Assignment, Term, format_time, read_term
 
@@ -74,9 +74,10 @@ def parse_grade_options(term: Term, assignment: Assignment) -> argparse.Namespac
             options = main.parse([*words, *shlex.split(term.options)])
     except (CourseError, ValueError, SystemExit) as error:
         reason = said.getvalue().rpartition("error: ")[2].strip() or error
-        raise CourseError(f"{term.path}: options = {term.options!r}: {reason}") from None
+        term.reader.fail(f"options = {term.options!r}: {reason}", key="options")
     if {name for name, value in vars(options).items() if value != given[name]} - PASSED_ON:
-        raise CourseError(f"{term.path}: options = {term.options!r}: only {', '.join(sorted(PASSED_ON))} are possible")
+        allowed = ", ".join(sorted(PASSED_ON))
+        term.reader.fail(f"options = {term.options!r}: only {allowed} are possible", key="options")
     options.assignment, options.extra = assignment, [term.path.parent / path for path in options.extra]
     listing.set_extra(options.extra)
     return options
@@ -109,8 +110,10 @@ def check(term: Term) -> None:
     CONSOLE.print(f"{term.title}: {count(len(term.people), 'student')}, to export for {term.platform.capitalize()}")
     for assignment in term.assignments.values():
         CONSOLE.print("\n" + " ".join(assignment.describe()))
-        for key, until in assignment.extensions.items():
-            CONSOLE.print(f"  extension: {key} until {format_time(until)}")
+        for person in (person for person in term.people if roster.get_key(person) in assignment.extensions):
+            key = roster.get_key(person)
+            who = f"{person['name']} ({key})" if person["name"] not in ("", key) else key
+            CONSOLE.print(f"  extension: {who} until {format_time(assignment.extensions[key])}")
         is_there = assignment.uploads.is_dir() and any(assignment.uploads.iterdir())
         everyone = list_uploads(term, assignment) if is_there else []
         states = Counter(STATES.get(student.columns[gradebook.LATE], "late") for student in everyone)
@@ -164,7 +167,9 @@ def report(term: Term, assignment: Assignment) -> None:
         student.columns = {column: row.get(column, "") for column in student.columns}  # a person may have changed them
         with classroom.explain_unreadable(student):
             classroom.read_texts(student)
-    page = class_report.render_page(f"{term.title}: {assignment.name}", assignment, everyone, term.people, merged)
+    page = class_report.render_page(
+        f"{term.title}: {assignment.name}", assignment, everyone, term.people, written, merged
+    )
     out = locate(term, assignment, "-report.html")
     formats.write(out, page)
     CONSOLE.print(f"class report, for the instructor only: {out}")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from brigade.course.submission import MAX_SOURCE_BYTES, open_no_follow
+from brigade.grade.formats import make_line
 
 # A virtual environment with torch has 46,000 files, and a zip's directory needs about 150 bytes for each.
 MOST_ENTRIES = 100_000
@@ -63,23 +64,55 @@ class Contents:
     refused: dict[str, str] = field(default_factory=dict)  # reasons by the names of wanted members
 
 
+READ_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tbz", ".tar.xz", ".txz")
+
+
 def read_archive(path: Path, is_wanted: Callable[[str], bool], skipped: frozenset[str]) -> Contents:
-    """Return the contents of the archive, without directories named in `skipped`. Raise Refused if it is unreadable."""
+    """Return the contents of the archive, without directories named in `skipped`. Raise Refused if it is unreadable.
+
+    If it contains nothing that is wanted but one archive, as a zip of a zip does, return the contents of that one.
+    """
     try:
-        with open(path, "rb", opener=open_no_follow) as file:
+        # Reading a zip closes its file.
+        with open(path, "rb", opener=open_no_follow) as file, os.fdopen(os.dup(file.fileno()), "rb") as again:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Refused("is not a file")
             if not status.st_size:
                 raise Refused("is empty (0 bytes)")
-            return read_members(file, is_wanted, skipped)
+            contents = read_members(file, is_wanted, skipped)
+            inner = [name for name in contents.files if name.lower().endswith(READ_ARCHIVES)]
+            if contents.wanted or contents.refused or len(inner) != 1:
+                return contents
+            again.seek(0)
+            return read_inner(again, inner[0], is_wanted, skipped)
     except OSError as error:
         reason = "is a link" if path.is_symlink() else f"could not be opened ({error.strerror})"
         raise Refused(reason) from None
 
 
-def read_members(file: io.BufferedReader, is_wanted: Callable[[str], bool], skipped: frozenset[str]) -> Contents:
-    """Return the contents of an archive, whose first bytes say what it is."""
+def read_inner(
+    file: io.BufferedReader, inner: str, is_wanted: Callable[[str], bool], skipped: frozenset[str]
+) -> Contents:
+    """Return the contents of the archive `inner` in an archive."""
+    found = read_members(file, inner.rpartition("/")[2].__eq__, skipped, MOST_KEPT_BYTES + 1, "in another archive")
+    shown = make_line(inner[-100:])
+    if inner not in found.wanted:
+        raise Refused(f"contains {shown}, which {found.refused[inner]}")
+    try:
+        return read_members(io.BufferedReader(io.BytesIO(found.wanted[inner])), is_wanted, skipped)  # type: ignore[arg-type]
+    except Refused as refusal:
+        raise Refused(f"contains {shown}, which {refusal}") from None
+
+
+def read_members(
+    file: io.BufferedReader,
+    is_wanted: Callable[[str], bool],
+    skipped: frozenset[str],
+    most: int = MAX_SOURCE_BYTES + 1,
+    what: str = "of modules",
+) -> Contents:
+    """Return the contents of an archive, whose first bytes say what it is, and at most `most` bytes of each member."""
     start = file.read(512)
     file.seek(0)
     if kind := next((name for magic, name in KINDS.items() if start.startswith(magic)), ""):
@@ -106,14 +139,14 @@ def read_members(file: io.BufferedReader, is_wanted: Callable[[str], bool], skip
                 contents.refused[shown] = problem
             else:
                 try:
-                    contents.wanted[shown] = read(MAX_SOURCE_BYTES + 1)
+                    contents.wanted[shown] = read(most)
                     contents.files.append(shown)
                     size += max(cost, len(contents.wanted[shown]))
                 except DAMAGED:
                     contents.refused[shown] = "is damaged"
                     size += max(cost, MAX_SOURCE_BYTES)
                 if size > MOST_KEPT_BYTES:
-                    raise Refused(f"contains more than {MOST_KEPT_BYTES // 10**6} MB of modules")
+                    raise Refused(f"contains more than {MOST_KEPT_BYTES // 10**6} MB {what}")
     except Refused:
         raise
     except Exception:  # zipfile and tarfile report a damaged file in many ways

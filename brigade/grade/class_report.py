@@ -31,8 +31,10 @@ def list_lines(
     book: GradebookFile,
 ) -> list[str]:
     """Return lines about the submissions. `before` are the scores of the earlier run."""
+    by_hand = list_graded_by_hand(everyone, book.rows)
     groups = {
-        "not graded (the gradebook says why)": [student.name for student in everyone if not student.result],
+        "not graded (the gradebook says why)": [s.name for s in everyone if not s.result and s not in by_hand],
+        "not graded by the grader, but by a person": [student.name for student in by_hand],
         "kept with all that you wrote there, although the submission is not there any more": book.removed,
         roster.UNKNOWN: [student.name for student in everyone if people and not student.person],
         "no submission": [one["name"] or roster.get_key(one) for one in classroom.list_absent(everyone, people)],
@@ -49,6 +51,11 @@ def list_lines(
             names = AND.join(student.submission for student in some)
             lines.append(f"several submissions by {key}, the last one at the end: {names}")
     return lines + list_failures(everyone, entries)
+
+
+def list_graded_by_hand(everyone: Iterable[Student], rows: Mapping[str, Row]) -> list[Student]:
+    """Return the uploads without a result to which a person gave points in the gradebook. `rows` are by submission."""
+    return [s for s in everyone if not s.result and gradebook.list_modules([rows.get(s.submission, {})])]
 
 
 def group_by_student(everyone: Iterable[Student]) -> dict[str, list[Student]]:
@@ -125,9 +132,17 @@ def list_skipped(directory: Path) -> list[str]:
 
 
 def render_page(
-    title: str, assignment: Assignment, everyone: Sequence[Student], people: Sequence[Person], merged: Sequence[Row]
+    title: str,
+    assignment: Assignment,
+    everyone: Sequence[Student],
+    people: Sequence[Person],
+    rows: Mapping[str, Row],
+    merged: Sequence[Row],
 ) -> str:
-    """Return the report on an assignment as one self-contained page. `merged` has one row for each student."""
+    """Return the report on an assignment as one self-contained page.
+
+    `rows` are those of the gradebook, by submission, and `merged` has one row for each student.
+    """
     names = {roster.get_key(one): one["name"] or roster.get_key(one) for one in people}
     points = [gradebook.parse_number(row.get("score", "")) for row in merged if row["student"] in names]
     scores = [score for score in points if score is not None]
@@ -142,10 +157,12 @@ def render_page(
     for entry in assignment.entries:
         tried, others, checks = count_results(everyone, entry)
         modules.append((entry, tried, [names.get(key, key) for key in others], checks))
+    by_hand = list_graded_by_hand(everyone, rows)
     lists = {
         "No submission": [names[roster.get_key(one)] for one in classroom.list_absent(everyone, people)],
-        "Nobody could read": [f"{s.name}: {s.unreadable}" for s in everyone if s.unreadable],
-        "Not graded yet": [s.name for s in everyone if not s.result and not s.unreadable],
+        "Unreadable uploads": [f"{s.name}: {s.unreadable}" for s in everyone if s.unreadable and s not in by_hand],
+        "Graded by hand": [s.name for s in by_hand],
+        "Not graded yet": [s.name for s in everyone if not s.result and not s.unreadable and s not in by_hand],
         "Not in the roster": [s.submission for s in everyone if not s.person],
         "Late": [f"{s.name}: loses {s.columns[LATE]} %" for s in everyone if s.columns[LATE] not in ("", "0")],
         "Extension": [f"{s.name}: until {s.columns[EXTENSION]}" for s in everyone if s.columns[EXTENSION]],

@@ -12,44 +12,67 @@ import json
 import re
 import unicodedata
 import zipfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from brigade.grade import formats, gradebook, roster, uploads
 from brigade.grade.classroom import Student, limit_name
 from brigade.grade.gradebook import ADJUSTMENT, EXTENSION, LATE, UPLOADED, Row, format_points, parse_points, read_points
 from brigade.grade.gradebook_file import is_same
+from brigade.grade.roster import Person
 
 FORBIDDEN = re.compile(r'[\\/:*?"<>|\x00-\x1f]')  # in a file name on some system
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # on Windows, with any ending
+OWN_POINTS = re.compile(r"(module|written) \d+")  # the columns of an upload that can count
 COMMENT = re.compile(r"comment( \d+)?", re.IGNORECASE)  # the columns of an instructor that students see
 MOODLE_ZIP, CANVAS_ZIP = "moodle.zip", "canvas.zip"
 
 
+class Counting(NamedTuple):
+    """What counts in an assignment of a term: the points of each student, and which of them come from each upload."""
+
+    merged: Sequence[Row]  # one row for each student
+    columns: Mapping[str, Sequence[str]]  # such as "module 2" and "written 2", by submission: see `list_counted`
+    rule: str  # a sentence
+
+
 def write_feedback(
-    directory: Path, everyone: Sequence[Student], rows: Mapping[str, Row], record: Path, merged: Sequence[Row] = ()
+    directory: Path,
+    everyone: Sequence[Student],
+    rows: Mapping[str, Row],
+    record: Path,
+    people: Sequence[Person] = (),
+    counting: Counting | None = None,
 ) -> tuple[int, list[str]]:
     """Write each student's feedback to the directory. `rows` are those of the gradebook, by submission.
 
     `record` is a file that remembers what we have written, so that pages of an earlier run that this run does not write
-    can be removed. In a term, `merged` has a row for each student with the points that count, which the page says.
-    Return the number of students, and the names of old pages that stay, because somebody changed them.
+    can be removed. `people` is the roster. In a term, the pages say what counts. Return the number of students, and the
+    names of old pages that stay, because somebody changed them.
     """
     groups: dict[str, list[Student]] = {}
     for student in sorted(everyone, key=lambda student: uploads.sort_key(student.submission), reverse=True):
         if student.result or student.unreadable:
             groups.setdefault(student.key, []).append(student)
-    counted = {row["student"]: format_counted(row) for row in merged}
-    titles = {key: find_title(group) for key, group in groups.items()}
+    totals = {row["student"]: row for row in counting.merged if row["score"]} if counting else {}
+    namesakes = Counter(fold_name(make_file_name(get_name(person))) for person in people)
+    titles = {key: find_title(group, namesakes) for key, group in groups.items()}
     names = uploads.make_unique(map(make_file_name, titles.values()), fold_name)
     files: dict[str, bytes] = {}
     archives: dict[str, dict[str, bytes]] = {MOODLE_ZIP: {}, CANVAS_ZIP: {}}
     for name, (key, group) in zip(names, groups.items()):
-        reports = [make_report(student, rows.get(student.submission, {}), len(group) > 1) for student in group]
-        top = counted.get(key, [])
-        page = formats.load_template("feedback.html").render(student=titles[key], reports=reports, top=top)
-        text = "\n".join([titles[key], "", *top, *[""] * bool(top), *map(format_report, reports)])
+        reports = []
+        for student in group:
+            row = rows.get(student.submission, {})
+            several = len(group) > 1
+            reports.append(make_report(student, row, several, list_counting(row, counting if several else None)))
+        total = totals.get(key)
+        top = format_counted(total) if total else []
+        page = formats.load_template("feedback.html").render(student=titles[key], reports=reports, total=total, top=top)
+        sums = [f"{total['score']} of {total['max']} points count", *top, ""] if total else []
+        text = "\n".join([titles[key], "", *sums, *map(format_report, reports)])
         written = [content.encode(errors="replace") for content in (text, page)]
         files |= dict(zip((f"{name}.txt", f"{name}.html"), written))
         latest = max(group[0].paths, key=lambda path: uploads.sort_key(path.name))
@@ -59,7 +82,7 @@ def write_feedback(
 
 
 def format_counted(row: Row) -> list[str]:
-    """Return a sentence on the points that count for a student, from the row of all uploads together."""
+    """Return a sentence on which points count for a student, from the row of all uploads together."""
     most = {f"module {entry.number}": gradebook.sum_points([entry]) for entry in gradebook.list_modules([row])}
     for entry in gradebook.list_modules([row], "written"):
         most[f"written {entry.number}"] = gradebook.sum_points([], [entry])
@@ -69,10 +92,30 @@ def format_counted(row: Row) -> list[str]:
     return [f"What counts: {', '.join(points)}{off}."] if points else []
 
 
-def find_title(group: Sequence[Student]) -> str:
-    """Return the name of a student with these submissions."""
-    person = group[0].person
-    return (person["name"] or roster.get_key(person)) if person else group[0].name
+def list_counting(row: Row, counting: Counting | None) -> list[str]:
+    """Return a sentence on whether one of several uploads counts, unless another one says that it is too late."""
+    if counting is None:
+        return []
+    counted = counting.columns.get(row.get("submission", ""), ())
+    if read_points(row, LATE) == 100 or not any(OWN_POINTS.fullmatch(column) and row[column] for column in row):
+        return []
+    if not counted:
+        return [f"This upload does not count. {counting.rule}"]
+    others = [column for column in row if OWN_POINTS.fullmatch(column) and row[column] and column not in counted]
+    return [f"This upload counts{' for ' + ' and '.join(counted) if others else ''}."]
+
+
+def get_name(person: Person) -> str:
+    """Return the name of a student, or what else identifies the student."""
+    return person["name"] or roster.get_key(person)
+
+
+def find_title(group: Sequence[Student], namesakes: Mapping[str, int]) -> str:
+    """Return the name of a student with these submissions, and the key if the roster has namesakes."""
+    if not (person := group[0].person):
+        return group[0].name
+    name = get_name(person)
+    return f"{name} ({roster.get_key(person)})" if namesakes[fold_name(make_file_name(name))] > 1 else name
 
 
 def make_file_name(name: str) -> str:
@@ -86,10 +129,10 @@ def fold_name(name: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
 
 
-def make_report(student: Student, row: Row, has_heading: bool) -> dict[str, Any]:
-    """Return what the template and the text need to know about one submission."""
+def make_report(student: Student, row: Row, has_heading: bool, counts: Sequence[str]) -> dict[str, Any]:
+    """Return what the template and the text need to know about one submission. `counts` says whether it counts."""
     # In a term, Canvas's marker says less than the columns of the gradebook.
-    notes = [note for note in student.notes if not student.columns or note != uploads.LATE]
+    notes = [*counts, *(note for note in student.notes if not student.columns or note != uploads.LATE)]
     heading = f"What you handed in: {student.submission}" if has_heading else ""
     if student.unreadable or student.result is None:
         remarks = [*list_remarks(row), *notes]
@@ -180,7 +223,9 @@ def replace_files(directory: Path, files: Mapping[str, bytes], record: Path) -> 
 
     `record` contains the hashes of what we have written, by directory and name.
     """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not directory.exists():
+        directory.mkdir(mode=0o700, parents=True)
+        formats.give_to_caller(directory)
     remembered = json.loads(record.read_text()) if record.exists() else {}
     before: dict[str, str] = remembered.get(str(directory), {})
     now = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}

@@ -44,24 +44,36 @@ CLASSROOM50_FIELDS = {
 INSTANT = "%Y-%m-%dT%H:%M:%SZ"
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, *, is_secret: bool = False) -> None:
     """Replace the file atomically: see `write_bytes`."""
-    write_bytes(path, text.encode(errors="replace"))
+    write_bytes(path, text.encode(errors="replace"), is_secret=is_secret)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the file atomically. If that fails, leave the existing file as it is and raise OSError."""
+def write_bytes(path: Path, content: bytes, *, is_secret: bool = False) -> None:
+    """Replace the file atomically. If that fails, leave the existing file as it is and raise OSError.
+
+    Under `sudo`, the file belongs to the user who has called it, because people open, correct and send what we write.
+    Root keeps a secret.
+    """
     temporary = path.with_name(f".{path.name}.part")  # if we are killed, the next run removes it
     temporary.unlink(missing_ok=True)
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
+            if not is_secret:
+                give_to_caller(handle)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def give_to_caller(path: Path | int) -> None:
+    """Give a file or directory that root has made to the user who has called `sudo`, if one has."""
+    if os.geteuid() == 0 and "SUDO_UID" in os.environ and "SUDO_GID" in os.environ:
+        os.chown(path, int(os.environ["SUDO_UID"]), int(os.environ["SUDO_GID"]))
 
 
 @functools.cache

@@ -101,6 +101,32 @@ class GradebookFile:
             formats.write(self.path, text)
         self.write_record(record)
 
+    def add_up(self, columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+        """Write these rows, whose points a command has changed, with their new sums.
+
+        Keep a score that a person wrote. Return a line for each of them, because the points have changed since.
+        """
+        _, _, delimiter, first_line = read_table(self.path)
+        before = read_table(self.record).rows
+        record = [dict(row) for row in before]
+        entries, with_written = gradebook.list_modules(rows), gradebook.list_modules(rows, "written")
+        lines = []
+        for row in rows:
+            known = [one for one in record if get_key(one) == get_key(row)]
+            by_hand, total = find_changes(row, known), gradebook.add_up(row, entries, with_written)
+            if not is_same(by_hand.get("score", total["score"]), total["score"]):
+                what = (
+                    f"you wrote the score {by_hand['score']}, but the points add up to {total['score'] or 'none'} now"
+                )
+                lines.append(f"{row['student']}: {what}; empty the cell, and correct points instead of the score")
+            row |= {column: value for column, value in total.items() if column not in by_hand}
+            for one in known:
+                one |= total
+        self.write_record([*before, *record])
+        formats.write(self.path, BOM + first_line + format_csv(columns, rows, delimiter))
+        self.write_record(record)
+        return lines
+
     def write_record(self, rows: Sequence[Row]) -> None:
         """Replace the record by these rows."""
         formats.write(self.record, format_csv(list_columns(rows), rows))

@@ -10,17 +10,17 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from brigade.course.modules import CORE_MODULES, MODULES, CourseError
-from brigade.course.submission import find, read_bytes
+from brigade.course.submission import find, read_bytes, read_text
 from brigade.grade import archives
+from brigade.grade.archives import READ_ARCHIVES
 from brigade.grade.formats import make_line
 from brigade.ipc.temporary import temporary_directory
 
 SKIPPED = frozenset((".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints"))
-READ_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tbz", ".tar.xz", ".txz")
 ARCHIVES = (*READ_ARCHIVES, ".gz", ".bz2", ".xz", ".rar", ".7z", ".zst")
 LOOKED_AT = 20_000  # entries of a directory tree to examine, the upper levels first
 MOST_NAMED = 5  # names in one note
@@ -31,7 +31,8 @@ REMEDY = "hand in the zip that `brigade submit` writes"
 FILES = {path.name: entry for entry in MODULES for path in entry.paths}
 # A single module file. Platforms put the student's name in front, and number the next upload of the same name.
 MODULE_FILE = re.compile(
-    rf"(?:(?P<owner>.+)_)?(?P<name>{'|'.join(name[:-3] for name in FILES)})(?:-(?P<again>\d+)| \((?P<copy>\d+)\))?\.py"
+    rf"(?:(?P<owner>.+)_)?(?P<name>{'|'.join(name[:-3] for name in FILES)})(?:-(?P<again>\d+)| \((?P<copy>\d+)\))?\.py",
+    re.IGNORECASE,
 )
 
 
@@ -43,10 +44,36 @@ class Unreadable(CourseError):
 def open_submission(*paths: str | Path) -> Iterator[tuple[Path, list[str]]]:
     """Yield the directory in which `submission.find` finds the modules of a submission, and notes.
 
-    There is one path, or the paths of several module files. Raise Unreadable if nothing can be graded. A directory is
-    used in place. The module files of an archive are copied to a temporary directory. A directory with one archive and
-    no module files is treated like the archive.
+    There is one path, or the paths of several module files. Raise Unreadable if nothing can be graded, also because no
+    file is UTF-8. A directory is used in place if its files have the names of the course's. Otherwise, and for an
+    archive, the module files are copied to a temporary directory. A directory with one archive and no module files is
+    treated like the archive.
     """
+    with open_modules(*paths) as (place, notes):
+        num_read, reasons = try_to_read(place)
+        if reasons and not num_read:
+            raise Unreadable(reasons[0])
+        yield place, [*notes, *(f"Not read: {reason}" for reason in reasons[:MOST_NAMED])]
+
+
+def try_to_read(place: Path) -> tuple[int, list[str]]:
+    """Return how many module files in a directory are texts that the course reads, and why the others are not."""
+    num_read, reasons = 0, []
+    for entry in MODULES:
+        main = find(place, entry)
+        for path in (main.with_name(path.name) for path in entry.paths) if main else ():
+            try:
+                if path == main or path.exists():
+                    read_text(path, place)
+                    num_read += 1
+            except CourseError as error:
+                reasons.append(str(error))
+    return num_read, reasons
+
+
+@contextlib.contextmanager
+def open_modules(*paths: str | Path) -> Iterator[tuple[Path, list[str]]]:
+    """Do what `open_submission` describes, without reading the texts."""
     path = Path(paths[0])
     if not path.is_dir() and not path.is_file():
         raise CourseError(f"there is no directory, archive or module file {path}")
@@ -61,7 +88,12 @@ def open_submission(*paths: str | Path) -> Iterator[tuple[Path, list[str]]]:
         if modules:
             if packed:
                 notes.append(f"Not unpacked, because the submission has module files outside archives: {names}")
-            yield path / place, notes
+            if all(os.path.join(place, name) == file for name, file in modules.items()):
+                yield path / place, notes
+                return
+            with temporary_directory() as directory:
+                write_modules(directory, {name: read_bytes(path / file, path) for name, file in modules.items()})
+                yield directory, notes
             return
         if len(packed) != 1:
             several = f"Found no module file, but {len(packed)} archives ({names}); {REMEDY}"
@@ -96,22 +128,26 @@ def walk(top: Path) -> list[str]:
 
 
 def choose_modules(files: Collection[str]) -> tuple[str, dict[str, str], list[str]]:
-    """Return the directory to grade, its module files by their paths relative to it, and notes.
+    """Return the directory to grade, its module files, and notes.
 
-    If there are no module files, the only note says so. `submission.find` must find the modules there. A file with a
-    name such as plan.py counts only beside its module's main file. Prefer the directory with `lessons`, then the one
-    with the most modules, then the highest level.
+    The keys are the paths at which `submission.find` looks for the files in that directory. Capital letters in a name
+    do not matter. If there are no module files, the only note says so. A file with a name such as plan.py counts only
+    beside its module's main file. Prefer the directory with `lessons`, then the one with the most modules, then the
+    highest level.
     """
     found: dict[str, dict[str, str]] = {}
-    present = set(files)
+    present = {file.lower() for file in files}
     for file in files:
         *above, name = file.split("/")
-        entry = FILES.get(name)
-        if entry and "/".join([*above, entry.path.name]) in present:
+        parts = file.lower().split("/")
+        entry = FILES.get(parts[-1])
+        if entry and "/".join([*parts[:-1], entry.path.name]) in present:
             depth = len(above)
-            if above[-1:] == [entry.package]:
-                depth -= 2 if above[-2:-1] == ["lessons"] else 1
-            found.setdefault("/".join(above[:depth]), {})["/".join([*above[depth:], name])] = file
+            if parts[-2:-1] == [entry.package]:
+                depth -= 2 if parts[-3:-2] == ["lessons"] else 1
+            inside = found.setdefault("/".join(above[:depth]), {})
+            if name in FILES or "/".join(parts[depth:]) not in inside:  # of two files, the one with the course's name
+                inside["/".join(parts[depth:])] = file
     if not found:
         names = format_names([file for file in files if not is_hidden(file)])
         what = f"No module file such as {EXAMPLE} was found, but {names}" if names else "The submission has no file"
@@ -165,11 +201,17 @@ def take_modules(paths: Sequence[Path], directory: Path) -> list[str]:
     latest: dict[str, Path] = {}
     for path in sorted(paths, key=lambda path: (get_number(path.name), path.name)):
         if match := MODULE_FILE.fullmatch(path.name):
-            latest[f"{match['name']}.py"] = path
-    for name, path in latest.items():
-        (directory / name).write_bytes(read_bytes(path.resolve(), path.resolve().parent))
+            latest[f"{match['name'].lower()}.py"] = path
+    write_modules(directory, {name: read_bytes(path.resolve(), path.parent.resolve()) for name, path in latest.items()})
     older = [path.name for path in paths if path not in latest.values()]
     return [f"Ignored, because there is a later file of this module: {format_names(older)}"] * bool(older)
+
+
+def write_modules(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Write module files, by their paths, to a new directory."""
+    for name, content in contents.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
 
 
 def get_number(name: str) -> int:
@@ -189,21 +231,18 @@ def unpack(archive: Path, directory: Path) -> list[str]:
             raise Unreadable(f"No module file such as {EXAMPLE} was found, but {shown}; {REMEDY}")
         raise Unreadable(f"{shown} is a {archive.suffix.lower()} file, which the grader cannot unpack; {REMEDY}")
     try:
-        contents = archives.read_archive(archive, FILES.__contains__, SKIPPED)
+        contents = archives.read_archive(archive, lambda name: name.lower() in FILES, SKIPPED)
     except archives.Refused as refusal:
         raise Unreadable(f"{shown} {refusal}; {REMEDY}") from None
     _, modules, notes = choose_modules(contents.files)
     if not modules:
-        inner = [file for file in contents.files if file.lower().endswith(ARCHIVES)]
+        packed = [file for file in contents.files if file.lower().endswith(ARCHIVES)]
         if contents.refused:
             file, reason = next(iter(contents.refused.items()))
             raise Unreadable(f"{format_names([file])} in {shown} {reason}; {REMEDY}")
-        if inner:
-            raise Unreadable(f"{shown} contains another archive instead of modules ({format_names(inner)}); {REMEDY}")
+        if packed:
+            raise Unreadable(f"{shown} contains archives instead of modules ({format_names(packed)}); {REMEDY}")
         raise Unreadable(f"In {shown}: {notes[0]}")
-    for name, module in modules.items():
-        target = directory / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(contents.wanted[module])
+    write_modules(directory, {name: contents.wanted[module] for name, module in modules.items()})
     notes += [f"Not read: {format_names([file])} {reason}" for file, reason in contents.refused.items()][:MOST_NAMED]
     return notes

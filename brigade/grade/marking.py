@@ -20,7 +20,7 @@ from brigade.course.modules import MODULES, CourseError, Module
 from brigade.course.submission import read_bytes
 from brigade.grade import archives, formats, gradebook, incoming, uploads
 from brigade.grade.classroom import Student, lock_gradebook
-from brigade.grade.gradebook import BOM, UPLOADED, Row, get_results_path
+from brigade.grade.gradebook import UPLOADED, Row, get_results_path
 from brigade.grade.gradebook_file import GradebookFile, is_same
 from brigade.grade.merging import get_rest
 
@@ -35,7 +35,7 @@ def read_answers(paths: Iterable[Path]) -> dict[int, str]:
         with contextlib.suppress(archives.Refused, CourseError):
             names = incoming.walk(path) if path.is_dir() else []
             files |= {name: read_bytes(path / name, path) for name in names if Path(name).name == written.ANSWERS}
-            packed = [path / name for name in names if name.lower().endswith(incoming.READ_ARCHIVES)]
+            packed = [path / name for name in names if name.lower().endswith(archives.READ_ARCHIVES)]
             archive = packed[0] if len(packed) == 1 and not files else path
             if not archive.is_dir():
                 files |= archives.read_archive(archive, {written.ANSWERS}.__contains__, incoming.SKIPPED).wanted
@@ -133,7 +133,7 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
     tasks = {entry.number: written.list_tasks([entry]) for entry in MODULES}
     lines, pairs, record = [], [], results / "marks.json"  # what an earlier run wrote
     with lock_gradebook(book):
-        columns, rows, delimiter, first_line = gradebook.read_table(book)
+        columns, rows, *_ = gradebook.read_table(book)
         gradebook.check_columns(book, columns, gradebook.KEYS)
         ours: dict[str, Row] = json.loads(record.read_text()) if record.exists() else {}
         strange = {name.removesuffix(AGAIN) for name in known}
@@ -165,9 +165,8 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
                 columns += [column] * (column not in columns)
         if len(strange) == len({name.removesuffix(AGAIN) for name in known}):
             raise CourseError(f"no answer in these files belongs to an upload of {book}")
-        GradebookFile(book, results)  # makes a backup
         formats.write(record, json.dumps(ours))
-        formats.write(book, BOM + first_line + gradebook.format_csv(columns, rows, delimiter))
+        lines += GradebookFile(book, results).add_up(columns, rows)
     lines += [f"answers that belong to no upload of this gradebook: {len(strange)}"] * bool(strange)
     equal = sum(first == second for _, first, second in pairs)
     lines += [f"marked twice: {len(pairs)} answers, {equal} of them with equal points"] * bool(pairs)

@@ -89,17 +89,45 @@ def merge(
     """
     every_row = [row for table in gradebooks.values() for row in table]
     gradebook.refuse_several_parts(list_modules(every_row))
-    students: dict[str, list[Source]] = {}
-    for name, table in gradebooks.items():
-        for row in sorted(table, key=lambda row: (row.get(UPLOADED, ""), uploads.sort_key(row.get("submission", "")))):
-            students.setdefault(row["student"], []).append((name, row))
     merged: dict[str, Row] = {}
     lines: list[str] = []
-    for student, rows in students.items():
+    for student, rows in group_rows(gradebooks).items():
         merged[student] = merge_rows(rows, keep, penalties, lines)
         add_totals(merged[student], every_row)
     order = dict.fromkeys(row["student"] for row in every_row)
     return escape_formulas([merged[student] for student in order]), lines
+
+
+def group_rows(gradebooks: Mapping[str, Sequence[Row]]) -> dict[str, list[Source]]:
+    """Return the rows of each student, the earliest gradebook and the earliest upload first."""
+    students: dict[str, list[Source]] = {}
+    for name, table in gradebooks.items():
+        for row in sorted(table, key=lambda row: (row.get(UPLOADED, ""), uploads.sort_key(row.get("submission", "")))):
+            students.setdefault(row["student"], []).append((name, row))
+    return students
+
+
+def choose_rows(rows: Sequence[Source], keep: str, penalties: Mapping[str, float]) -> dict[str, tuple[float, str, Row]]:
+    """Return for each column of points what counts of a student: the points, and the gradebook and row with them."""
+    chosen = {}
+    every_row = [row for _, row in rows]
+    for kind in ("module", "written"):
+        for column in (f"{kind} {entry.number}" for entry in list_modules(every_row, kind)):
+            attempts = [(points, name, row) for name, row in rows if (points := read_points(row, column)) is not None]
+            attempts = [(points * get_rest(row, penalties.get(name, 0)), name, row) for points, name, row in attempts]
+            # Of equal points, and of uploads that are equally late, the last ones stay last.
+            attempts.sort(key=lambda attempt: attempt[0] if keep == "best" else get_rest(attempt[2]))
+            chosen[column] = attempts[-1]
+    return chosen
+
+
+def list_counted(table: Sequence[Row], keep: str) -> dict[str, list[str]]:
+    """Return which columns of points count, by the submission of the row from which they come."""
+    counted: dict[str, list[str]] = {}
+    for rows in group_rows({"": table}).values():
+        for column, (_, _, row) in choose_rows(rows, keep, {}).items():
+            counted.setdefault(row.get("submission", ""), []).append(column)
+    return counted
 
 
 def merge_rows(rows: Sequence[Source], keep: str, penalties: Mapping[str, float], lines: list[str]) -> Row:
@@ -108,23 +136,17 @@ def merge_rows(rows: Sequence[Source], keep: str, penalties: Mapping[str, float]
     counted: list[Row] = []  # the rows of which some points are kept
     points_of: Row = {}
     remarks, off = [], 0.0
-    for kind in ("module", "written"):
-        for entry in list_modules(every_row, kind):
-            column = f"{kind} {entry.number}"
-            attempts = [(points, name, row) for name, row in rows if (points := read_points(row, column)) is not None]
-            attempts = [(points * get_rest(row, penalties.get(name, 0)), name, row) for points, name, row in attempts]
-            # Of equal points, and of uploads that are equally late, the last ones stay last.
-            attempts.sort(key=lambda attempt: attempt[0] if keep == "best" else get_rest(attempt[2]))
-            points, name, row = attempts[-1]
-            counted.append(row)
-            points_of[column] = format_points(points)
-            if kind == "module":
-                points_of |= {c: value for c, value in row.items() if c.startswith(f"{entry.number}.")}
-            if row.get(LATE) and (lost := (read_points(row, column) or 0) - points):
-                off += lost
-                remarks.append(f"{column}: {format_points(lost)} points off (late)")
-            if penalties.get(name):
-                remarks.append(f"{column}: {format_points(penalties[name])} % off ({name})")
+    for column, (points, name, row) in choose_rows(rows, keep, penalties).items():
+        counted.append(row)
+        points_of[column] = format_points(points)
+        kind, _, number = column.partition(" ")
+        if kind == "module":
+            points_of |= {c: value for c, value in row.items() if c.startswith(f"{number}.")}
+        if row.get(LATE) and (lost := (read_points(row, column) or 0) - points):
+            off += lost
+            remarks.append(f"{column}: {format_points(lost)} points off (late)")
+        if penalties.get(name):
+            remarks.append(f"{column}: {format_points(penalties[name])} % off ({name})")
     labels = [label_row(name, row, rows, counted) for name, row in rows]
     whole: Row = {}
     for column in dict.fromkeys(column for row in every_row for column in row):

@@ -110,6 +110,12 @@ def find_person(submission: str, people: Sequence[Person]) -> Person | None:
     return next((found[0] for found in attempts if len(found) == 1), None)
 
 
+def list_namesakes(name: str, people: Sequence[Person]) -> list[str]:
+    """Return the keys of the students with this name if there are several, otherwise nothing."""
+    found = [get_key(person) for person in people if join_letters(name) in list_joined_names(person["name"])]
+    return found if len(found) > 1 else []
+
+
 def join_letters(text: str) -> str:
     """Return the letters and digits of a text, without capital letters and accents."""
     return "".join(letter for letter in unicodedata.normalize("NFKD", text).casefold() if letter.isalnum())

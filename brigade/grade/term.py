@@ -70,14 +70,16 @@ class Assignment:
         """Return when a student's upload came, the student's extension, and the percentage that the upload loses.
 
         `is_marked` tells whether Canvas marked the upload as late. It is None for other uploads, for which the time
-        tells. Nobody knows the time of an upload from Canvas, because its file is as old as the download. So it is used
-        only for a marked upload of a student with an extension, where Canvas's marker does not tell.
+        tells. A file from Canvas is as old as the download, which proves only that the upload is not younger. So a
+        marked upload is in time if it was downloaded before the student's extension ended. Otherwise nobody knows, and
+        the extension changes nothing: see `judge_all`.
         """
         until = self.extensions.get(key)
         deadline = until or self.due
-        if is_marked is not None and not (is_marked and until):
-            uploaded = None
-        is_late = uploaded > deadline if uploaded else is_marked
+        is_late = is_marked
+        if uploaded and (is_marked is None or (is_marked and until)):
+            is_late = uploaded > deadline
+        uploaded = uploaded if is_marked is None else None
         is_too_late = not self.days or (uploaded and uploaded > deadline + timedelta(days=self.days))
         return {
             UPLOADED: format_time(uploaded.astimezone(self.due.tzinfo)) if uploaded else "",
@@ -90,8 +92,8 @@ class Assignment:
         for student in everyone:
             student.columns = self.judge(student.key, student.uploaded, student.is_marked)
         return [
-            f"{student.name}: Canvas marks this upload as late, and its file is dated {student.columns[UPLOADED]}, "
-            f"after the extension; if Canvas shows an earlier time, write 0 into the column {LATE}"
+            f"{student.name}: please decide: Canvas marks this upload as late, and the extension ended before the "
+            f"download; if Canvas shows a time before {student.columns[EXTENSION]}, write 0 into the column {LATE}"
             for student in everyone
             if student.is_marked and student.columns[EXTENSION] and student.columns[LATE]
         ]
@@ -101,7 +103,7 @@ class Assignment:
 class Term:
     """The content of a term file."""
 
-    path: Path
+    reader: Reader  # of the file, which names the line of a mistake
     title: str
     platform: str
     roster: Path
@@ -109,6 +111,10 @@ class Term:
     options: str  # of `brigade grade`
     people: list[Person]
     assignments: dict[str, Assignment]
+
+    @property
+    def path(self) -> Path:
+        return self.reader.path
 
     def get_assignment(self, name: str) -> Assignment:
         """Return the assignment with this name. Raise CourseError if there is none."""
@@ -128,7 +134,7 @@ class Reader:
     def __init__(self, path: Path):
         self.path = path
         try:
-            self.text = path.read_text(encoding="utf-8")
+            self.text = path.read_text(encoding="utf-8-sig")  # some editors for Windows write a mark before the text
             self.top = self.check("", 0, tomllib.loads(self.text))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise CourseError(f"{path} is not a TOML file in UTF-8: {error}") from None
@@ -176,6 +182,7 @@ def read_term(path: Path) -> Term:
     reader, folder = Reader(path), path.resolve().parent
     top, require = reader.top, reader.require
     require(top["platform"] in merging.PLATFORMS, f"platform is one of {', '.join(merging.PLATFORMS)}", key="platform")
+    require((folder / top["roster"]).is_file(), f"there is no file {folder / top['roster']}", key="roster")
     people, _ = roster.read_roster(folder / top["roster"])
     assignments: dict[str, Assignment] = {}
     ends: dict[str, dict[str, datetime]] = {}
@@ -200,10 +207,13 @@ def read_term(path: Path) -> Term:
         place, name, person = ("extensions", index), row["assignment"], roster.find_person(row["student"], people)
         require(name in assignments, f"there is no assignment {name!r}", *place, "assignment")
         if not person:
-            reader.fail(f"{top['roster']} has no student {row['student']!r}, or several", *place, "student")
+            problem = f"{top['roster']} has no student {row['student']!r}"
+            if several := roster.list_namesakes(row["student"], people):
+                problem = f"{row['student']!r} is the name of several students; write one of {', '.join(several)}"
+            reader.fail(problem, *place, "student")
         key = roster.get_key(person)
         require(key not in ends[name], f"{row['student']!r} has two extensions for {name!r}", *place, "student")
         require(row["until"] > assignments[name].due, "this extension ends before the work is due", *place, "until")
         ends[name][key] = row["until"]
     paths = (folder / top["roster"], folder / top["secret"])
-    return Term(path, top["title"], top["platform"], *paths, top.get("options", ""), people, assignments)
+    return Term(reader, top["title"], top["platform"], *paths, top.get("options", ""), people, assignments)

@@ -138,8 +138,10 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
         else:
             chosen.append(entry)
     if not chosen:
+        others = len(sentences) - 1
+        more = f" {others} other{' is' if others == 1 else 's are'} left out, too." if others else ""
         advice = " --target solutions compares the reference." if HAS_SOLUTIONS else ""
-        raise CourseError(f"nothing to compare in {snapshot.target}: {' '.join(sentences)}{advice}")
+        raise CourseError(f"nothing to compare in {snapshot.target}: {sentences[0]}{more}{advice}")
     return chosen, sources, sentences
 
 

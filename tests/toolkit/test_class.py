@@ -370,11 +370,11 @@ def test_what_a_person_wrote_survives_every_run(how, hand_made, stub, tmp_path, 
         write, written = formats.write, []
         with monkeypatch.context() as patch:
 
-            def kill_before_the_record(path, text):
+            def kill_before_the_record(path, text, **options):
                 if path.name == "grader.csv" and written.count("grades.csv") == 2 and written[-1] == "grades.csv":
                     raise KeyboardInterrupt
                 written.append(path.name)
-                write(path, text)
+                write(path, text, **options)
 
             patch.setattr(formats, "write", kill_before_the_record)
             assert cli.main([*command, "--seed", "2"]) == 130

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from brigade.course.modules import MODULES, CourseError, get_module
-from brigade.course.submission import MAX_SOURCE_BYTES, find, read_text
+from brigade.course.submission import MAX_SOURCE_BYTES, find
 from brigade.grade import archives, incoming
 
 FIRST = get_module(1)
@@ -92,6 +92,12 @@ LAYOUTS = {
     "a plain tar": {"submission.tar": make_tar(LESSONS, "w")},
     "a tar of a Mac": {"submission.tgz": make_tar({**LESSONS, "._m01_naive_ddp/._naive_ddp.py": "a resource"})},
     "a tar whose name says zip": {"submission.zip": make_tar(LESSONS)},
+    "a zip in a zip": {"one.zip": make_zip({"a/Two.ZIP": make_zip(list_below("work/lessons")), "a/x.txt": ""})},
+    "a zip in a tar": {"one.tgz": make_tar({"two.zip": make_zip(LESSONS)})},
+    "capital letters": {
+        name.replace("ddp", "DDP").upper().replace(".PY", ".py"): text for name, text in LESSONS.items()
+    },
+    "capital letters in a zip": {"one.zip": make_zip({f"Work/Lessons/{n.title()}": t for n, t in LESSONS.items()})},
     "a tar with long names": {"submission.tar": make_tar(list_below("a/" * 150 + "lessons"), "w")},
 }
 
@@ -141,6 +147,22 @@ def test_what_an_instructor_should_know_is_noted(tmp_path, files, modules, note)
     assert read_modules(lay(tmp_path / "handed in", files)) == (modules, note)
 
 
+def test_what_is_no_text_for_the_course_is_noted_or_refused(tmp_path):
+    """A file that nobody can read is no wrong answer: it gets no score instead of 0."""
+    odd = {"naive_ddp.py": "own 1".encode("utf-16"), "flat_ddp.py": b"\xe9"}
+    reasons = "naive_ddp.py is saved as UTF-16; save it as UTF-8", "flat_ddp.py is not UTF-8: line 1 has a byte 0xe9"
+    with pytest.raises(incoming.Unreadable, match=reasons[0]):
+        read_modules(lay(tmp_path / "all", odd))
+    with incoming.open_submission(lay(tmp_path / "some", odd | {"bucketed_ddp.py": "own 4"})) as (_, notes):
+        assert all(note.startswith(f"Not read: {reason}") for note, reason in zip(notes, reasons, strict=True))
+
+
+def test_of_two_files_the_one_with_the_courses_name_counts(tmp_path):
+    files = {"Naive_DDP.py": "old", "naive_ddp.py": "new", "Naive_ddp.py": "older"}
+    note = "Ignored, because only the course's files are read: Naive_DDP.py, Naive_ddp.py"
+    assert read_modules(lay(tmp_path / "handed in", files)) == ({1: "new"}, note)
+
+
 def get_refusal(*paths: Path) -> str:
     with pytest.raises(incoming.Unreadable) as caught, incoming.open_submission(*paths):
         pass
@@ -171,9 +193,17 @@ REFUSED = {
         {"one.zip": make_zip(LESSONS), "two.zip": make_zip(LESSONS)},
         "Found no module file, but 2 archives (one.zip, two.zip)",
     ),
-    "a zip in a zip": (
-        {"one.zip": make_zip({"a/two.zip": make_zip(LESSONS)})},
-        "one.zip contains another archive instead of modules (a/two.zip)",
+    "two zips in a zip": (
+        {"one.zip": make_zip({"a/two.zip": make_zip(LESSONS), "three.zip": make_zip(LESSONS)})},
+        "one.zip contains archives instead of modules (a/two.zip, three.zip)",
+    ),
+    "a zip in a zip in a zip": (
+        {"one.zip": make_zip({"two.zip": make_zip({"three.zip": make_zip(LESSONS)})})},
+        "one.zip contains archives instead of modules (three.zip)",
+    ),
+    "rar in a zip": (
+        {"one.zip": make_zip({"two.zip": RAR})},
+        "one.zip contains two.zip, which is a .rar file, which the grader cannot unpack",
     ),
     "rar": ({"work.rar": RAR}, "work.rar is a .rar file, which the grader cannot unpack"),
     "rar with another name": (
@@ -331,11 +361,10 @@ def test_an_archive_that_is_a_link_or_a_pipe_is_not_opened(tmp_path):
 def test_a_bomb_is_bounded(tmp_path, pack):
     """A huge module file is unpacked up to its limit and then refused."""
     zeros = pack({FIRST.path.name: b"\0" * 100_000_000})
-    with incoming.open_submission(lay(tmp_path, {"submission.zip": zeros})) as (directory, _):
-        file = find(directory, FIRST)
-        assert file.stat().st_size == MAX_SOURCE_BYTES + 1
-        with pytest.raises(CourseError, match="larger"):
-            read_text(file, directory)
+    with incoming.open_modules(lay(tmp_path, {"submission.zip": zeros})) as (directory, _):
+        assert find(directory, FIRST).stat().st_size == MAX_SOURCE_BYTES + 1
+    with pytest.raises(CourseError, match="larger"), incoming.open_submission(tmp_path):
+        pass
 
 
 def test_a_tree_with_too_many_entries_is_searched_from_above(tmp_path, monkeypatch):

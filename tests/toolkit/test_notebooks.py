@@ -298,6 +298,16 @@ def test_a_deck_needs_no_network(slides: ModuleType) -> None:
     assert "It should therefore" in notes[0] and "It should therefore" not in page.replace(notes[0], "")
 
 
+def test_long_printed_text_has_several_slides(slides: ModuleType) -> None:
+    """Each slide has as many lines as fit on it, and a heading stays with what it is about."""
+    lines = [*("a" * 3), *(f"--- {name}\n" + "\n".join("b" * 7) for name in ("one", "two", "three")), *("c" * 45)]
+    parts = slides.split_text("\n".join(lines))
+    assert "\n".join(parts) == "\n".join(lines) and all(len(part.splitlines()) <= slides.LONGEST for part in parts)
+    assert [part.splitlines()[0] for part in parts[:2]] == ["a", "--- three"]
+    page = slides.make_deck(ROOT / "notebooks" / "13_post_mortem.ipynb")
+    assert page.count(">Result: Two groups<") == 2
+
+
 def test_code_on_slides_fits_and_does_the_same(slides: ModuleType) -> None:
     code = 'one, two = 1, 2\nprint(\n    f"WORDS{one} and {two}"\n)  # WORDS\n'.replace("WORDS", 12 * "word ")
     fitted = slides.fit_code(f"%%px -t 0\n{code}")

@@ -150,6 +150,7 @@ MISTAKES = [
     (WEEK1, f'options = "--extra \'x"\n{WEEK1}'),
     (WEEK1, f'options = "--modules 3"\n{WEEK1}'),
     (WEEK1, f'options = "--seed 3"\n{WEEK1}'),
+    ('"roster.csv"', '"students.csv"'),
 ]
 
 
@@ -161,7 +162,10 @@ def test_a_mistake_in_the_file_gets_one_line_with_its_place(term, refuse, tmp_pa
         before = list_files(tmp_path)
         lines.append(refuse("term", "check"))
         assert refuse("term", "grade", "week1") == lines[-1] and list_files(tmp_path) == before
-    (tmp_path / "term.toml").write_text(text)
+    (tmp_path / "term.toml").write_text(text.replace("S102", "Fox, Fay"))
+    (tmp_path / "roster.csv").write_text(ROSTER + '"Fox, Fay",105,S105,fay\n"Fay Fox",106,S106,fay2\n')
+    lines.append(refuse("term", "grade", "week1"))
+    (tmp_path / "term.toml").write_text("\ufeff" + text, encoding="utf-8")  # as some editors save it
     (tmp_path / "roster.csv").write_text(ROSTER + '"Lace, Ada",105,S100,ada2\n')
     lines.append(refuse("term", "grade", "week1"))
     # The parser's own words depend on the version of Python.
@@ -189,7 +193,8 @@ def hours(number):
         ("carl", hours(73), None, "20"),
         ("carl", hours(3 * 24 + 7 * 24 + 1), None, "100"),
         ("carl", hours(71), True, ""),
-        ("carl", hours(73), True, "20"),
+        ("carl", hours(73), True, "20"),  # nobody knows when it came
+        ("carl", hours(500), True, "20"),  # as for a student without an extension
         ("carl", hours(73), False, ""),
         ("carl", hours(-1).astimezone(timezone.utc), None, ""),
     ],
@@ -198,8 +203,7 @@ def test_lateness_follows_from_the_time_the_marker_and_the_extension(key, upload
     week1 = read_term(Path("term.toml")).assignments["week1"]
     columns = week1.judge(key, uploaded, is_marked)
     assert columns["late"] == late and bool(columns["extension"]) == (key == "carl")
-    is_known = is_marked is None or (is_marked and key == "carl")
-    assert columns["uploaded"] == (str(uploaded.astimezone(ZONE)) if is_known else "")
+    assert columns["uploaded"] == ("" if is_marked is not None else str(uploaded.astimezone(ZONE)))
 
 
 def test_without_a_rule_late_work_does_not_count(term, tmp_path):
@@ -264,7 +268,9 @@ def test_an_assignment_is_run_from_the_file(term, tmp_path, capfd, snapshot):
     assert {row["student"]: row["score"] for row in read_rows("term.csv")}["bob"] == "6.4"
     snapshot("term", overview + read_feedback("Kahn, Bob") + read_feedback("Lace, Ada"))
     page = (tmp_path / "week1-feedback" / "Lace, Ada.html").read_text()
-    assert all(line in page for line in read_feedback("Lace, Ada").splitlines())
+    text = re.sub("</?b>", "", page)
+    assert all(line in text for line in read_feedback("Lace, Ada").splitlines())
+    assert re.findall('<p class="score">(.*?)<br>', page) == ["<b>5</b> of 8 points count"], "one number is large"
     printed = capfd.readouterr()
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("secret.txt", ".secret")]
     assert SECRET not in printed.out + printed.err
@@ -300,6 +306,29 @@ def test_the_secret_is_drawn_once_and_only_its_owner_reads_it(term, refuse, tmp_
     path.write_text("\n")
     term("term", "check", status=2)
     assert "secret.txt" in capfd.readouterr().err
+
+
+def test_under_sudo_the_user_can_open_everything_but_secrets(term, tmp_path, monkeypatch):
+    """What a page or a command tells a person to open belongs to that person, not to root."""
+    given = set()
+    monkeypatch.setenv("SUDO_UID", "1234")
+    monkeypatch.setenv("SUDO_GID", "4321")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", lambda path, uid, gid: given.add((os.stat(path).st_ino, uid, gid)))
+    term("term", "grade", "week1", status=1)
+    for action in ("report", "export"):
+        term("term", action, "week1")
+    term("mark", "week1")
+    own = ["week1.csv", "week1-feedback", *(tmp_path / "week1-feedback").iterdir()]
+    own += ["week1-report.html", "week1-mark-1.html", "week1-canvas.csv", "week1-final.csv"]
+    for path in own:
+        assert ((tmp_path / path).stat().st_ino, 1234, 4321) in given, path
+    closed = ("secret.txt", "week1.csv.results", "week1.csv.results/.secret")
+    assert not {(tmp_path / name).stat().st_ino for name in closed} & {number for number, *_ in given}
+    monkeypatch.delenv("SUDO_UID")
+    given.clear()
+    term("term", "report", "week1")
+    assert not given, "a container's root keeps its files"
 
 
 def test_an_interrupted_grading_loses_nothing_and_a_second_run_gives_the_same_file(term, tmp_path, monkeypatch):
@@ -358,6 +387,17 @@ def test_what_a_person_wrote_counts_and_is_on_the_pages(term, refuse, tmp_path, 
     snapshot("term.corrected", "".join(told) + read_feedback("Kahn, Bob") + read_feedback("Meyer, Carl"))
 
 
+def test_pages_of_namesakes_are_named_by_more_than_their_names(term, tmp_path):
+    """A page never becomes another student's, whoever hands in first."""
+    (tmp_path / "roster.csv").write_text(ROSTER + '"Kim, Min",109,S109,u109\n"KIM, Min",110,S110,u110\n')
+    for student in (109, 110):
+        hand_in(tmp_path / "week1" / f"kimmin_{student}_{student}_k.zip", student - 104)
+        term("term", "grade", "week1", status=1)
+    names = {path.stem for path in (tmp_path / "week1-feedback").glob("K*.html")}
+    assert names == {"Kahn, Bob", "Kim, Min (u109)", "KIM, Min (u110)"}
+    assert "\n5 of 8 points" in read_feedback("Kim, Min (u109)") and "\n6 of 8" in read_feedback("KIM, Min (u110)")
+
+
 def test_the_report_says_what_an_instructor_needs(term, refuse, tmp_path, snapshot):
     refusal = refuse("term", "report", "week1")
     hand_in(tmp_path / "week1" / "stranger.zip", 1)
@@ -372,6 +412,13 @@ def test_the_report_says_what_an_instructor_needs(term, refuse, tmp_path, snapsh
     again = page
     term("term", "report", "week1")
     assert (tmp_path / "week1-report.html").read_text() == again
+    # A person can give points for an upload that nobody can read.
+    assert "<h2>Unreadable uploads: 1</h2>" in page
+    edit(tmp_path / "week1.csv", dora__module_1="6")
+    term("term", "grade", "week1", status=1)
+    term("term", "report", "week1")
+    page = (tmp_path / "week1-report.html").read_text()
+    assert "Unreadable" not in page and "<h2>Graded by hand: 1</h2>\n<ul><li>Nie, Dora</li>" in page
 
 
 def test_a_report_is_written_although_nobody_could_be_graded(term, tmp_path):
@@ -473,6 +520,8 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
     marked("gradebook", "marks", "week1.csv", "all.json")
     rows = read("week1.csv")
     assert [rows[name]["written 1"] for name in ("ada_100_2_a-1.zip", "bob_LATE_101_4_b.zip")] == ["3", "2"]
+    sums = [(rows[name]["score"], rows[name]["max"]) for name in ("ada_100_2_a-1.zip", "bob_LATE_101_4_b.zip")]
+    assert sums == [("8", "14"), ("10", "14")], "a person who corrects a score now sees what it contains"
     comment = "By question: 1: 1 of 2; 2: 0 of 1 (no answer); 3: 1 of 1; 4: 0 of 2 (see the reading)"
     assert rows["bob_LATE_101_4_b.zip"]["comment 1"] == comment and rows["ada_100_1_a.zip"]["written 1"] == ""
     marked("term", "grade", "week1", status=1)
@@ -487,14 +536,17 @@ def test_marks_become_points_and_a_comment_in_the_gradebook(marked, tmp_path, ca
     save_marks("week2.json", {"title": "week2", "all": ["x"]}, {"x": (1, "")})
     marked("gradebook", "marks", "week1.csv", "week2.json", status=2)
     # What a person has written since stays. What an earlier file gave can be corrected by another one.
-    edit(tmp_path / "week1.csv", bob__written_1="4")
+    edit(tmp_path / "week1.csv", bob__written_1="4", bob__score="11")
     points |= {
         name: (0, "") for name in points if name.removesuffix(marking.AGAIN) == twice.removesuffix(marking.AGAIN)
     }
     save_marks("all.json", page, points)
+    capfd.readouterr()
     marked("gradebook", "marks", "week1.csv", "all.json")
     kept = [row["written 1"] for row in read_rows("week1.csv") if row["written 1"]]
     assert "4" in kept and len(kept) == 2
+    assert "bob: you wrote the score 11, but the points add up to 12 now; empty the cell" in capfd.readouterr().out
+    assert read("week1.csv")["bob_LATE_101_4_b.zip"]["score"] == "11"
     assert list((tmp_path / "week1.csv.results" / "backups").iterdir())
 
 
