@@ -27,18 +27,34 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
     raise NotImplementedError("module 1, part (a)")
 
 
-def find_trainable(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the trainable parameters of a module with their names.
+def find_trainable(module: nn.Module, is_wrapped: bool = False) -> dict[nn.Parameter, str]:
+    """Return the trainable parameters of a module with their names. Before it is wrapped, call `require_supported`."""
+    if not is_wrapped:
+        require_supported(module)
+    return {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
-    Raise ValueError for an embedding with `max_norm`. It scales rows of its weight in forward, other ones on each rank.
-    Raise it for a model that is in a wrapper already, too, because the hooks of both would average its gradients.
+
+def require_supported(module: nn.Module) -> None:
+    """Raise ValueError for a model that the wrappers would not train as one process does.
+
+    An embedding with `max_norm` scales rows of its weight in forward, other ones on each rank. One with `sparse` has
+    gradients that no flat tensor can contain. The hooks of two wrappers would both average a model's gradients.
     """
     if any(isinstance(part, Wrapper) for part in module.modules()):
         raise ValueError("a part of the model is in a wrapper already: wrap the whole model once")
-    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    if any(getattr(parameter, "hooked_id", None) == id(parameter) for parameter in module.parameters()):
+        raise ValueError(
+            "the model was wrapped before, and its parameters have the hooks of that wrapper: load its weights into a "
+            "new model, and wrap that one"
+        )
+    embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     if any(embedding.max_norm is not None for embedding in embeddings):
         raise ValueError("an embedding with max_norm changes its weight in forward, differently on each rank")
-    return {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if any(embedding.sparse for embedding in embeddings):
+        raise ValueError(SPARSE)
+
+
+SPARSE = "sparse gradients are not supported: make the embedding with sparse=False"
 
 
 class Wrapper(nn.Module):
@@ -50,19 +66,24 @@ class Wrapper(nn.Module):
     module: nn.Module
     trainable: dict[nn.Parameter, str]
 
+    def mark_parameters(self) -> None:
+        """Let `find_trainable` refuse the model from now on, because its parameters have hooks of this wrapper."""
+        for parameter in self.trainable:
+            parameter.hooked_id = id(parameter)  # a copy of the parameter has no hooks, so its mark must not hold
+
     def require_same_parameters(self) -> None:
         """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after construction.
 
         Most wrappers plan buckets and hooks for these parameters only. They would not average a later one, and would
         give zeros, which weight decay moves, to one that is frozen.
         """
-        now = find_trainable(self.module)
+        now = find_trainable(self.module, is_wrapped=True)
         if now.keys() != self.trainable.keys():
             both = self.trainable | now
             name = min(both[parameter] for parameter in now.keys() ^ self.trainable.keys())
             raise RuntimeError(
-                f"{name} was frozen, unfrozen or replaced after wrapping. To go on with other parameters, load the "
-                "weights into a new model, and wrap it"
+                f"{name} was frozen, unfrozen or replaced after wrapping (to_empty() replaces all that are on the meta "
+                "device). To go on with other parameters, load the weights into a new model, and wrap it"
             )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -85,13 +106,18 @@ class NaiveDDP(Wrapper):
       global variables, because a process may wrap several models. Others read `.module` and `.process_group`.
     - Frozen parameters and buffers are broadcast, but never reduced. A tied parameter is reduced once.
     - If a parameter has no gradient on this rank, it counts as zeros. If it has none on any rank, its gradient may be
-      None or zeros afterwards.
+      None or zeros afterwards. With zeros, Adam still moves it by its momentum, and weight decay makes it smaller.
+    - Gradients are added before they are divided, so sums in float16 may overflow. torch DDP divides first.
+    - Between backward and the finish, a rank calls no other collective of this group, because another rank may launch
+      in its finish what this rank has launched in backward.
+    - Register hooks that change gradients before you wrap the model. From module 3 on, a post-accumulate hook that is
+      registered later sees a gradient that may be in flight.
     - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
       Gradients are averaged in eval mode, too.
     - The set of trainable parameters is fixed at construction. If a parameter is frozen, unfrozen or replaced later,
       the next finish raises RuntimeError (`require_same_parameters`).
-    - Sparse gradients, `.to()` after wrapping, and wrapping twice are not supported. Neither are gradients that are not
-      contiguous, which transposed weights have, in modules 1 and 3.
+    - Sparse gradients, `.to()` after wrapping, parameters on the meta device, and wrapping twice are not supported.
+      Neither are gradients that are not contiguous, which transposed weights have, in modules 1 and 3.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):

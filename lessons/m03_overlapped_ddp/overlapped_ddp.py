@@ -61,6 +61,7 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         # Make backward call `launch` for each trainable parameter.
         # TODO: part (a)
         raise NotImplementedError("module 3, part (a)")
+        self.mark_parameters()
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

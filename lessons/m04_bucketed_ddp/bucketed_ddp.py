@@ -101,6 +101,7 @@ class BucketedDDP(GradSyncMixin, Wrapper):
         # Plan the buckets, and let backward call `mark_ready` for each gradient.
         # TODO: part (f)
         raise NotImplementedError("module 4, part (f)")
+        self.mark_parameters()
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

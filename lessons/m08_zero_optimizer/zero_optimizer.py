@@ -8,7 +8,7 @@ Both optimizers take a step in three phases. There are N ranks, and a bucket has
     2. update     the inner optimizer steps on what this rank has
     3. weights    one broadcast per parameter, from its owner   one all-gather per bucket
     bytes         as in one all-reduce of the gradients         the same, in two launches per group of buckets
-    accepts       any optimizer except LBFGS, a plain model     elementwise optimizers, the wrapper of module 6 or 7
+    accepts       optimizers that treat parameters one by one   elementwise optimizers, the wrapper of module 6 or 7
 
 With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding and,
 for 16-bit weights, 4 P / N bytes of fp32 main parameters ("masters" in checkpoints). `ShardedOptimizer` adds at most
@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..m01_naive_ddp.naive_ddp import SPARSE
 from ..m05_grad_buffer.grad_buffer import GradBuffer
-from ..m06_coalesced.coalesced import CoalescedDDP
+from ..m06_coalesced.coalesced import CoalescedDDP, require_own_memory
 
 Params = Iterable[Any] | None  # parameters, or dicts of "params" and their options, as for any torch optimizer
 ProcessGroup = dist.ProcessGroup | None  # None is the default group
@@ -82,15 +83,19 @@ class OuterOptimizer(Optimizer):
         # Run the three phases. A scheduler may have changed options in `param_groups`; `inner_group` returns them.
         # TODO: part (a)
         raise NotImplementedError("module 8, part (a)")
+        for group, inner_group in zip(self.param_groups, self.optim.param_groups):  # some optimizers count steps there
+            group.update({key: value for key, value in inner_group.items() if key != "params"})
         return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64.
 
-        If the norm is NaN, all gradients become NaN.
+        If the norm is NaN, all gradients become NaN. `torch.nn.utils.clip_grad_norm_` is wrong here: it would read all
+        of `p.grad`, but only this rank's part has averages.
         """
         grads = self.prepare_grads()
+        device = next((p.device for group in self.param_groups for p in group["params"]), None)
         # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
         # TODO: part (e)
         raise NotImplementedError("module 8, part (e)")
@@ -114,10 +119,11 @@ class ShardedOptimizer(OuterOptimizer):
         super().__init__(params, optimizer_cls, process_group, defaults)
 
     def divide(self, parameters: list[nn.Parameter]) -> None:
-        """Choose an owner for each parameter, the same on all ranks.
+        """Choose an owner for each parameter, the same on all ranks. Raise ValueError if two of them share memory.
 
         No rank may own more bytes than the mean over all ranks plus the size of the largest parameter.
         """
+        require_own_memory([*self.trainable, *(p for p in parameters if p.requires_grad)])
         # Balance the bytes. A frozen parameter adds none, because it has no state.
         # TODO: part (b)
         raise NotImplementedError("module 8, part (b)")
@@ -125,6 +131,7 @@ class ShardedOptimizer(OuterOptimizer):
         self.local |= {p: p for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}
         for parameter in parameters:
             if parameter.requires_grad:
+                parameter.data = parameter.data.contiguous()  # a transposed one cannot be sent; its gradient follows it
                 parameter.register_post_accumulate_grad_hook(self.require_unreduced)
 
     def require_unreduced(self, _: nn.Parameter) -> None:
@@ -141,6 +148,8 @@ class ShardedOptimizer(OuterOptimizer):
             raise RuntimeError(
                 "a parameter was frozen, unfrozen or replaced after the optimizer was constructed: construct it again"
             )
+        if any(p.grad is not None and p.grad.is_sparse for p in self.owner):
+            raise RuntimeError(SPARSE)
         # A gradient that is None counts as zeros. dist.reduce takes the root as group_dst, a rank in the group.
         # TODO: part (c)
         raise NotImplementedError("module 8, part (c)")
@@ -164,7 +173,7 @@ class ShardedOptimizer(OuterOptimizer):
 # ---- ZeroOptimizer: one shard of every bucket
 
 
-def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], device: torch.device) -> bool:
+def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], device: torch.device | None) -> bool:
     """Return whether updating two parts of a vector with separate optimizers equals updating the whole vector."""
     optimizer_cls([{"params": []}], **defaults)  # raises an error if the options are invalid
     vector = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
@@ -217,6 +226,18 @@ def map_like(like: Tensor, function: Callable[[Tensor], Tensor], state: dict[str
     return {key: function(value) if key in mapped else copy.deepcopy(value) for key, value in state.items()}
 
 
+def adopt_weights(buffer: GradBuffer) -> None:
+    """Copy weights whose `.data` was replaced into the buffer, and make them views of it again.
+
+    A layer with a constraint may replace it, and so does `nn.utils.vector_to_parameters`. The optimizer would step on
+    the buffer, which the model no longer reads.
+    """
+    memory = buffer.param_data.untyped_storage().data_ptr()
+    for p, (start, end) in zip(buffer.params, buffer.layout.param_ranges):
+        if (p.untyped_storage().data_ptr(), p.storage_offset()) != (memory, start):
+            p.data = buffer.param_data[start:end].view(p.shape).copy_(p.data)
+
+
 class ZeroOptimizer(OuterOptimizer):
     """Shard an elementwise torch optimizer in the same way as the buckets of `ddp`.
 
@@ -232,7 +253,8 @@ class ZeroOptimizer(OuterOptimizer):
     """
 
     def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):
-        if not is_elementwise(optimizer_cls, defaults, next(ddp.parameters()).device):
+        device = next((p.device for p in ddp.parameters()), None)
+        if not is_elementwise(optimizer_cls, defaults, device):
             raise ValueError(f"{optimizer_cls.__name__} cannot be sharded, because it is not elementwise")
         self.ddp = ddp
         self.positions = {p: (buffer, i) for buffer in ddp.grad_buffers for i, p in enumerate(buffer.params)}
@@ -260,6 +282,8 @@ class ZeroOptimizer(OuterOptimizer):
         """
         if self.ddp.queue.num_pending != self.ddp.queue.num_grads:
             raise RuntimeError("the gradients are not averages yet: call finish_grad_sync first")
+        for buffer in self.ddp.grad_buffers:
+            adopt_weights(buffer)
         # In every step, get the flat tensors from the buffers again, because `reallocate` replaces them.
         # TODO: part (g)
         raise NotImplementedError("module 8, part (g)")

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ..m05_grad_buffer.grad_buffer import plan_layout
 from ..m06_coalesced.coalesced import reduce_scatter
 from ..m07_cached_shards.cached_shards import CachedBucketGroup, CachedDDP
-from ..m08_zero_optimizer.zero_optimizer import ParamShard, ZeroOptimizer
+from ..m08_zero_optimizer.zero_optimizer import ParamShard, ZeroOptimizer, adopt_weights
 
 
 class ShardedGradBuffer:
@@ -100,7 +100,8 @@ class GradShardedDDP(CachedDDP):
     `finish_grad_sync` after each micro-batch: it adds to the shards. Without it, a second backward raises RuntimeError,
     unless the first was inside `no_sync`. Only `zero_grad` clears the shards, with any `set_to_none`; `step` does not.
     A rank without a backward still calls the finish. If all backward passes were inside `no_sync`, the finish reduces
-    their gradients. Use `Zero2Optimizer` with this wrapper. Raise ValueError if `max_live_buckets` is below 1.
+    their gradients. Use `Zero2Optimizer` with this wrapper, and its `clip_grad_norm_`: torch's would find no gradients,
+    and clip nothing. Raise ValueError if `max_live_buckets` is below 1.
     """
 
     group_class = ShardedBucket
@@ -128,6 +129,9 @@ class GradShardedDDP(CachedDDP):
 
     def launch(self, index: int) -> None:
         """Start the reduce-scatter of a bucket. If too many buckets are live, finish the oldest one first."""
+        group = self.groups[index]
+        for i in group.param_indices:  # some gradients may not come from backward
+            group.buffer.accumulate_into_buffer(i)
         # The queue launches buckets in order, so the oldest live bucket has the index `index - max_live_buckets`.
         # TODO: part (e)
         raise NotImplementedError("module 10, part (e)")
@@ -161,6 +165,8 @@ class Zero2Optimizer(ZeroOptimizer):
         """
         if any(buffer.whole for buffer in self.ddp.grad_buffers):
             raise RuntimeError("some gradients are not in the shards yet: call finish_grad_sync first")
+        for buffer in self.ddp.grad_buffers:
+            adopt_weights(buffer)
         return [self.prepare_grad(part) for part in self.param_shards.values()]
 
     def prepare_grad(self, part: ParamShard) -> Tensor:

@@ -15,6 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def require_one_group(optimizer: Optimizer) -> None:
+    """Raise ValueError if an optimizer has several parameter groups, because a shard has no number in a plain one's."""
+    if len(optimizer.param_groups) != 1:
+        raise ValueError(f"the shards must be in one parameter group, but there are {len(optimizer.param_groups)}")
+
+
 class ShardedCheckpoints:
     """The methods of a wrapper that return and load whole states. `flats` are its flat shards."""
 
@@ -43,6 +49,7 @@ class ShardedCheckpoints:
         As in module 8, frozen parameters have numbers but no state. `optimizer` has all shards in one parameter group.
         Call this on every rank, because it gathers every tensor of the state that has the shape of a shard.
         """
+        require_one_group(optimizer)
         numbers = {parameter: number for number, parameter in enumerate(self.module.parameters())}
         state: dict[int, dict[str, Any]] = {}
         for flat in self.flats:
@@ -58,6 +65,7 @@ class ShardedCheckpoints:
 
         Raise ValueError if it has another number of parameters.
         """
+        require_one_group(optimizer)
         params, [group] = self.module.parameters(), state["param_groups"]
         entries = {p: state["state"].get(n, {}) for p, n in zip(params, group["params"], strict=True)}
         for flat in (flat for flat in self.flats if flat.shard.requires_grad):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -37,6 +38,8 @@ class FreedWeight(nn.Parameter):
         is_refused = name in VIEWS if is_property else name not in WITHOUT_VALUES
         if is_set and name == "data":  # another view of the same memory is no harm
             is_refused = args[0].untyped_storage()._cdata != args[1].untyped_storage()._cdata
+        if name == "backward":
+            raise RuntimeError("backward(inputs=...) finds weights whose memory is released: call it without inputs")
         if is_refused:
             weight = next((f" of shape {list(value.shape)}" for value in args if isinstance(value, cls)), "")
             raise RuntimeError(
@@ -44,6 +47,12 @@ class FreedWeight(nn.Parameter):
                 "full_state_dict() or load_full_state_dict(state)"
             )
         return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@functools.cache
+def make_freed_class(own: type[nn.Parameter]) -> type[FreedWeight]:
+    """Return the class of a parameter of the class `own` while its memory is released."""
+    return FreedWeight if own is nn.Parameter else type(f"Freed{own.__name__}", (FreedWeight, own), {})
 
 
 def require_memory(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -85,10 +94,13 @@ class FlatShard:
 
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup, compute_dtype: DType, reduce_dtype: DType):
         self.params, self.process_group = params, group
+        self.classes = [type(p) for p in params]
+        self.versions: list[int] | None = None  # of the parameters, when `full` got its memory
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = plan_layout([p.numel() for p in self.params], None, self.size)
         full = self.flatten([p.data for p in self.params])  # in the parameters' dtype
         self.reduce_dtype = reduce_dtype or full.dtype
+        compute_dtype = compute_dtype if full.is_floating_point() else None  # frozen integers keep their dtype
         self.gather_handle: dist.Work | None = None  # of the all-gather in flight
         self.reduction: tuple[dist.Work, Tensor, Tensor] | None = None  # handle, input, output of a reduce-scatter
         # Create `shard`, a copy of this rank's part of `full` that is trainable if the parameters are trainable. Create
@@ -135,12 +147,26 @@ class FlatShard:
         # TODO: part (e)
         raise NotImplementedError("module 11, part (e)")
         self.set_class()
+        self.require_unwritten()
 
     def set_class(self) -> None:
         """Make the parameters of `full` refuse to be read while it has no memory."""
         has_memory = self.full.untyped_storage().nbytes() == self.full.nbytes
-        for parameter in self.params:
-            parameter.__class__ = nn.Parameter if has_memory else FreedWeight
+        for parameter, own in zip(self.params, self.classes):
+            parameter.__class__ = own if has_memory else make_freed_class(own)
+        if has_memory and self.versions is None:
+            self.versions = [parameter._version for parameter in self.params]
+
+    def require_unwritten(self) -> None:
+        """Raise RuntimeError if a parameter was written, or its data replaced, while `full` had memory."""
+        versions, self.versions = self.versions, None
+        memory = self.full.untyped_storage().data_ptr()
+        for i, p in enumerate(self.params):
+            if p.untyped_storage().data_ptr() != memory or (versions and p._version != versions[i]):
+                raise RuntimeError(
+                    f"a weight of shape {list(p.shape)} was written or replaced in forward or backward, but only "
+                    "shards are kept: change weights between steps, with load_full_state_dict(state)"
+                )
 
     def start_reduce(self) -> None:
         """Move the parameters' gradients into one flat tensor of `reduce_dtype`. Start the reduce-scatter of averages.

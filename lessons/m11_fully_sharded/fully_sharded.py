@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
 from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
+from ..m06_coalesced.coalesced import require_own_memory
 from .checkpoint import ShardedCheckpoints
 from .flat_shard import DType, ProcessGroup, ShardGrad, make_flat_shards
 from .plan import UnitTypes, plan_schedule, plan_units
@@ -46,7 +47,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
     Pass `shards()` to an elementwise torch optimizer. Call `finish_grad_sync` before each step; after it, `p.grad` is
     None for all parameters of the model. Several finishes add up in the gradients of `shards()`, until `zero_grad`.
     Inside `no_sync`, full gradients add up in `p.grad`, and the next finish reduces them. All ranks run the same
-    backwards inside it.
+    backwards inside it. Clip with this wrapper's `clip_grad_norm_`: torch's would find no gradients in the model.
 
     All ranks must call the wrapper the same number of times, and run units, as modules, in registration order. A rank
     may skip units, or a backward outside `no_sync`, but it must call the finish. A backward belongs to one forward and
@@ -58,15 +59,17 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
     A unit returns tensors, or nested dicts, lists, tuples or dataclasses of them, because backward finds its way by
     these tensors. Other objects raise TypeError. It may also keep such tensors in attributes. Between steps, the
     model's own parameters have no memory, and whatever reads, writes or copies them raises RuntimeError: use
-    `full_state_dict()` and `load_full_state_dict(state)`. After a step that raised an exception, call
-    `finish_grad_sync` and then `zero_grad`. To skip a step after micro-batches in `no_sync`, call this wrapper's
-    `zero_grad`. A `torch.amp.GradScaler` gets the same answer on all ranks. Put only one forward into a block of
-    `torch.autocast`: a weight that an evaluation has cast there gets its gradient too late, after its reduction.
+    `full_state_dict()` and `load_full_state_dict(state)`. In forward and backward, they are copies of the shards, so
+    code that writes into them raises it, too; a write through `p.data` is lost unseen. After a step that raised an
+    exception, call `finish_grad_sync` and then `zero_grad`. To skip a step after micro-batches in `no_sync`, call this
+    wrapper's `zero_grad`. A `torch.amp.GradScaler` gets the same answer on all ranks. Put only one forward into a block
+    of `torch.autocast`: a weight that an evaluation has cast there gets its gradient too late, after its reduction.
 
     With a `compute_dtype`, weights are gathered and used in this dtype, and floating-point arguments of the wrapper and
     of each unit are cast to it, keyword arguments too. Shards, their gradients and the optimizer's state keep the
-    parameters' dtype, in which gradients are averaged unless there is a `reduce_dtype`. Buffers and outputs are not
-    cast.
+    parameters' dtype, in which gradients are averaged unless there is a `reduce_dtype`. Buffers, integer parameters and
+    outputs are not cast. Inside `no_sync`, gradients add up in `compute_dtype`: in bfloat16, 600 gradients of 1 give
+    256. Call the finish after each micro-batch instead to add them in the parameters' dtype.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.compute_dtype = compute_dtype
         self.trainable = find_trainable(module)
+        require_own_memory(module.parameters())
         broadcast_module_state(module, process_group)
         plan, options = plan_units(module, unit_types), (process_group, compute_dtype, reduce_dtype)
         self.units = [make_flat_shards(map(module.get_parameter, names), *options) for names in plan]
@@ -104,6 +108,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
             for parameter in map(module.get_parameter, names if unit else ()):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(partial(self.require_in_time, unit))
+        self.mark_parameters()
 
     def shards(self) -> list[nn.Parameter]:
         """Return this rank's trainable flat parameters."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state, require_supported
 from ..m03_overlapped_ddp.overlapped_ddp import SECOND_BACKWARD
 from ..m11_fully_sharded.fully_sharded import FullyShardedDDP
 from ..m11_fully_sharded.plan import UnitTypes
@@ -86,6 +86,7 @@ class HybridShardedDDP(FullyShardedDDP):
         ranks = [set(dist.get_process_group_ranks(group)) for group in (shard_group, replica_group)]
         if ranks[0] & ranks[1] != {dist.get_rank()}:
             raise ValueError(f"this is no grid: a shard group of {ranks[0]}, and a replica group of {ranks[1]}")
+        require_supported(module)
         # Make all ranks of the grid start with the weights and buffers of its first rank. Module 11's constructor makes
         # the ranks of the shard group equal, and frees the weights.
         # TODO: part (c)

@@ -88,10 +88,10 @@ class ShardedMuon(Optimizer):
     """Train matrices with Muon. Each matrix has an owner, which alone keeps its momentum.
 
     The model has no wrapper, and its weights are already equal on all ranks. Parameters have two dimensions and one
-    dtype, otherwise ValueError. Those that are frozen at construction are left alone. The trainable ones, in the order
-    of `param_groups`, are `matrices`; `owners` and `groups` are what `assign_matrices` and `plan_groups` return for
-    their shapes. `param_groups` may set `lr`, `momentum`, `weight_decay` and `steps`; `step` reads them each time, so
-    schedulers work. A rank may own nothing.
+    dtype, otherwise ValueError. They share no memory, and their gradients are not sparse. Those that are frozen at
+    construction are left alone. The trainable ones, in the order of `param_groups`, are `matrices`; `owners` and
+    `groups` are what `assign_matrices` and `plan_groups` return for their shapes. `param_groups` may set `lr`,
+    `momentum`, `weight_decay` and `steps`; `step` reads them each time, so schedulers work. A rank may own nothing.
 
     The set of trainable parameters is fixed at construction: `step` raises RuntimeError if one was frozen or unfrozen.
     So does `torch.amp.GradScaler`, which decides on each rank alone whether to step.

@@ -70,6 +70,7 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.launch)
         ### END SOLUTION
+        self.mark_parameters()
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

@@ -135,6 +135,7 @@ class BucketedDDP(GradSyncMixin, Wrapper):
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: self.mark_ready(index))
         ### END SOLUTION
+        self.mark_parameters()
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

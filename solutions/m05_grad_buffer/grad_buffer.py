@@ -120,6 +120,7 @@ class GradBuffer:
             self.param_data = self.param_data.clone()
         self.attach_views()
 
+    @torch.no_grad()  # with create_graph=True, the buffer would keep the graph of every step
     def accumulate_into_buffer(self, i: int) -> None:
         """Make `views[i]` contain the gradient of parameter i. None counts as zeros. A second call changes nothing."""
         parameter, view = self.params[i], self.views[i]
@@ -209,6 +210,7 @@ class BufferedDDP(GradSyncMixin, Wrapper):
                 unit.buffer.params[i].register_post_accumulate_grad_hook(
                     lambda _, index=index, i=i: self.mark_ready(index, i)
                 )
+        self.mark_parameters()
 
     def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: torch.dtype | None):
         """Return the buffer for parameters of one dtype."""

@@ -10,7 +10,8 @@ when half of the next group is ready. It does not have to carry gradients: in mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -62,6 +63,16 @@ def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]
     finally:
         captured.pop(group, None)
     ### END SOLUTION
+
+
+def require_own_memory(params: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError if two parameters share memory, as after `b.data = a.data`: moving them would separate them."""
+    spans = []
+    for p in (p for p in params if p.numel() and not p.is_meta):
+        numel = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
+        spans.append((p.data_ptr(), p.data_ptr() + numel * p.element_size()))
+    if any(end > start for (_, end), (start, _) in itertools.pairwise(sorted(spans))):
+        raise ValueError("two parameters share memory: use one parameter in both places, as b.weight = a.weight does")
 
 
 class BucketGroup:
@@ -153,6 +164,7 @@ class CoalescedDDP(BufferedDDP):
         grad_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
     ):
+        require_own_memory(module.parameters())
         self.buckets_per_group = buckets_per_group
         self.gather_grads = True
         self.gathers: list[Handle] = []  # handles of the all-gathers launched so far, of groups 0, 1, ...

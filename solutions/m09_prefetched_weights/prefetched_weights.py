@@ -27,7 +27,8 @@ class PrefetchedDDP(CachedDDP):
     """Like `CachedDDP`, but after `start_param_sync`, the next forward waits for each group when it needs the group.
 
     A module's weights are incomplete from `start_param_sync` until the module runs, in training or in an evaluation.
-    Call `finish_param_sync` before you read, write or copy `ddp.module` or its weights directly.
+    Call `finish_param_sync` before you read, write or copy `ddp.module` or its weights directly. Call it also before an
+    evaluation in which a fused kernel reads the weights of layers that it does not call, as `nn.TransformerEncoder`'s.
     """
 
     def __init__(

@@ -36,8 +36,7 @@ class Kind:
     def wrap(self, plain: type[nn.Module], model: nn.Module, units: tuple[type[nn.Module], ...]) -> nn.Module:
         """Wrap a model on a rank."""
         if self.wrapper is None:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
+            student("m01_naive_ddp", "broadcast_module_state")(model)
             return plain(model)
         wrapper = student(self.package, self.wrapper)
         if self.name == "m14":

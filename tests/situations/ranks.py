@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from situations import changes, loops, models, optimizers, units  # noqa: F401  (they register the programs)
+from situations import changes, loops, memory, models, optimizers, units  # noqa: F401  (they register the programs)
 from situations.kinds import KINDS, Kind
 from situations.run import SITUATIONS, Run
 

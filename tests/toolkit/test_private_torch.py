@@ -85,6 +85,19 @@ def test_stand_in_for_a_backend():
     assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"
 
 
+def test_version_of_a_tensor():
+    """It counts writes into this tensor, but not those into the memory that `data` shares with another tensor."""
+    whole, parameter = torch.zeros(4), torch.nn.Parameter(torch.zeros(2))
+    parameter.data = whole[:2]
+    before = parameter._version
+    whole.fill_(1.0)
+    needs = "FlatShard in solutions/m11_fully_sharded/flat_shard.py needs "
+    assert parameter._version == before, needs + "a count of its own for a tensor whose data was set"
+    with torch.no_grad():
+        parameter.fill_(2.0)
+    assert parameter._version > before, needs + "_version"
+
+
 def test_function_of_the_gradient_scaler():
     """GradScaler looks for infinities with one function. Its second argument says what it has found."""
     calls = []
