@@ -63,7 +63,8 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     add(selection, "--modules LIST", "modules of one part, such as 1-4 or 2,5", default="")
     add(selection, "--part", "all modules of a part (default: core)", default=CORE, choices=PARTS)
     prior = "where earlier modules come from: the submission (own), the reference, or the submission first and then, "
-    prior += "for checks that fail, the reference (auto, the default)"
+    prior += "for checks that fail, the reference in place of modules that lost points or are not graded (auto, the "
+    prior += "default)"
     extra = "grade with the checks in these files of yours, too; each has a line such as MODULE = 3"
     add(parser, "--extra FILE.py", extra, nargs="+", default=[])
     when = "when students see results on Gradescope: those of --extra if it is given, otherwise all (default: visible)"
@@ -236,7 +237,8 @@ def run_class(
             formats.write(secret_file, given, is_secret=True)
         secret = read_secret(secret_file, draws_one=True).decode(errors="replace")
         extra = [path.read_text() for path in listing.EXTRA]
-        classroom.read_states(everyone, [*passed_on, secret, *extra])
+        conditions = isolation.list_conditions(options.backend, options.share_gpu)
+        classroom.read_states(everyone, [*passed_on, *conditions, secret, *extra])
         before = {student: student.result["score"] for student in everyone if student.result}
         waiting = [student for student in everyone if student.is_waiting]
         kept = sum(student.result is not None and not student.is_waiting for student in everyone)

@@ -78,12 +78,15 @@ def resolve_target(target: str | Path) -> Path:
 class Snapshot:
     """The modules of a submission. Each is read once, when it is asked for first. Threads may share a snapshot.
 
-    All checks that get the same snapshot judge the same text, even if a student saves a file between two checks.
+    All checks that get the same snapshot judge the same text, even if a student saves a file between two checks. With
+    `hides_place`, the path of a file is that in the course, such as m01_naive_ddp/naive_ddp.py: the seed of a grading
+    run does not follow from the names of an upload's directories, so ranks must not learn them.
     """
 
-    def __init__(self, target: str | Path):
+    def __init__(self, target: str | Path, hides_place: bool = False):
         self.name = str(target)  # as a command names it
         self.target = resolve_target(target)
+        self._hides_place = hides_place
         self._modules: dict[tuple[Path, Module], Sources | CourseError] = {}
         self._lock = threading.Lock()
 
@@ -126,13 +129,15 @@ class Snapshot:
         with self._lock:
             if key not in self._modules:
                 try:
-                    self._modules[key] = read_module(*key)
+                    sources = read_module(*key)
+                    is_hidden = self._hides_place and not directory
+                    self._modules[key] = hide_place(sources, self.target, entry) if is_hidden else sources
                 except CourseError as error:
                     self._modules[key] = error
-            sources = self._modules[key]
-        if isinstance(sources, CourseError):
-            raise CourseError(str(sources))
-        return sources
+            found = self._modules[key]
+        if isinstance(found, CourseError):
+            raise CourseError(str(found))
+        return found
 
     def read_earlier(self, entry: Module) -> Sources:
         """Return the files of a module. The main one is "" and a reason if the module cannot be imported."""
@@ -140,6 +145,14 @@ class Snapshot:
             return self.read_module(entry)
         except CourseError as error:
             return {f"{entry.package}.{entry.name}": ("", f"module {entry.number} cannot be imported: {error}")}
+
+
+def hide_place(sources: Sources, target: Path, entry: Module) -> Sources:
+    """Return the files of a module. Those in `target` have the paths that they have in the course."""
+    return {
+        name: (f"{entry.package}/{Path(path).name}" if path and Path(path).is_relative_to(target) else path, text)
+        for name, (path, text) in sources.items()
+    }
 
 
 def take_snapshot(target: str | Path | Snapshot) -> Snapshot:

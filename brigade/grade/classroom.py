@@ -1,8 +1,8 @@
 """Grade a class (`brigade grade --class`): every submission in a directory, several at a time, into one gradebook.
 
 A separate process, `brigade grade --submission`, grades each submission and writes a results file to the directory
-`GRADEBOOK.results`. A second file stores a hash of the modules' text, the course and the options. If the hash is
-unchanged, a repeated run, such as one after an interruption, uses the existing results.
+`GRADEBOOK.results`. A second file stores a hash of the modules' text, the course, the options and the conditions, such
+as torch's version. If the hash is unchanged, a repeated run, such as one after an interruption, uses the results.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def limit_name(name: str) -> str:
 def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
     """Find out which submissions cannot be read, and which have to be graded.
 
-    Grade a submission if its modules, the course or the options have changed.
+    Grade a submission if its modules, the course or the `options` have changed, which include the conditions.
     """
     course = hashlib.sha256()
     for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.*")):

@@ -27,6 +27,7 @@ from brigade.grade.outcome import Grading
 Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
 
 TOTAL_S = 900.0  # for one submission; checks that have not run by then count as failed
+NO_NAME = ("ImportError", "AttributeError")  # raised if an earlier module lacks a name
 PATIENCE = 2  # stop a module after this many of its checks have reached their deadline
 
 
@@ -51,7 +52,7 @@ def grade(
     """
     grading.outcomes = [Outcome(check) for check in collect([get_module(number) for number, _ in grading.modules()])]
     on_change()
-    snapshot = Snapshot(target)
+    snapshot = Snapshot(target, hides_place=True)
     if secret is not None:
         grading.seed = derive_seed(secret, snapshot, max(number for number, _ in grading.modules()))
     conditions = Conditions(grading.seed, backend, share_gpu, uses_hidden=True)
@@ -84,10 +85,10 @@ class Schedule:
     that reach their deadline. After a check that reaches its deadline or deadlocks, the reference replaces the earlier
     modules that have failed a check in later modules, because these would probably hang with them.
 
-    Then failed checks are repeated. First, the reference replaces the earlier modules that have lost points. Because
-    the modules are repeated in order, these have lost their points themselves. Second, checks that still fail are
-    repeated with the reference's modules only, because an earlier module that passes its checks may lack a name that
-    later modules use.
+    Then failed checks are repeated. The reference replaces only the earlier modules that have lost points, or that are
+    not graded. Because the modules are repeated in order, these have lost their points themselves. An earlier module
+    that passes all its checks stays, because the mistake may be in a method that replaces one of its methods. There is
+    one exception: it may lack a name that later modules use. After such an error (NO_NAME), the reference replaces all.
     """
 
     snapshot: Snapshot
@@ -117,9 +118,10 @@ class Schedule:
             now = time.monotonic()
             self.attempt(number, replaced, now + max(0.0, self.ends_at - now) / (len(modules) - index))
         if self.prior == "auto":
-            for choose in (self.list_failed, self.earlier.__getitem__):
-                for number, _ in modules:
-                    self.attempt(number, choose(number), self.ends_at)
+            for number, _ in modules:
+                self.attempt(number, self.list_failed(number), self.ends_at)
+            for number, _ in modules:
+                self.attempt(number, self.earlier[number], self.ends_at)
             for outcome in self.grading.outcomes:
                 self.explain(outcome)
 
@@ -132,6 +134,9 @@ class Schedule:
         """Return whether a check that has not passed could pass if the reference replaces these earlier modules."""
         attempts = self.attempts[outcome.check]
         if outcome.passed or replaced in attempts:
+            return False
+        lacks_name = any(one.verdict and one.verdict.error in NO_NAME for one in attempts.values())
+        if attempts and not lacks_name and not replaced <= self.list_failed(outcome.check.module):
             return False
         if any(one.ending in ("deadline", "deadlock") for others, one in attempts.items() if others):
             return False  # it would hang again

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shlex
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import ranks
+from brigade.runner import machine, ranks
 from brigade.sandbox import enter, users
 
 DEVICES = Path("/dev")
@@ -48,6 +50,14 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
 def may_isolate() -> bool:
     """Return whether ranks can run as another user."""
     return sys.platform == "linux" and os.geteuid() == 0
+
+
+def list_conditions(backend: str, share_gpu: bool) -> list[str]:
+    """Return what the points may depend on besides texts and options. Results are equal only under equal conditions."""
+    python, torch = ".".join(platform.python_version_tuple()[:2]), metadata.version("torch")
+    gpus = f", {machine.count_gpus()} GPUs, driver {machine.read_driver_version()}" if backend == "nccl" else ""
+    filtered = f", filter {bool(enter.load_seccomp())}" if may_isolate() else ""
+    return [f"isolated {may_isolate()}{filtered}", f"Python {python}, torch {torch}", f"{backend}, {share_gpu}{gpus}"]
 
 
 def verify_isolation(backend: str) -> list[str]:

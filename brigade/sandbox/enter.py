@@ -147,6 +147,13 @@ def is_scarce(settings: dict) -> bool:
     return settings["offline"] and settings["memory"] is not None
 
 
+def load_seccomp() -> ctypes.CDLL | None:
+    """Return the library that makes filters for system calls, or None if it is missing."""
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL("libseccomp.so.2")
+    return None
+
+
 def filter_system_calls(offline: bool = False) -> bool:
     """Make the kernel refuse system calls to this process and its children. Return whether this succeeded.
 
@@ -156,9 +163,7 @@ def filter_system_calls(offline: bool = False) -> bool:
     filter cannot read. The filter therefore answers clone3 as a kernel without this call would. The C library then uses
     clone.
     """
-    try:
-        library = ctypes.CDLL("libseccomp.so.2")
-    except OSError:
+    if not (library := load_seccomp()):
         return False
     refuse = SCMP_ACT_ERRNO | errno.EPERM
     library.seccomp_init.restype = ctypes.c_void_p

@@ -22,7 +22,7 @@ from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import main as cli
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.grade import class_report, classroom, feedback, formats, gradebook, similarity
+from brigade.grade import class_report, classroom, feedback, formats, gradebook, isolation, similarity
 from brigade.grade.outcome import UNFINISHED, Grading
 
 
@@ -215,6 +215,24 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     assert sorted(table) == ["ada", "bob", "carl", "dora", "emil"]
     assert table["bob"]["score"] == "3"
     assert "there, although the submission is not there any more: bob\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["root", "filter", "torch", "Python"])
+def test_other_conditions_grade_again(what, stub, tmp_path, monkeypatch):
+    """Whoever grades again with root's rights, or with another torch, gets no stored points."""
+    command = small_class(tmp_path / "class", ada=8)
+    monkeypatch.setattr(isolation, "may_isolate", lambda: what == "filter")
+    for _ in range(2):
+        assert cli.main(command) == 0
+    assert stub == ["ada"]
+    if what == "torch":
+        monkeypatch.setattr(isolation.metadata, "version", {"torch": "3.0"}.__getitem__)
+    elif what == "Python":
+        monkeypatch.setattr(isolation.platform, "python_version_tuple", lambda: ("3", "99", "0"))
+    else:
+        monkeypatch.setattr(isolation, "may_isolate", lambda: True)
+        monkeypatch.setattr(isolation.enter, "load_seccomp", lambda: None)
+    assert cli.main(command) == 0 and stub == ["ada", "ada"]
 
 
 def test_a_submission_that_changes_while_it_is_graded_is_graded_again(stub, tmp_path, monkeypatch):

@@ -302,6 +302,19 @@ def test_an_error_costs_its_points_once(prior, modules, lost, grade, submit):
     assert points[1] == 1 and "test_parameters_start_equal" in failed
 
 
+def test_a_wrong_method_in_place_of_a_correct_one_of_an_earlier_module_costs_its_points(grade, submit):
+    """The student's module 3 is correct. Its `no_sync` calls a method that module 4 replaces, and ours does not."""
+    line = "before, self.require_grad_sync = self.require_grad_sync, False"
+    assert reference(3).count(line) == 1
+    third = reference(3).replace(line, "before = self.require_grad_sync\n        self.silence()")
+    third += "\n\nGradSyncMixin.silence = lambda self: setattr(self, 'require_grad_sync', False)\n"
+    place = submit({3: third, 4: reference(4) + "\n\nBucketedDDP.silence = lambda self: None\n"}, upto=4)
+    for prior in ("auto", "own"):
+        done = grade(place, "--modules", "3-4", "--prior", prior, only={"test_no_sync_accumulates"})
+        points, _ = scores(done.result)
+        assert points[3] and not points[4], prior
+
+
 @pytest.mark.parametrize("name", ["GradSyncMixin", pytest.param("require_grad_sync", marks=pytest.mark.extended)])
 def test_an_earlier_module_may_lack_the_names_that_ours_gives_to_later_ones(name, grade, submit):
     """Module 3 passes all its checks. Module 4 uses a class or an attribute of it that only our module 3 has."""

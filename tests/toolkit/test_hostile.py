@@ -37,6 +37,7 @@ from brigade.course.modules import ROOT, CourseError, get_module
 from brigade.course.submission import find_sources, read
 from brigade.grade import formats, grading, incoming, isolation
 from brigade.grade.outcome import Grading, make_empty_grading
+from brigade.ipc import wire
 from brigade.runner import monitor, ranks, server
 from brigade.sandbox import enter, users
 from helpers import training
@@ -275,6 +276,21 @@ def read_memory(pid: int) -> Iterator[bytes]:
                 memory.seek(int(start, 16))
                 with contextlib.suppress(OSError):
                     yield memory.read(int(end, 16) - int(start, 16))
+
+
+def test_no_rank_learns_the_name_of_a_directory(user, submission, tmp_path, monkeypatch):
+    """The seed does not follow from these names, so they could carry what an earlier upload was told."""
+    sent: list[bytes] = []
+    encode = wire.encode
+    monkeypatch.setattr(wire, "encode", lambda value: sent.append(encode(value)) or sent[-1])
+    evil = "raise ValueError(f'I am {__file__}, {(lambda: 0).__code__.co_filename}')"
+    case = hostile.Hostile("", hostile.alone(evil), 0)
+    case.write(submission / "%told")
+    path, name = hostile.MODULE_1.path, hostile.MODULE_1.path.name
+    line = (submission / "%told" / path).read_text().split("\n").index(evil) + 1
+    failure = "\n".join(map(str.strip, Graded(submission, tmp_path / "results.json", case).failures[0].split("\n")))
+    assert f"I am {path}, {path}\n{name}, line {line}, in <module>: raise" in failure
+    assert sent and not any(b"%told" in message for message in sent)
 
 
 def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
