@@ -63,6 +63,8 @@ def test_step_waits_for_no_weights(submission):
         for step in each_step(results.events, 3):
             gathers, why = list_gathers(step), partial(causes.explain_gathers, numels)
             gathers.are_one_for_each("group", "all_gather", numels, in_order=False, cause=why)
+            others = step.launches().without_flags().where(lambda one: (one.op, one.phase) != ("all_gather", "step"))
+            others.satisfy("all other launches of a step are reduce-scatters", lambda one: one.op == "reduce_scatter")
             expect_not_awaited(gathers, "step returns without waiting for the weights")
 
 

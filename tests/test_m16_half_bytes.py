@@ -393,3 +393,5 @@ def expect_zero_bytes(step, numel):
         is_right = {one.op for one in own} == {op} and sum(one.nbytes for one in own) == nbytes
         what = f"{where} {op}s of {nbytes} bytes together, and nothing else"
         own.claim(what, is_right, cause=causes.explain_zero)
+    elsewhere = step.launches().where(lambda one: one.phase not in ("backward", "finish", "step"))
+    elsewhere.are_none("only backward, finish and the optimizer's step launch anything")

@@ -6,6 +6,7 @@ others. Each mutant runs once; then its checks run again on forged copies of its
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from mutants import find_mutant, list_mutants
 from replay import Tape, replace_events
 
 from brigade.checks.collect import collect
-from brigade.course.modules import MODULES, get_module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.events import Event
 from brigade.runner.options import RunOptions
 
@@ -33,7 +34,7 @@ MEASURED = {
 }
 SAMPLE = {  # the other mutants run with --everything
     "only the next bucket is checked",
-    "all buckets launched in finish_grad_sync",
+    "everything launched in finish_grad_sync",
     "the step before is not awaited",
 }
 Forge = Callable[[list[Event]], list[Event]]
@@ -103,14 +104,11 @@ def make_tape(number: int, name: str, texts: dict[str, str]) -> Tape:
 @pytest.mark.parametrize(("entry", "mutant"), MUTANTS)
 def test_a_wrong_answer_gains_nothing(entry, mutant):
     """A check that a mutant fails passes with a forged record only if ONLY_WATCHED says so."""
-    gains = {
-        (name, kind, how)
-        for name in mutant.checks
-        for kind, how in find_gains(make_tape(entry.number, name, mutant.apply()))
-        if not any((entry.number, name, known) in ONLY_WATCHED for known in (kind, *[kind] * 0))
-        and not (kind == "everything" and any(key[:2] == (entry.number, name) for key in ONLY_WATCHED))
-    }
-    assert not gains
+    for name in mutant.checks:
+        known = {kind for number, check, kind in ONLY_WATCHED if (number, check) == (entry.number, name)}
+        known |= {"everything"} if known else set()
+        gains = find_gains(make_tape(entry.number, name, mutant.apply()))
+        assert not [(kind, how) for kind, how in gains if kind not in known], name
 
 
 @pytest.mark.parametrize(("number", "name", "kind"), ONLY_WATCHED)
@@ -118,3 +116,19 @@ def test_what_is_only_watched_can_be_forged(number, name, kind):
     """The list is exact: with its mutant, each check of the list passes if events of the kind are forged."""
     mutant = find_mutant(number, ONLY_WATCHED[number, name, kind])
     assert find_gains(make_tape(number, name, mutant.apply()), {kind})
+
+
+def test_the_page_lists_what_can_be_forged():
+    """`docs/security.md` has exactly these checks, with their points and the sum."""
+    page = (ROOT / "docs/security.md").read_text()
+    [section] = re.findall(r"^## Only watched\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    listed = {
+        (int(number), name): int(points)
+        for number, name, points in re.findall(r"module (\d+): `(test_\w+)` \((\d+)\)", section)
+    }
+    known = {*MEASURED, *(key[:2] for key in ONLY_WATCHED)}
+    points = {(check.module, check.name): check.points for check in collect(MODULES)}
+    assert listed == {key: points[key] for key in known}
+    assert (
+        f"They have {sum(listed.values())}\npoints" in section or f"They have {sum(listed.values())} points" in section
+    )
