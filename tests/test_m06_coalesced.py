@@ -176,8 +176,16 @@ def test_bucket_group(submission):
                 expected = [(dtype, numel) for numel in lengths]
                 for step, op, what in ((0, "reduce_scatter", "grad_sync"), (1, "all_gather", "param_sync")):
                     expect_started(list_launches(results, rank, step), expected, op, what)
-                unused, before = slice(*layout["bucket_ranges"][3]), result["before"]
-                changed = [kind for kind in before if not torch.equal(result[kind][unused], before[kind][unused])]
+                unused = [slice(*r) for r, b in zip(layout["param_ranges"], layout["bucket_of"], strict=True) if b == 3]
+                changed = [
+                    kind
+                    for kind, name in (("grad_data", "grads"), ("param_data", "params"))
+                    if not all(
+                        torch.equal(result[kind][part], whole[part])
+                        for whole in [flatten_into_buffer(layout, own[rank][name])]
+                        for part in unused
+                    )
+                ]
                 At(rank).claim(
                     "a BucketGroup does not change buckets that are not in its bucket_indices",
                     not changed,
@@ -396,7 +404,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group, records):
     own = [flatten_into_buffer(layout, tensors) for tensors in grads]
     average = sum(own) / size
     for index, rank in enumerate(group):
-        actual = results[index]["grad_data"]
+        actual = results[index]["grad_data"].flatten()
         At(rank).equal("the grad buffer has {} elements", actual.numel(), layout["numel"], causes.WRONG_NUMEL)
 
         def cut(whole, index=index):
@@ -412,6 +420,9 @@ def expect_gathered_shards(results, params, layout, buckets, group):
     """Expect shard i of each bucket from rank group[i] after the parameter sync; its parameters were `params[i]`."""
     own = [flatten_into_buffer(layout, tensors) for tensors in params]
     whole = torch.zeros_like(own[0])
+    for rank, result in zip(group, results, strict=True):
+        numel = result["param_data"].numel()
+        At(rank).equal("the flat tensor of the parameters has {} elements", numel, layout["numel"], causes.WRONG_NUMEL)
     for bucket in buckets:
         for index, values in enumerate(own):
             shard = locate_shard(layout, bucket, index, len(group))

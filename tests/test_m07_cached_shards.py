@@ -57,15 +57,14 @@ def test_steady_step_makes_no_view(submission):
     cases = submission.pair_worlds((2, 3), (True, False), (2, 1), (None, torch.float32))
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
-        jobs = case.make_jobs(
-            gather_grads=gather_grads, moves=[0, 0, 0, 1, 0], **make_job(buckets_per_group, grad_dtype=grad_dtype)
-        )
+        job = make_job(buckets_per_group, grad_dtype=grad_dtype) | {"moves": [0, 0, 0, 1, 0], "steady": [2, 4]}
+        jobs = case.make_jobs(gather_grads=gather_grads, **job)
         results = submission.run(scenario.run_steps, jobs, world_size=world)
         numels = list_bucket_numels(case, world)
         volume = sum(numels)
         for step in (step for step in each_step(results.events, 3) if step.number == 2):
             for number, is_moved in ((2, False), (4, True)):
-                expect_no_view(step.rank, number, results[step.rank]["views"], gather_grads, numels, is_moved)
+                expect_no_view(step.rank, number, results[step.rank], gather_grads, numels, is_moved)
             launched = step.launches()
             launched.claim(
                 f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers",
@@ -85,9 +84,8 @@ def test_views_follow_the_buffer(submission):
         # Gradients that are wider than the parameters are in views of their own, main_grad.
         # If parameters are gathered, the buffers also move between the two collectives of the last step.
         late = {"moves_late": None if gather_grads else len(moves) - 1}
-        jobs = case.make_jobs(
-            gather_grads=gather_grads, moves=moves, labels=[*range(5)], **late, **make_job(2, grad_dtype=torch.float64)
-        )
+        job = make_job(2, grad_dtype=torch.float64) | {"moves": moves, "steady": [2], "labels": [*range(5)]}
+        jobs = case.make_jobs(gather_grads=gather_grads, **late, **job)
         results = submission.run(scenario.run_steps, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)
@@ -110,7 +108,7 @@ def test_views_follow_the_buffer(submission):
             for step, count in enumerate(result["num_alive"]):
                 what = "at the end of the step after reallocate(), {} old flat tensors are still alive"
                 At(rank, step).equal(what, count, 0, causes.OLD_VIEWS)
-            expect_no_view(rank, 2, result["views"], gather_grads, numels, is_moved=True)
+            expect_no_view(rank, 2, result, gather_grads, numels, is_moved=True)
 
 
 @pytest.mark.points(1)
@@ -118,7 +116,8 @@ def test_launches_are_those_of_module_6(submission):
     """Each group has one reduce-scatter in backward and one all-gather of gradients or parameters. Views are cached."""
     for world, buckets_per_group, gather_grads in submission.pair_worlds((2, 3), (2, 1), (True, False)):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
-        jobs = case.make_jobs(proven=1, gather_grads=gather_grads, moves=[0] * 3, **make_job(buckets_per_group))
+        job = make_job(buckets_per_group) | {"moves": [0] * 3, "steady": [2]}
+        jobs = case.make_jobs(proven=1, gather_grads=gather_grads, **job)
         results = submission.run(scenario.run_steps, jobs, world_size=world)
         groups = list_groups(case.parameters(), world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
@@ -126,7 +125,7 @@ def test_launches_are_those_of_module_6(submission):
         for step in each_step(results.events, 2):
             expect_launches(step.launches(), groups, gathers, setting)
         for rank, result in enumerate(results):
-            expect_no_view(rank, 2, result["views"], gather_grads, list_bucket_numels(case, world))
+            expect_no_view(rank, 2, result, gather_grads, list_bucket_numels(case, world))
 
 
 @pytest.mark.points(1)
@@ -151,9 +150,9 @@ def list_bucket_numels(case, world):
     return [numel for _, numel, _ in list_groups(case.parameters(), world, 1)]
 
 
-def expect_no_view(rank, step, steps, gather_grads, numels, is_moved=False):
-    """Expect that a step made no view; `steps` has the views of each, and `is_moved` if buffers moved before it."""
-    views = steps[step]
+def expect_no_view(rank, step, result, gather_grads, numels, is_moved=False):
+    """Expect that a step of the scenario made no view; `is_moved` says whether buffers moved before it."""
+    views = result["views"][step]
     if not views:
         return
     phases, lines, calls = Counter(), Counter(), {}
@@ -169,7 +168,8 @@ def expect_no_view(rank, step, steps, gather_grads, numels, is_moved=False):
         got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
     which = "the second step after reallocate()" if is_moved else "a steady step"
     what = f"{which} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses the views of "
-    why = partial(causes.explain_views, steps, step, JOB["package"], gather_grads, is_moved, numels)
+    num_views = result["num_views"]
+    why = partial(causes.explain_views, views, num_views, step, JOB["package"], gather_grads, is_moved, numels)
     At(rank, step).claim(f"{what}earlier steps", False, got, why)
 
 

@@ -15,6 +15,7 @@ The function gets the arguments of the scenario on the rank and returns the form
     a tensor                      a tensor with the same dtype and shape, see also `Like`
     ListOf(form), DictOf(form)    a list or a dict of any length: only if its length is a part of the answer
     Maybe(form), OneOf(form, ...) None or the form; one of several forms
+    Anything()                    any value: only if the form itself is a part of the answer
 
 The values are the check's business: NaN and wrong numbers have the right form.
 """
@@ -26,6 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from brigade.rank.memory import list_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,6 +71,10 @@ class DictOf:
         self.form, self.key = form, key
 
 
+class Anything:
+    """Any value without complex tensors: only if its form is a part of the answer, which the check must judge."""
+
+
 class Like:
     """A tensor of this dtype and shape. None: any shape, which the check must then compare, or any real dtype."""
 
@@ -86,6 +93,8 @@ def find_mistake(form: Any, value: Any, place: str = "") -> str:
     if isinstance(form, OneOf):
         each = [find_mistake(one, value, place) for one in form.forms]
         return "" if "" in each else each[-1]
+    if isinstance(form, Anything):
+        return f"{where}a tensor is complex, and it must be real" * any(t.is_complex() for t in list_tensors(value))
     if isinstance(form, (Like, Tensor)):
         return where + mistake if (mistake := find_tensor_mistake(form, value)) else ""
     if isinstance(form, DictOf) and type(value) is dict:

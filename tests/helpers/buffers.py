@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from brigade.checks.claims import each_step, in_phase
+from brigade.checks.claims import At, each_step, in_phase
 from brigade.checks.diagnose.evidence import find_unreduced
 from brigade.checks.expectations import (
     expect_overlap,
@@ -76,6 +76,18 @@ def expect_zeroed(submission, job, variants):
         with explain_failures(results.events, lost, partial(causes.explain_lost_view, results)):
             what = f"three steps with {zero} give the same weights as training in one process"
             expect_trained(what, [result["weights"] for result in results], case)
+        for rank, result in enumerate(results):
+            for step, buffers in enumerate(result["buffers"]):
+                expect_members(At(rank, step), buffers, case)
+
+
+def expect_members(at, buffers, case):
+    """Expect each trainable parameter in one of the buffers that module 5's scenario describes."""
+    trainable = sorted(name for name, parameter in case.parameters().items() if parameter.requires_grad)
+    members = sorted(name for buffer in buffers for name in buffer["offsets"])
+    is_filled = members == trainable and all(buffer["offsets"] for buffer in buffers)
+    got = f"the grad buffers have the gradients of {join_names(members)}"
+    at.claim("each trainable parameter has its gradient in one grad buffer, and no buffer is empty", is_filled, got)
 
 
 def expect_group_overlap(launched, groups, setting, why_late, gathered=True):

@@ -1,6 +1,7 @@
 """Likely causes of failures of module 5's checks."""
 
 import math
+import operator
 
 import torch
 
@@ -116,14 +117,16 @@ def explain_buffers(buffers, names):
     return "parameters are not laid out from the last to the first."
 
 
-def explain_copies(copied, numels):
-    """Return what a step copies, from the elements of each copy; `numels` are those of the parameters."""
-    return COPIED_GRADIENTS if set(copied) & set(numels) else COPIED_BUCKETS
+def explain_copies(result):
+    """Return what a step copies, from what the scenario `measure_steady_step` returns."""
+    has_more = map(operator.gt, result["ddp"]["num_copies"], result["bare"]["num_copies"])
+    return COPIED_GRADIENTS if any(has_more) else COPIED_BUCKETS
 
 
 def explain_offset(results, buffers, names, name):
     """Return why a gradient is not where the layout says; `buffers` are those of one step of one rank."""
-    return explain_lost_view(results) if buffers[0]["offsets"].get(name) is None else explain_buffers(buffers, names)
+    is_view = isinstance(buffers[0]["offsets"].get(name), int)
+    return explain_buffers(buffers, names) if is_view else explain_lost_view(results)
 
 
 def explain_lost_view(results):
@@ -132,13 +135,13 @@ def explain_lost_view(results):
     `results` are those of the scenario `train`.
     """
     for rank, result in enumerate(results):
-        for step, (buffers, all_before) in enumerate(zip(result["buffers"], result["offsets_before_finish"])):
+        for step, buffers in enumerate(result["buffers"]):
             where = f"after finish_grad_sync on rank {rank} in step {step}, .grad is"
-            for buffer, before in zip(buffers, all_before):
-                lost = [name for name, offset in buffer["offsets"].items() if offset is None]
-                others = [name for name in lost if name not in buffer["absent"]]
+            for buffer in buffers:
+                lost = {name: offset for name, offset in buffer["offsets"].items() if isinstance(offset, str)}
+                others = [name for name, offset in lost.items() if offset != "absent"]
                 what = f"{where} not a view of the buffer for {join_names(others)}"
-                if others and all(before.get(name) is not None for name in others):
+                if others and all(lost[name] == "replaced" for name in others):
                     return f"{what}, although it was a view before. finish_grad_sync must change it in place."
                 if others:
                     return f"{what}. The wrapper did not restore the view after zero_grad, or it attached a copy."
@@ -150,10 +153,10 @@ def explain_lost_view(results):
 
 def explain_launches(buffers, names, layout, launched):
     """Return why a step's launches are not one all_reduce per bucket; `buffers` are those of this step."""
-    offsets = list(buffers[0]["offsets"].values())
+    offsets = list(buffers[0]["offsets"].values()) if buffers else []
     starts = [start for start, _ in layout["param_ranges"]]
-    is_planned = buffers[0]["numel"] == layout["numel"] and all(a in (None, b) for a, b in zip(offsets, starts))
-    if len(buffers) != 1 or not is_planned:
+    is_placed = len(offsets) == len(starts) and all(isinstance(a, str) or a == b for a, b in zip(offsets, starts))
+    if len(buffers) != 1 or buffers[0]["numel"] != layout["numel"] or not is_placed:
         return explain_buffers(buffers, names)
     expected = [end - start for start, end in layout["bucket_ranges"]]
     if others := sorted({launch.op for launch in launched} - {"all_reduce"}):

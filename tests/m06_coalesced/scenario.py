@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade.checks.edge_case_models import OPTIMIZERS
+from brigade.checks.forms import Like, Maybe, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import Interruption, build, create_group, forward_backward, wrap
+from helpers.training import Interruption, build, create_group, forward_backward, like_weights, wrap
 
 
 def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -27,6 +28,13 @@ def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
     return tensors[0]
 
 
+def like_result(entry: dict) -> Like:
+    """Return the form of the result of a call."""
+    numel = entry["output_numel"]
+    return Like(entry["input"].dtype, tuple(entry["input"].shape) if numel is None else (numel,))
+
+
+@returns(lambda job: [[like_result(entry) for entry in block] for block in job["blocks"]])
 def run_blocks(job: dict) -> list[list[torch.Tensor]]:
     """Call the collectives of each block inside `coalesce`. Return what their tensors contain after handle.wait()."""
     coalesce = student("m06_coalesced", "coalesce")
@@ -43,6 +51,14 @@ def run_blocks(job: dict) -> list[list[torch.Tensor]]:
     return results
 
 
+def form_refused_blocks(job: dict) -> list:
+    """Return the form of what `run_refused_blocks` returns."""
+    result = like_result(job["after"])
+    block = {"raised": Maybe(str), "unchanged": bool, "alone": result, "again": Maybe(result), "failure": Maybe(str)}
+    return [*[block] * len(job["blocks"]), Maybe(result), Maybe(result)]
+
+
+@returns(form_refused_blocks)
 def run_refused_blocks(job: dict) -> list[dict]:
     """Run blocks that must end with an exception. Return its type, whether it is the block's own, and later results.
 
@@ -109,12 +125,20 @@ def run_refused_blocks(job: dict) -> list[dict]:
     return [*answers, outer, both]
 
 
+def form_synced_groups(job: dict) -> dict:
+    """Return the form of what `sync_bucket_groups` returns. The check compares the lengths of the flat tensors."""
+    flat = Like(job["params"][0].dtype)
+    outcome = {"grad_data": flat, "param_data": flat, "params": job["params"]}
+    return outcome | {"moved": outcome}
+
+
+@returns(form_synced_groups)
 def sync_bucket_groups(job: dict) -> dict:
     """Average gradients (step 0) and gather parameters (step 1) in BucketGroups of a buffer without a wrapper.
 
     Then move the buffer, and do the same again in the other order (steps 2 and 3), so that a group uses the same kind
-    of data before and after the move. Return the flat tensors before and afterwards, and the parameters, and the same
-    after the move as "moved".
+    of data before and after the move. Return the flat tensors and the parameters afterwards, and the same after the
+    move as "moved".
     """
     group = create_group(job)
     params = [nn.Parameter(value.to(device())) for value in job["params"]]
@@ -130,12 +154,11 @@ def sync_bucket_groups(job: dict) -> dict:
             buffer.reallocate()
         buffer.grad_data.zero_()
         for parameter, (start, end), grad, value in zip(
-            params, buffer.layout.param_ranges, job["grads"], job["params"]
+            params, buffer.layout.param_ranges, job["grads"], job["params"], strict=True
         ):
             buffer.param_data[start:end] = value.flatten().to(device())
             buffer.grad_data[start:end] = grad.flatten().to(device())
             parameter.grad = buffer.grad_data[start:end].view(grad.shape)
-        before = {"grad_data": buffer.grad_data.clone(), "param_data": buffer.param_data.clone()}
         for step, kind in enumerate(kinds, first):
             recording.note("step", step=step)
             with phase("start"):
@@ -145,10 +168,11 @@ def sync_bucket_groups(job: dict) -> dict:
                 for bucket_group in reversed(groups):
                     getattr(bucket_group, f"finish_{kind}")()
         after = {"grad_data": buffer.grad_data.clone(), "param_data": buffer.param_data.clone()}
-        outcomes.append(after | {"before": before, "params": [parameter.detach().clone() for parameter in params]})
+        outcomes.append(after | {"params": [parameter.detach().clone() for parameter in params]})
     return outcomes[0] | {"moved": outcomes[1]}
 
 
+@returns(lambda job: {"grad_data": Like(job["dtype"]), "weights": like_weights(job)})
 def train_on_shards(job: dict) -> dict:
     """Train without gathered gradients: the optimizer steps on this rank's shards, then parameters are gathered.
 
@@ -178,7 +202,7 @@ def train_on_shards(job: dict) -> dict:
             ddp.finish_grad_sync()
         if first is None:
             first = torch.cat([buffer.grad_data for buffer in ddp.grad_buffers])
-        for parameter, (buffer, part) in zip(parameters, shards):
+        for parameter, (buffer, part) in zip(parameters, shards, strict=True):
             parameter.grad = buffer.grad_data[part].detach()
         with phase("step"):
             optimizer.step()

@@ -74,12 +74,12 @@ def find_stale_views(num_moves, gather_grads, events, failed):
     return OTHER_SHARD if is_general and not gather_grads else ""
 
 
-def explain_views(steps, step, package, gather_grads, is_moved, numels):
-    """Return why a step makes views; `steps` has those of each step, and `is_moved` if the buffers moved before it.
+def explain_views(views, num_views, step, package, gather_grads, is_moved, numels):
+    """Return why a step makes `views`; `num_views` has their number in each step, and `is_moved` if buffers moved.
 
     `numels` are the elements of each bucket.
     """
-    views, first = steps[step], sum(view["count"] for view in steps[0])
+    first = num_views[0]
     earlier = sorted({view["file"] for view in views if not view["module"].startswith(package)})
     own = [view for view in views if view["module"].startswith(package)]
     phases = {view["phase"] for view in own}
@@ -88,7 +88,7 @@ def explain_views(steps, step, package, gather_grads, is_moved, numels):
             f"the code of an earlier module ({join_names(earlier)}) still creates views. Cache them there, or "
             "override the method that creates them."
         )
-    if is_moved and not all(steps[:step]):
+    if is_moved and not all(num_views[:step]):
         return (
             "before reallocate(), a step created no views. Since then, every step empties the cache. Empty it only "
             "when the tensor has changed, and remember the new tensor."

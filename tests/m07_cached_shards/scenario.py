@@ -18,13 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss, copy_gradients
+from brigade.checks.forms import ListOf, returns
 from brigade.rank import recorder, recording, recording_group, strict, switch_group
 from brigade.rank.memory import list_tensors
-from helpers.training import build, move_to_device, wrap
+from helpers.training import build, like_gradients, like_weights, move_to_device, wrap
 
 # These return the whole tensor under another name. They do not slice it, and code needs them to write without autograd.
 WHOLE = ("data", "detach", "_base")
 CALLING = ("apply_", "map_", "map2_")  # these call a function in which no view is seen, and no answer needs them
+VIEW_TEXTS = ("call", "phase", "module", "file", "in", "text")  # of a view
 COLLECTIVES = {  # their code when this file was imported, which is before the submission
     code
     for function in vars(distributed_c10d).values()
@@ -154,12 +156,24 @@ def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
             gradient.unsqueeze(0)
 
 
+def form_steps(job: dict) -> dict:
+    """Return the form of what `run_steps` returns."""
+    gradients, count = like_gradients(job), [int] * len(job["moves"])
+    weights = {name: form for name, form in like_weights(job).items() if name in gradients}
+    view = {"count": int, "numels": ListOf(int), "line": int} | dict.fromkeys(VIEW_TEXTS, str)
+    views = {step: ListOf(view) for step in job["steady"]}
+    tensors = [gradients if job["gather_grads"] else weights] * len(job["moves"])
+    return {"tensors": tensors, "num_alive": count, "num_views": count, "views": views}
+
+
+@returns(form_steps)
 def run_steps(job: dict) -> dict:
     """Take a step for each batch, with the same weights. Before step i, move the buffers job["moves"][i] times.
 
     With job["gather_grads"], return the gradients of each step as its "tensors". Otherwise, copy this rank's
     gradient shards into its parameter shards, gather the parameters, return them, and restore the weights. Also return
-    the views that each step makes and, as "num_alive", how many old flat tensors something keeps alive after each step.
+    how many views each step makes, the views of the steps job["steady"], which must make none, and, as "num_alive", how
+    many old flat tensors something keeps alive after each step.
     param_data counts only if it is gathered. In step job["moves_late"], the buffers also move before that gather.
     """
     model = build(job)
@@ -169,7 +183,7 @@ def run_steps(job: dict) -> dict:
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
     make_views_in_hooks(model)
     outcomes, num_alive, views, old = [], [], [], []
-    for step, (batch, times) in enumerate(zip(sum(job["batches"], []), job["moves"])):
+    for step, (batch, times) in enumerate(zip(sum(job["batches"], []), job["moves"], strict=True)):
         recording.note("step", step=step)
         for buffer in ddp.grad_buffers * times:
             flat = [buffer.grad_data, *([] if job["gather_grads"] else [buffer.param_data])]
@@ -200,9 +214,11 @@ def run_steps(job: dict) -> dict:
             ddp.finish_param_sync()
         num_alive.append(count_alive(old))
         outcomes.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
-        for buffer, weight in zip(ddp.grad_buffers, weights):
+        for buffer, weight in zip(ddp.grad_buffers, weights, strict=True):
             buffer.param_data.copy_(weight)
-    return {"tensors": outcomes, "num_alive": num_alive, "views": views}
+    num_views = [sum(view["count"] for view in own) for own in views]
+    steady = {step: views[step] for step in job["steady"]}
+    return {"tensors": outcomes, "num_alive": num_alive, "num_views": num_views, "views": steady}
 
 
 def count_alive(references: list[StorageWeakRef]) -> int:

@@ -10,11 +10,22 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss
+from brigade.checks.forms import Anything, ListOf, Maybe, like, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import phase
-from helpers.training import PLACES, Dots, Large, follow, move_to_device, reallocate_buffers, visit, wrap
+from helpers.training import (
+    PLACES,
+    Dots,
+    Large,
+    follow,
+    like_weights,
+    move_to_device,
+    reallocate_buffers,
+    visit,
+    wrap,
+)
 
 SCHEDULERS = {
     "none": lambda optimizer: None,
@@ -58,6 +69,15 @@ def build_param_group(group: dict, model: nn.Module, as_generator: bool = False)
     named = dict(model.named_parameters())
     params = (named[name] for name in group["names"])
     return group["options"] | {"params": params if as_generator else list(params)}
+
+
+def form_steps(recipe: dict, steps: int) -> dict:
+    """Return the form of what `take_steps` returns."""
+    has_closure = bool(recipe.get("closure"))
+    num_norms = 0 if has_closure or "max_norm" not in recipe else steps
+    losses = ListOf(float) if has_closure else [float] * steps  # a submission may call the closure too often
+    norms = {"norms": [float] * num_norms, "norm_dtypes": [Maybe(torch.dtype)] * num_norms}
+    return norms | {"losses": losses, "returned": [Maybe(float)] * steps * has_closure}
 
 
 def take_steps(
@@ -126,6 +146,16 @@ def make_zero_optimizer(job: dict, ddp: nn.Module, model: nn.Module) -> torch.op
         )
 
 
+def form_wrapped(job: dict, weights: dict) -> dict:
+    """Return the form of what `train_wrapped` returns for a model with weights of this form."""
+    nbytes = dict.fromkeys(("fp32_bytes", "grad_bytes", "copied_bytes", "num_foreign"), int)
+    results = {"weights": weights, "is_optimizer": bool, "gather_grads": bool, "state_bytes": Maybe(int)}
+    groups = {name: Maybe([int, int]) for name in weights}
+    saved = {"groups": groups, "state_dict": Anything() if job.get("save") else None}
+    return form_steps(job["recipe"], len(job["batches"])) | results | nbytes | saved
+
+
+@returns(lambda job: form_wrapped(job, like_weights(job)))
 def train(job: dict) -> dict:
     """Wrap the model, make the optimizer, load job["load"] and take all steps.
 
@@ -165,6 +195,7 @@ def train(job: dict) -> dict:
 train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
 
 
+@returns(lambda job: Maybe(like_weights(job)))
 def take_odd_step(job: dict) -> dict | None:
     """Follow job["order"]. Return the weights, or None if the submission refuses a part of it with RuntimeError."""
     model = build(job)
@@ -176,6 +207,7 @@ def take_odd_step(job: dict) -> dict | None:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@returns(lambda job: None)
 def train_large(job: dict) -> None:
     """Take job["steps"] steps with a large model."""
     model = Large(job["start"], job["count"], job["numel"], job["dtype"])
@@ -191,6 +223,7 @@ def train_large(job: dict) -> None:
         ddp.finish_param_sync()
 
 
+@returns(lambda job: form_wrapped(job, like({f"weights.{i}": w for i, w in enumerate(job["weights"])})))
 def train_dots(job: dict) -> dict:
     """Train like `train`, for the weights job["weights"], whose gradients are job["batches"][step]."""
     model = Dots([weight.to(device()) for weight in job["weights"]])
@@ -210,12 +243,14 @@ def train_dots(job: dict) -> dict:
 def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
     """Make the optimizer, take all steps, and return the values that a check compares.
 
+    "groups" has the number of the group of each parameter and its place there, and "num_foreign" counts other tensors.
     job["late_weights"] replace the weights after the optimizer is made, before it loads job["load"].
     """
     optimizer = make_zero_optimizer(job, ddp, model)
     with torch.no_grad():
-        for parameter, weight in zip(model.parameters(), job.get("late_weights", [])):
-            parameter.copy_(weight)
+        if "late_weights" in job:
+            for parameter, weight in zip(model.parameters(), job["late_weights"], strict=True):
+                parameter.copy_(weight)
     if "load" in job:
         optimizer.load_state_dict(move_state_to_device(job["load"]))
     inner, copied = getattr(optimizer, "optim", None), [0]
@@ -228,13 +263,16 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
         with phase("finish weights"):
             ddp.finish_param_sync()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    listed = [(id(p), [i, k]) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
+    places = dict(listed)
+    grouped = {name: places.get(id(parameter)) for name, parameter in model.named_parameters()}
     groups = [] if inner is None else inner.param_groups
     return outcome | {
         "weights": weights,
         "is_optimizer": isinstance(optimizer, torch.optim.Optimizer),
         "gather_grads": bool(getattr(ddp, "gather_grads", False)),
-        "groups": [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups],
+        "groups": grouped,
+        "num_foreign": len(listed) - sum(place is not None for place in grouped.values()),
         "state_bytes": None if inner is None else count_state_bytes(inner.state),
         "fp32_bytes": sum(p.nbytes for group in groups for p in group["params"] if p.dtype == torch.float32),
         "grad_bytes": count_gradient_bytes(groups, ddp),
@@ -272,16 +310,22 @@ def count_gradient_bytes(param_groups: list[dict], ddp: nn.Module) -> int:
     return sum(grad.nbytes for grad in gradients if grad.untyped_storage().data_ptr() not in buffers)
 
 
-def collect_refusals(job: dict) -> list[str | None]:
+NOT_ELEMENTWISE = {"torch.optim.Adafactor": torch.optim.Adafactor, "a layer-wise LARS": LARS} | {
+    "torch.optim.LBFGS": torch.optim.LBFGS
+}
+
+
+@returns(lambda job: dict.fromkeys(NOT_ELEMENTWISE, Maybe(str)))
+def collect_refusals(job: dict) -> dict[str, str | None]:
     """Return what ZeroOptimizer raises for each optimizer that is not elementwise, as text; None if it accepts it."""
-    answers: list[str | None] = []
-    for optimizer_cls in (torch.optim.Adafactor, LARS, torch.optim.LBFGS):
+    answers: dict[str, str | None] = {}
+    for name, optimizer_cls in NOT_ELEMENTWISE.items():
         ddp = wrap(job, build(job))
         try:
             student("m08_zero_optimizer", "ZeroOptimizer")(ddp, optimizer_cls, lr=0.01)
-            answers.append(None)
+            answers[name] = None
         except Exception as error:
             if isinstance(error, NotImplementedError) and "part (" in str(error):
                 raise  # the skeleton's
-            answers.append(str(error))
+            answers[name] = str(error)
     return answers

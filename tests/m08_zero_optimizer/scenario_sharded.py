@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from brigade.checks.edge_case_models import compute_loss
+from brigade.checks.forms import Maybe, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import build, create_group, draw, follow, move_to_device
-from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, take_steps
+from helpers.training import build, create_group, draw, follow, like_weights, move_to_device
+from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, form_steps, take_steps
 
 
 def make_sharded_optimizer(job: dict, params: Iterable[Any]) -> torch.optim.Optimizer:
@@ -44,16 +45,17 @@ def run_loop(
 ) -> dict:
     """Take a step on the mean loss of each entry of `batches`, as the job, a recipe of `take_steps`, describes it.
 
-    Return what `take_steps` returns, the weights after each step, the sizes of the parameter groups, and the names of
-    the parameters that still have gradients after zero_grad (`left`), except before the late group is added.
+    Return what `take_steps` returns, the weights after each step, the sizes of the parameter groups (None if one is
+    missing), the number of parameters in other groups, and whether each parameter still has a gradient after zero_grad
+    (`left`), except before the late group is added.
     """
-    weights, left = [], set()
+    weights, left = {}, set()
 
     def copy_weights() -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def compute(step: int) -> Tensor:
-        weights.append(copy_weights())
+        weights[step] = copy_weights()
         if step >= job.get("at", 0):
             left.update(name for name, p in model.named_parameters() if p.grad is not None and p.grad.any())
         total = 0.0
@@ -66,10 +68,30 @@ def run_loop(
         return total
 
     outcome = take_steps(job, model, optimizer, len(batches), compute, clip)
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return outcome | {"weights": [*weights[1:], copy_weights()], "sizes": sizes, "left": sorted(left)}
+    weights[len(batches)] = copy_weights()
+    count = count_groups(job)
+    sizes = [len(group["params"]) for group in optimizer.param_groups] + [None] * count
+    return outcome | {
+        "weights": [weights.get(step + 1, weights[len(batches)]) for step in range(len(batches))],
+        "sizes": sizes[:count],
+        "num_others": sum(filter(None, sizes[count:])),
+        "left": {name: name in left for name, _ in model.named_parameters()},
+    }
 
 
+def count_groups(job: dict) -> int:
+    """Return the number of parameter groups that a job makes."""
+    return (len(job["params"]) if isinstance(job["params"], list) else 1) + ("late" in job)
+
+
+def form_training(job: dict) -> dict:
+    """Return the form of what `train` returns."""
+    weights, steps = like_weights(job), len(job["batches"])
+    groups = {"sizes": [Maybe(int)] * count_groups(job), "num_others": int}
+    return form_steps(job, steps) | groups | {"weights": [weights] * steps, "left": dict.fromkeys(weights, bool)}
+
+
+@returns(form_training)
 def train(job: dict) -> dict:
     """Train this rank's replica on its own batches. All ranks start with job["start"]."""
     model = build(job | {"state": job["start"]})
@@ -78,6 +100,7 @@ def train(job: dict) -> dict:
     return run_loop(job, model, optimizer, batches, lambda max_norm: optimizer.clip_grad_norm_(max_norm))
 
 
+@returns(lambda job: Maybe(like_weights(job)))
 def take_odd_step(job: dict) -> dict | None:
     """Follow job["order"]. Return the weights, or None if the submission refuses a part of it with RuntimeError."""
     model = build(job | {"state": job["start"]})
@@ -95,8 +118,15 @@ def make_parameters(numels: list[int], frozen: list[int], wide: list[int]) -> li
     ]
 
 
+def form_states(problems: list[dict]) -> list[dict]:
+    """Return the form of what `measure_states` returns."""
+    counts = [sum(map(len, problem["first"] + problem["late"])) for problem in problems]
+    return [{"bytes": int, "owned": [bool] * count} for count in counts]
+
+
+@returns(form_states)
 def measure_states(problems: list[dict]) -> list[dict]:
-    """Return, for each problem, this rank's bytes of optimizer state and the indices of the parameters that have it.
+    """Return, for each problem, this rank's bytes of optimizer state, and whether it has state of each parameter.
 
     A problem contains the sizes of its parameters, by group: the `first` groups, and `late` groups added after a step.
     """
@@ -112,12 +142,12 @@ def measure_states(problems: list[dict]) -> list[dict]:
                 optimizer.add_param_group({"params": group})
                 everyone += group
             train_once(optimizer, everyone)
-        index = {id(parameter): i for i, parameter in enumerate(everyone)}
         state = optimizer.optim.state
-        measured.append({"bytes": count_state_bytes(state), "indices": sorted(index.get(id(p), -1) for p in state)})
+        measured.append({"bytes": count_state_bytes(state), "owned": [parameter in state for parameter in everyone]})
     return measured
 
 
+@returns(lambda job: None)
 def train_large(job: dict) -> None:
     """Take job["steps"] steps with large parameters."""
     params = [nn.Parameter(draw(job["start"] + i, job["numel"])) for i in range(job["count"])]
