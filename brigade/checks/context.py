@@ -205,6 +205,7 @@ class CheckContext:
             longest=longest_s,
             mode=mode,
             packages={"submission": self.sources, **(packages or {})},
+            most_values=getattr(scenario, "most_values", options.MOST_VALUES),
             graded=True,
             seed=self.rng.randrange(2**63),
             terminal=how.is_debugged,

@@ -16,6 +16,7 @@ import ctypes
 import json
 import math
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ DTYPES = {
     )
 }  # fmt: skip
 MOST_VALUES = 200_000  # in one message, including nested values and keys
+LETTERS = 64  # of a text, which count as one value
 MOST_DEPTH = 100  # of nested values
 MOST_KEY = 1 << 20  # the largest integer key
 MOST_DIGITS = 19  # of an integer
@@ -37,6 +39,33 @@ MOST_ENTRIES = 1 << 40  # of a dimension
 
 class WireError(ValueError):
     """The bytes are not an encoded value, or the value cannot be encoded."""
+
+
+class TooMuch(WireError):
+    """There are more values than allowed. The text is the predicate of a sentence."""
+
+
+@dataclass
+class Allowance:
+    """The number of values that may still come, in one message or in several. A long text counts as several values.
+
+    It limits the time of everything that examines the values, even if this time grows with the square of their number.
+    """
+
+    values: int = MOST_VALUES
+    letters: int | None = None  # of one text
+
+    def __post_init__(self) -> None:
+        self._all = self.values
+
+    def take(self, value: Any = None) -> None:
+        """Count one value. Raise TooMuch if it is not allowed."""
+        length = len(value) if isinstance(value, str) else 0
+        self.values -= 1 + length // LETTERS
+        if self.values < 0:
+            raise TooMuch(f"returned more than {self._all} values ({LETTERS} letters of a text count as one)")
+        if self.letters is not None and length > self.letters:
+            raise TooMuch(f"returned a text of more than {self.letters} letters")
 
 
 def encode(value: Any) -> bytes:
@@ -49,8 +78,11 @@ def encode(value: Any) -> bytes:
     return b"".join([struct.pack("<Q", len(header)), header, *blobs])
 
 
-def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Return the value that `encode` was given. Raise WireError for other bytes; never run code from `data`."""
+def decode(data: bytes | bytearray | memoryview, allowance: Allowance | None = None) -> Any:
+    """Return the value that `encode` was given. Raise WireError for other bytes; never run code from `data`.
+
+    Take its values from the allowance, or raise TooMuch.
+    """
     data = memoryview(data)
     try:
         (header_size,) = struct.unpack_from("<Q", data)
@@ -64,7 +96,9 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
                 raise WireError("a blob runs past the end")
             blobs.append(data[start : start + size])
             start += size
-        return _Reader(blobs).read(header["value"])
+        return _Reader(blobs, allowance or Allowance()).read(header["value"])
+    except TooMuch:
+        raise
     except (struct.error, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]  # torch appends a stack of C++ frames
         raise WireError(f"not an encoded value: {reason}") from None
@@ -120,14 +154,14 @@ decode_json = json.JSONDecoder(parse_int=read_int, parse_constant=refuse_constan
 class _Reader:
     """Build a value from the tree in a header, with limits on the number of values and the depth."""
 
-    def __init__(self, blobs: list[memoryview | None]):
+    def __init__(self, blobs: list[memoryview | None], allowance: Allowance):
         self._blobs = blobs
-        self._values = 0
+        self._take = allowance.take
 
     def read(self, node: Any, depth: int = 0) -> Any:
-        self._values += 1
-        if self._values > MOST_VALUES or depth > MOST_DEPTH:
-            raise WireError(f"more than {MOST_VALUES} values, or more than {MOST_DEPTH} levels of nesting")
+        self._take(node)
+        if depth > MOST_DEPTH:
+            raise WireError(f"more than {MOST_DEPTH} levels of nesting")
         if node is None or isinstance(node, (bool, int, float, str)):
             return node
         if isinstance(node, list):
@@ -136,7 +170,7 @@ class _Reader:
         if kind == "tuple":
             return tuple([self.read(item, depth + 1) for item in content])
         if kind == "dict":
-            return {_check_key(key): self.read(item, depth + 1) for key, item in content}
+            return {self._read_key(key): self.read(item, depth + 1) for key, item in content}
         if kind == "dtype":
             return DTYPES[content]
         if kind == "bytes":
@@ -144,6 +178,10 @@ class _Reader:
         if kind == "tensor":
             return self._read_tensor(*content)
         raise WireError(f"unknown kind {kind[:20]!r}")
+
+    def _read_key(self, key: Any) -> str | int:
+        self._take(key)
+        return _check_key(key)
 
     def _read_tensor(self, index: int, name: str, shape: list[int]) -> torch.Tensor:
         dtype, blob = DTYPES[name], self._take_blob(index)

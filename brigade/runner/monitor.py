@@ -33,7 +33,7 @@ from brigade.ipc.temporary import remove
 from brigade.progress import Progress
 from brigade.runner.deadline import Deadline
 from brigade.runner.failure import RankFailure, make_exception_failure
-from brigade.runner.options import RunOptions
+from brigade.runner.options import MOST_LETTERS, RunOptions
 from brigade.runner.process import RankProcess
 from brigade.runner.report import describe_failure
 from brigade.runner.server import SERVER
@@ -59,6 +59,7 @@ class Monitor:
         self.progress = Progress(how.world_size)
         self.ranks = [RankProcess(*its) for its in zip(range(how.world_size), self.progress.ranks, requests)]
         self._how, self._packages = how, packages
+        self._allowances = [wire.Allowance(how.most_values, MOST_LETTERS) for _ in self.ranks]  # if the run is graded
         self._directory: Path | None = None  # of the run
         self._has_ended = False
         # If there is a switch, only it knows the factors of borders.
@@ -253,7 +254,10 @@ class Monitor:
         elif letter == b"R":
             if self._switch:
                 self._switch.check_end(rank.number)
-            rank.results.append(wire.decode(body))
+            try:
+                rank.results.append(wire.decode(body, self._allowances[rank.number] if self._how.graded else None))
+            except wire.TooMuch as error:
+                raise Refused(str(error)) from None
             rank.record.end_call()
         elif not self._switch:
             raise ValueError("there is no switch")

@@ -11,6 +11,9 @@ from brigade.runner.deadline import BUSY
 from brigade.runner.server import SERVER
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
+# A right answer has up to 36,000 values. In module 13, which sets its own limit, it has up to 150,000.
+MOST_VALUES = 50_000
+MOST_LETTERS = 50_000  # of one text in these results; those of right answers are shorter than 10,000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,7 @@ class RunOptions:
     seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
     memory: int | None = None  # bytes that each rank may have besides what torch has mapped, if there is a switch
+    most_values: int = MOST_VALUES  # in all results of a rank, if the run is graded
     graded: bool = False  # whether only the submission itself may call collectives, in the main thread
     terminal: bool = False  # run on this terminal without a deadline, for a debugger
     # False: events arrive in batches, which disturb a measurement less. A deadlock is then found only at the deadline.

@@ -52,6 +52,10 @@ for fd in range(256):
                 except BlockingIOError: time.sleep(0.01)
     except OSError: pass
 while True: pass
+=== more values than any answer has | 0 | returned more than 50000 values | modules=14 checks=test_grid
+def plan_grid(*_): return [[[0]] * 30_000, [[0]]]
+=== a text longer than any answer's | 0 | returned a text of more than 50000 letters | modules=14 checks=test_grid
+def plan_grid(*_): raise type("E" * 60_000, (ValueError,), {})
 === a gradient of NaN everywhere | 1 | is nan, expected
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):

@@ -1,6 +1,7 @@
 """Likely causes when a check of module 14 fails."""
 
 import copy
+from itertools import chain
 
 from brigade.checks.diagnose.evidence import TOO_LARGE, Evidence, is_averaged
 from brigade.events import launches
@@ -58,7 +59,7 @@ def explain_groups(got, expected):
     if isinstance(got, str) or not got:
         return ""
     is_strided = all(group[1] - group[0] > 1 for group in got[0] if len(group) > 1)
-    return NOT_CONSECUTIVE if is_strided and sorted(sum(got[0], [])) == sorted(sum(expected[0], [])) else ""
+    return NOT_CONSECUTIVE if is_strided and sorted(chain(*got[0])) == sorted(chain(*expected[0])) else ""
 
 
 def explain_traffic(got, expected, arguments):

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 
 import torch
 
@@ -100,7 +100,7 @@ def explain_groups(groups, num_ranks, num_groups):
 def explain_buffers(groups):
     """Return why buffers are too large."""
     members = [sorted(i for row in rows for i in row) for rows in groups]
-    is_cut = sum(members, []) == list(range(sum(map(len, members))))
+    is_cut = [*chain(*members)] == list(range(sum(map(len, members))))
     return "the matrices are cut into consecutive groups regardless of their owners." if is_cut else ""
 
 

@@ -109,6 +109,19 @@ def test_more_than_any_rank_sends_is_refused(value, why):
         decode(message(value))
 
 
+def test_an_allowance_is_for_all_messages_together():
+    """Texts count by their length, and so do keys."""
+    allowance = wire.Allowance(values=10, letters=200)
+    decode(encode([1, "two", {"three": torch.zeros(100)}]), allowance)
+    assert allowance.values == 4
+    decode(encode("x" * 200), allowance)
+    assert allowance.values == 0
+    with pytest.raises(wire.TooMuch, match="more than 10 values"):
+        decode(encode({"key": 1}), allowance)
+    with pytest.raises(wire.TooMuch, match="a text of more than 200 letters"):
+        decode(encode("x" * 201), wire.Allowance(letters=200))
+
+
 def message(value: Any, sizes: Any = (), blobs: bytes = b"") -> bytes:
     """Return bytes with any header that is valid JSON."""
     header = json.dumps({"value": value, "sizes": sizes}).encode()

@@ -1,0 +1,112 @@
+"""A check judges the largest answers that a rank may send within seconds, and so do the functions that look for causes.
+
+Each check runs once on the reference. Then it judges its results again, with one list, dict or text of them as large as
+`RunOptions.most_values` allows. Nothing but this limit bounds the grader's work on an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from mutants import read_reference
+from replay import Tape, replace_values
+
+from brigade.checks.collect import Check, collect
+from brigade.course.modules import MODULES, get_module
+from brigade.ipc import wire
+from brigade.runner.options import MOST_LETTERS, MOST_VALUES
+from brigade.runner.ranks import RankResults
+from m13_post_mortem.scenario import examine
+
+CPU_S = 10.0  # of processor time for one answer, besides what the check needs for the right one
+SAMPLE = {
+    "test_bucket_rule",
+    "test_layout_rule",
+    "test_assignment",
+    "test_first_difference",
+    "test_grid",
+    "test_groups",
+}
+CHECKS = [
+    pytest.param(check, id=f"{entry.number}-{check.name}", marks=[pytest.mark.extended] * (check.name not in SAMPLE))
+    for entry in MODULES
+    for check in collect([entry])
+]
+Path = tuple[Any, ...]  # the keys that lead to a part of a value
+
+
+def list_parts(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the lists, dicts and texts in a value. Of a list or dict, look into the first two elements only."""
+    if isinstance(value, (list, tuple, dict, str)):
+        yield path, value
+    if isinstance(value, (list, tuple, dict)):
+        for key in list(value if isinstance(value, dict) else range(len(value)))[:2]:
+            yield from list_parts(value[key], (*path, key))
+
+
+def replace_part(value: Any, path: Path, part: Any) -> Any:
+    """Return a copy of a value with another part at the end of the path."""
+    if not path:
+        return part
+    if isinstance(value, dict):
+        return {**value, path[0]: replace_part(value[path[0]], path[1:], part)}
+    copied = list(value)
+    copied[path[0]] = replace_part(copied[path[0]], path[1:], part)
+    return type(value)(copied)
+
+
+def enlarge(part: Any, room: int) -> Iterator[Any]:
+    """Yield large parts of the same type: with copies of its elements, with numbers, with letters, and with lists."""
+    if isinstance(part, str):
+        yield "x" * MOST_LETTERS
+        return
+    elements = list(part.values()) if isinstance(part, dict) else [*part]
+    for element in [*elements[:1], 0, "x", [1]]:
+        count = room // max(1, measure(element) + isinstance(part, dict))
+        if isinstance(part, dict):
+            yield {f"{number}": element for number in range(count)}
+        else:
+            yield type(part)([element] * count)
+
+
+def measure(value: Any) -> int:
+    """Return the number of values in a value."""
+    allowance = wire.Allowance()
+    wire.decode(wire.encode(value), allowance)
+    return wire.MOST_VALUES - allowance.values
+
+
+def time_cpu(function: Callable[[], Any]) -> float:
+    """Return the processor time that a function needs in this process."""
+    started = time.process_time()
+    function()
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_largest_answers_are_judged_quickly(check: Check, few_cases: None) -> None:
+    tape = Tape(check, read_reference(get_module(check.module)))
+    tape.play()
+    usual_s = time_cpu(tape.play)
+    first = next(iter(tape.list_results()), RankResults([None], [[]], [""]))
+    most = vars(examine)["most_values"] if check.module == 13 else MOST_VALUES
+    room = max(0, most - measure(first[0]))
+    shapes = set()
+    for path, part in list_parts(first[0]):
+        shape = (tuple(type(key) for key in path), type(part))
+        if shape in shapes:
+            continue
+        shapes.add(shape)
+        for large in enlarge(part, room):
+
+            def forge(results: RankResults, path: Path = path, large: Any = large) -> RankResults:
+                try:
+                    return replace_values(results, [replace_part(value, path, large) for value in results])
+                except (LookupError, TypeError):  # of another call
+                    return results
+
+            took_s = time_cpu(lambda: tape.play(forge))
+            assert took_s < usual_s + CPU_S, (path, type(part), str(large)[:100])
