@@ -1,0 +1,200 @@
+"""What a rank returns can cost points, but gain none: a check of a right answer fails with every forged result.
+
+Each check runs once on the reference. Then it runs again on forged copies of what the ranks returned: each container is
+emptied, shortened, lengthened or of another type, each value has another type, and each value is another one. What a
+form refuses (`brigade/checks/forms.py`) does not reach the check, so only the rest is played.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from mutants import read_reference
+from replay import Tape, replace_values
+
+from brigade.checks.claims import At
+from brigade.checks.collect import Check, collect
+from brigade.checks.forms import ListOf, OneOf, find_mistake
+from brigade.checks.verdict import CheckFailed, Outcome, Verdict
+from brigade.course.modules import MODULES, get_module
+from brigade.runner.options import RunOptions
+from brigade.runner.ranks import RankResults
+
+# A scenario of training returns more than one check judges, because causes need it. These are the names of the results
+# whose values a check does not judge, because another check of its module does. Their form is always judged.
+UNJUDGED: dict[tuple[int, str], set[str]] = {}
+SAMPLE = {(0, "test_ring_reduce_scatter"), (4, "test_bucket_rule"), (15, "test_assignment"), (12, "test_assignment")}
+CHECKS = [
+    pytest.param(
+        check,
+        id=f"{entry.number}-{check.name.removeprefix('test_')}",
+        marks=[pytest.mark.extended] * ((entry.number, check.name) not in SAMPLE),
+    )
+    for entry in MODULES
+    for check in collect([entry])
+]
+Place = tuple[Any, ...]  # the keys and the numbers that lead to a value in the result of a rank
+
+
+@pytest.fixture(autouse=True)
+def use_switch(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunOptions, "has_switch", property(lambda how: how.backend == "gloo" and how.mode != "emulate"))
+
+
+def list_places(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield the place and the value of each container and of each value in it."""
+    yield place, value
+    if isinstance(value, (list, tuple, dict)):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from list_places(value[key], (*place, key))
+
+
+def generalize(place: Place) -> str:
+    """Return a place with a star for each number and for each name of a parameter, such as "gradients, *, *"."""
+    keys = ("*" if type(key) is int or "." in key or key[-1:].isdigit() else key for key in place)
+    return ", ".join(keys) or "the result"
+
+
+def forge_form(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield values of another form, with a word for each."""
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.items() if isinstance(value, dict) else value)
+        make: Callable[..., Any] = type(value)
+        if items:
+            yield "emptied", make()
+            yield "shortened", make(items[:-1])
+            more = ("more", items[-1][1]) if isinstance(value, dict) else items[-1]
+            yield "lengthened", make([*items, more])
+        yield "retyped", tuple(value) if isinstance(value, list) else items
+    elif isinstance(value, torch.Tensor):
+        yield "complex", value.to(torch.complex128)
+        yield "retyped", value.to(torch.int16 if value.dtype != torch.int16 else torch.float64)
+        yield "listed", value.flatten().tolist()
+        yield "emptied", value.new_empty((0, *value.shape))
+        yield "lengthened", value[None].expand(2, *value.shape).contiguous()
+    elif value is not None:
+        yield "retyped", str(value) if not isinstance(value, str) else [value]
+        yield "missing", None
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            yield "retyped", float(value) if isinstance(value, int) else int(value)
+
+
+def forge_value(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield other values of the same form, with a word for each."""
+    if isinstance(value, torch.Tensor) and value.numel():
+        if value.dtype.is_floating_point:
+            yield "NaN", torch.full_like(value, math.nan)
+        yield "another", ~value if value.dtype == torch.bool else 10 * value + 1
+    elif isinstance(value, bool):
+        yield "another", not value
+    elif isinstance(value, (int, float)):
+        yield "another", 10 * value + 1
+        if isinstance(value, float):
+            yield "NaN", math.nan
+    elif isinstance(value, str):
+        yield "another", f"{value}?"
+    elif isinstance(value, torch.dtype):
+        yield "another", torch.int16 if value != torch.int16 else torch.float64
+
+
+def replace_at(value: Any, place: Place, forged: Any) -> Any:
+    """Return a copy of a value with another value at this place."""
+    if not place:
+        return forged
+    key, *rest = place
+    if isinstance(value, dict):
+        return value | {key: replace_at(value[key], tuple(rest), forged)}
+    return type(value)([*value[:key], replace_at(value[key], tuple(rest), forged), *value[key + 1 :]])
+
+
+def list_forgeries(calls: list[RankResults]) -> Iterator[tuple[str, str, int, list[Any]]]:
+    """Yield where a value was forged and how, the number of the call, and what the ranks of this call then return.
+
+    Of the places that differ only in numbers and names of parameters, take the first and the last of all calls.
+    """
+    places: dict[str, list[tuple[int, int, Place, Any]]] = {}
+    for number, results in enumerate(calls):
+        for rank, result in enumerate(results):
+            for place, value in list_places(result):
+                kind = type(value).__name__
+                places.setdefault(f"{generalize(place)} ({kind})", []).append((number, rank, place, value))
+    for pattern, same in places.items():
+        for number, rank, place, value in {id(one): one for one in (same[0], same[-1])}.values():
+            for is_form, forge in ((True, forge_form), (False, forge_value)):
+                for how, forged in forge(value):
+                    values = [*calls[number]]
+                    values[rank] = replace_at(values[rank], place, forged)
+                    if not is_form or not find_mistake(calls[number].forms[rank], values[rank]):
+                        yield pattern, f"form: {how}" if is_form else how, number, values
+
+
+def find_gains(calls: list[RankResults], play: Callable[[Callable[[RankResults], RankResults]], Outcome]) -> set[str]:
+    """Return which forgeries a check does not notice, or notices only by an unexpected exception."""
+    gains = set()
+    for pattern, how, forged_call, values in list_forgeries(calls):
+        number = -1
+
+        def forge(results: RankResults, forged_call: int = forged_call, values: list[Any] = values) -> RankResults:
+            nonlocal number
+            number += 1
+            return replace_values(results, values) if number == forged_call else results
+
+        outcome = play(forge)
+        if outcome.status != "failed":
+            gains.add(f"{pattern}: {how}" + f" ({outcome.verdict})" * (outcome.status != "passed"))
+    return gains
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_no_forged_result_passes(check):
+    tape = Tape(check, read_reference(get_module(check.module)))
+    outcome = tape.play()
+    assert outcome.passed, outcome.verdict
+    gains = find_gains(tape.list_results(), tape.play)
+    assert not [gain for gain in gains if "form:" in gain]
+    names = {gain.split(" (")[0].split(", ")[0] for gain in gains}
+    assert names == UNJUDGED.get((check.module, check.name), set())
+
+
+def pair_shorter(asked: list[Any], answers: list[Any]) -> bool:
+    """Judge as `zip` does: what has no counterpart is not compared."""
+    return all(answers[place] == one for place, one in enumerate(asked[: len(answers)]))
+
+
+LENGTHS = {f"the result (list): form: {how}" for how in ("emptied", "shortened", "lengthened")}
+
+
+@pytest.mark.parametrize(
+    ("asked", "form", "judge", "gains"),
+    [
+        ([1, 2], [int, int], lambda asked, answers: asked == answers, set()),
+        ([1, 2], ListOf(int), lambda asked, answers: asked == answers, set()),
+        ([1, 2], [int, int], pair_shorter, set()),
+        ([1, 2], ListOf(int), pair_shorter, LENGTHS),
+        ([1, 2], OneOf([int, int], (int, int)), lambda asked, answers: asked == [*answers],
+         {"the result (list): form: retyped"}),
+        ([1, 2], [int, int], lambda asked, answers: asked[1:] == answers[1:], {"* (int): another"}),
+        ([0.5], [float], lambda asked, answers: not answers[0] > 1, {"* (float): NaN"}),
+        ([0.5], [OneOf(float, str, None)], lambda asked, answers: str(answers[0])[:3] == "0.5",
+         {"* (float): form: retyped"}),
+    ],
+)  # fmt: skip
+def test_a_lenient_check_is_found(asked, form, judge, gains):
+    """Each kind of forgery has been seen to pass a check that is too lenient."""
+    results = RankResults([asked], [[]], [""])
+    results.forms = [form]
+    check = Check(4, "test_x", "Title.", 1, "", 1, function=lambda submission: None)
+
+    def play(forge):
+        answers = forge(results)[0]
+        try:
+            At().claim("the answers are right", judge(asked, answers), "they are not")
+        except (CheckFailed, ValueError) as failed:
+            return Outcome(check, "failed", Verdict("", str(failed)))
+        return Outcome(check, "passed")
+
+    assert find_gains([results], play) == gains
