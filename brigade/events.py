@@ -42,6 +42,8 @@ OUTSIDE = "setup"  # the phase of events outside the training loop's phases
 OPPOSITES = {"send": "recv", "recv": "send"}  # point-to-point call -> the call that the peer must make
 MAX_NUMBER = 1 << 20  # limit for launch and step numbers; a malicious rank could send large ones that collide in dicts
 
+MAX_TEXT = 300  # letters of a text about a launch, which feedback shows
+
 TEXT, NUMBER = (str, type(None)), (int, type(None))
 COMMON_FIELDS = {"kind": (str,), "time": (float,), "phase": (str,)}
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -67,6 +69,8 @@ def validate(event: Any, num_launches: int) -> None:
     for name, types in fields.items():
         if name not in event or type(event[name]) not in types:
             raise ValueError(f"an event needs the field {name}, of type {types[0].__name__}")
+        if kind == "launch" and type(event[name]) is str and len(event[name]) > MAX_TEXT:
+            raise ValueError(f"the text of the field {name} is too long")
     for number in (event.get("index"), event.get("step")):
         if number is not None and not (type(number) is int and 0 <= number < MAX_NUMBER):
             raise ValueError("the number of a launch or a step is too large")

@@ -14,15 +14,17 @@ from pathlib import Path
 from brigade import dynamo_stub
 from brigade.checks.collect import Check
 from brigade.checks.context import CheckContext, Conditions
-from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
+from brigade.checks.verdict import BROKEN, COMPLETE, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
-from brigade.course.submission import Snapshot, Sources, is_sealed, resolve_target, take_snapshot
+from brigade.course.submission import Snapshot, Sources, holds_reference, is_sealed, resolve_target, take_snapshot
 from brigade.runner import machine
+from brigade.runner.failure import SHORT
 from brigade.runner.server import SERVER, ServerLost
 
 BROKEN_NOTE = "The check fails with the reference solution, too. It is not your mistake; please report it."
 FIRST_GPU = Path("/dev/nvidia0")
+MOST_GOT = 400  # letters of what was wrong with an answer, if ranks hold code of the reference
 HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other check runs
 
 
@@ -68,8 +70,17 @@ def run_check(
     if context and is_broken(check, outcome, conditions, context.sources):
         outcome.status, outcome.verdict = "error", replace(outcome.reason, ending=BROKEN, note=BROKEN_NOTE)
     outcome.printed = context.output if context else []
+    if context and holds_reference(context.sources):
+        shorten(outcome)
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def shorten(outcome: Outcome) -> None:
+    """Cut what ranks that hold code of the reference printed and returned. `make_exception_failure` cuts exceptions."""
+    outcome.printed = [text[-SHORT // len(outcome.printed) :] for text in outcome.printed]
+    if outcome.verdict and outcome.ending in (COMPLETE, "unexamined"):
+        outcome.verdict = replace(outcome.verdict, got=outcome.verdict.got[:MOST_GOT])
 
 
 def is_broken(check: Check, outcome: Outcome, conditions: Conditions, sources: Sources) -> bool:

@@ -344,6 +344,12 @@ def is_sealed(path: str) -> bool:
     return Path(path) in listing.EXTRA or any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
 
 
+def holds_reference(sources: Sources) -> bool:
+    """Return whether ranks that get these modules hold code of the reference beside a student's module."""
+    sealed = [is_sealed(path) for path, _ in sources.values() if path]
+    return any(sealed) and not all(sealed)
+
+
 @functools.lru_cache(maxsize=128)  # every check sends the same few files
 def compile_code(path: str, text: str) -> bytes:
     """Compile a text and return the code for ranks, which run the same interpreter.

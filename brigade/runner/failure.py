@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.listing import Part, find_part
-from brigade.course.submission import Sources, is_sealed
+from brigade.course.submission import PACKAGE, Sources, holds_reference, is_sealed
 from brigade.events import Event
 
 MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
+# The same, and the letters of printed output of all ranks, if ranks hold code of the reference. A submission could
+# write this code there, and the next upload could contain it.
+SHORT = 200
+MOST_NAME = 40  # letters of an exception's type there
+NO_NAMES = ("<module>", "<lambda>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # of functions
 FRAMES_LIMIT = 30  # frames of an exception that are kept
 # An exception with such a message means that a peer has ended. The rank that raised it is not the cause.
 BROKEN_LINK = re.compile(
@@ -68,21 +73,34 @@ def make_exception_failure(
     """Return the failure for the exception that a rank has sent. Raise an exception if it is not one of ours.
 
     A rank can forge frames. With `hides_course`, no line of the course's own files is shown, also not of its scenarios.
+    If the rank holds code of the reference, the message is short, and names are those of types and functions.
     """
+    is_short = holds_reference(packages.get(PACKAGE, {}))
     frames: list[Frame] = []
     lines = []
-    for file, line, function in error["frames"][-FRAMES_LIMIT:]:
+    for file, line, name in error["frames"][-FRAMES_LIMIT:]:
+        function = str(name)[:MESSAGE_LIMIT]
         if type(line) is not int:
             raise ValueError("the line of a frame is not a number")
         source, is_shown = find_text(packages, file)
+        if is_short and not has_line(source, line, function):
+            continue  # the rank may have made it up
         text = "".join(source.split("\n")[max(0, line - 1) : line]).strip()[:MESSAGE_LIMIT]
-        frames.append((Path(file).name[:MESSAGE_LIMIT], line, str(function)[:MESSAGE_LIMIT], text))
+        frames.append((Path(file).name[:MESSAGE_LIMIT], line, function, text))
         is_shown = is_shown and not (hides_course and is_sealed(file))
         lines.append("  {}, line {}, in {}".format(*frames[-1]) + (f": {text}" if text and is_shown else ""))
     kind, message = str(error["type"])[:MESSAGE_LIMIT], remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip()
+    if is_short:
+        kind, message = kind if kind.isidentifier() and len(kind) <= MOST_NAME else "an exception", message[:SHORT]
     summary = f"rank {rank} raised {kind}: {message or '(no message)'}"
     own = bool(error["own"])
     return RankFailure("exception", summary, lines, rank, kind, message=message, frames=frames, own=own)
+
+
+def has_line(source: str, line: int, function: str) -> bool:
+    """Return whether a text has a line with this number, and a function or class with this name."""
+    is_function = function in NO_NAMES or re.search(rf"\b(def|class) {re.escape(function)}\b", source)
+    return 0 < line <= source.count("\n") + 1 and bool(source and is_function)
 
 
 def find_text(packages: dict[str, Sources], path: str) -> tuple[str, bool]:

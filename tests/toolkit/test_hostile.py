@@ -293,6 +293,30 @@ def test_no_rank_learns_the_name_of_a_directory(user, submission, tmp_path, monk
     assert sent and not any(b"%told" in message for message in sent)
 
 
+LEAKS = {
+    "a message": "raise ValueError(chr(81) * 2124)",
+    "the name of a type": "raise type(chr(81) * 2124, (ValueError,), {})('no')",
+    "the name of a function": "name = chr(81) * 2124\nexec(f'def {name}(): 1 / 0\\n{name}()')",
+    "the name of a file": "exec(compile('1 / 0', '/' + chr(81) * 2124, 'exec'))",
+    "what it prints": "print(chr(81) * 2124, flush=True)\n1 / 0",
+}
+
+
+@pytest.mark.parametrize("leak", [*LEAKS, "own"])
+def test_little_of_the_reference_leaves_a_rank(leak, user, submission, tmp_path, monkeypatch):
+    """A submission of module 2 tells something only where the reference's module 1 is. Alone, module 1 tells it all."""
+    case = hostile.Hostile("", hostile.alone(LEAKS["a message"]), 0, checks=hostile.ONE)
+    if leak != "own":
+        need = "from ..m01_naive_ddp.naive_ddp import broadcast_module_state"
+        case = dataclasses.replace(case, make=hostile.alone(need, LEAKS[leak], numbers=(2,)), modules=(2,))
+    collect = grading.collect
+    monkeypatch.setattr(grading, "collect", lambda entries: [o for o in collect(entries) if o.name in case.checks])
+    case.write(submission)
+    [failure] = Graded(submission, tmp_path / "results.json", case).failures
+    assert failure.count("Q") == 2124 if leak == "own" else failure.count("Q") <= 200, failure
+    assert "raised" in failure and ("_ddp.py, line " in failure or leak == "own")
+
+
 def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
     """The report shows the text of the student's line, but only the number of the reference's line."""
     entry = get_module(2)
