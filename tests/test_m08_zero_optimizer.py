@@ -603,9 +603,9 @@ def list_sizes(result):
 
 def list_groups(result):
     """Return the names of the parameters of each group on a rank, in their order there."""
-    places = {tuple(place): name for name, place in result["groups"].items() if place}
-    numbers = sorted({number for number, _ in places})
-    named = [[name for (other, _), name in sorted(places.items()) if other == number] for number in numbers]
+    places = sorted((place, name) for name, place in result["groups"].items() if place >= 0)
+    numbers = sorted({place // 1000 for place, _ in places})
+    named = [[name for place, name in places if place // 1000 == number] for number in numbers]
     return named + [[f"{result['num_foreign']} tensors outside the model"]] * bool(result["num_foreign"])
 
 

@@ -151,11 +151,19 @@ def expect_accumulated(submission, world, job):
     last = case.gradients(micro=slice(1, 2))
     lost = {name: expected[name] if last[name] is not None else None for name in expected}
     results = submission.run(training.take_odd_step, jobs, world_size=world)
+    expect_accepted(what, results)
     expect_equal(what, list(results), expected, hypotheses={REPLACED_BY_ZEROS: [lost] * world})
     jobs = PerRank(own | {"has_other": True} for own in jobs)
     with replace_cause(lambda failed: SHARED_STATE):
         results = submission.run(training.take_odd_step, jobs, world_size=world)
+        expect_accepted(f"with a second wrapper in the same process, {what}", results)
         expect_equal(f"with a second wrapper in the same process, {what}", list(results), expected)
+
+
+def expect_accepted(what, results):
+    """Expect that no rank refused the step with RuntimeError."""
+    for rank, result in enumerate(results):
+        At(rank).claim(what, result is not None, "RuntimeError is raised")
 
 
 def expect_idle_rank(submission, job):

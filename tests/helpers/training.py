@@ -218,7 +218,8 @@ def form_training(job: dict) -> dict:
     """Return the form of what `train` returns."""
     steps, gradients = len(job["batches"]), like_gradients(job)
     strides = {name: Maybe([int] * p.dim()) for name, p in make_meta_model(job).named_parameters()}
-    results = {"start": like_state(job), "gradients": [gradients] * steps, "strides": [strides] * steps}
+    results = {"start": like_state(job), "gradients": [gradients] * steps}
+    results["strides"] = strides if job.get("returns_strides") else None
     return results | {"weights": like_weights(job), "interface": INTERFACE}
 
 
@@ -228,13 +229,14 @@ def train(job: dict) -> dict:
 
     In step job["interrupted"], exceptions end the no_sync blocks. In step job["unsynced"], all backward passes run
     inside no_sync, but no forward does. Before step job["reallocate"], the buffers move. job["visits"] is for `visit`.
+    With job["returns_strides"], also return the strides of the gradients of the last step.
     """
     visits = job.get("visits", ())
     model = build(job)
     ddp = wrap(job, model)
     start = edge_case_models.copy_state(model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
-    gradients, strides = [], []
+    gradients, strides = [], None
     for step, batches in enumerate(job["batches"]):
         recording.note("step", step=step, unsynced=step == job.get("unsynced"))
         ddp.train(EVAL_MODE not in visits or step < len(job["batches"]) - 1)
@@ -251,7 +253,8 @@ def train(job: dict) -> dict:
             ddp.finish_grad_sync()
         visit(ddp, batches[0], PLACES[3], visits)
         gradients.append(copy_gradients(model))
-        strides.append({n: None if p.grad is None else list(p.grad.stride()) for n, p in model.named_parameters()})
+        if job.get("returns_strides"):
+            strides = {n: None if p.grad is None else list(p.grad.stride()) for n, p in model.named_parameters()}
         with phase("step"):
             optimizer.step()
         visit(ddp, batches[0], PLACES[4], visits)

@@ -150,7 +150,7 @@ def form_wrapped(job: dict, weights: dict) -> dict:
     """Return the form of what `train_wrapped` returns for a model with weights of this form."""
     nbytes = dict.fromkeys(("fp32_bytes", "grad_bytes", "copied_bytes", "num_foreign"), int)
     results = {"weights": weights, "is_optimizer": bool, "gather_grads": bool, "state_bytes": Maybe(int)}
-    groups = {name: Maybe([int, int]) for name in weights}
+    groups = dict.fromkeys(weights, int)
     saved = {"groups": groups, "state_dict": Anything() if job.get("save") else None}
     return form_steps(job["recipe"], len(job["batches"])) | results | nbytes | saved
 
@@ -243,7 +243,8 @@ def train_dots(job: dict) -> dict:
 def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
     """Make the optimizer, take all steps, and return the values that a check compares.
 
-    "groups" has the number of the group of each parameter and its place there, and "num_foreign" counts other tensors.
+    "groups" has, for each parameter, 1000 times the number of its group plus its place there, or -1, and "num_foreign"
+    counts other tensors.
     job["late_weights"] replace the weights after the optimizer is made, before it loads job["load"].
     """
     optimizer = make_zero_optimizer(job, ddp, model)
@@ -263,16 +264,18 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
         with phase("finish weights"):
             ddp.finish_param_sync()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    listed = [(id(p), [i, k]) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])]
+    listed = [
+        (id(p), 1000 * i + k) for i, group in enumerate(optimizer.param_groups) for k, p in enumerate(group["params"])
+    ]
     places = dict(listed)
-    grouped = {name: places.get(id(parameter)) for name, parameter in model.named_parameters()}
+    grouped = {name: places.get(id(parameter), -1) for name, parameter in model.named_parameters()}
     groups = [] if inner is None else inner.param_groups
     return outcome | {
         "weights": weights,
         "is_optimizer": isinstance(optimizer, torch.optim.Optimizer),
         "gather_grads": bool(getattr(ddp, "gather_grads", False)),
         "groups": grouped,
-        "num_foreign": len(listed) - sum(place is not None for place in grouped.values()),
+        "num_foreign": len(listed) - sum(place >= 0 for place in grouped.values()),
         "state_bytes": None if inner is None else count_state_bytes(inner.state),
         "fp32_bytes": sum(p.nbytes for group in groups for p in group["params"] if p.dtype == torch.float32),
         "grad_bytes": count_gradient_bytes(groups, ddp),
