@@ -103,18 +103,18 @@ def run_checks(
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
-    The `urgent` ones start first. A check does not run if the check that it needs did not pass, or after `HUNG_LIMIT`
-    checks reached their deadline. All checks judge the same text, even if a student saves a file before the last check
-    starts.
+    The `urgent` ones start first. A check that needs another one follows it in the same thread, so no thread waits. It
+    does not run if the other did not pass, and no check runs after `HUNG_LIMIT` checks reached their deadline. All
+    checks judge the same text, even if a student saves a file before the last check starts.
     """
     hung = 0
     snapshot = take_snapshot(target)
     pool = ThreadPoolExecutor(at_a_time)
-    futures: dict[tuple[int, str], Future[Outcome]] = {}
+    futures: dict[tuple[int, str], Future[Outcome]] = {(check.module, check.name): Future() for check in checks}
 
     def run_unless_in_vain(check: Check) -> Outcome:
         nonlocal hung
-        needed = futures.get((check.module, check.needs))  # its check is earlier in the list and so has started
+        needed = futures.get((check.module, check.needs))
         if needed and not (first := needed.result()).passed:
             return Outcome(check, verdict=make_not_run(f"first {first.check.number}"))
         if hung >= HUNG_LIMIT:
@@ -123,9 +123,19 @@ def run_checks(
         hung += outcome.ending == "deadline"
         return outcome
 
+    def run_with_followers(check: Check) -> None:
+        try:
+            futures[check.module, check.name].set_result(run_unless_in_vain(check))
+        except BaseException as error:
+            futures[check.module, check.name].set_exception(error)
+        for other in checks:
+            if (other.module, other.needs) == (check.module, check.name):
+                run_with_followers(other)
+
     try:
         for check in dict.fromkeys((*urgent, *checks)):
-            futures[check.module, check.name] = pool.submit(run_unless_in_vain, check)
+            if (check.module, check.needs) not in futures:
+                pool.submit(run_with_followers, check)
         for check in checks:
             yield futures[check.module, check.name].result()
     except KeyboardInterrupt:

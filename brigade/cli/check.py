@@ -96,7 +96,7 @@ def select(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
 def list_urgent(checks: Sequence[Check], before: Outcomes) -> list[Check]:
     """Return the checks that start first: the very first one, whose line is shown first, and those that failed before.
 
-    A check that another one needs comes before it. Otherwise all threads could wait for checks that have not started.
+    A check that another one needs is among them, because the other one follows it.
     """
     names = {checks[0].name}
     for check in reversed(checks):

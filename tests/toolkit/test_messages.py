@@ -112,7 +112,6 @@ def test_urgent_checks_start_first_and_outcomes_keep_the_order_of_the_checks(mon
 
 
 def test_the_checks_that_failed_start_first_after_those_that_they_need():
-    """Otherwise --watch could hang: all threads would wait for checks that have not started."""
     checks = collect([get_module(8)])
     failed = [check for check in checks if check.needs]
     before = {check: Outcome(check, "failed" if check in failed else "passed") for check in checks}
