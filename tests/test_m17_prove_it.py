@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
-from brigade.checks.context import to_failure
+from brigade.checks.context import EXPECTED, to_failure
 from brigade.checks.expectations import expect
 from brigade.checks.verdict import CheckFailed, Verdict
 from brigade.course.modules import get_module
+from brigade.course.submission import select_files
 from brigade.course.syntax import parse_tree
 from brigade.runner.ranks import PerRank, RankFailure
 from m17_prove_it import causes, scenario
-from m17_prove_it.implementations import UNDER_TEST, Implementation, choose
+from m17_prove_it.implementations import Implementation, choose
 
 HALF, ALL = 60, 90  # percent of the wrong implementations that earn half and all of the points
 WORLD_SIZES = (2, 3)
-CALLS = 8  # of a driver in one run of ranks, whose records together must not become too long
 JUDGE_S = 5.0
+NOT_NAMED = "a right implementation. Which one, and why, is only said after the deadline"
+HIDDEN = "one that only the grader has, about "
 
 
 @pytest.mark.parts("Parts (a) and (b): averages")
@@ -115,22 +117,30 @@ TRIALS = {}  # of the last pair of each part, because two checks ask for them
 
 
 def expect_share(submission, part, percent):
-    """Expect a pair to accept all right implementations, and to reject a share of the wrong ones."""
-    key = submission.sources, submission.conditions.uses_hidden
+    """Expect a pair to accept all right implementations, and to reject a share of the wrong ones.
+
+    When it is graded, the message names no implementation that students do not have, and contains no text from a
+    driver or a judge, who have seen its code and its data.
+    """
+    is_graded = submission.conditions.uses_hidden
+    key = submission.sources, is_graded
     if part not in TRIALS or TRIALS[part][0] != key:
         TRIALS[part] = key, try_all(submission, part)
     trials = TRIALS[part][1]
     right, wrong = ([trial for trial in trials if bool(trial.under_test.topic) == is_wrong] for is_wrong in (0, 1))
     for trial in right:
         for size, reason in trial.reasons.items():
-            what = f"on {size} ranks, they reject {trial.under_test.sentence}: {reason}"
+            named = f"{trial.under_test.sentence}: {reason}"
+            what = f"on {size} ranks, they reject {NOT_NAMED if is_graded else named}"
             expected = f"drive_{part} and judge_{part} accept every right implementation"
-            expect(not reason, expected, what, partial(causes.explain_false_alarm, trial, trials))
+            cause = causes.explain_pair(trial, trials)
+            expect(not reason, expected, what, cause or ("" if is_graded else causes.explain_demand(trial)))
     expected = f"judge_{part} rejects something that drive_{part} returns"
     expect(any(trial.is_judged for trial in wrong), expected, "it accepts everything", causes.ACCEPTS_ALL)
     survivors = [trial.under_test for trial in wrong if not trial.is_rejected]
     needed = math.ceil(percent * len(wrong) / 100)
-    listed = "".join(sorted(f"\nsurvived: {each.sentence}" for each in survivors))
+    named = [HIDDEN + each.topic if each.is_hidden else each.sentence for each in survivors]
+    listed = "".join(f"\nsurvived: {name}" for name in sorted(named))
     what = f"they reject {len(wrong) - len(survivors)}{listed}"
     expected = f"drive_{part} and judge_{part} reject {needed} of {len(wrong)} wrong implementations"
     cause = causes.explain_survivors(survivors, [trial.under_test for trial in wrong])
@@ -140,15 +150,18 @@ def expect_share(submission, part, percent):
 def try_all(submission, part):
     """Run the driver on all implementations in a random order, and then the judge. Return the trials.
 
-    An implementation that is rejected on one number of ranks is not tried on others.
+    Each trial has ranks of its own, so no process meets two implementations. One that is rejected on one number of
+    ranks is not tried on others.
     """
-    trials = [Trial(each) for each in choose(part, submission.sources, submission.conditions.uses_hidden)]
-    submission.rng.shuffle(trials)  # the place of an implementation says nothing about it
+    rng, uses_hidden = submission.rng, submission.conditions.uses_hidden
+    trials = [Trial(each) for each in choose(part, submission.sources, uses_hidden, rng)]
+    rng.shuffle(trials)
     for size in read_world_sizes(submission, part):
-        left = [trial for trial in trials if not trial.is_rejected]
-        for trial, observed in run_drivers(submission, part, left, size):
-            trial.reasons[size] = run_judge(submission, part, observed)
-            trial.is_judged = trial.is_rejected
+        for trial in [trial for trial in trials if not trial.is_rejected]:
+            observed, trial.reasons[size] = run_driver(submission, part, trial.under_test, size)
+            if observed:
+                trial.reasons[size] = run_judge(submission, part, observed)
+                trial.is_judged = trial.is_rejected
         if any(trial.is_rejected and not trial.under_test.topic for trial in trials):
             break  # a false alarm, which loses the part
     return trials
@@ -172,44 +185,36 @@ def read_world_sizes(submission, part):
     return [1] if submission.conditions.is_debugged else list(dict.fromkeys(sizes))
 
 
-def run_drivers(submission, part, trials, size):
-    """Run the driver on `size` ranks. Return the trials that a judge has to decide, with what it gets.
-
-    An implementation with which the driver fails is rejected. If a call fails that is not the first on its ranks, it is
-    repeated on new ones, because the call before could be the cause.
-    """
-    waiting, observed = list(trials), []
-    while waiting:
-        packages = {f"p{place}": trial.under_test.sources for place, trial in enumerate(waiting[:CALLS])}
-        jobs = [make_job(part, trial.under_test, package, size) for trial, package in zip(waiting, packages)]
-        results = submission.run_until_failure(scenario.drive, jobs, packages=packages)
-        failed = results.pop() if isinstance(results[-1], RankFailure) else None
-        for trial, result in zip(waiting, results):
-            what = {"values": list(result), "events": json.dumps(result.events), "output": result.output}
-            observed.append((trial, what))
-        waiting = waiting[len(results) :]
-        if failed and not results:
-            if failed.part or failed.kind == "deadline":
-                raise to_failure(failed, submission.sources)
-            waiting.pop(0).reasons[size] = "\n".join([failed.summary, *failed.lines[-4:]])
-    return observed
+def run(submission, function, jobs, packages, **options):
+    """Run a driver or a judge. It can import nothing but module 17's own files and these packages."""
+    packages = {"submission": select_files(get_module(17), submission.sources), **packages}
+    [result] = submission.run_until_failure(function, [PerRank(jobs)], packages=packages, **options)
+    if submission.conditions.uses_hidden:
+        submission.output = []  # it could describe an implementation
+    if isinstance(result, RankFailure) and result.part:
+        raise to_failure(result, submission.sources)
+    return result
 
 
-def make_job(part, under_test, package, size):
-    """Return the jobs of a driver's call: where each rank finds the implementation."""
-    entry, wrapper = get_module(under_test.number), get_module(7)
-    files = {"file": f"{entry.package}.{entry.name}", "wrapper_file": f"{wrapper.package}.{wrapper.name}"}
-    own = {"part": part, "package": package, "name": UNDER_TEST[part][entry.number], "fault": under_test.fault}
-    return PerRank([own | files] * size)
+def run_driver(submission, part, under_test, size):
+    """Run the driver on `size` ranks. Return what the judge gets, or None and why the driver fails."""
+    result = run(submission, scenario.drive, [{"part": part}] * size, {scenario.UNDER_TEST: under_test.package})
+    if not isinstance(result, RankFailure):
+        return {"values": list(result), "events": json.dumps(result.events), "output": result.output}, ""
+    if result.kind != "deadline":
+        return None, "\n".join([result.summary, *result.lines[-4:]])
+    if submission.conditions.uses_hidden:
+        raise CheckFailed(Verdict(EXPECTED[result.kind], f"drive_{part} did not end", ending=result.kind))
+    raise to_failure(result, submission.sources)
 
 
 def run_judge(submission, part, observed):
     """Return why the judge, in a process of its own, rejects what a driver has returned, or "" if it accepts."""
-    jobs = PerRank([observed | {"part": part}])
-    [result] = submission.run_until_failure(scenario.judge, [jobs], usual_s=JUDGE_S)
+    result = run(submission, scenario.judge, [observed | {"part": part}], {}, usual_s=JUDGE_S)
     if not isinstance(result, RankFailure):
-        return str(result[0])
-    if result.part:
-        raise to_failure(result, submission.sources)
+        return result[0][: scenario.MOST]
     what = "\n".join([result.summary.replace("rank 0", f"judge_{part}", 1), *(result.lines[-1:] if result.own else ())])
+    if submission.conditions.uses_hidden:
+        error = result.error if result.error in dir(builtins) else "an exception"
+        what = f"judge_{part} raised {error}" if result.kind == "exception" else f"judge_{part} did not end"
     raise CheckFailed(Verdict(f"judge_{part} returns None, or raises AssertionError, within {JUDGE_S:g} s", what))

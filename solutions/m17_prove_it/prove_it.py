@@ -3,7 +3,8 @@
 Each part is a pair of functions. `drive_PART(wrap)` runs on every rank of a run with 2 ranks and of one with 3, in the
 strict mode of `brigade.testing`. It calls `wrap(module, **options)`, which returns the wrapper or optimizer under test,
 trains with it, and returns what the judge needs: tensors, numbers, strings, None, and lists and dicts of these. All of
-them together may have 300 kB.
+them together may have 300 kB. Each run tries one implementation. There, this file can import no other module of the
+course, and nothing tells whether the implementation is right.
 
 `judge_PART(observed)` then runs once for each of the runs, in a process of its own without ranks. `observed[rank]` is
 what the driver returned there, and `observed.step(number, rank)` has the launches that it made (docs/testing.md). The

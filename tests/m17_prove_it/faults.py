@@ -1,6 +1,8 @@
 """The public wrong implementations of module 17: each adds one mistake to a class, without knowing its code.
 
-A fault is a function that returns a subclass. `FAULTS` has them by their sentences.
+A fault is a function that returns a subclass. `FAULTS` has them by their sentences. `HARMLESS` has a change of the same
+kind for each part that is no mistake, because otherwise a subclass would tell a wrong implementation. Ranks do not get
+this file: see `blind.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +15,6 @@ import torch
 import torch.distributed as dist
 
 ALL_REDUCE = dist.all_reduce
-
-
-def restore() -> None:
-    """Undo what a fault has done to `torch.distributed`."""
-    dist.all_reduce = ALL_REDUCE
 
 
 def trainable(wrapper: Any) -> list[Any]:
@@ -53,9 +50,9 @@ def ignore_group(base: Any) -> Any:
 
 def keep_buffers(base: Any) -> Any:
     class Wrong(base):
-        def __init__(self, module: Any, **options: Any):
+        def __init__(self, module: Any, *args: Any, **options: Any):
             own = [buffer.clone() for buffer in module.buffers()]
-            super().__init__(module, **options)
+            super().__init__(module, *args, **options)
             for buffer, values in zip(module.buffers(), own):
                 buffer.copy_(values)
 
@@ -113,7 +110,7 @@ def replace_all_reduce(make: Callable[[], Callable]) -> Callable:
                 try:
                     super().finish_grad_sync()
                 finally:
-                    restore()
+                    dist.all_reduce = ALL_REDUCE
 
         return Wrong
 
@@ -160,8 +157,8 @@ def make_swapped() -> Callable:
 
 def launch_in_finish(base: Any) -> Any:
     class Wrong(base):
-        def __init__(self, module: Any, **options: Any):
-            super().__init__(module, **options)
+        def __init__(self, module: Any, *args: Any, **options: Any):
+            super().__init__(module, *args, **options)
             self.quiet = super().no_sync()
             self.quiet.__enter__()
 
@@ -179,8 +176,8 @@ def change_cap(change: Callable[[float], float]) -> Callable:
 
     def add_fault(base: Any) -> Any:
         class Wrong(base):
-            def __init__(self, module: Any, bucket_cap_mb: float = 25.0, **options: Any):
-                super().__init__(module, bucket_cap_mb=change(bucket_cap_mb), **options)
+            def __init__(self, module: Any, bucket_cap_mb: float = 25.0, *args: Any, **options: Any):
+                super().__init__(module, change(bucket_cap_mb), *args, **options)
 
         return Wrong
 
@@ -200,10 +197,12 @@ def ignore_no_sync(base: Any) -> Any:
 
 def skip_cleanup(base: Any) -> Any:
     class Wrong(base):
+        blocks: tuple = ()
+
         @contextlib.contextmanager
         def no_sync(self) -> Iterator[None]:
             block = super().no_sync()
-            self.blocks = [*getattr(self, "blocks", []), block]  # a block that is deleted ends
+            self.blocks = (*self.blocks, block)  # a block that is deleted ends
             block.__enter__()
             yield
             block.__exit__(None, None, None)
@@ -213,28 +212,36 @@ def skip_cleanup(base: Any) -> Any:
 
 def end_outer(base: Any) -> Any:
     class Wrong(base):
+        blocks: tuple = ()
+
         @contextlib.contextmanager
         def no_sync(self) -> Iterator[None]:
-            self.blocks = [*getattr(self, "blocks", []), super().no_sync()]
+            self.blocks = (*self.blocks, super().no_sync())
             self.blocks[-1].__enter__()
             try:
                 yield
             finally:
                 while self.blocks:
-                    self.blocks.pop().__exit__(None, None, None)
+                    *self.blocks, last = self.blocks
+                    last.__exit__(None, None, None)
 
     return Wrong
 
 
-def throw_away(base: Any) -> Any:
-    class Wrong(base):
-        @contextlib.contextmanager
-        def no_sync(self) -> Iterator[None]:
-            with super().no_sync():
-                yield
-            self.module.zero_grad()
+def end_blocks(end: Callable[[Any], Any]) -> Callable:
+    """Return a change that does something at the end of each block of `no_sync`."""
 
-    return Wrong
+    def add_fault(base: Any) -> Any:
+        class Wrong(base):
+            @contextlib.contextmanager
+            def no_sync(self) -> Iterator[None]:
+                with super().no_sync():
+                    yield
+                end(self.module)
+
+        return Wrong
+
+    return add_fault
 
 
 def average_once(base: Any) -> Any:
@@ -267,13 +274,18 @@ def keep_last_weights(base: Any) -> Any:
     return Wrong
 
 
-def forget_state(base: Any) -> Any:
-    class Wrong(base):
-        def step(self, closure: Any = None) -> Any:
-            self.optim.state.clear()
-            return super().step(closure)
+def begin_steps(begin: Callable[[Any], Any]) -> Callable:
+    """Return a change that does something with the optimizer's state before each step."""
 
-    return Wrong
+    def add_fault(base: Any) -> Any:
+        class Wrong(base):
+            def step(self, closure: Any = None) -> Any:
+                begin(self.optim.state)
+                return super().step(closure)
+
+        return Wrong
+
+    return add_fault
 
 
 def keep_all_state(base: Any) -> Any:
@@ -323,11 +335,41 @@ FAULTS = {
     "no_sync has no effect": ignore_no_sync,
     "no_sync does not end after an exception": skip_cleanup,
     "the end of an inner no_sync ends the outer one": end_outer,
-    "what was accumulated inside no_sync is lost": throw_away,
+    "what was accumulated inside no_sync is lost": end_blocks(lambda module: module.zero_grad()),
     "only the first step is averaged": average_once,
     "the last parameter is not gathered": keep_last_weights,
-    "the optimizer's state is lost in every step": forget_state,
+    "the optimizer's state is lost in every step": begin_steps(lambda state: state.clear()),
     "every rank has state for all parameters": keep_all_state,
     "the norm is right, but nothing is clipped": clip_nothing,
     "a state dict is loaded without its state": load_nothing,
 }
+
+HARMLESS = {
+    "average": scale(lambda size: 1),
+    "awaited": replace_all_reduce(lambda: ALL_REDUCE),
+    "order": change_cap(lambda cap: cap),
+    "accumulated": end_blocks(lambda module: module.parameters()),
+    "sharded": begin_steps(lambda state: state.items()),
+}
+
+
+# ---- what the driver calls
+
+
+def combine(wrapper: Callable, optimizer: Callable) -> Callable:
+    """Return a function that constructs a wrapper and its optimizer."""
+
+    def wrap(module: Any, optimizer_cls: Any, process_group: Any = None, **options: Any) -> Any:
+        ddp = wrapper(module, bucket_numel=1000, process_group=process_group)
+        return optimizer(ddp, optimizer_cls, **options)
+
+    return wrap
+
+
+def add_options(make: Callable, more: dict) -> Callable:
+    """Return a function that calls another one with more options."""
+
+    def wrap(module: Any, process_group: Any = None) -> Any:
+        return make(module, process_group=process_group, **more)
+
+    return wrap

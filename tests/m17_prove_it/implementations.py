@@ -7,10 +7,12 @@ A wrong one is a public fault (`faults.py`) or, when a submission is graded, a m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 from brigade.checks.course_tests import import_from_tests
 from brigade.course.modules import HAS_SOLUTIONS, Module, get_module
 from brigade.course.submission import Sources, read
+from m17_prove_it import blind
 from m17_prove_it.topics import (
     AVERAGES,
     BLOCKS,
@@ -97,31 +99,62 @@ VARIANTS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Implementation:
-    """An implementation under test. `topic` is "" if it is right. `sources` are the files of all modules."""
+    """An implementation under test. `topic` is "" if it is right. `package` is what a rank gets: see `blind.py`."""
 
     number: int  # of its module
     sentence: str
     topic: str
-    fault: str  # of FAULTS, or ""
+    package: Sources
+    is_hidden: bool = False  # whether students do not have it
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The files of all modules, of which one may be wrong or right in another way, and a public fault or ""."""
+
+    entry: Module
+    sentence: str
+    topic: str
     sources: Sources
+    fault: str = ""
+    is_hidden: bool = False
 
 
-def choose(part: str, own: Sources, uses_hidden: bool) -> list[Implementation]:
-    """Return the implementations for a part. In the student edition, the right ones are the student's `own` modules."""
-    modules = {number: get_module(number) for number in UNDER_TEST[part]}
-    reference = read("solutions", 8) if HAS_SOLUTIONS else own
+def choose(part: str, own: Sources, uses_hidden: bool, rng: Random) -> list[Implementation]:
+    """Return the implementations for a part. In the student edition, the right ones are the student's `own` modules.
+
+    If `uses_hidden`, they come disguised, some right ones twice, and some that have no fault with a harmless change.
+    """
+    candidates = list_candidates(part, own, uses_hidden)
+    if uses_hidden:
+        right = [candidate for candidate in candidates if not candidate.topic]
+        candidates += rng.sample(right, rng.randint(1, 3))  # so that nobody knows their number
     chosen = []
-    for number, entry in modules.items():
-        whose = "the reference" if HAS_SOLUTIONS else "your own answer"
-        chosen.append(Implementation(number, f"{whose} to module {number}", "", "", reference))
-        for sentence, topic in PUBLIC[part].get(number, {}).items():
-            chosen.append(Implementation(number, sentence, topic, sentence, reference))
-        if HAS_SOLUTIONS:
-            chosen += list_others(part, entry, reference, uses_hidden)
+    for each in candidates:
+        change = blind.find_change("FAULTS", each.fault) if each.fault else ""
+        if uses_hidden and not change and rng.random() < 0.5:
+            change = blind.find_change("HARMLESS", part)
+        name = UNDER_TEST[part][each.entry.number]
+        package = blind.make_package(part, each.entry, name, change, each.sources, rng if uses_hidden else None)
+        chosen.append(Implementation(each.entry.number, each.sentence, each.topic, package, each.is_hidden))
     return chosen
 
 
-def list_others(part: str, entry: Module, reference: Sources, uses_hidden: bool) -> list[Implementation]:
+def list_candidates(part: str, own: Sources, uses_hidden: bool) -> list[Candidate]:
+    """Return the right and wrong implementations of a part, each of them once."""
+    reference = read("solutions", 8) if HAS_SOLUTIONS else own
+    candidates = []
+    for entry in map(get_module, UNDER_TEST[part]):
+        whose = "the reference" if HAS_SOLUTIONS else "your own answer"
+        candidates.append(Candidate(entry, f"{whose} to module {entry.number}", "", reference))
+        for sentence, topic in PUBLIC[part].get(entry.number, {}).items():
+            candidates.append(Candidate(entry, sentence, topic, reference, fault=sentence))
+        if HAS_SOLUTIONS:
+            candidates += list_others(part, entry, reference, uses_hidden)
+    return candidates
+
+
+def list_others(part: str, entry: Module, reference: Sources, uses_hidden: bool) -> list[Candidate]:
     """Return the other right answers to a module and, if `uses_hidden`, its mutants."""
     mutants = import_from_tests("mutants")
     number = entry.number
@@ -131,13 +164,13 @@ def list_others(part: str, entry: Module, reference: Sources, uses_hidden: bool)
         return reference | {name: (reference[name][0], text) for name, text in changed.items()}
 
     alternative = replace({entry.path.name: (entry.tests / "alternative.py").read_text()})
-    others = [Implementation(number, f"another right answer to module {number}", "", "", alternative)]
+    others = [Candidate(entry, f"another right answer to module {number}", "", alternative)]
     for variant in [each for each in mutants.list_variants(entry) if each.name in VARIANTS[part]]:
         name = f"module {number} with a right change, {variant.name}"
-        others.append(Implementation(number, name, "", "", replace(variant.apply())))
+        others.append(Candidate(entry, name, "", replace(variant.apply())))
     for sentence, topic in list_hidden(part, number) if uses_hidden else ():
-        mutant = mutants.find_mutant(number, sentence)
-        others.append(Implementation(number, f"module {number}: {sentence}", topic, "", replace(mutant.apply())))
+        wrong = replace(mutants.find_mutant(number, sentence).apply())
+        others.append(Candidate(entry, f"module {number}: {sentence}", topic, wrong, is_hidden=True))
     return others
 
 

@@ -2,55 +2,25 @@
 
 import importlib
 import json
-from collections.abc import Callable
 from typing import Any
 
+from brigade.checks.forms import returns
 from brigade.rank.api import student
 from brigade.runner.ranks import RankResults
 from brigade.testing import Observed, in_ranks
-from m17_prove_it.faults import FAULTS, restore
 
-PACKAGE = "m17_prove_it"
-MOST = 300  # characters of an assertion's message
-OPTIONS = {"BucketedDDP": {"bucket_cap_mb": 32 / 2**20}, "BufferedDDP": {"bucket_numel": 100}}  # in "accumulated"
+PACKAGE, UNDER_TEST = "m17_prove_it", "implementation"
+MOST = 200  # characters of an assertion's message
 
 
 def drive(job: dict) -> Any:
-    """Call the student's driver of a part on the implementation job["file"], job["name"] of a package."""
+    """Call the student's driver of a part on the only implementation that this process has."""
     in_ranks.forget()
-    make = getattr(importlib.import_module(f"{job['package']}.{job['file']}"), job["name"])
-    if job["fault"]:
-        make = FAULTS[job["fault"]](make)
-    if job["part"] == "sharded":
-        wrapper = importlib.import_module(f"{job['package']}.{job['wrapper_file']}").CachedDDP
-        make = combine(wrapper, make)
-    elif job["part"] == "accumulated":
-        make = add_options(make, OPTIONS.get(job["name"], {}))
-    try:
-        return student(PACKAGE, f"drive_{job['part']}")(make)
-    finally:
-        restore()
+    wrap = importlib.import_module(f"{UNDER_TEST}.under_test").wrap
+    return student(PACKAGE, f"drive_{job['part']}")(wrap)
 
 
-def combine(wrapper: Callable, optimizer: Callable) -> Callable:
-    """Return a function that constructs a wrapper and its optimizer."""
-
-    def wrap(module: Any, optimizer_cls: Any, process_group: Any = None, **options: Any) -> Any:
-        ddp = wrapper(module, bucket_numel=1000, process_group=process_group)
-        return optimizer(ddp, optimizer_cls, **options)
-
-    return wrap
-
-
-def add_options(make: Callable, more: dict) -> Callable:
-    """Return a function that calls another one with more options."""
-
-    def wrap(module: Any, process_group: Any = None) -> Any:
-        return make(module, process_group=process_group, **more)
-
-    return wrap
-
-
+@returns(lambda job: str)
 def judge(job: dict) -> str:
     """Return why the student's judge of a part rejects what ranks have returned, or "" if it accepts."""
     in_ranks.forget()

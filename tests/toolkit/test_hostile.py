@@ -85,7 +85,7 @@ def test_isolated_ranks_receive_and_can_import_only_scenarios():
         function = next(value for value in own if not hasattr(value, "__wrapped__"))
         name, packages = find_sources(function)
         files = {Path(file).name for texts in packages.values() for file, _ in texts.values()}
-        assert path.name in files and files <= {"scenario.py", "scenario_sharded.py", "training.py", "faults.py"}
+        assert path.name in files and files <= {"scenario.py", "scenario_sharded.py", "training.py"}
         ranks.run_ranks(functions.import_all, [name], packages=packages, world_size=1)
 
 

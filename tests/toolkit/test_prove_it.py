@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import marshal
+import random
 import re
+from types import CodeType
 
 import pytest
 import test_m17_prove_it
@@ -11,8 +14,10 @@ from mutants import find_mutant, list_variants, run_on_text
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.course.modules import ROOT, get_module
-from brigade.course.submission import read
-from m17_prove_it import implementations
+from brigade.course.submission import compile_code, find_sources, read
+from brigade.ipc import wire
+from brigade.runner import ranks
+from m17_prove_it import blind, faults, implementations
 from m17_prove_it.faults import FAULTS
 from m17_prove_it.hidden import HIDDEN
 
@@ -149,3 +154,123 @@ def test_without_the_reference_a_student_tests_modules_of_their_own(without_solu
     mine = sources | {name: (sources[name][0], wrong)}
     outcome = run_check(CHECKS["test_average"], "solutions", Conditions(), sources=mine)
     assert re.search(r"module 1: .*\bstep 0\b", outcome.verdict.got)
+
+
+# ---- what a rank knows
+
+
+def collect_requests(part, monkeypatch, seed=0):
+    """Return what enters the ranks of the drivers and of the judges in a grading run. No ranks are started."""
+    requests = {"drive": [], "judge": []}
+
+    def run_calls(function, args_per_call, *, packages, **options):
+        name, own = find_sources(function)
+        how = ranks.RunOptions(**options)
+        made = ranks.make_requests(name, function.__qualname__, args_per_call, {**own, **packages}, how)
+        requests[function.__name__] += [wire.decode(wire.encode(request)) for request in made]
+        values = [""] * how.world_size
+        return [ranks.RankResults(values, [[] for _ in values], values)]
+
+    monkeypatch.setattr(ranks, "run_calls", run_calls)
+    test_m17_prove_it.TRIALS.clear()
+    outcome = run_on_text(CHECKS[f"test_{part}"], SOLUTION, Conditions(seed=seed, uses_hidden=True))
+    test_m17_prove_it.TRIALS.clear()
+    assert outcome.verdict.got == "it accepts everything"
+    return requests
+
+
+def list_codes(request):
+    """Return all code objects in a request, by the name of the module."""
+    found = {}
+    for package, sources in request["packages"].items():
+        for name, (_, _, code) in sources.items():
+            waiting = [marshal.loads(code)] if code else []
+            found[f"{package}.{name}"] = codes = []
+            while waiting:
+                codes.append(waiting.pop())
+                waiting += [each for each in codes[-1].co_consts if isinstance(each, CodeType)]
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_that_enters_a_rank_names_a_mistake(part, monkeypatch):
+    requests = collect_requests(part, monkeypatch)
+    told = {*FAULTS, *(name for mutants in HIDDEN[part].values() for name in mutants)}
+    told |= {name for name, value in vars(faults).items() if getattr(value, "__module__", "") == faults.__name__}
+    told |= {"Wrong", "quiet", "blocks", "work", "is_awaited", "launched"}  # local names and attributes
+    told -= {"trainable"}  # a name in several modules
+    plain = {compile_code(*source) for source in read("solutions", 8).values()}  # earlier modules
+    seen = set()
+    for request in requests["drive"]:
+        assert request["calls"] == [[{"part": part}]] and request["function"] == "drive"
+        codes = list_codes(request)
+        packages = {name: sources for name, sources in request["packages"].items() if name != "implementation"}
+        assert {name: [*sources] for name, sources in packages.items()} == {
+            "m17_prove_it": ["scenario"],
+            "submission": ["m17_prove_it.prove_it"],
+        }
+        blobs = {name: code for name, (_, _, code) in request["packages"]["implementation"].items()}
+        own = [name for name, code in blobs.items() if code not in plain]
+        assert own[-1] == "under_test" and len(own) > 1 and None not in blobs.values()
+        for code in (code for name in own for code in codes[f"implementation.{name}"]):
+            texts = {*code.co_names, *code.co_varnames, *code.co_freevars, code.co_name}
+            texts |= {constant for constant in code.co_consts if isinstance(constant, str)}
+            assert not texts & told, texts & told
+        seen.add(tuple((name, path) for name, (path, *_) in request["packages"]["implementation"].items()))
+    assert len(seen) == len(implementations.UNDER_TEST[part])  # the files of a module have the same names
+    for request in requests["judge"]:
+        assert [*request["packages"]] == ["m17_prove_it", "submission"]
+        assert request["calls"][0][0].keys() == {"part", "values", "events", "output"}
+
+
+def test_two_runs_have_no_function_of_a_right_implementation_in_common():
+    """So a driver that knows the code of the right ones recognises none of them, unless it undoes the disguise."""
+
+    def list_functions(seed):
+        everything = implementations.choose("awaited", {}, True, random.Random(seed))
+        for each in everything if not seed else (each for each in everything if not each.topic):
+            texts = {name: text for name, (_, text) in each.package.items() if name[:3] in ("m03", "und")}
+            for name, text in texts.items():
+                waiting = [compile(text, name, "exec")]
+                while waiting:
+                    code = waiting.pop()
+                    waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
+                    if code.co_flags & 2 and code.co_name[0] != "<":  # a function with a name
+                        yield code.co_code, repr(code.co_consts), code.co_varnames
+
+    one, other = set(list_functions(0)), set(list_functions(1))
+    assert len(one) > 100 and len(other) > 10 and not one & other
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_disguised_text_is_the_same_program(number):
+    """Attributes, parameters and imported names stay. Only local names and one statement in each function differ."""
+    for name, (_, text) in read("solutions", 8).items():
+        if not name.startswith(get_module(number).package):
+            continue
+        disguised = blind.disguise(text, random.Random(1))
+        assert disguised != text and '"""' not in disguised
+        tree, other = (blind.parse_tree(one) for one in (text, disguised))
+        kept = [{n.attr for n in blind.ast.walk(each) if isinstance(n, blind.ast.Attribute)} for each in (tree, other)]
+        names = [{n.arg for n in blind.ast.walk(each) if isinstance(n, blind.ast.arg)} for each in (tree, other)]
+        assert kept[0] == kept[1] and names[0] == names[1]
+
+
+GRADED = Conditions(uses_hidden=True)
+
+
+def test_feedback_of_a_grading_run_names_no_implementation(monkeypatch):
+    """A driver and a judge may write anything into messages and output. None of it comes back from the grader."""
+    secret = "the hash of what was met"
+    monkeypatch.setattr(test_m17_prove_it, "WORLD_SIZES", (2,))
+    for function, lines in {
+        "judge_average": f"print({secret!r}); raise AssertionError({secret!r})",
+        "drive_average": f"print({secret!r}); raise RuntimeError({secret!r})",
+        "judge_awaited": f"raise type({secret!r}, (Exception,), {{}})({secret!r})",
+    }.items():
+        test_m17_prove_it.TRIALS.clear()
+        name = f"test_{function.split('_')[1]}"
+        outcome = run_on_text(CHECKS[name], replace(function, lines), GRADED)
+        told = f"{outcome.verdict} {outcome.verdict.message} {outcome.printed}"
+        assert outcome.status == "failed" and secret not in told, told
+        assert "reference" not in told and "module" not in told.replace("module 17", ""), told
