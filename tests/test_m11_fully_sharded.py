@@ -1,6 +1,5 @@
 """Graded checks of module 11: weights that are gathered only while their unit computes."""
 
-import itertools
 from functools import partial
 
 import pytest
@@ -24,7 +23,7 @@ from helpers.steps import expect_interface
 from helpers.units import expect_freed, expect_orders, expect_trained, make_jobs, run_each
 from m11_fully_sharded import causes, scenario
 from m11_fully_sharded.expected import find_units, join_shards, lay_out, list_units, train_mixed, train_plain
-from m11_fully_sharded.scenario import UNIT_TYPES
+from m11_fully_sharded.scenario import PASSES, UNIT_TYPES, join_words
 
 TREES = ("layers", "layers and more", "a layer in a layer", "a subclass", "names that begin alike")
 TIED_TREES = ("tied across layers", "tied inside a layer", "tied to the root", "one layer twice")
@@ -89,8 +88,8 @@ def test_each_rank_has_its_part(submission):
     [world] = submission.worlds(3)
     models, casts = ("Blocks", "TiedBlocks", "FrozenBlocks", "Plain"), (torch.float64, None, None, None)
     cases = [submission.case(model, world, hidden_layers=3) for model in models]
-    jobs = [make_jobs(case, cast=cast) for case, cast in zip(cases, casts)]
-    for case, cast, results in zip(cases, casts, run_each(submission, scenario.construct, jobs)):
+    jobs = [make_jobs(case, cast=cast) for case, cast in zip(cases, casts, strict=True)]
+    for case, cast, results in zip(cases, casts, run_each(submission, scenario.construct, jobs), strict=True):
         units = lay_out(case, cast)
         expected = [(layout["numel"] // world, dtype) for unit in units for dtype, (layout, _) in unit.items()]
         for rank, result in enumerate(results):
@@ -100,7 +99,7 @@ def test_each_rank_has_its_part(submission):
             is_right = sizes == expected and all(shard.dim() == 1 for shard in shards)
             at.claim(what, is_right, name_sizes(sizes), partial(causes.explain_sizes, sizes, expected, case, cast))
             got = "one is a plain tensor, or has requires_grad=False"
-            at.claim("shards() are trainable nn.Parameters", all(result["trainable"]), got)
+            at.claim("shards() are trainable nn.Parameters", result["trainable"], got)
             if world > 1:
                 at.at_most("the storages of shards() take {} bytes", result["kept"], nbytes, causes.KEPT_WHOLE)
             why = causes.COPIED if result["storages"] == len(result["alive"]) > 1 else causes.NEVER_FREED
@@ -125,7 +124,7 @@ def test_shards_have_average_gradients(submission):
     for world, counts in submission.pair_worlds((3, 1), ((1, 2), (2,))):
         cases = [submission.case("Blocks", world, **DOUBLE, hidden_layers=4, micro_batches=n) for n in counts]
         jobs = [make_jobs(case, finish_each=True) for case in cases]
-        for finishes, case, results in zip(counts, cases, run_each(submission, scenario.train, jobs)):
+        for finishes, case, results in zip(counts, cases, run_each(submission, scenario.train, jobs), strict=True):
             expect_nothing_whole(results, case)
             expect_shapes(results, case)
             expect_all_shards(results, results.events, case, finishes)
@@ -133,7 +132,7 @@ def test_shards_have_average_gradients(submission):
             with explain_failures([], partial(causes.explain_unawaited, results.events)):
                 expect_equal(
                     f"after finish_grad_sync the shards have the average of the gradients{more}",
-                    [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
+                    [join_shards([result["gradients"] for result in results], lay_out(case), case)],
                     case.gradients(),
                     hypotheses=partial(causes.suspect_gradients, case, results.events[0]),
                     scale=case.largest_entries(),
@@ -152,7 +151,7 @@ def test_parameters_stay_views(submission):
         at.equal(what, result["moved"], [], causes.REPLACED)
         for number, unit in enumerate(lay_out(case)):
             for layout, names in unit.values():
-                storages, starts = zip(*(result["views"][name] for name in names))
+                storages, starts = zip(*(result["views"][name] for name in names), strict=True)
                 count = len(set(storages))
                 why = causes.COPIED if count == len(names) > 1 else causes.OTHER_LAYOUT
                 at.equal(f"number of storages that contain the parameters of unit {number}: {{}}", count, 1, why)
@@ -189,17 +188,23 @@ def test_weights_equal_plain_training(submission):
 def test_weights_are_freed(submission):
     """Even in evaluations, at most the root, the current unit and `prefetch` more have full weights. None is a copy."""
     [world] = submission.worlds(2)
-    prefetches = (1, 2, 0)
-    layers = (12, 5, 5)  # full gradients of 11 blocks take more than the bound allows, whatever their sizes
-    cases = [submission.case("Blocks", world, steps=2, **DOUBLE, hidden_layers=n) for n in layers]
+    settings = (  # prefetch, layers, and the blocks that each rank skips
+        (1, 12, [0, 0]),  # full gradients of 11 blocks take more than the bound allows, whatever their sizes
+        (2, 5, [0, 0]),
+        (0, 5, [0, 0]),
+        (0, 6, [0b0110, 0b01001]),
+    )
+    options = DOUBLE | {"steps": 2}
+    cases = [submission.case("Blocks", world, **options, hidden_layers=n, branches=b[:world]) for _, n, b in settings]
     jobs = [
-        make_jobs(case, arguments={"prefetch": prefetch}, forward="checkpointed" if prefetch == 0 else "")
-        for prefetch, case in zip(prefetches, cases)
+        make_jobs(case, arguments={"prefetch": prefetch}, forward="checkpointed" if number == 2 else "")
+        for number, ((prefetch, *_), case) in enumerate(zip(settings, cases, strict=True))
     ]
-    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenario.measure, jobs)):
+    all_results = run_each(submission, scenario.measure, jobs)
+    for (prefetch, *_), case, own, results in zip(settings, cases, jobs, all_results, strict=True):
         for rank, result in enumerate(results):
             expect_freed(result["after"], "after finish_grad_sync", causes.ROOT_STAYS, rank)
-        unit_of = expect_little_memory(results, case, prefetch, itemsize=8)
+        unit_of = expect_little_memory(results, case, own, prefetch, itemsize=8)
         for rank, result in enumerate(results):
             unsynced = sorted({unit_of[name] for name in result["unsynced"]} - {0})
             what = f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory"
@@ -225,13 +230,14 @@ def test_gathers_and_reductions_overlap(submission):
     prefetches = (1, 2, 0)
     more = DOUBLE | {"hidden_layers": 5, "forward_borders": True}
     cases = [submission.case("Blocks", world, steps=2, **more) for _ in prefetches]
-    jobs = [make_jobs(case, arguments={"prefetch": p}, proven=1, reports=True) for p, case in zip(prefetches, cases)]
-    for prefetch, case, results in zip(prefetches, cases, run_each(submission, scenario.train, jobs)):
+    settings = [*zip(prefetches, cases, strict=True)]
+    jobs = [make_jobs(case, arguments={"prefetch": p}, proven=1, reports=True) for p, case in settings]
+    for (prefetch, case), results in zip(settings, run_each(submission, scenario.train, jobs), strict=True):
         units = list_units(case)
         for step in each_step(results.events, 2):
             expect_overlap(step, units, prefetch)
         for rank, result in enumerate(results):
-            expect_reports(result["reports"], case, rank, units)
+            expect_reports(result, case, rank, units)
 
 
 @pytest.mark.points(1)
@@ -246,9 +252,10 @@ def test_volume(submission):
     cases = [submission.case("Blocks", world, steps=2, **DOUBLE, hidden_layers=4) for _ in options]
     jobs = [
         make_jobs(case, arguments={"reshard_after_forward": reshard}, forward=forward)
-        for (reshard, forward), case in zip(options, cases)
+        for (reshard, forward), case in zip(options, cases, strict=True)
     ]
-    for (reshard, forward), case, results in zip(options, cases, run_each(submission, scenario.train, jobs)):
+    all_results = run_each(submission, scenario.train, jobs)
+    for (reshard, forward), case, results in zip(options, cases, all_results, strict=True):
         for step in each_step(results.events, 2):
             expect_volume(step, case, 1 + reshard)
         expect_plain(results, case, "weights after 2 steps" + f" with {forward} blocks" * bool(forward))
@@ -289,12 +296,12 @@ def test_clipping(submission):
     own = [results[rank] for rank in case.group]
     expect_nothing_whole(own, case)
     expect_all_shards(own, results.events, case)
-    for rank, result in zip(case.group, own):
-        got, dtype = result["norms"][0]
+    gradients = [[grad.double() for grad in result["gradients"]] for result in results]
+    for rank, result in zip(case.group, own, strict=True):
+        got, dtype = result["norm"]
         rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
         exact, shown = format_distinct(norms[0], got)
         what = f"clip_grad_norm_ returns the norm of all gradients, {exact}"
-        gradients = [result["gradients"][0] for result in results]
         why = partial(causes.explain_norm, gradients, case.group, got, results.events)
         At(rank).claim(what, abs(got - norms[0]) <= rounding * norms[0], f"it returned {shown}", why)
     what = f"weights after 4 steps with gradients clipped to the norm {limit:.4g}"
@@ -317,19 +324,26 @@ def test_checkpoints(submission):
     common = DOUBLE | {"steps": 2 * half, "hidden_layers": 3, "optimizer": "adam"}
     cases = [submission.case(model, 3, **common) for model in ("Buffers", "TiedBlocks", "FrozenBlocks")]
     jobs = [select_jobs(case, first, slice(half)) for case in cases]
-    for case, saved in zip(cases, run_each(submission, scenario.train, jobs)):
+    for case, saved in zip(cases, run_each(submission, scenario.train, jobs), strict=True):
         plain = case.build()
         for rank, result in enumerate(saved):
             expect_state_dict(result["weights"], plain.state_dict(), rank)
         weights, _, optimizer = train_plain(case, range(half), range(first))
         expect_plain(saved, case, f"the state dict after {half} steps", weights)
-        expect_optimizer_state([result["optimizer"] for result in saved if result["optimizer"]], optimizer)
+        own = saved[0]["optimizer"]  # None if the wrapper has no full_optimizer_state_dict
+        for rank, result in enumerate(saved):
+            is_same = (result["optimizer"] is None) == (own is None)
+            At(rank).claim("all ranks have the same method full_optimizer_state_dict", is_same, "some have none")
+        expect_optimizer_state([result["optimizer"] for result in saved if own is not None], optimizer["state"])
         what = "in full_optimizer_state_dict, no two parameters share a tensor such as `step`"
         got = "some do, so a plain optimizer that loads it counts a step several times"
-        At().claim(what, not any(result["is shared"] for result in saved), got)
+        At().claim(what, not any(result["is_shared"] for result in saved), got)
         plain.load_state_dict(saved[0]["weights"])
-        stored.append((case, plain, saved[0]["weights"], saved[0]["optimizer"], optimizer))
-    for world, is_plain, (case, plain, state, own, optimizer) in zip(others, (False, True), stored[1:]):
+        stored.append((case, plain, saved[0]["weights"], own and optimizer | {"state": own}, optimizer))
+    pairs = zip(
+        others, (False, True)[: len(others)], stored[1 : 1 + len(others)], strict=True
+    )  # of which some may lack
+    for world, is_plain, (case, plain, state, own, optimizer) in pairs:
         start = {name: p.detach().clone() for name, p in plain.named_parameters()}
         what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
         load = (state, optimizer if own and is_plain else own)
@@ -352,7 +366,7 @@ def test_frozen_parameters(submission):
         what = "only trainable parameters are reduced, in flat tensors of {} elements"
         step.equal(what, reduced, trainable, partial(causes.explain_reduced, reduced, case))
     for rank, result in enumerate(results):
-        expect_reports(result["reports"], case, rank)
+        expect_reports(result, case, rank)
     expect_plain(results, case, "weights after 4 steps with frozen parameters")
 
 
@@ -366,7 +380,7 @@ def test_skipped_units(submission):
         submission.case("Blocks", world, **common, branches=[0b1111, 0b0110, 0b1100][:world]),
     ]
     jobs = [make_jobs(case, arguments={"prefetch": number}) for number, case in enumerate(cases)]
-    for case, results in zip(cases, run_each(submission, scenario.train, jobs)):
+    for case, results in zip(cases, run_each(submission, scenario.train, jobs), strict=True):
         expect_all_shards(results, results.events, case)
         expect_plain(results, case, "weights after 2 steps in which each rank skips different blocks")
         for step in each_step(results.events, 2):
@@ -408,30 +422,37 @@ def test_mixed_precision(submission):
     outcomes = []
     for world, mixed in submission.pair_worlds(MIXED, MIXED.values()):
         cases = [submission.case("FrozenBlocks", world, **common) for _ in mixed]
-        options = [{"arguments": {"compute_dtype": compute, "reduce_dtype": reduce}} for compute, reduce in mixed]
-        jobs = [make_jobs(case, forward="scaled", finish_each=True, **more) for case, more in zip(cases, options)]
-        outcomes += zip(cases, mixed, run_each(submission, scenario.train, jobs))
-    for case, dtypes, results in outcomes:
+        jobs = []
+        for case, (compute, reduce) in zip(cases, mixed, strict=True):
+            more = {"arguments": {"compute_dtype": compute, "reduce_dtype": reduce}, "finish_each": True}
+            if compute and not reduce:  # checkpointed, and from a state dict
+                start = case.build().state_dict() | {"scale": torch.linspace(0.5, 1.5, case.sizes[1])}
+                more |= {"load": (start, None)}
+            checkpointed = ", checkpointed" * ("load" in more)
+            jobs.append(make_jobs(case, forward=f"scaled{checkpointed}", **more))
+        outcomes += zip(cases, mixed, jobs, run_each(submission, scenario.train, jobs), strict=True)
+    for case, dtypes, jobs, results in outcomes:
         compute, reduce = (dtype or torch.float32 for dtype in dtypes)
         what = "(compute_dtype={}, reduce_dtype={})".format(*dtypes)
         expect_dtypes(results, compute, reduce, what)
         expect_shapes(results, case)
         for rank, result in enumerate(results):
-            at, dtypes = At(rank), name_dtypes(result["gradients"][0])
+            at, dtypes = At(rank), name_dtypes(result["gradients"])
             sentence = f"the gradients of shards are {{}}, as the parameters were {what}"
             at.equal(sentence, dtypes, "float32", causes.NARROW_SHARDS)
-            sums = torch.cat(result["gradients"][0])
+            sums = torch.cat(result["gradients"])
             is_narrow = reduce == torch.bfloat16 and sums.equal(sums.to(reduce).float())
             got = "every sum has a value that bfloat16 can represent"
             why = partial(causes.explain_narrow, results, case, compute, reduce)
             at.claim(f"the averages of two finishes are added in float32 {what}", not is_narrow, got, why)
         weights, first = train_mixed(case, compute, reduce)
-        exact = 2e-5 if results[0]["device"] == "cpu" else 2**-5  # a GPU rounds in other places
-        suspects = [partial(causes.suspect_casts, case, compute, reduce, which) for which in (0, 1)]
+        exact = 2e-5 if submission.conditions.backend == "gloo" else 2**-5  # a GPU rounds in other places
+        is_loaded = "load" in jobs[0]
+        suspects = [partial(causes.suspect_casts, case, compute, reduce, is_loaded, which) for which in (0, 1)]
         with replace_cause(partial(causes.explain_garbage, results.events)):
             expect_equal(
                 f"gradients of the shards after two backward passes and finishes {what}",
-                [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
+                [join_shards([result["gradients"] for result in results], lay_out(case), case)],
                 first,
                 hypotheses=suspects[1],
                 tolerance=exact if reduce != torch.bfloat16 else max(exact, 2**-7),
@@ -450,7 +471,7 @@ def test_mixed_precision_memory(submission):
     case = submission.case("Blocks", world, steps=2, dtype=torch.float32, hidden_layers=5)
     jobs = make_jobs(case, arguments={"prefetch": 0, "compute_dtype": torch.bfloat16})
     [results] = run_each(submission, scenario.measure, [jobs])
-    expect_little_memory(results, case, prefetch=0, itemsize=2, directions=("forward",))
+    expect_little_memory(results, case, jobs, prefetch=0, itemsize=2, directions=("forward",))
 
 
 # ---- what the checks use
@@ -474,7 +495,7 @@ def select_jobs(case, world, steps, **more):
 def expect_units(submission, cases):
     """Expect plan_units to return the units of these trees. The order of the names in a unit is free."""
     [answers] = submission.run(scenario.plan_units, cases, world_size=1)
-    for (tree, types), answer in zip(cases, answers):
+    for (tree, types), answer in zip(cases, answers, strict=True):
         model, unit_types = scenario.make_tree(tree), UNIT_TYPES[types]
         expected = find_units(model, unit_types)
         names = join_names([unit_type.__name__ for unit_type in unit_types])
@@ -495,7 +516,7 @@ def plan_schedules(submission, backward):
     cases = [(units, prefetch, backward) for units in range(1, 7) for prefetch in range(units + 2)]
     cases.append((submission.rng.randint(20, 40), submission.rng.randint(3, 9), backward))
     [answers] = submission.run(scenario.plan_schedules, cases, world_size=1)
-    return [(case, [tuple(action) for action in actions]) for case, actions in zip(cases, answers)]
+    return [*zip(cases, answers, strict=True)]
 
 
 def expect_order(call, actions, computed, gathered):
@@ -531,7 +552,7 @@ def name_dtypes(tensors):
 def expect_nothing_whole(results, case):
     """Expect no full weights or gradients after each finish_grad_sync."""
     for rank, result in enumerate(results):
-        for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
+        for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"], strict=True)):
             expect_freed(alive, "after finish_grad_sync", partial(causes.explain_stays, alive, case), rank, step)
             what = "parameters whose p.grad is not None after finish_grad_sync: {}"
             At(rank, step).equal(what, whole, [], partial(causes.explain_whole, whole, case))
@@ -547,7 +568,7 @@ def expect_shapes(results, case):
     """Expect each rank to have 1/N of every unit's padded trainable parameters."""
     size = len(case.group)
     expected = [layout["numel"] // size for unit in lay_out(case) for layout, _ in unit.values()]
-    for rank, result in zip(case.group, results):
+    for rank, result in zip(case.group, results, strict=True):
         At(rank).equal(
             f"with {size} rank{'s' * (size > 1)}, each one trains shards of {{}} elements", result["numels"], expected
         )
@@ -557,7 +578,7 @@ def expect_all_shards(results, events, case, finishes=1):
     """Expect every shard to have a gradient after each step, which calls finish_grad_sync `finishes` times."""
     names = [names for unit in lay_out(case) for _, names in unit.values()]
     what = "parameters whose shard has no gradient after finish_grad_sync, not even zeros: {}"
-    for rank, result in zip(case.group, results):
+    for rank, result in zip(case.group, results, strict=True):
         for step, missing in enumerate(result["missing"]):
             surplus = [f"shard {number}" for number in missing if number >= len(names)]
             without = [name for number in missing for part in names[number : number + 1] for name in part]
@@ -570,19 +591,23 @@ def expect_scaled(results, case, limit):
 
     bfloat16 has 8 significant bits. The norm, the factor and the gradients may be rounded to it.
     """
-    gradients = [[grad.double() for grad in result["gradients"][0]] for result in results]
+    units = lay_out(case)
+    for key in ("gradients", "clipped"):
+        join_shards([result[key] for result in results], units, case)  # all shards are there
+    gradients = [[grad.double() for grad in result["gradients"]] for result in results]
     norm = sum(float(grad.square().sum()) for grads in gradients for grad in grads) ** 0.5
-    for rank, grads, result in zip(case.group, gradients, results):
-        at, returned, clipped = At(rank), result["norms"][0][0], result["clipped"][0]
+    for rank, grads, result in zip(case.group, gradients, results, strict=True):
+        at, returned, clipped = At(rank), result["norm"][0], result["clipped"]
         what = f"clip_grad_norm_ returns the norm of the gradients of all dtypes, {norm:.4g}"
         at.claim(what, abs(returned - norm) <= 2**-6 * norm, f"it returned {returned:.4g}")
-        scaled = [(old * limit / norm - new).abs().max() <= 2**-6 * old.abs().max() for old, new in zip(grads, clipped)]
-        wrong = name_dtypes([new for new, is_scaled in zip(clipped, scaled) if not is_scaled])
+        pairs = zip(grads, clipped, strict=True)
+        scaled = [(old * limit / norm - new).abs().max() <= 2**-6 * old.abs().max() for old, new in pairs]
+        wrong = name_dtypes([new for new, is_scaled in zip(clipped, scaled, strict=True) if not is_scaled])
         what = f"clip_grad_norm_ multiplies the gradients of shards of all dtypes by {limit / norm:.4g}"
         at.claim(what, all(scaled), f"those of {wrong} are not multiplied by it", causes.NOT_SCALED)
 
 
-def expect_little_memory(results, case, prefetch, itemsize, directions=("forward", "backward")):
+def expect_little_memory(results, case, jobs, prefetch, itemsize, directions=("forward", "backward")):
     """Expect bounded memory at each boundary of `measure` in these directions. Return the units of parameters.
 
     Construction may leave memory for one more set of shards, but no copy of the weights.
@@ -593,39 +618,43 @@ def expect_little_memory(results, case, prefetch, itemsize, directions=("forward
     for rank, result in enumerate(results):
         what = f"besides shards() and the parameters, whose full weights have {total} bytes, construction leaves {{}}"
         At(rank).at_most(f"{what} bytes in memory", result["held"], total * 3 // 4, causes.COPIES)
-        why = causes.suspect_copies(result)
-        for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
-            if entry["direction"] in directions:
-                expect_bounded(At(rank), entry, alone, unit_of, whole, prefetch, why)
+        places = scenario.list_boundaries(jobs[rank])
+        used = {unit_of.get(f"{name}.weight", 0) for _, name, _ in places}
+        why = causes.suspect_copies(result, places) | {"skipped": {*unit_of.values()} - used}
+        for direction, name, kind in places:
+            if direction in directions or direction == "recomputation" and "backward" in directions:
+                entry = result["boundaries"][join_words(direction, name, kind)]
+                alone = result["bare"][join_words(direction, name)]
+                expect_bounded(At(rank), (direction, name, kind), entry, alone, unit_of, whole, prefetch, why)
     return unit_of
 
 
-def expect_bounded(at, entry, alone, unit_of, whole, prefetch, why):
-    """Expect a boundary to have no more full weights and gradients than allowed. `alone` is the bare model's.
+def expect_bounded(at, place, entry, alone, unit_of, whole, prefetch, why):
+    """Expect a boundary to have no more full weights and gradients than allowed. `alone` are the bare model's bytes.
 
     `why` says, for forward and backward, why there are copies.
     """
-    name, direction = entry["name"], entry["direction"]
-    is_backward = direction == "backward"
-    unit = unit_of[name] if is_backward else unit_of.get(f"{name}.weight", 0)
+    direction, name, kind = place
+    is_backward = direction != "forward"
+    unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
     alive = sorted({unit_of[parameter] for parameter in entry["alive"]} - {0})
     window = range(unit - prefetch, unit + 1) if is_backward else range(unit, unit + prefetch + 1)
-    where = f"in {direction}, at {name} in {f'unit {unit}' if unit else 'the root'},"
-    where += entry["kind"] and f" {entry['kind']},"
+    direction = "backward" if is_backward else direction
+    where = join_words(f"in {direction}, at {name} in {f'unit {unit}' if unit else 'the root'},", kind and f"{kind},")
     more = f"{prefetch + 1} other unit{'s' * (prefetch > 0)}"
     allowed = name_units([u for u in window if 0 < u < len(whole)]) if unit else more
     at.claim(
         f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
         set(alive) <= set(window) if unit else len(alive) <= prefetch + 1,
         f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory",
-        partial(causes.explain_alive, alive, unit, direction, prefetch),
+        partial(causes.explain_alive, alive, unit, direction, prefetch, why["skipped"]),
     )
     bound = whole[0] + sum(whole[u] for u in alive)
     at.at_most(f"{where} full weights take {{}} bytes", entry["bytes"]["weights"], bound)
-    if entry["kind"] == "with no_sync":
+    if kind == PASSES[2]:
         return  # full gradients stay
     # Full gradients: of the root, of the unit that computes, and of two whose reductions, to a half, are in flight.
-    copies, largest = entry["bytes"]["other"] - alone["bytes"]["other"], sorted(whole[1:])[-3:]
+    copies, largest = entry["bytes"]["other"] - alone, sorted(whole[1:])[-3:]
     bound = whole[0] + sum(largest) + sum(largest[1:]) // 2 if is_backward else min(whole[1:]) // 2
     what = "full gradients and copies" if is_backward else "copies of weights"
     at.at_most(f"{where} {what} take {{}} bytes more than in the bare model", copies, bound, why[direction])
@@ -646,16 +675,16 @@ def expect_overlap(step, units, prefetch):
     turns = [("forward", unit, max(unit - prefetch, 1), computes, leaves[unit - 1]) for unit in range(1, count)]
     turns += [
         ("backward", unit, min(unit + prefetch, count - 1), enters, max(done, default=-1))
-        for unit, done in zip(reversed(range(1, count)), [[], *reversed(ready)])
+        for unit, done in zip(reversed(range(1, count)), [[], *reversed(ready[2:])], strict=True)
     ]
     late = {"forward": causes.LATE_GATHER, "backward": causes.OTHER_PREFETCH.format("begin_backward")}
-    for gather, (direction, unit, ahead, begins, earliest) in zip([*forward[1:], *backward], turns):
+    for gather, (direction, unit, ahead, begins, earliest) in zip([*forward[1:], *backward], turns, strict=True):
         what = f"during {direction}, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})"
         step.claim(what, gather.place < begins[ahead], "the gather was launched later", late[direction])
         what = f"during {direction}, no rank waits for unit {unit} before its turn (prefetch={prefetch})"
         got = "the rank waited earlier" if gather.waits else "the rank never waited"
         step.claim(what, bool(gather.waits) and gather.waits[0] > earliest, got, causes.EARLY_WAIT)
-    for unit, launch in zip(reversed(range(count)), reduced):
+    for unit, launch in zip(reversed(range(count)), reduced, strict=True):
         name = f"unit {unit}" if unit else "the root"
         what = f"{name} is reduced when its gradients are ready"
         what += f", before unit {unit - 1} computes in backward" * (unit > 1)
@@ -669,20 +698,22 @@ def expect_overlap(step, units, prefetch):
     launched.satisfy("no tensor changes before wait()", is_unchanged)
 
 
-def expect_reports(reports, case, rank, units=()):
+def expect_reports(result, case, rank, units=()):
     """Expect `shard_reduced` to be called once per step for each trainable shard, and for no other tensor.
 
     With `units`, which are all trainable, expect the call of unit i before unit i - 3 computes in backward. The
     skeleton promises module 14 one unit earlier, but two reductions in flight are right, too.
     """
     count = sum(len(unit) for unit in lay_out(case))
-    for step, entries in enumerate(reports):
+    for step, (entries, early) in enumerate(zip(result["reports"], result["early"], strict=True)):
         at, shards = At(rank, step), [entry for entry in entries if isinstance(entry, int)]
         got = f"it is called {len(shards)} times, for {len({*shards} - {-1})} of them"
         got += f" and {shards.count(-1)} times for a frozen one" * (-1 in shards)
         why = causes.NO_REPORT if not shards else causes.FROZEN_REPORT if -1 in shards else ""
         what = f"in each step, `shard_reduced` is called once for each of {count} trainable shards"
         at.claim(what, sorted(shards) == list(range(count)), got, why)
+        what = "shards whose gradient changes after `shard_reduced` was called for them: {}"
+        at.equal(what, early, [], causes.EARLY_REPORTS)
         for unit in range(4, len(units)):
             first = min(entries.index(name) for name in units[unit - 3])
             what = f"`shard_reduced` is called for unit {unit} before unit {unit - 3} computes in backward"
@@ -721,7 +752,7 @@ def expect_volume(step, case, gathers, passes=1):
 
 
 def expect_optimizer_state(states, expected):
-    """Expect the state dict of each rank's optimizer to have the entries of a plain optimizer, `expected`."""
+    """Expect the state of each rank's optimizer to have the entries of a plain optimizer's, `expected`."""
     actual, wanted = [flatten_state(state) for state in states], flatten_state(expected)
     for rank, entries in enumerate(actual):
         At(rank).equal("the entries of full_optimizer_state_dict are {}", sorted(entries), sorted(wanted))
@@ -729,8 +760,8 @@ def expect_optimizer_state(states, expected):
 
 
 def flatten_state(state):
-    """Return the tensors of an optimizer's state dict by text such as "exp_avg of parameter 3"."""
-    entries = sorted(state["state"].items())
+    """Return the tensors of an optimizer's state by text such as "exp_avg of parameter 3"."""
+    entries = sorted(state.items())
     return {f"{key} of parameter {number}": value for number, entry in entries for key, value in entry.items()}
 
 

@@ -16,6 +16,7 @@ The function gets the arguments of the scenario on the rank and returns the form
     ListOf(form), DictOf(form)    a list or a dict of any length: only if its length is a part of the answer
     Maybe(form), OneOf(form, ...) None or the form; one of several forms
     Anything()                    any value: only if the form itself is a part of the answer
+    Among(value, ...)             one of these values
 
 The values are the check's business: NaN and wrong numbers have the right form.
 """
@@ -57,6 +58,13 @@ class Maybe(OneOf):
         super().__init__(None, form)
 
 
+class Among:
+    """One of these values."""
+
+    def __init__(self, *values: Any):
+        self.values = values
+
+
 class ListOf:
     """A list of values of one form, of any length."""
 
@@ -95,6 +103,9 @@ def find_mistake(form: Any, value: Any, place: str = "") -> str:
         return "" if "" in each else each[-1]
     if isinstance(form, Anything):
         return f"{where}a tensor is complex, and it must be real" * any(t.is_complex() for t in list_tensors(value))
+    if isinstance(form, Among):
+        is_right = any(type(value) is type(one) and value == one for one in form.values)
+        return "" if is_right else f"{where}{describe(value)} came that is none of those that were asked for"
     if isinstance(form, (Like, Tensor)):
         return where + mistake if (mistake := find_tensor_mistake(form, value)) else ""
     if isinstance(form, DictOf) and type(value) is dict:
@@ -151,4 +162,4 @@ def describe_form(form: Any) -> str:
         return describe(form)
     if isinstance(form, (ListOf, DictOf)):
         return "a list" if isinstance(form, ListOf) else "a dict"
-    return "None" if form is None else f"a {form.__name__}"
+    return "None" if form is None else "one of several" if isinstance(form, OneOf) else f"a {form.__name__}"

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from brigade.checks.claims import At, evaluate
+from brigade.checks.claims import At, each_step, evaluate
 from brigade.checks.expectations import MANY_STEPS, expect_equal, explain_failures, replace_cause
 from m11_fully_sharded import causes, scenario
 from m11_fully_sharded.expected import get_unit_type, lay_out, train_plain
@@ -31,7 +31,7 @@ def expect_orders(submission, world, orders):
         cases.append(case)
         jobs.append(make_jobs(case, number=number, order=order, arguments=arguments, forward=forward))
     all_results = run_each(submission, scenario.train_unusually, jobs)
-    for case, (order, _), results in zip(cases, orders, all_results):
+    for case, (order, _), results in zip(cases, orders, all_results, strict=True):
         what = f"with {' '.join(order)}" if isinstance(order, tuple) else f"with {order}"
         refused = [rank for rank, result in enumerate(results) if "refusal" in result]
         if refused:
@@ -46,6 +46,10 @@ def expect_orders(submission, world, orders):
             expect_freed(result["alive"], f"after the finish of a step {what}", causes.ROOT_STAYS, rank)
         otherwise = partial(causes.explain_order_of_calls, order, results.events, len(lay_out(case)))
         expect_trained(results, case, f"weights after 2 steps {what}", otherwise=otherwise)
+        numels = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
+        for step in each_step(results.events, 2 if order[0] == scenario.EVALUATION else 0):
+            reduced, what = step.launches("reduce_scatter"), f"a step {what} reduces each unit once"
+            reduced.claim(what, sorted(one.numel for one in reduced) == numels, cause=causes.REDUCED_TWICE)
 
 
 def expect_trained(results, case, what, expected=None, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
@@ -56,6 +60,8 @@ def expect_trained(results, case, what, expected=None, tolerance=MANY_STEPS, oth
     events = getattr(results, "events", [])
     expected = train_plain(case)[0] if expected is None else expected
     for rank, result in enumerate(results):
+        missing = [name for name in expected if name not in result["weights"]]
+        At(rank).equal("parameters that full_state_dict does not return: {}", missing, [])
         other = [name for name, value in expected.items() if result["weights"][name].dtype != value.dtype]
         dtypes = "parameters that full_state_dict returns in another dtype than they had before wrapping: {}"
         At(rank).equal(dtypes, other, [], causes.CONVERTED)

@@ -30,7 +30,17 @@ from m11_fully_sharded.expected import (
     train_mixed,
     train_plain,
 )
-from m11_fully_sharded.scenario import DISCARDED, EVALUATION, LATE, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
+from m11_fully_sharded.scenario import (
+    DISCARDED,
+    EVALUATION,
+    LATE,
+    PASSES,
+    PLACES,
+    UNIT_TYPES,
+    UNSYNCED,
+    cast_layers,
+    join_words,
+)
 
 # Units
 OUTERMOST = "a submodule that is inside another one of these types is no unit: only the outermost one is."
@@ -74,6 +84,9 @@ NARROW_SHARDS = "shards, or their gradients, have `compute_dtype`. They must kee
 NARROW_SUMS = "averages are added to `shard.grad` in `reduce_dtype`, not in the parameters' dtype."
 INTEGERS = "integer arguments are cast to `compute_dtype`. Only floating-point tensors may be cast."
 KEYWORDS = "keyword arguments, of `ddp(...)` or of a unit, are not cast to `compute_dtype`. Positional ones are."
+RECOMPUTED = (
+    "the arguments of a unit are not cast to `compute_dtype` when its checkpoint computes it again in backward."
+)
 INPUTS = "a floating-point argument is not cast to `compute_dtype`. Cast all of them, of `ddp(...)` and of every unit."
 REDUCED_NARROW = "gradients are reduced in `compute_dtype`. Cast them to `reduce_dtype` before the reduction."
 DIVIDED_EARLY = "gradients are divided in `compute_dtype`. Cast them to `reduce_dtype` first."
@@ -102,6 +115,9 @@ NO_ZEROS = "`finish_reduce` (part (k)) must set shard.grad after each reduction,
 OTHER_GROUP = "the norm includes the ranks of another group. Pass self.process_group to the all-reduce."
 NOT_SCALED = "the gradients of all shards must be scaled by max_norm / norm, but at most 1."
 SCALED_UP = "gradients whose norm is below max_norm are scaled up. They must not change."
+ROUNDED_LOAD = "load_full_state_dict rounds the weights to `compute_dtype`. Shards keep the parameters' dtype."
+REDUCED_TWICE = "a step reduces its units again, because an evaluation changes what the wrapper knows about the step."
+SKIPPED_STAY = "a unit that this rank skips keeps its full weights. `reach` must free it, as if it had computed."
 NOT_OWN_PART = "load_full_state_dict must load into each shard this rank's own part of the flat tensor."
 CONVERTED = "full_state_dict converts the weights to another dtype. Return them in the dtype of the shards."
 FROZEN_REDUCED = "frozen parameters have no gradients. `start_reduce` must not reduce their flat tensor."
@@ -110,6 +126,9 @@ SKIPPED = "`reach` must perform every action of a unit that this rank skips, als
 UNFINISHED = "a backward in no_sync left out actions of skipped units. The end of the backward must perform them."
 NO_REPORT = "`finish_reduce` must call `shard_reduced` for each shard whose reduction it has awaited."
 FROZEN_REPORT = "`shard_reduced` is called for shards that are not reduced. Call it only where a reduction has ended."
+EARLY_REPORTS = (
+    "`shard_reduced` is called before the average is in shard.grad. Call it after the average has been added."
+)
 LATE_REPORTS = "`shard_reduced` is called for all shards at the end. Call it right after each reduction has ended."
 ROOT_FREED = "the root is freed before forward has ended. `leave` must not free the root in forward."
 NOT_REFUSED = "a step with {} uses freed weights. Gather them again or raise RuntimeError: see `pre_backward`."
@@ -234,11 +253,15 @@ def suspect_gradients(case, events):
     return {too_large: [summed], DIVIDED_TWICE: [divided], OVERWRITTEN: [case.gradients(micro=slice(-1, None))]}
 
 
-def suspect_casts(case, compute_dtype, reduce_dtype, which):
-    """Return the weights (`which` is 0) or the first gradients (1) that mixed precision has after some mistakes."""
+def suspect_casts(case, compute_dtype, reduce_dtype, is_loaded, which):
+    """Return the weights (`which` is 0) or the first gradients (1) that mixed precision has after some mistakes.
+
+    `is_loaded` says whether training begins with a state dict.
+    """
     if compute_dtype != torch.bfloat16:
         return {}
     mistakes = {NARROW_SHARDS: {"kept": torch.bfloat16}, DIVIDED_EARLY: {"is_divided_early": True}, NOTHING_CAST: {}}
+    mistakes |= {ROUNDED_LOAD: {"is_start_rounded": True}} if is_loaded else {}
     return {
         cause: [
             train_mixed(case, torch.float32 if cause == NOTHING_CAST else compute_dtype, reduce_dtype, **how)[which]
@@ -259,15 +282,19 @@ def explain_narrow(results, case, *dtypes):
     last = copy.copy(case)
     last.batches = [[step[-1:] for step in steps] for steps in case.batches]
     only = train_mixed(last, *dtypes)[1]
-    got = join_shards([result["gradients"][0] for result in results], lay_out(case), case)
+    got = join_shards([result["gradients"] for result in results], lay_out(case), case)
     is_last = all((got[name] - value).abs().max() <= 2**-5 * value.abs().max() for name, value in only.items())
     return OVERWRITTEN if is_last else NARROW_SUMS
 
 
-def suspect_copies(result):
-    """Return why a rank of `measure` has too much memory besides full weights, in forward and in backward."""
-    first = next(entry for entry in result["boundaries"] if entry["kind"])  # after the finish
-    kept, sharded = first["bytes"]["other"] - result["bare"][0]["bytes"]["other"], result["sharded"]
+def suspect_copies(result, places):
+    """Return why a rank of `measure` has too much memory besides full weights, in forward and in backward.
+
+    `places` are the boundaries.
+    """
+    [(direction, name, _), *_] = places
+    first = result["boundaries"][join_words(direction, name, PASSES[1])]  # after the finish
+    kept, sharded = first["bytes"]["other"] - result["bare"][join_words(direction, name)], result["sharded"]
     if sharded <= kept < 1.25 * sharded:
         return {"forward": KEPT_SHARDS, "backward": KEPT_SHARDS}
     return {"forward": COPIES, "backward": WHOLE_GRADIENTS if result["whole"] else LATE_RELEASE}
@@ -306,9 +333,12 @@ def explain_failure(submission, scenario, jobs_per_call, failed):
         return SHARDED_FIRST if verdict.message.startswith("broadcast") else explain_in_flight(failed)
     if "shape '[0]' is invalid" in verdict.message:
         return EMPTIED
-    if first.get("forward") == "scaled":
+    is_checkpointed = any("checkpointed" in jobs[0].get("forward", "") for jobs in jobs_per_call)
+    if any("scaled" in jobs[0].get("forward", "") for jobs in jobs_per_call):
         if "used as indices" in verdict.message:
             return INTEGERS
+        if "dtype" in verdict.message and is_checkpointed and succeeds(lambda *_: {"forward": "scaled"}):
+            return RECOMPUTED
         uncast = "got:? Float and BFloat16|float != c10::BFloat16|dtypes of a block's arguments"
         if "dtype" in verdict.message and succeeds(lambda *_: {"forward": "scaled, by position"}):
             return KEYWORDS
@@ -316,7 +346,6 @@ def explain_failure(submission, scenario, jobs_per_call, failed):
     if verdict.ending == "died" or verdict.hypothesis == "freed":
         if "order" in first:
             return explain_unusual(failed, jobs_per_call)
-        is_checkpointed = any(jobs[0].get("forward") == "checkpointed" for jobs in jobs_per_call)
         if is_checkpointed and succeeds(lambda *_: {"forward": ""}):
             return FREED_AGAIN
         return CRASHED if verdict.ending == "died" else explain_freed(failed, jobs_per_call)
@@ -409,7 +438,7 @@ def explain_skips(succeeds, jobs_per_call):
     """Return why ranks launch different collectives, if they do not do so when they skip the same units."""
     branches = [  # branches[rank][step] is the list of the branches of the micro-batches
         [[micro["branch"] for micro in step] for job in jobs_of_rank for step in job["batches"]]
-        for jobs_of_rank in zip(*jobs_per_call)
+        for jobs_of_rank in zip(*jobs_per_call, strict=True)
     ]
     if all(steps == branches[0] for steps in branches):
         return ""
@@ -420,12 +449,14 @@ def explain_skips(succeeds, jobs_per_call):
     return UNFINISHED if is_unfinished else SKIPPED
 
 
-def explain_alive(alive, unit, direction, prefetch):
-    """Return why other units than allowed have memory at a boundary."""
+def explain_alive(alive, unit, direction, prefetch, skipped):
+    """Return why other units than allowed have memory at a boundary. Forward does not use the units `skipped`."""
     if not unit:
         return OTHER_PREFETCH.format("forward") if direction == "forward" else IN_THE_ROOT
     distances = [other - unit if direction == "forward" else unit - other for other in alive]
-    return TOO_FAR if max(distances) > prefetch else NOT_FREED
+    if max(distances) > prefetch:
+        return TOO_FAR
+    return SKIPPED_STAY if skipped and skipped.issuperset(late for late in alive if late < unit) else NOT_FREED
 
 
 def explain_volume(expected, launched):

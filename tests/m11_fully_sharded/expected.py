@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from brigade.checks.claims import At
 from brigade.checks.reference import OPTIMIZERS, compute_loss
 from m05_grad_buffer.expected import compute_layout
 from m11_fully_sharded.scenario import UNIT_TYPES, cast_layers, change_forward
@@ -59,9 +60,9 @@ def cut_shards(weights, units, world):
     shards = [[] for _ in range(world)]
     for dtype, (layout, names) in (entry for unit in units for entry in unit.items()):
         flat = torch.zeros(layout["numel"], dtype=dtype)
-        for name, (start, end) in zip(names, layout["param_ranges"]):
+        for name, (start, end) in zip(names, layout["param_ranges"], strict=True):
             flat[start:end] = weights[name].flatten()
-        for own, part in zip(shards, flat.chunk(world)):
+        for own, part in zip(shards, flat.chunk(world), strict=True):
             own.append(part)
     return shards
 
@@ -69,12 +70,16 @@ def cut_shards(weights, units, world):
 def join_shards(shards, units, case):
     """Return tensors by the names of parameters, from the flat tensors of all ranks: shards[rank][i]."""
     parameters = case.parameters()
-    flats = [torch.cat(parts) for parts in zip(*shards)]
     layouts = [entry for unit in units for entry in unit.values()]
+    wanted = [(layout["numel"] // len(shards),) for layout, _ in layouts]
+    for rank, own in enumerate(shards):
+        shapes = [None if shard is None else tuple(shard.shape) for shard in own]
+        At(rank).equal("the shapes of this rank's parts of the flat tensors are {}", shapes, wanted)
+    flats = [torch.cat(parts) for parts in zip(*shards, strict=True)]
     return {
         name: flat[start:end].view(parameters[name].shape)
-        for flat, (layout, names) in zip(flats, layouts)
-        for name, (start, end) in zip(names, layout["param_ranges"])
+        for flat, (layout, names) in zip(flats, layouts, strict=True)
+        for name, (start, end) in zip(names, layout["param_ranges"], strict=True)
     }
 
 
@@ -114,13 +119,14 @@ def use_one_thread():
 
 
 @use_one_thread()
-def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divided_early=False):
+def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divided_early=False, is_start_rounded=False):
     """Return the weights of training with the same casts in one process, and the first gradients.
 
     Each rank finishes after each micro-batch. Weights and sums of gradients have the dtype `kept`. If
-    `is_divided_early`, gradients are divided in `compute_dtype`, which is a mistake.
+    `is_divided_early`, gradients are divided in `compute_dtype`, and if `is_start_rounded`, so are the first weights.
+    Both are mistakes.
     """
-    keeper = case.build().to(kept)
+    keeper = case.build().to(compute_dtype if is_start_rounded else kept).to(kept)
     trainable = [p for p in keeper.parameters() if p.requires_grad]
     optimizer, model, first = OPTIMIZERS[case.optimizer](trainable), case.build().to(compute_dtype), None
     change_forward(model, "scaled")
@@ -131,7 +137,7 @@ def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32, is_divide
         for micro in range(len(case.batches[0][0])):
             model.load_state_dict(keeper.state_dict() | {"scale": model.scale})
             local = [take_gradients(model, case.batches[rank][step][micro]) for rank in case.group]
-            for parameter, gradients in zip(trainable, zip(*local)):
+            for parameter, gradients in zip(trainable, zip(*local, strict=True), strict=True):
                 first_divisor = len(local) if is_divided_early else 1
                 total = sum((g / first_divisor).to(reduce_dtype) for g in gradients)
                 average = (total / (len(local) // first_divisor)).to(kept)

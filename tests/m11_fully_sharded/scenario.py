@@ -13,11 +13,13 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import OPTIMIZERS, border, compute_loss
+from brigade.checks.forms import Among, DictOf, Like, ListOf, Maybe, OneOf, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
 from helpers.training import (
+    INTERFACE,
     DrawnGradient,
     accumulate,
     build,
@@ -25,10 +27,12 @@ from helpers.training import (
     describe_interface,
     draw,
     forward_backward,
+    make_meta_model,
     move_to_device,
 )
 
 PACKAGE = "m11_fully_sharded"
+STATE = DictOf(Like())  # the form of a state dict; the checks compare keys, dtypes and shapes
 
 
 # ---- trees of modules for plan_units
@@ -106,6 +110,7 @@ def make_random_tree(rng: random.Random) -> nn.Module:
     return root
 
 
+@returns(lambda cases: [ListOf(ListOf(str))] * len(cases))
 def plan_units(cases: list[tuple[str | int, str]]) -> list[list[list[str]]]:
     """Return what plan_units returns for each tree and name of unit types."""
     function = student(PACKAGE, "plan_units")
@@ -113,6 +118,7 @@ def plan_units(cases: list[tuple[str | int, str]]) -> list[list[list[str]]]:
     return [[[str(name) for name in unit] for unit in units] for units in answers]
 
 
+@returns(lambda cases: [ListOf((str, int))] * len(cases))
 def plan_schedules(cases: list[tuple[int, int, bool]]) -> list[list[tuple[str, int]]]:
     """Return what plan_schedule returns for each case."""
     function = student(PACKAGE, "plan_schedule")
@@ -145,6 +151,7 @@ def change_forward(model: nn.Module, kind: str = "") -> None:
 
     If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32. Blocks have two more
     arguments (see `run_block`). All blocks except the first get keyword arguments, unless it is "scaled, by position".
+    With "scaled, checkpointed", it is both.
     With "narrow norms", their norms compute in float32, so that each block has two dtypes.
     """
     if kind == "narrow norms":
@@ -169,8 +176,11 @@ def run_changed(model: nn.Module, kind: str, x: Tensor, branch: int) -> Tensor:
             else:
                 wide = torch.float32 if x.dtype == torch.float32 else torch.float64
                 arguments = x * model.scale, x.to(wide), torch.arange(len(x), device=x.device)
-                is_keyword = kind == "scaled" and number > 1
-                x = block(**dict(zip(("x", "other", "rows"), arguments))) if is_keyword else block(*arguments)
+                run = block
+                if "checkpointed" in kind:
+                    run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+                is_keyword = "by position" not in kind and number > 1
+                x = run(**dict(zip(("x", "other", "rows"), arguments, strict=True))) if is_keyword else run(*arguments)
         x = border(x, number)
     return model.last(x.to(model.last.weight.dtype))
 
@@ -202,6 +212,17 @@ def cast_layers(job: dict, model: nn.Module) -> None:
         parameter.data = parameter.data.to(job.get("cast", parameter.dtype))
 
 
+def list_names(job: dict) -> ListOf:
+    """Return the form of a list of names of the parameters of a job's model."""
+    return ListOf(Among(*(name for name, _ in make_meta_model(job).named_parameters())))
+
+
+def form_constructed(job: dict) -> dict:
+    """Return the form of what `construct` returns."""
+    return {"shards": ListOf(Like()), "trainable": bool, "alive": list_names(job), "storages": int, "kept": int}
+
+
+@returns(form_constructed)
 def construct(job: dict) -> dict:
     """Construct the wrapper, and describe its shards."""
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
@@ -210,20 +231,23 @@ def construct(job: dict) -> dict:
     shards = list(ddp.shards())
     return {
         "shards": [shard.detach() for shard in shards],
-        "trainable": [isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards],
+        "trainable": all(isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards),
         "alive": list_alive(model),
         "storages": len({p.untyped_storage().data_ptr() for p in model.parameters()} - {0}),
         "kept": sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in shards}.values()),
     }
 
 
-class Boundaries:
-    """A list of what is alive in each forward pre-hook and gradient hook of a model."""
+PASSES = ("", "in an evaluation", "with no_sync")  # of `measure`
 
-    def __init__(self, model: nn.Module, memory: LiveMemory, shards: Sequence[Tensor] = ()):
-        self.memory, self.entries, self.shards = memory, [], shards
+
+class Boundaries:
+    """What is alive in each forward pre-hook and gradient hook of a model: `entries`, by text that names the hook."""
+
+    def __init__(self, model: nn.Module, memory: LiveMemory | None = None, shards: Sequence[Tensor] = ()):
+        self.memory, self.entries, self.shards = memory, {}, shards
         self.parameters = dict(model.named_parameters())
-        self.kind, self.is_backward = "", False  # of the pass: "", "in an evaluation" or "with no_sync"
+        self.kind, self.is_backward = "", False  # one of PASSES
         for name, submodule in model.named_modules():
             if next(submodule.parameters(recurse=False), None) is not None:
                 submodule.register_forward_pre_hook(lambda *_, name=name: self.note("forward", name))
@@ -234,20 +258,50 @@ class Boundaries:
     def run(self, model: nn.Module, batch: dict) -> None:
         self.is_backward = False
         loss = compute_loss(model, batch)
-        if self.kind == "in an evaluation":
+        if self.kind == PASSES[1]:
             return
         self.is_backward = True
         loss.backward()
 
     def note(self, direction: str, name: str) -> None:
-        if self.is_backward and direction == "forward":  # computed again
-            direction, name = "backward", f"{name}.weight"
+        if self.is_backward and direction == "forward":
+            direction = "recomputation"
         known = [*self.shards, *(shard.grad for shard in self.shards)]
-        nbytes = self.memory.count(weights=self.parameters.values(), known=known)
+        nbytes = self.memory.count(weights=self.parameters.values(), known=known) if self.memory else {}
         alive = [parameter for parameter, value in self.parameters.items() if value.untyped_storage().nbytes()]
-        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes, "kind": self.kind})
+        self.entries[join_words(direction, name, self.kind)] = {"alive": alive, "bytes": nbytes}
 
 
+def join_words(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+def list_boundaries(job: dict) -> list[tuple[str, str, str]]:
+    """Return the boundaries of `measure` in the order of a bare model: direction, name and pass."""
+    model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"])
+    change_forward(model, job.get("forward", ""))
+    found: list[tuple[str, str, str]] = []
+    boundaries = Boundaries(model)
+    boundaries.note = lambda direction, name: found.append(
+        ("recomputation" if boundaries.is_backward and direction == "forward" else direction, name, boundaries.kind)
+    )
+    for boundaries.kind in PASSES:
+        with torch.set_grad_enabled(boundaries.kind != PASSES[1]):
+            boundaries.run(model, job["batches"][1][0])
+    return found
+
+
+def form_measured(job: dict) -> dict:
+    """Return the form of what `measure` returns."""
+    names, every = list_names(job), list_boundaries(job)
+    boundary = {"alive": names, "bytes": {"weights": int, "known": int, "other": int}}
+    boundaries = {join_words(*place): boundary for place in every}
+    bare = {join_words(*place): int for place in every if place[-1] == PASSES[0]}
+    both = {"boundaries": boundaries, "bare": bare, "held": int, "sharded": int}
+    return both | {"after": names, "whole": names, "unsynced": names}
+
+
+@returns(form_measured)
 def measure(job: dict) -> dict:
     """Take two steps. Return what is alive at every boundary of the second, for the wrapper and for the bare model.
 
@@ -267,10 +321,10 @@ def measure(job: dict) -> dict:
         boundaries.run(ddp, cut(last))
         ddp.finish_grad_sync()
         after, whole = list_alive(model), list_gradients(model)
-        boundaries.kind = "in an evaluation"
+        boundaries.kind = PASSES[1]
         with torch.no_grad():
             boundaries.run(ddp.eval(), cut(last))
-        boundaries.kind = "with no_sync"
+        boundaries.kind = PASSES[2]
         with ddp.train().no_sync():
             boundaries.run(ddp, cut(last))
         unsynced = list_alive(model)
@@ -284,7 +338,7 @@ def measure(job: dict) -> dict:
         for parameter in bare.parameters():
             parameter.register_post_accumulate_grad_hook(drop)
         alone.run(bare, cut(last))
-    both = {"boundaries": boundaries.entries, "bare": alone.entries}
+    both = {"boundaries": boundaries.entries, "bare": {k: one["bytes"]["other"] for k, one in alone.entries.items()}}
     sharded = sum(shard.nbytes for shard in ddp.shards())
     return both | {"after": after, "whole": whole, "unsynced": unsynced, "held": held, "sharded": sharded}
 
@@ -315,6 +369,7 @@ class LargeModel(nn.Module):
         return x
 
 
+@returns(lambda job: None)
 def train_large(job: dict) -> None:
     """Run forward, backward and finish_grad_sync on a large model."""
     ddp = wrap(job, LargeModel(job["start"], job["count"], job["numel"]))
@@ -332,6 +387,14 @@ def drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
+def form_views(job: dict) -> dict:
+    """Return the form of what `describe_views` returns."""
+    names = list_names(job)
+    views = {name: (int, int) for name, _ in make_meta_model(job).named_parameters()}
+    return {"views": views, "moved": names, "alive": names, "gathered": STATE}
+
+
+@returns(form_views)
 def describe_views(job: dict) -> dict:
     """Gather and free all units. Return where each parameter's view is, and which parameters got other storages.
 
@@ -355,11 +418,29 @@ def evaluate(ddp: nn.Module, batch: dict) -> None:
         compute_loss(ddp, batch)
 
 
+def form_training(job: dict) -> dict:
+    """Return the form of what `train` returns. The checks compare the numbers and sizes of shards and gradients."""
+    steps, names = len(job["batches"]), list_names(job)
+    form = {"gradients": ListOf(Maybe(Like())), "missing": [ListOf(int)] * steps}
+    form |= {"alive": [names] * steps, "whole": [names] * steps, "numels": ListOf(int)}
+    form |= {"weights": STATE, "interface": INTERFACE}
+    if "clip" in job:
+        form |= {"norm": (float, Maybe(torch.dtype)), "clipped": ListOf(Like())}
+    if "crossed" in job:
+        form["accumulated"] = [names] * steps
+    if "reports" in job:
+        form |= {"reports": [ListOf(OneOf(int, names.form))] * steps, "early": [ListOf(int)] * steps}
+    if job["optimizer"] == "adam":
+        form |= {"optimizer": Maybe(DictOf(DictOf(Like()), int)), "is_shared": bool}
+    return form
+
+
+@returns(form_training)
 def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Load state dicts if there are some, train, and return the results with the final full state dict.
 
     The job may have: "load", a state dict and an optimizer's; "clip", the largest norm; "reports", to return what
-    `watch_reports` finds; "finish_each", to call finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer";
+    `Reports` finds; "finish_each", to call finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer";
     "interrupted", a step in which exceptions end the no_sync blocks; "crossed", a step in which either a forward or its
     backward is inside no_sync, but not both; "drop", to accumulate gradients that are then cleared. torch.empty returns
     tensors of NaN, so that nothing depends on chance.
@@ -369,8 +450,8 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
     change_forward(model, job.get("forward", ""))
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]](shards := list(ddp.shards()))
-    reports = watch_reports(ddp, model, shards) if job.get("reports") else []
-    if job.get("forward") == "scaled":
+    reports = Reports(ddp, model, shards) if "reports" in job else None
+    if job.get("forward") in ("scaled", "scaled, checkpointed"):
         ddp.forward = partial(run_by_turns, ddp.forward, itertools.count())
     if "load" in job:
         state, optimizer_state = job["load"]
@@ -379,54 +460,70 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
             ddp.full_state_dict()
         if optimizer_state:
             ddp.load_full_optimizer_state_dict(optimizer, optimizer_state)
-    keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated", "reports")
-    results: dict[str, list] = {key: [] for key in keys}
+    keys = ["missing", "alive", "whole"] + ["accumulated"] * ("crossed" in job)
+    keys += ["reports", "early"] if reports else []
+    results: dict[str, Any] = {key: [] for key in keys}
+    if "clip" in job:
+        results |= {"norm": (float("nan"), None), "clipped": []}
     for step in range(len(job["batches"])):
         recording.note("step", step=step)
         take_gradients(job, step, ddp, model, optimizer, results)
-        results["reports"].append(reports.copy())
-        reports.clear()
+        if reports:
+            results["reports"].append(reports.entries.copy())
+            results["early"].append(reports.list_early())
+            reports.entries.clear()
         missing = [number for number, shard in enumerate(shards) if shard.grad is None]
         if step == 0:
-            results["gradients"].append(copy_gradients(shards))
+            results["gradients"] = copy_gradients(shards)
         results["missing"].append(missing)
         results["alive"].append(list_alive(model))
         results["whole"].append(list_gradients(model))
         if "clip" in job and not missing:
             with phase("clip"):
                 norm = ddp.clip_grad_norm_(job["clip"])
-            results["norms"].append((float(norm), norm.dtype if isinstance(norm, Tensor) else None))
             if step == 0:
-                results["clipped"].append(copy_gradients(shards))
+                results["norm"] = float(norm), norm.dtype if isinstance(norm, Tensor) else None
+                results["clipped"] = copy_gradients(shards)
         with phase("step"):
             optimizer.step()
     recording.note("step", step=None)
     with phase("checkpoint"):
         state = ddp.full_state_dict()
-        is_saved = job["optimizer"] == "adam" and hasattr(ddp, "full_optimizer_state_dict")  # given, but may be absent
-        saved = ddp.full_optimizer_state_dict(optimizer) if is_saved else None
-    entries = saved["state"].values() if is_saved else ()
-    addresses = [value.data_ptr() for entry in entries for value in entry.values()]
-    results |= {"optimizer": saved, "is shared": len({*addresses}) < len(addresses)}
+        if job["optimizer"] == "adam":
+            is_saved = hasattr(ddp, "full_optimizer_state_dict")  # given, but may be absent
+            saved = ddp.full_optimizer_state_dict(optimizer)["state"] if is_saved else None
+            addresses = [value.data_ptr() for entry in (saved or {}).values() for value in entry.values()]
+            results |= {"optimizer": saved, "is_shared": len({*addresses}) < len(addresses)}
     results["interface"] = describe_interface(ddp, model)
-    return results | {"weights": state, "numels": [shard.numel() for shard in shards], "device": device().type}
+    return results | {"weights": state, "numels": [shard.numel() for shard in shards]}
 
 
 train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
 
 
-def watch_reports(ddp: nn.Module, model: nn.Module, shards: list[Tensor]) -> list[int | str]:
-    """Return a list that will contain the number of each shard that the wrapper reports, -1 for other tensors.
+class Reports:
+    """`entries` contains the number of each shard that the wrapper reports in a step, or -1 for another tensor.
 
     Between them, it contains the names of gradients, when they are ready.
     """
-    reports: list[int | str] = []
-    numbers = {id(shard): number for number, shard in enumerate(shards)}
-    ddp.shard_reduced = lambda shard: reports.append(numbers.get(id(shard), -1))  # an empty method in module 11
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reports.append(name))
-    return reports
+
+    def __init__(self, ddp: nn.Module, model: nn.Module, shards: list[Tensor]):
+        self.entries: list[int | str] = []
+        self.shards, self.gradients = shards, {}  # the gradients of shards when they were reported
+        ddp.shard_reduced = self.note  # an empty method in module 11
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.entries.append(name))
+
+    def note(self, shard: Tensor) -> None:
+        number = next((number for number, one in enumerate(self.shards) if one is shard), -1)
+        self.entries.append(number)
+        self.gradients[number] = None if shard.grad is None else shard.grad.clone()
+
+    def list_early(self) -> list[int]:
+        """Return the shards that have another gradient after the finish than when they were last reported."""
+        pairs = [(number, self.gradients.get(number), shard.grad) for number, shard in enumerate(self.shards)]
+        return [number for number, then, now in pairs if then is None or now is None or not torch.equal(then, now)]
 
 
 def run_by_turns(forward: Callable[..., Any], numbers: Iterator[int], x: Tensor, branch: int) -> Any:
@@ -456,7 +553,8 @@ def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optim
             cross_no_sync(ddp, batch, is_reduced=False)
     else:
         accumulate(ddp, batches[:-1], step == job.get("interrupted"))
-    results["accumulated"].append(list_gradients(model))
+    if "crossed" in job:
+        results["accumulated"].append(list_gradients(model))
     if is_crossed:
         cross_no_sync(ddp, batches[-1], is_reduced=True)
     else:
@@ -479,6 +577,13 @@ LATE = tuple(f"only no_sync and then {kind}" for kind in (EVALUATION, DISCARDED)
 ORDERS = [*EXTRA, *TWO_BACKWARDS, TWICE, *UNSYNCED, *LATE]
 
 
+def form_unusual(job: dict) -> OneOf:
+    """Return the form of what `train_unusually` returns."""
+    names = list_names(job)
+    return OneOf({"refusal": str}, {"alive": names, "evaluated": names, "weights": STATE})
+
+
+@returns(form_unusual)
 def train_unusually(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Train with steps of the order job["order"]. Return the weights and what was alive, or why the wrapper refused."""
     model = build(job)

@@ -65,7 +65,7 @@ def explain_groups(got, expected):
 def explain_traffic(got, expected, arguments):
     """Return why plan_traffic returned `got` instead of `expected`, or ""."""
     numel, replicas, shards, micro_batches, itemsize = arguments
-    inner, outer = (g / e if e else 0 for g, e in zip(got, expected))
+    inner, outer = (g / e if e else 0 for g, e in zip(got, expected, strict=True))
 
     def fits(value, right):
         return abs(value - right) < 1e-6
@@ -150,7 +150,8 @@ def suspect_forgotten(case, orders):
     """Return the weights if a finish in REPEATED loses the gradients of the step's earlier finishes."""
     last = copy.copy(case)
     last.batches = [
-        [step[-1:] if order == REPEATED else step for step, order in zip(steps, orders)] for steps in case.batches
+        [step[-1:] if order == REPEATED else step for step, order in zip(steps, orders, strict=True)]
+        for steps in case.batches
     ]
     return {FORGOTTEN: [train_plain(last)[0]] * len(case.group)}
 

@@ -7,12 +7,22 @@ from torch import nn
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import OPTIMIZERS
+from brigade.checks.forms import ListOf, OneOf, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from helpers.training import Interruption, build, create_group, describe_interface, forward, forward_backward
+from helpers.training import (
+    INTERFACE,
+    Interruption,
+    build,
+    create_group,
+    describe_interface,
+    forward,
+    forward_backward,
+    like_state,
+)
 from m11_fully_sharded import scenario as fully_sharded
-from m11_fully_sharded.scenario import UNIT_TYPES
+from m11_fully_sharded.scenario import STATE, UNIT_TYPES, form_training, form_unusual
 
 PACKAGE = "m14_hybrid_sharded"
 IN_BLOCKS = "a block for each micro-batch"
@@ -23,6 +33,10 @@ REPEATED = "a finish outside of blocks for each micro-batch"
 CROSSED = "one block from the first backward to the last forward"
 
 
+GRID = ListOf(ListOf(ListOf(int)))
+
+
+@returns(lambda grids, traffic: ([OneOf(str, GRID)] * len(grids), [[float, float]] * len(traffic)))
 def plan(grids: list[tuple], traffic: list[tuple]) -> tuple[list, list[list[float]]]:
     """Return what plan_grid and plan_traffic return for these arguments, or the name of the exception."""
     return [find_grid(*arguments) for arguments in grids], [find_traffic(*arguments) for arguments in traffic]
@@ -49,6 +63,7 @@ def wrap(job: dict, model: nn.Module) -> nn.Module:
         return student(PACKAGE, "HybridShardedDDP")(model, unit_types, *groups, **job.get("arguments", {}))
 
 
+@returns(lambda job: {"start": like_state(job), "numels": ListOf(int), "interface": INTERFACE})
 def construct(job: dict) -> dict:
     """Construct the wrapper. Return all weights and buffers, and what the rank keeps."""
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
@@ -59,6 +74,7 @@ def construct(job: dict) -> dict:
     return {"start": state | buffers, "numels": numels, "interface": describe_interface(ddp, model)}
 
 
+@returns(form_training)
 def train(job: dict) -> dict:
     """Train as in module 11's checks."""
     return fully_sharded.train(job, wrap)
@@ -67,11 +83,13 @@ def train(job: dict) -> dict:
 train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
 
 
+@returns(form_unusual)
 def train_unusually(job: dict) -> dict:
     """Train with unusual orders of calls, as in module 11's checks."""
     return fully_sharded.train_unusually(job, wrap)
 
 
+@returns(lambda job: {"weights": STATE})
 def accumulate(job: dict) -> dict:
     """Take a step with each of job["orders"], on three micro-batches. Return the weights.
 
@@ -80,7 +98,7 @@ def accumulate(job: dict) -> dict:
     model, other = build(job), wrap(job, build(job))
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]](list(ddp.shards()))
-    for step, (order, batches) in enumerate(zip(job["orders"], job["batches"])):
+    for step, (order, batches) in enumerate(zip(job["orders"], job["batches"], strict=True)):
         recording.note("step", step=step)
         optimizer.zero_grad()
         take_step(order, ddp, batches, other)
