@@ -50,6 +50,7 @@ def test_equals_unsharded(submission):
         judge = partial(expect_unsharded, submission, jobs, case, recipe, bucket_numel == BUCKET_NUMEL)
         with blame_visits(submission, jobs, judge, m08_zero.train):
             judge(submission.run(m08_zero.train, jobs, world_size=world))
+    expect_clipped_main_parameters(submission)
 
 
 @pytest.mark.points(3)
@@ -132,7 +133,8 @@ def test_complete_weights_elsewhere(submission):
         # 16-bit weights have main parameters, which start from the weights if a checkpoint lacks them.
         dtype = torch.bfloat16 if steps == 3 else torch.float64
         case = submission.case(model, world, dtype=dtype, branches=[1] * world)  # evaluations take branch 0
-        recipe = {"optimizer": "SGD", "options": {"lr": 0.05}}
+        # In bfloat16, steps must be large: the tolerance is 1/32 of the largest weight.
+        recipe = {"optimizer": "SGD", "options": {"lr": 0.5 if steps == 3 else 0.05}}
         if steps == 3:  # add a group before the last step
             *first, weight, bias = case.parameters()
             recipe["groups"] = [{"names": first, "options": {}}]
@@ -144,8 +146,8 @@ def test_complete_weights_elsewhere(submission):
         bucket_numel = BUCKET_NUMEL if model == "Plain" else 1
         jobs_per_call.append(make_jobs(case, recipe, 1, bucket_numel, read=reader, probe=probe, labels=[0, 1, 2]))
     all_results = submission.run_each(scenario.read_weights, jobs_per_call)
-    settings = zip(readers.items(), cases, recipes, jobs_per_call)
-    for ((reader, (_, steps)), case, recipe, jobs), results in zip(settings, all_results):
+    settings = zip(readers.items(), cases, recipes, jobs_per_call, all_results, strict=True)
+    for (reader, (_, steps)), case, recipe, jobs, results in settings:
         expected = step_alone(case, recipe, steps)
         if "evaluation" in reader:
             model = case.build(expected)
@@ -157,6 +159,7 @@ def test_complete_weights_elsewhere(submission):
                 list(results),
                 expected,
                 tolerance=2**-5 if case.dtype == torch.bfloat16 else MANY_STEPS,
+                hypotheses={causes.NOT_COPIED: [case.start()] * world} if "late" in recipe else {},
             )
         require_prefetch(results.events, range(world))
 
@@ -173,6 +176,23 @@ def expect_unsharded(submission, jobs, case, recipe, is_shared, results):
     if is_shared:
         require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
     require_prefetch(results.events, case.group if len(case.group) > 1 else [])
+
+
+def expect_clipped_main_parameters(submission):
+    """Expect a clipped step of SGD with 16-bit weights, which have main parameters, to be the plain optimizer's."""
+    [world] = submission.worlds(2)
+    start, recipe = torch.zeros(400, dtype=torch.bfloat16), make_recipe("SGD", max_norm=1.0)
+    job = {"weights": [start], "batches": [[torch.full_like(start, 8)]], "recipe": recipe, "finish": True}
+    arguments = {"bucket_numel": BUCKET_NUMEL, "buckets_per_group": 1}
+    results = submission.run(m08_zero.train_dots, JOB | job | {"arguments": arguments}, world_size=world)
+    lr = recipe["options"]["lr"]  # the norm of 400 equal numbers is 20 times one of them
+    expect_equal(
+        "after a step that is clipped to the norm 1, bfloat16 weights equal the plain optimizer's",
+        [result["weights"] for result in results],
+        {"weights.0": torch.full_like(start, -lr / 20)},
+        tolerance=2**-7,
+        hypotheses={causes.NOT_CLIPPED: [{"weights.0": torch.full_like(start, -8 * lr)}] * world},
+    )
 
 
 def list_gathers(step):

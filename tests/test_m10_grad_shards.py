@@ -1,6 +1,7 @@
 """Graded checks of module 10: gradients of which each rank keeps only its own shards."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -76,17 +77,19 @@ def test_gradient_memory(submission):
         for rank, result in enumerate(results):
             what = f"the constructor allocates {{}} bytes: the shards, {kept}, and less than a bucket {setting}"
             At(rank).at_most(what, result["constructed"], kept + min(buckets) - 1, causes.WHOLE_AT_START)
-            for hook in result["hooks"]:
-                At(rank, hook["step"]).at_most(
-                    f"at every gradient hook, here of {hook['name']}, {{}} bytes of gradients are alive: "
+            steps = range(len(case.batches[rank]))
+            for step, name in product(steps, reversed(case.gradients())):  # in backward
+                At(rank, step).at_most(
+                    f"at every gradient hook, here of {name}, {{}} bytes of gradients are alive: "
                     f"{max_live + 1} buckets of {max(buckets)} bytes, a gradient of {largest}, shards of {kept} and "
                     f"{outputs} for outputs of reduce-scatters {setting}",
-                    hook["nbytes"],
+                    result["hooks"][step][name],
                     bound,
-                    partial(causes.explain_bytes, hook, result, results.events[rank], buckets, world, max_live),
+                    partial(causes.explain_bytes, step, result, results.events[rank], buckets, world, max_live),
                 )
             what = f"after finish_grad_sync, {{}} bytes are alive: the shards, {kept}, and one output {setting}"
-            for step, nbytes in enumerate(result["finished"]):
+            for step in steps:
+                nbytes = result["finished"][step]
                 why = partial(causes.explain_left, nbytes, result["left"][step], buckets, kept)
                 At(rank, step).at_most(what, nbytes, kept + max(buckets) // world, why)
         require_shards(results.events, case)
@@ -152,11 +155,14 @@ def test_accumulation(submission):
             evidence=Evidence(causes.NO_FINISH),
         )
     results = submission.run(scenario.collect_points, make_jobs(case, orders=ORDERS), world_size=world)
+    expect_all_averages([points["one"] for points in results], case)
     for rank, points in enumerate(results):
         one = points["one"]
         for name, factor in POINTS.items():
             if points[name] is None and ("second" in name or training.KINDS[1] in name):  # refused
                 continue
+            refused = points[name] is None
+            At(rank).claim(f"a step {name} is accepted", not refused, "RuntimeError", causes.POINTS.get(name, ""))
             when = "after two calls of finish_grad_sync" if name == "two" else name
             with replace_cause(partial(causes.explain_point, name, points)):
                 expect_equal(
@@ -247,10 +253,10 @@ def expect_unsharded(submission, jobs, case, recipe, results):
 def measure(submission, *more):
     """Measure steps with these and `more` models and max_live_buckets. Yield (case, max_live_buckets, results)."""
     for world, pairs in submission.pair_worlds((2, 3), ((("Plain", 1), ("Plain", 3), *more), (("Plain", 2),))):
-        models, limits = zip(*pairs)
+        models, limits = zip(*pairs, strict=True)
         cases = [submission.case(model, world, steps=2, hidden_layers=10) for model in models]
-        jobs_per_call = [make_jobs(case, max_live, proven=1) for case, max_live in zip(cases, limits)]
-        yield from zip(cases, limits, submission.run_each(scenario.measure, jobs_per_call))
+        jobs_per_call = [make_jobs(case, max_live, proven=1) for case, max_live in zip(cases, limits, strict=True)]
+        yield from zip(cases, limits, submission.run_each(scenario.measure, jobs_per_call), strict=True)
 
 
 def expect_bounded_launches(launched, buckets, max_live):
@@ -284,6 +290,20 @@ def expect_bounded_launches(launched, buckets, max_live):
             "the launch itself waits" if launch.sync else "it waits earlier",
             causes.TOO_EARLY,
         )
+
+
+def expect_all_averages(shards, case):
+    """Expect the shards of all ranks to contain every entry of the averages once, and zeros as padding."""
+    expected = torch.cat([gradient.double().flatten() for gradient in case.gradients().values()])
+    padding = torch.zeros(compute_padded_numel(case.parameters().values(), len(shards)) - len(expected))
+    what = f"the gradient shards of {len(shards)} ranks have {{}} elements together"
+    At().equal(what, sum(map(len, shards)), len(expected) + len(padding))
+    expect_equal(
+        "after finish_grad_sync, the shards of all ranks have the averages of all gradients, in any order",
+        [{"grad_data": torch.cat(shards).sort().values}],
+        {"grad_data": torch.cat([expected, padding]).sort().values},
+        tolerance=MANY_STEPS,
+    )
 
 
 def expect_no_gradient(results, case):

@@ -1,6 +1,7 @@
 """Likely causes of failures of module 9's checks."""
 
 from collections import Counter
+from itertools import pairwise
 
 from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
@@ -24,6 +25,8 @@ NOT_BY_FIRST = (
 UNUSED = "a group that forward did not use is still in flight. step must wait for it before it writes weights."
 WRITTEN_FIRST = "step waits for old weights only after the inner optimizer has written new ones, which they overwrite."
 NOT_IN_EVALUATION = "no hook waits for the weights in an evaluation, that is, in eval mode and without gradients."
+NOT_COPIED = "16-bit weights do not change: share_weights must let start_sharing copy main parameters into the buffers."
+NOT_CLIPPED = "clip_grad_norm_ scales copies of the averages: prepare_grads must return the views of the buffers."
 IN_CHAIN = "step launches some groups and forward the others, as Megatron-LM does. Here, step must launch all groups."
 PHASES = {  # of the ways to read weights, one for each step after the first
     "ddp.state_dict()": ["ddp.state_dict()"],
@@ -153,7 +156,7 @@ def explain_forward(events, trainable, step=1):
     for name in trainable:
         owned.setdefault(name.rpartition(".")[0], []).append(name)
     started = {}
-    for event, after in zip(forward, forward[1:]):
+    for event, after in pairwise(forward):
         if event["kind"] != "module" or event["at"] != "start":
             continue
         owner, incomplete = event["name"], set(event["incomplete"])

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from brigade.checks.edge_case_models import compute_loss
+from brigade.checks.forms import Like, returns
 from brigade.rank import recording
 from brigade.rank.api import device
 from brigade.rank.recording import phase
-from helpers.training import move_to_device, wrap
+from helpers.training import like_weights, move_to_device, wrap
 from m08_zero_optimizer.scenario import build, build_param_group, make_zero_optimizer
 
 
@@ -45,6 +46,7 @@ def note_writes(optimizer: torch.optim.Optimizer) -> None:
         inner.register_step_pre_hook(lambda *_: recording.note("write"))
 
 
+@returns(lambda job: None)
 def observe(job: dict) -> None:
     """Take a training step on each of the job's batches, and record the forwards of the modules."""
     model = build(job)
@@ -72,6 +74,12 @@ def observe(job: dict) -> None:
 observe.reports = ("module",)  # brigade/checks/borders.py demands them
 
 
+def form_read(job: dict) -> dict:
+    """Return the form of what `read_weights` returns. The check compares the shape of an output."""
+    return {"output": Like(job["dtype"])} if "evaluation" in job["read"] else like_weights(job)
+
+
+@returns(form_read)
 def read_weights(job: dict) -> dict:
     """Take a step, then read the weights in the way job["read"]. Return them, or the output for job["probe"]."""
     model = build(job)

@@ -13,6 +13,9 @@ from helpers.odd_steps import LATE_FORWARDS, LOST_BETWEEN
 from m08_zero_optimizer.expected import compute_weights
 from m10_grad_shards import scenario
 
+OTHER_ORDER = (
+    "the buckets are launched in another order than their gradients become ready, so complete buckets wait for others."
+)
 WHOLE_AT_START = "the constructor allocates the gradients of all buckets. Allocate a bucket at its first gradient."
 TOO_EARLY = "backward waits before it must, so nothing overlaps. Wait just before a launch that would exceed the limit."
 LATE = "finish_grad_sync launches buckets that were already complete during backward."
@@ -98,12 +101,14 @@ def explain_left(nbytes, gradients, buckets, kept):
     return f"after finish_grad_sync, {what} are still alive. Drop every reference to a bucket after the wait."
 
 
-def explain_bytes(hook, result, events, buckets, world, max_live):
+def explain_bytes(step, result, events, buckets, world, max_live):
     """Return why too many bytes are alive at a gradient hook of a rank, whose buckets have `buckets` bytes."""
-    hooks, finished, whole = result["hooks"], result["finished"], sum(buckets)
+    growth, finished, whole = [*result["hooks"][0].values()], result["finished"], sum(buckets)
     kept = whole // world
-    launched = [launch for launch in launches(events, hook["step"]) if launch.op == "reduce_scatter"]
-    growth = [hook["nbytes"] for hook in hooks if hook["step"] == 0]
+    launched = [launch for launch in launches(events, step) if launch.op == "reduce_scatter"]
+    sent = [4 * launch.numel for launch in launched]
+    if sent != buckets and sorted(sent) == sorted(buckets):
+        return OTHER_ORDER
     if growth and growth[0] - kept >= whole:
         return f"at the first gradient hook, all {len(buckets)} buckets exist. Allocate each when it is needed."
     if finished[0] > kept + max(buckets) // world:

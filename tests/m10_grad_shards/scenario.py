@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from brigade.checks.edge_case_models import compute_loss
+from brigade.checks.forms import Like, ListOf, Maybe, returns
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
@@ -21,6 +22,8 @@ from helpers.training import (
     build,
     follow,
     forward_backward,
+    like_gradients,
+    like_weights,
     move_to_device,
     name_error,
     visit,
@@ -29,6 +32,7 @@ from helpers.training import (
 from m08_zero_optimizer import scenario as m08_zero
 
 
+@returns(lambda job: m08_zero.form_wrapped(job, like_weights(job)) | {"left": ListOf(str)})
 def train(job: dict) -> dict:
     """Train on the micro-batches of each step. A rank without micro-batches only calls finish_grad_sync.
 
@@ -71,11 +75,19 @@ def finish(ddp: nn.Module, model: nn.Module, left: set[str]) -> None:
     left |= {name for name, p in model.named_parameters() if p.grad is not None}
 
 
+def form_measured(job: dict) -> dict:
+    """Return the form of what `measure` returns."""
+    steps = len(job["batches"])
+    hooks = [dict.fromkeys(like_gradients(job), int)] * steps
+    return {"constructed": int, "hooks": hooks, "finished": [int] * steps, "left": [int] * steps}
+
+
+@returns(form_measured)
 def measure(job: dict) -> dict:
     """Return the bytes of gradients that are alive at each gradient hook and after each finish_grad_sync.
 
     They do not include the parameters, or the activations of the bare model at the same hook. "constructed" contains
-    the bytes that the constructor adds, and "left" the bytes of all p.grad after each finish_grad_sync, or at a hook.
+    the bytes that the constructor adds, and "left" the bytes of all p.grad after each finish_grad_sync.
     """
     bare, model = (m08_zero.build(job) for _ in range(2))
     recording.watch_gradients(model)
@@ -83,8 +95,8 @@ def measure(job: dict) -> dict:
     without_borders = [batch | {"borders": None} for batch in batches]  # whose factors a rank may not know twice
     activations = count_at_hooks(bare, without_borders, lambda model: model)["hooks"]
     counted = count_at_hooks(model, batches, lambda model: wrap(job, model))
-    hooks = [one | {"nbytes": one["nbytes"] - other["nbytes"]} for one, other in zip(counted["hooks"], activations)]
-    return counted | {"hooks": hooks}
+    pairs = zip(counted["hooks"], activations, strict=True)
+    return counted | {"hooks": [{name: one[name] - other[name] for name in one} for one, other in pairs]}
 
 
 def count_at_hooks(
@@ -92,7 +104,7 @@ def count_at_hooks(
 ) -> dict[str, Any]:
     """Train on each batch, without an optimizer. Count all bytes except parameters and a bare model's gradients."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    constructed, hooks, finished, left = 0, [], [], []
+    constructed, hooks, finished, left = 0, [{} for _ in batches], [], []
     with LiveMemory(model.parameters()) as memory:
         ddp = make_wrapper(model)
 
@@ -106,9 +118,7 @@ def count_at_hooks(
         constructed = count()
         for p in names:
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(
-                    lambda p: hooks.append({"step": step, "name": names[p], "nbytes": count(), "left": count_left()})
-                )
+                p.register_post_accumulate_grad_hook(lambda p: hooks[step].update({names[p]: count()}))
         for step, batch in enumerate(batches):
             recording.note("step", step=step)
             ddp.zero_grad()
@@ -124,6 +134,7 @@ def count_at_hooks(
     return {"constructed": constructed, "hooks": hooks, "finished": finished, "left": left}
 
 
+@returns(lambda job: None)
 def train_large(job: dict) -> None:
     """Run forward, backward and finish_grad_sync on a large model."""
     ddp = wrap(job, Large(job["start"], job["count"], job["numel"], job["dtype"]))
@@ -132,6 +143,16 @@ def train_large(job: dict) -> None:
     ddp.finish_grad_sync()
 
 
+def form_points(job: dict) -> dict[str, Any]:
+    """Return the form of what `collect_points` returns."""
+    cleared = ("ddp.zero_grad(set_to_none=False)", "ddp.zero_grad()", "optimizer.zero_grad()")
+    shards = Like(torch.float64)
+    names = ["one", "two", "after step", *(f"after {form}" for form in cleared)]
+    names += [f"after {form} and finish_grad_sync" for form in cleared]
+    return dict.fromkeys(names, shards) | {f"after {name}": Maybe(shards) for name in job.get("orders", {})}
+
+
+@returns(form_points)
 def collect_points(job: dict) -> dict[str, torch.Tensor | None]:
     """Return the shards after each of two calls of finish_grad_sync, after a step, and after each form of zero_grad.
 
@@ -175,6 +196,7 @@ def copy_shards(ddp: nn.Module) -> torch.Tensor:
     return torch.cat([buffer.grad_data.detach().double().flatten() for buffer in ddp.grad_buffers])
 
 
+@returns(lambda job: dict.fromkeys(("largest", "before", "after", "lowest", "highest"), float))
 def accumulate_many(job: dict) -> dict[str, float]:
     """Accumulate many equal micro-batches, all but the last inside no_sync. Then clip gradients in another model.
 
@@ -214,6 +236,7 @@ def find_largest(ddp: nn.Module) -> float:
     return max(float(buffer.grad_data.max()) for buffer in ddp.grad_buffers)
 
 
+@returns(lambda job: [Maybe(str)] * len(job["values"]))
 def refuse(job: dict) -> list[str | None]:
     """Return the type of the exception for each value of max_live_buckets; None if the value is accepted."""
     jobs = [job | {"arguments": {"max_live_buckets": value}} for value in job["values"]]
