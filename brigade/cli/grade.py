@@ -30,6 +30,7 @@ from brigade.grade import (
     merging,
     roster,
     static_look,
+    watchdog,
 )
 from brigade.grade.gradebook import Row, get_results_path, refuse_several_parts
 from brigade.grade.gradebook_file import GradebookFile
@@ -157,16 +158,17 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                 if ranks.SERVER.sandbox:
                     notes += isolation.verify_isolation(options.backend)
                 state.notes = [*notes, *remarks]
-                grading.grade(
-                    directory,
-                    state,
-                    prior=options.prior,
-                    backend=options.backend,
-                    share_gpu=options.share_gpu,
-                    total_s=options.limit,
-                    on_change=follow,
-                    secret=secret,
-                )
+                with watchdog.watch(options.limit):
+                    grading.grade(
+                        directory,
+                        state,
+                        prior=options.prior,
+                        backend=options.backend,
+                        share_gpu=options.share_gpu,
+                        total_s=options.limit,
+                        on_change=follow,
+                        secret=secret,
+                    )
         except CourseError as error:
             state.unreadable = str(error) if isinstance(error, incoming.Unreadable) else ""
             state.notes.append(str(error))

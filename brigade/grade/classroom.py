@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
 END_S = 20.0  # limit for a grader to clean up
 NOT_GRADED = "not graded"
+KILLED = "the grader was killed, because it did not stop at its time limit, or because memory ran out"
 
 
 @dataclass(eq=False)
@@ -53,6 +55,7 @@ class Student:
     fingerprint: str = ""  # of everything that the results depend on
     is_waiting: bool = False  # whether it has to be graded
     result: dict[str, Any] | None = None  # of the last complete grading run
+    was_killed: bool = False  # whether the grader was killed in this run
     columns: Row = field(default_factory=dict)  # of a term: see `term.Assignment.judge`
 
     def __post_init__(self) -> None:
@@ -188,6 +191,7 @@ def grade_all(
                 if process.stdin:
                     process.stdin.close()
                 student.is_waiting, student.result = False, None
+                student.was_killed = process.returncode == -signal.SIGKILL  # by its watchdog, or because of memory
                 if process.returncode == 0:
                     student.result = json.loads(student.results.read_text())
                     if is_unchanged(student):  # otherwise the next run grades it again
@@ -263,6 +267,7 @@ def make_row(student: Student, fields: Sequence[str]) -> Row:
         notes.append("not graded yet")
     elif result is None:
         told = json.loads(student.results.read_text())["notes"] if student.results.exists() else []
+        told += [f"{KILLED}: see {student.log.name}"] * student.was_killed
         notes += [NOT_GRADED, *(told or [f"the grader wrote no results: see {student.log.name}"])[-1:]]
     else:
         row |= {"score": str(result["score"]), "max": str(result["max_score"])}

@@ -298,12 +298,36 @@ def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, mon
 def test_a_grader_that_is_killed_is_started_again_by_the_next_run(stub, tmp_path, capfd):
     command = small_class(tmp_path / "class", ada=8, bob=-signal.SIGKILL)
     assert cli.main(command) == 1
-    assert "bob: not graded / the grader wrote no results: see bob.log" in capfd.readouterr().err
+    assert f"bob: not graded / {classroom.KILLED}: see bob.log" in capfd.readouterr().err
     [ada, bob] = gradebook_rows(tmp_path / "grades.csv")
     assert ada["score"] == "8" and ada["note"] == "Note one / Note two"
     assert bob["score"] == "" and bob["1.subgroups"] == ""
     (tmp_path / "class" / "bob" / "points").write_text("4")
     assert cli.main(command) == 0 and stub[2:] == ["bob"]
+
+
+HANGS = "from brigade.grade.watchdog import watch\nwith watch(0.0, reserve_s=0.2): sum([[0]] * 10_000_000, [])"
+
+
+def test_graders_that_do_not_stop_are_killed_and_the_others_get_their_turn(stub, tmp_path, monkeypatch):
+    """Half of the graders are in one call of C code, which would take days. They occupy every worker at first."""
+    start = classroom.start_grader
+
+    def start_some(student, *rest):
+        if student.name.startswith("bad"):
+            return subprocess.Popen([sys.executable, "-c", HANGS], cwd=ROOT, stdin=subprocess.PIPE)
+        return start(student, *rest)
+
+    monkeypatch.setattr(classroom, "start_grader", start_some)
+    monkeypatch.setattr(classroom, "GRADING_BYTES", 2_000_000_000)  # two of them fit into 4 GB
+    command = small_class(tmp_path / "class", bad1=0, bad2=0, bad3=0, good1=8, good2=8, good3=8)
+    assert cli.main(command) == 1
+    scores = {
+        row["student"]: (row["score"], row["note"].split(":")[0]) for row in gradebook_rows(tmp_path / "grades.csv")
+    }
+    assert scores == {f"bad{n}": ("", f"not graded / {classroom.KILLED}") for n in (1, 2, 3)} | {
+        f"good{n}": ("8", "Note one / Note two") for n in (1, 2, 3)
+    }
 
 
 def test_the_roster_says_who_is_missing(stub, tmp_path, capfd):

@@ -602,3 +602,30 @@ def test_interrupted_it_puts_everything_away(number, grader):
     hang_guard.wait_for_end(children)
     assert not list(grader.scratch.iterdir())
     assert not list(grader.out.parent.glob(".*"))
+
+
+IN_C = (
+    "import sys; from brigade.grade.watchdog import watch\nwith watch({}, patience_s=0.1):\n    print('in', flush=True)"
+)
+DAYS = "\n    sum([[0]] * 10_000_000, [])"
+
+
+@pytest.mark.parametrize("ends", ["by SIGTERM", "at its limit"])
+def test_a_grader_in_a_long_call_of_c_code_is_killed(ends):
+    """Python would handle the signal after days."""
+    program = IN_C.format("1000" if ends == "by SIGTERM" else "0.0, 0.1") + DAYS
+    handler = "import signal; signal.signal(signal.SIGTERM, lambda *_: None)\n"  # it may come before that call
+    process = subprocess.Popen(
+        [sys.executable, "-c", handler + program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "in\n"
+    if ends == "by SIGTERM":
+        process.terminate()
+    _, errors = hang_guard.communicate(process)
+    assert process.returncode == -signal.SIGKILL
+    assert errors.startswith("brigade: killed, because the grader did not stop 0 s after"), errors
+
+
+def test_a_grader_that_ends_is_not_killed():
+    done = subprocess.run([sys.executable, "-c", IN_C.format("1000")], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "in\n", "")
