@@ -39,7 +39,8 @@ def find_contradiction(
     """Return how a rank's record contradicts itself, or "" if it does not.
 
     `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job. The
-    scenario passes each batch once, in order, and reports all events of the kinds `reports`: see `find_silence`.
+    scenario passes each batch once, in order, and reports all events of the kinds `reports`: see `find_silence`. In
+    others, gradients may be missing, but none may come between other borders than in one process.
     """
     job = jobs[rank] if jobs else None
     if not isinstance(job, dict):
@@ -89,8 +90,20 @@ def find_contradiction(
             following = borders[position + 1 : position + 2]
             is_within = following and is_forward(following[0]) == is_forward(event["number"])
             phase = event["phase"] if is_within else None
+        elif event["kind"] == "ready" and not reports:
+            if is_misplaced(event["name"], last and (last[0] - first, last[1]), orders):
+                return f"the gradient of {event['name']} was reported as ready too early or too late"
     missing = expected.keys() - passed
     return f"border {min(missing)[1]} was never asked for" if missing else find_silence(events, orders, reports)
+
+
+def is_misplaced(name: str, last: tuple[int, int] | None, orders: Sequence[Sequence[Key]]) -> bool:
+    """Return whether a gradient cannot be ready after the border `last`, which is the batch and the number."""
+    sections = [map_sections(order) for order in orders]
+    is_between = last is None or last[1] == list_borders(orders[last[0]])[-1]
+    if is_between and any(each.get(name) is None for each in sections):
+        return False
+    return sections[last[0] if last else 0].get(name) != (last and last[1])
 
 
 def find_silence(events: Sequence[Event], orders: Sequence[Sequence[Key]], kinds: Collection[str]) -> str:
@@ -155,6 +168,16 @@ def is_forward(border: int) -> bool:
 def list_borders(order: Sequence[Key]) -> list[int]:
     """Return the numbers of the borders of a pass, in order."""
     return [name for kind, name, _ in order if kind == "border"]
+
+
+def map_sections(order: Sequence[Key]) -> dict[str, int | None]:
+    """Return the border before each ready gradient (None: no border)."""
+    sections, border = {}, None
+    for kind, name, _ in order:
+        border = name if kind == "border" else border
+        if kind == "ready":
+            sections[name] = border
+    return sections
 
 
 def identify(event: Event) -> Key:
