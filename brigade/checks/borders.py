@@ -50,7 +50,6 @@ def find_contradiction(
         return hidden
     if not batches or not {"model", "sizes", "dtype", "state", "batches"} <= job.keys():
         return ""
-
     orders = [
         compute_order(job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
         for batch in batches
@@ -61,7 +60,7 @@ def find_contradiction(
     unasked = Counter(seed for batch in batches for seed in batch["borders"])  # a batch may be in the job twice
     last: tuple[int, int] | None = None  # the batch and the number of the last border
     passed: set[tuple[int, int]] = set()
-    phase: str | None = None  # of all events before the next border, if it belongs to the same pass as the last one
+    phase: str | None = None  # of all events before the next border, if it is in the same pass as the last one
     for event in events:
         if phase not in (None, event["phase"]) and event["kind"] != "end":
             return f"the phase {event['phase']} was reported between two borders of the phase {phase}"
@@ -90,20 +89,19 @@ def find_contradiction(
             following = borders[position + 1 : position + 2]
             is_within = following and is_forward(following[0]) == is_forward(event["number"])
             phase = event["phase"] if is_within else None
-        elif event["kind"] == "ready" and not reports:
-            if is_misplaced(event["name"], last and (last[0] - first, last[1]), orders):
-                return f"the gradient of {event['name']} was reported as ready too early or too late"
+        elif event["kind"] == "ready" and not reports and is_misplaced(event["name"], last, orders, first):
+            return f"the gradient of {event['name']} was reported as ready too early or too late"
     missing = expected.keys() - passed
     return f"border {min(missing)[1]} was never asked for" if missing else find_silence(events, orders, reports)
 
 
-def is_misplaced(name: str, last: tuple[int, int] | None, orders: Sequence[Sequence[Key]]) -> bool:
-    """Return whether a gradient cannot be ready after the border `last`, which is the batch and the number."""
-    sections = [map_sections(order) for order in orders]
-    is_between = last is None or last[1] == list_borders(orders[last[0]])[-1]
+def is_misplaced(name: str, last: tuple[int, int] | None, orders: Sequence[Sequence[Key]], first: int) -> bool:
+    """Return whether a gradient cannot be ready after the border `last`: see `find_contradiction`."""
+    sections, number = [map_sections(order) for order in orders], last[0] - first if last else 0
+    is_between = last is None or last[1] == list_borders(orders[number])[-1]
     if is_between and any(each.get(name) is None for each in sections):
         return False
-    return sections[last[0] if last else 0].get(name) != (last and last[1])
+    return sections[number].get(name) != (last and last[1])
 
 
 def find_silence(events: Sequence[Event], orders: Sequence[Sequence[Key]], kinds: Collection[str]) -> str:
