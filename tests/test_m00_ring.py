@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -169,7 +169,7 @@ def expect_own_chunks(results, tensors, group):
     for step, own in enumerate(tensors):
         members = [own[rank] for rank in group]
         ends = list(accumulate(map(len, split(own[0], len(group))), initial=0))
-        for place, (rank, start, end) in enumerate(zip(group, ends, ends[1:])):
+        for place, (rank, (start, end)) in enumerate(zip(group, pairwise(ends), strict=True)):
             what = f"after ring_reduce_scatter on {format_ranks(group)}, rank {place} of the group has the sum of "
             what += f"elements {start}:{end} of {ends[-1]}"
             tensor, view = results[rank][step]["tensor"].cpu(), results[rank][step]["view"]

@@ -32,7 +32,7 @@ def test_one_all_reduce_per_dtype(submission):
     [world] = submission.worlds(2)
     cases = [submission.case(model, world, steps=2) for model in ("Tied", "Frozen", "MixedDtypes")]
     all_results = submission.run_each(training.train, [case.make_jobs(**JOB) for case in cases])
-    for case, num_dtypes, results in zip(cases, (1, 1, 3), all_results):
+    for case, num_dtypes, results in zip(cases, (1, 1, 3), all_results, strict=True):
         for step in each_step(results.events, 2):
             launched = step.launches()
             kinds = {(launch.op, launch.dtype) for launch in launched}

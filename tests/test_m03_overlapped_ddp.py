@@ -103,7 +103,7 @@ def test_no_sync_restores_its_state(submission):
     for rank, events in enumerate(results.events):
         expect_parts(Step(events, rank, None), len(case.parameters()))
     texts = ("the sum over all three micro-batches", "the gradient of another wrapper, which finishes later")
-    for number, (text, micro) in enumerate(zip(texts, (slice(0, 3), slice(0, 1)))):
+    for number, (text, micro) in enumerate(zip(texts, (slice(0, 3), slice(0, 1)), strict=True)):
         expect_equal(
             f"every gradient is the average over the ranks of {text}",
             [result[number] for result in results],

@@ -55,10 +55,10 @@ def test_bucket_rule(submission):
         drawn = [rng.choice(dtypes) for _ in numels]
         cases.append({"numels": numels, "dtypes": drawn, "cap_bytes": rng.randint(4, 400)})
     [answers] = submission.run(scenario.plan, cases, world_size=1)
-    for case, buckets in zip(cases, answers):
+    for case, buckets in zip(cases, answers, strict=True):
         expect_buckets(case, buckets if case["numels"] else [bucket for bucket in buckets if bucket])
     [counts] = submission.run(scenario.plan_model, "xl", list(XL), world_size=1)
-    for (cap, expected), count in zip(XL.items(), counts):
+    for (cap, expected), count in zip(XL.items(), counts, strict=True):
         why = partial(causes.explain_count, cap, expected, count)
         At().equal(f"the XL model has {{}} buckets at a cap of {cap} MiB", count, expected, why)
 
@@ -110,7 +110,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
             launched = step.launches()
             launched.are_one_for_each("bucket", "all_reduce", count_elements(case, buckets), cause=why)
             due_at = 0  # the position in the record from which a bucket and all buckets before it are complete
-            for number, (bucket, launch) in enumerate(zip(buckets, launched)):
+            for number, (bucket, launch) in enumerate(zip(buckets, launched, strict=True)):
                 due_at = max([due_at, *(place for place, name in step.ready if name in bucket)])
                 late = [name for place, name in step.ready if due_at < place < launch.place]
                 launched.claim(
@@ -265,7 +265,7 @@ def require_buckets(submission, results, case, cap=CAP_BYTES, steps=1):
 
 def expect_buckets(case, buckets):
     """Expect buckets that follow the rule, for one list of parameters."""
-    sizes = [numel * dtype.itemsize for numel, dtype in zip(case["numels"], case["dtypes"])]
+    sizes = [numel * dtype.itemsize for numel, dtype in zip(case["numels"], case["dtypes"], strict=True)]
     dtypes = join(sorted({str(dtype).removeprefix("torch.") for dtype in case["dtypes"]}))
     given = f"for parameters of {join(sizes)} bytes ({dtypes}) and a cap of {case['cap_bytes']} bytes"
     got = f"{given}, the buckets are {[[f'#{i}' for i in bucket] for bucket in buckets]}".replace("'", "")
@@ -283,14 +283,15 @@ def expect_buckets(case, buckets):
     has_one_dtype = all(len({case["dtypes"][i] for i in bucket}) == 1 for bucket in buckets)
     At().claim("all parameters of a bucket have the same dtype", has_one_dtype, got, causes.MIXED_DTYPES)
     totals = [sum(sizes[i] for i in bucket) for bucket in buckets]
-    for bucket, total in zip(buckets, totals):
+    for bucket, total in zip(buckets, totals, strict=True):
         At().claim(
             f"a bucket of several parameters contains at most {case['cap_bytes']} bytes",
             total <= case["cap_bytes"] or len(bucket) == 1,
             f"{got}. One bucket contains {total} bytes",
             partial(causes.explain_large_bucket, apply_rule, case, sizes, buckets),
         )
-    for total, after in zip(totals, buckets[1:]) if len(set(case["dtypes"])) == 1 else ():
+    followed = zip(totals[:-1], buckets[1:], strict=True)
+    for total, after in followed if len(set(case["dtypes"])) == 1 else ():
         At().claim(
             "a bucket closes only if the next parameter does not fit. One that fits exactly belongs to the bucket",
             total + sizes[after[0]] > case["cap_bytes"],

@@ -319,4 +319,6 @@ def describe_grad(grad):
 def list_buckets(names, layout):
     """Return the names of the parameters of each bucket."""
     count = len(layout["bucket_ranges"])
-    return [[name for name, bucket in zip(names, layout["bucket_of"]) if bucket == i] for i in range(count)]
+    return [
+        [name for name, bucket in zip(names, layout["bucket_of"], strict=True) if bucket == i] for i in range(count)
+    ]

@@ -1,6 +1,7 @@
 """Graded checks of module 6: coalesced collectives, and an all-reduce as a reduce-scatter and an all-gather."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_bucket_group(submission):
                 moved = [result["moved"] for result in group_results]
                 expect_averaged_shards(moved, grads, layout, [0, 2, 1], group, records)
                 expect_gathered_shards(moved, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
-            for rank, result in zip(group, group_results):
+            for rank, result in zip(group, group_results, strict=True):
                 expected = [(dtype, numel) for numel in lengths]
                 for step, op, what in ((0, "reduce_scatter", "grad_sync"), (1, "all_gather", "param_sync")):
                     expect_started(list_launches(results, rank, step), expected, op, what)
@@ -328,7 +329,7 @@ def draw_calls(rng, world, size, kinds, name=None):
                 "input": torch.randn(length * (size if op == "reduce_scatter" else 1), generator=generator).to(dtype),
                 "output_numel": {"all_reduce": None, "reduce_scatter": length, "all_gather": length * size}[op],
             }
-            for (op, reduce_op, dtype), length in zip(kinds, lengths)
+            for (op, reduce_op, dtype), length in zip(kinds, lengths, strict=True)
         ]
         for generator in draw_generators(rng, world)
     ]
@@ -383,7 +384,7 @@ def expect_working(answers, inputs, label):
 def flatten_into_buffer(layout, tensors):
     """Return a flat tensor that contains these tensors at the parameters' offsets, and zeros between them."""
     whole = torch.zeros(layout["numel"], dtype=tensors[0].dtype)
-    for (start, end), tensor in zip(layout["param_ranges"], tensors):
+    for (start, end), tensor in zip(layout["param_ranges"], tensors, strict=True):
         whole[start:end] = tensor.flatten()
     return whole
 
@@ -493,9 +494,9 @@ def choose_uneven(case, size):
 def expect_late_waits(step):
     """Expect that no hook waits for the group that it launches, unless it launches the next group, too."""
     scatters = step.launches("reduce_scatter")
-    for number, (launch, after) in enumerate(zip(scatters, scatters[1:])):
+    for number, (launch, after) in enumerate(pairwise(scatters)):
         next_ready = min((position for position, _ in step.ready if position > launch.place), default=launch.place)
-        early = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
+        early = [place for place, phase in zip(launch.waits, launch.wait_phases, strict=True) if phase == "backward"]
         is_early = any(place < next_ready for place in early) and after.place > next_ready
         what = "no hook waits for the group that it launches, even if half of the next group is already ready"
         step.claim(what, not is_early, f"the hook that launched group {number} waited for it", causes.GATHERED_AT_ONCE)

@@ -482,7 +482,7 @@ def test_zero_masters(submission):
     sizes = submission.rng.sample(range(130, 400), 4)  # so large that shards cut each parameter
     start = {
         f"weights.{i}": (1 + torch.randint(16, (size,), generator=generator) * GAP).to(dtype)
-        for i, (size, dtype) in enumerate(zip(sizes, dtypes))
+        for i, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
     }
     # Each step moves a weight by about 0.15 of the gap, and rounding would undo the step immediately.
     [world] = submission.worlds(2)
@@ -563,7 +563,7 @@ def expect_odd_orders(submission):
     jobs = [make_zero_jobs(case, recipe, order=order) for order, _ in ODD_ORDERS.values()]
     all_results = submission.run_each(m08_zero.take_odd_step, jobs)
     batches = case.batches
-    for (what, (order, count)), results in zip(ODD_ORDERS.items(), all_results):
+    for (what, (order, count)), results in zip(ODD_ORDERS.items(), all_results, strict=True):
         case.batches = [[own[0][:count]] for own in batches]
         expect_right_or_refused(
             f"{what} gives the plain optimizer's weights",

@@ -33,7 +33,9 @@ def list_groups(parameters, size, buckets_per_group, bucket_numel=BUCKET_NUMEL):
         ranges = layout["bucket_ranges"]
         length = buckets_per_group or len(ranges)
         for first in range(0, len(ranges), length):
-            names = [name for (name, _), b in zip(named, layout["bucket_of"]) if first <= b < first + length]
+            names = [
+                name for (name, _), b in zip(named, layout["bucket_of"], strict=True) if first <= b < first + length
+            ]
             groups.append((dtype, sum(end - start for start, end in ranges[first : first + length]), names))
     return groups
 
@@ -66,8 +68,8 @@ def expect_zeroed(submission, job, variants):
     cases = [submission.case("Branches", world, **options) for _ in variants]
     for case in cases:
         case.batches[0][0][0]["x"].zero_()  # on rank 0, the gradient of the first weight is zero, as its view is
-    jobs = [case.make_jobs(zero=form, late=late, **job) for case, (form, late) in zip(cases, variants)]
-    for (form, late), case, results in zip(variants, cases, submission.run_each(scenario.train, jobs)):
+    jobs = [case.make_jobs(zero=form, late=late, **job) for case, (form, late) in zip(cases, variants, strict=True)]
+    for (form, late), case, results in zip(variants, cases, submission.run_each(scenario.train, jobs), strict=True):
         (owner, value), when = form.split(", to "), "between forward and backward" if late else "before forward"
         zero = f"{owner}.zero_grad(set_to_none={value == 'None'}) {when}"
         is_known = job["arguments"].get("bucket_numel") == BUCKET_NUMEL
@@ -105,7 +107,7 @@ def find_gather_at_once(scatters):
     for launch in launched:
         later = [*ready, *(x.place for x in launched if x.op == "reduce_scatter")]
         after = min((place for place in later if place > launch.place), default=math.inf)
-        waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
+        waits = [place for place, phase in zip(launch.waits, launch.wait_phases, strict=True) if phase == "backward"]
         gathers = [x.place for x in launched if x.op == "all_gather" and x.place < after]
         if launch.op == "reduce_scatter" and any(wait < gather for wait in waits if wait < after for gather in gathers):
             return (
@@ -125,7 +127,8 @@ def expect_complete(step, groups, op, unit):
     """Expect launch i of `op` in a step when all gradients of `groups[i]` are ready. The rank uses all parameters."""
     ready_at = {name: math.inf for _, _, names in groups for name in names}  # the record may end before it is ready
     ready_at |= {name: place for place, name in step.ready}
-    for number, (launch, (_, _, names)) in enumerate(zip(step.launches(op), groups)):
+    launched = step.launches(op)[: len(groups)]  # a run that fails may have fewer
+    for number, (launch, (_, _, names)) in enumerate(zip(launched, groups[: len(launched)], strict=True)):
         missing = [name for name in names if ready_at[name] > launch.place]
         step.claim(
             f"{unit}s are launched in order, each when all its gradients are ready",

@@ -132,7 +132,7 @@ def expect_second_backward(submission, world, job):
         is_refused = results is not None and not any(results)  # without a forward between them
         return FORGETS if is_refused and what in TWO_BACKWARDS else ""
 
-    for what, results in zip(orders, submission.run_each(training.take_odd_step, jobs)):
+    for what, results in zip(orders, submission.run_each(training.take_odd_step, jobs), strict=True):
         cause = LOST_BETWEEN if what in LATE_FORWARDS else SECOND_BACKWARD
         if training.KINDS[0] in what:
             At().claim(f"{what} is accepted", None not in results, "RuntimeError", cause)
@@ -171,7 +171,7 @@ def expect_idle_rank(submission, job):
     [world] = submission.worlds(2)
     case = submission.case("Plain", world)
     orders = [["forward", "backward", "finish"]] + [["finish"]] * (world - 1)
-    jobs = PerRank(own | {"order": order} for own, order in zip(case.make_jobs(**job), orders))
+    jobs = PerRank(own | {"order": order} for own, order in zip(case.make_jobs(**job), orders, strict=True))
     with replace_cause(
         lambda failed: IDLE if failed.events and not launches(failed.events[-1], phase="finish") else ""
     ):
@@ -215,7 +215,7 @@ def suspect_old_gradients(case, results):
         OLD_GRADIENTS: {name: (sum(used) + (size - len(used)) * old[name]) / size for name, used in own.items()},
         ADDED_TO_OLD: {name: (sum(used) + len(used) * old[name]) / size for name, used in own.items()},
     }
-    answered = [(result, gradients) for result, gradients in zip(results, local) if result]
+    answered = [(result, gradients) for result, gradients in zip(results, local, strict=True) if result]
     return {
         cause: [
             {n: v for n, v in averages.items() if result[n] is not None or g[n] is not None} for result, g in answered

@@ -40,7 +40,7 @@ class Dots(torch.nn.Module):
         self.weights = torch.nn.ParameterList(weight.clone() for weight in weights)
 
     def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        return sum((weight * x).sum().float() for weight, x in zip(self.weights, inputs) if x is not None)
+        return sum((weight * x).sum().float() for weight, x in zip(self.weights, inputs, strict=True) if x is not None)
 
 
 def draw(seed: int, numel: int) -> torch.Tensor:

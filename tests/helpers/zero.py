@@ -102,7 +102,7 @@ def expect_norms(norms_by_rank, expected_norms, rounding, steps=None, ranks=None
     """
     for step, expected in enumerate(expected_norms[:steps]):
         norms = [norms[step] for norms in norms_by_rank]
-        for rank, norm in zip(ranks or range(len(norms)), norms):
+        for rank, norm in zip(ranks or range(len(norms)), norms, strict=True):
             at, (shown, exact) = At(rank, step), format_distinct(norm, expected)
             if not math.isfinite(expected):
                 what = "if one rank's gradients contain infinity, the norm that clip_grad_norm_ returns is not finite"

@@ -117,7 +117,8 @@ def explain_messages(failed):
         return ""
     if failed.verdict.ending == "deadlock":
         waits = [own[-1]["index"] if own and own[-1]["kind"] == "wait" else None for own in failed.events]
-        sending = [any(x.index == index and x.op == "send" for x in own) for own, index in zip(launched, waits)]
+        pairs = zip(launched, waits, strict=True)
+        sending = [any(x.index == index and x.op == "send" for x in own) for own, index in pairs]
         return ALL_SEND if all(sending) else ""
     return explain_lengths(launched) if failed.verdict.ending == "mismatch" else ""
 

@@ -15,7 +15,7 @@ def plan(cases: list[dict]) -> list[list[list[int]]]:
     for case in cases:
         params = [
             torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
-            for numel, dtype in zip(case["numels"], case["dtypes"])
+            for numel, dtype in zip(case["numels"], case["dtypes"], strict=True)
         ]
         index = {id(parameter): i for i, parameter in enumerate(params)}
         buckets = plan_buckets(params, case["cap_bytes"])

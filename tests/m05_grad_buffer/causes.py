@@ -55,7 +55,8 @@ def explain_values(name, value, expected):
 def explain_bucket_of(answer, layout, arguments, keywords):
     """Return why a bucket closes at the wrong parameter, although all parameters have a bucket."""
     bucket_of = answer["bucket_of"]
-    wrong = next((i for i, (a, b) in enumerate(zip(bucket_of, layout["bucket_of"])) if a != b), None)
+    count = min(len(bucket_of), len(layout["bucket_of"]))
+    wrong = next((i for i in range(count) if bucket_of[i] != layout["bucket_of"][i]), None)
     if wrong is None:
         return CLOSED_ELSEWHERE
     if bucket_of[wrong] > layout["bucket_of"][wrong]:
@@ -69,7 +70,8 @@ def explain_bucket_of(answer, layout, arguments, keywords):
 
 def explain_param_ranges(answer, layout, arguments, keywords):
     """Return why parameters that start at multiples of 64 have the wrong ranges."""
-    pairs = list(zip(answer["param_ranges"], layout["param_ranges"]))
+    count = min(len(answer["param_ranges"]), len(layout["param_ranges"]))
+    pairs = list(zip(answer["param_ranges"][:count], layout["param_ranges"][:count], strict=True))
     if any(got[1] - got[0] != right[1] - right[0] for got, right in pairs):
         return "the range of a parameter does not contain exactly its own elements. Padding belongs to no parameter."
     wrong = next((i for i, (got, right) in enumerate(pairs) if got != right), 0)
@@ -155,7 +157,9 @@ def explain_launches(buffers, names, layout, launched):
     """Return why a step's launches are not one all_reduce per bucket; `buffers` are those of this step."""
     offsets = list(buffers[0]["offsets"].values()) if buffers else []
     starts = [start for start, _ in layout["param_ranges"]]
-    is_placed = len(offsets) == len(starts) and all(isinstance(a, str) or a == b for a, b in zip(offsets, starts))
+    is_placed = len(offsets) == len(starts) and all(
+        isinstance(a, str) or a == b for a, b in zip(offsets, starts, strict=True)
+    )
     if len(buffers) != 1 or buffers[0]["numel"] != layout["numel"] or not is_placed:
         return explain_buffers(buffers, names)
     expected = [end - start for start, end in layout["bucket_ranges"]]
@@ -166,7 +170,7 @@ def explain_launches(buffers, names, layout, launched):
     numels = [launch.numel for launch in launched]
     if sorted(numels) == sorted(expected):
         return "the buckets are not launched in the order of the buffer."
-    if len(numels) == len(expected) and all(numel <= most for numel, most in zip(numels, expected)):
+    if len(numels) == len(expected) and all(numel <= most for numel, most in zip(numels, expected, strict=True)):
         return "the padding of a bucket is not reduced with it."
     if len(expected) > 1 and layout["numel"] in numels:
         return "a launch contains the whole buffer instead of the slice of one bucket."

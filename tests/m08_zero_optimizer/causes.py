@@ -143,7 +143,7 @@ def find_skipped_parameter(failed):
         return "each rank broadcasts only the parameters that it owns. All ranks must broadcast all of them."
     used = [{name for _, name in list_ready_gradients(own, 0)} for own in failed.events]
     reduced = [{x.name for x in launches(own) if x.op == "reduce"} for own in failed.events]
-    is_limited = all(names <= own for names, own in zip(reduced, used))  # to what each rank used
+    is_limited = all(names <= own for names, own in zip(reduced, used, strict=True))  # to what each rank used
     if is_limited and any(set.union(*reduced) - own for own in used):
         return (
             "a rank does not reduce a parameter that it did not use, because its gradient is None. All ranks must call "
@@ -173,7 +173,7 @@ def explain_gradients_left(names_by_rank):
 
 def explain_sizes(sizes_by_rank, expected):
     """Return why param_groups of these sizes do not contain all parameters."""
-    sums = [sum(sizes) for sizes in zip(*sizes_by_rank)]
+    sums = [sum(own[i] for own in sizes_by_rank) for i in range(min(map(len, sizes_by_rank)))]
     if len(sums) < len(expected):
         return "a group is missing from param_groups."
     if not all(sums):
@@ -385,7 +385,7 @@ def explain_norm(case, job, events, norms, expected):
         if all(math.isclose(norm, factor * expected, rel_tol=1e-4) for norm in norms):
             return f"the norm is {how}"
     own = [train_unsharded(case, job, [rank], steps=1)["norms"][0] for rank in case.group]
-    if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(norms, own)):
+    if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(norms, own, strict=True)):
         return "this is the norm of the rank's own gradients. clip_grad_norm_ must reduce them first."
     rest = [rank for rank in range(case.world_size) if rank not in case.group]
     whole = [train_unsharded(case, job, ranks, steps=1)["norms"][0] for ranks in (case.group, rest) if ranks]
@@ -499,7 +499,7 @@ def are_parameters_divided(case, recipe, actual, layout):
     """Return whether only those entries have changed that are in the same part of their parameter and their bucket."""
     size, start, expected = len(case.group), case.start(), compute_weights(case, recipe)
     trainable = [(name, p) for name, p in reversed(case.parameters().items()) if p.requires_grad]
-    for (name, p), (begin, end), bucket in zip(trainable, layout["param_ranges"], layout["bucket_of"]):
+    for (name, p), (begin, end), bucket in zip(trainable, layout["param_ranges"], layout["bucket_of"], strict=True):
         bucket_begin, bucket_end = layout["bucket_ranges"][bucket]
         place = torch.arange(begin, end)
         part = (place - begin) // math.ceil(p.numel() / size)
@@ -628,7 +628,7 @@ def suspect_loading(resume, weights, state, recipe):
     loaded = {
         "the state is not loaded: moments start from zero.": state | {"state": {}},
         "the groups' options, such as the learning rate, are not loaded.": state
-        | {"param_groups": [group | options for group, options in zip(state["param_groups"], fresh)]},
+        | {"param_groups": [group | options for group, options in zip(state["param_groups"], fresh, strict=True)]},
         "scalars of the state, such as Adam's step, are not loaded.": state | {"state": without_scalars},
     }
     return {cause: partial(resume, weights, part) for cause, part in loaded.items()}

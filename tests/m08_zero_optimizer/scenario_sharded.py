@@ -114,7 +114,7 @@ def make_parameters(numels: list[int], frozen: list[int], wide: list[int]) -> li
     dtypes = [torch.float64 if index in wide else torch.float32 for index in range(len(numels))]
     return [
         nn.Parameter(torch.ones(numel, dtype=dtype, device=device()), requires_grad=index not in frozen)
-        for index, (numel, dtype) in enumerate(zip(numels, dtypes))
+        for index, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
     ]
 
 
