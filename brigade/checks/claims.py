@@ -246,7 +246,7 @@ class Launches(Sequence[Launch]):
         watched = (event["numels"] for event in self.step.events if event["kind"] == "watched")
         numels = {name: numel for each in watched for name, numel in each.items()}
         ends = list(accumulate(numels[gradient] for _, gradient in ready))
-        for index, (one, carried) in enumerate(zip(self, accumulate(one.numel for one in self))):
+        for index, (one, carried) in enumerate(zip(self, accumulate(one.numel for one in self), strict=True)):
             last = bisect_left(ends, carried)
             expected, in_time = f"launch {index} comes during backward", one.phase == "backward"
             if last + offset < len(ready):

@@ -187,6 +187,8 @@ class CheckContext:
 
         `packages` are importable beside the submission. The ranks have `usual_s` seconds, or the usual number.
         """
+        if not hasattr(scenario, "make_form"):
+            raise TypeError(f"{scenario.__qualname__} does not state what it returns: see brigade/checks/forms.py")
         how = self.conditions
         usual_s = usual_s or (how.deadline_s or options.DEADLINE_S[how.backend]) * max(1, len(args_per_call) / 10)
         usual_s *= 3 if memory else 1  # such a run moves much data
@@ -228,13 +230,10 @@ def expect_forms(
     """Expect each result to have the form that its scenario states. See `forms.py`."""
     from brigade.checks.forms import find_mistake
 
-    make_form: Callable[..., Any] | None = getattr(scenario, "make_form", None)
-    if make_form is None:
-        return
-    for results, args in zip(results_per_call, args_per_call):
+    for results, args in zip(results_per_call, args_per_call[: len(results_per_call)], strict=True):
         for rank, result in enumerate(results):
             own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
-            if mistake := find_mistake(make_form(*own), result):
+            if mistake := find_mistake(scenario.make_form(*own), result):  # type: ignore[attr-defined]
                 raise CheckFailed(
                     Verdict("each rank returns what it was asked for", mistake, rank=rank), results.events
                 )
@@ -251,7 +250,7 @@ def find_contradictory_record(
     reports = getattr(scenario, "reports", ())  # the kinds of events without which a record is not true
     for rank in range(len(results_per_call[0])):
         first = 0  # number of the call's first batch
-        for results, args in zip(results_per_call, args_per_call):
+        for results, args in zip(results_per_call, args_per_call, strict=True):
             own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
             jobs = args[0] if args and isinstance(args[0], ranks.PerRank) else []
             if contradiction := find_contradiction(results.events[rank], jobs, rank, first, reports):
@@ -270,7 +269,7 @@ def find_missing_content(
     from brigade.checks.content import find_missing_gradient
 
     is_plain = getattr(scenario, "has_plain_steps", False)  # then it has one argument, the jobs of the ranks
-    for results, (jobs, *_) in zip(results_per_call, args_per_call if is_plain else ()):
+    for results, (jobs, *_) in zip(results_per_call, args_per_call, strict=True) if is_plain else ():
         if missing := find_missing_gradient(results, jobs):
             expected = "the launches of a step carry its gradients"
             return CheckFailed(Verdict(expected, missing, ending="record"), results.events)

@@ -70,7 +70,7 @@ class Plain(nn.Module):
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
         for number, layer in enumerate(self.layers[:-1]):
@@ -148,8 +148,8 @@ class MixedDtypes(Plain):
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
-        for layer, dtype in zip(self.layers, (torch.float32, torch.bfloat16, torch.float64) * len(sizes)):
-            layer.to(dtype)
+        for number, layer in enumerate(self.layers):
+            layer.to((torch.float32, torch.bfloat16, torch.float64)[number % 3])
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
         for number, layer in enumerate(self.layers):

@@ -332,8 +332,9 @@ def expect_overlap(
     the launch can start then. `why_late` is the likely cause if launches are late, and `why_blocked` if backward waits
     for asynchronous launches. The expected text ends with `setting`, such as " (buckets_per_group=2)".
     """
+    launched.are_so_many(f"a step makes {{}}, one per {unit}{setting}", len(buckets))
     ready_at = {name: place for place, name in launched.step.ready}
-    for number, (launch, names) in enumerate(zip(launched, buckets)):
+    for number, (launch, names) in enumerate(zip(launched, buckets, strict=True)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
         launched.claim(
             f"{unit} {number} is launched after all its gradients are ready{setting}",
@@ -342,7 +343,7 @@ def expect_overlap(
             f"the {unit} waits for one gradient too few, or the hook runs before accumulation. Use "
             "register_post_accumulate_grad_hook.",
         )
-    for number, (launch, after) in enumerate(zip(launched, buckets[1:])):
+    for number, (launch, after) in enumerate(zip(launched[:-1], buckets[1:], strict=True)):
         launched.claim(
             f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}",
             launch.place < max(ready_at.get(name, -1) for name in after),
@@ -350,7 +351,9 @@ def expect_overlap(
             why_late,
         )
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
-    blocking = [launch for launch, after in zip(launched, nexts) if blocks_backward(launch, after, ready_at)]
+    blocking = [
+        launch for launch, after in zip(launched, nexts, strict=True) if blocks_backward(launch, after, ready_at)
+    ]
     late = [launch for launch in launched if launch.phase != "backward"]
     allowed = f" before a gradient of the next {unit} is ready" * gathered
 
@@ -398,7 +401,7 @@ def expect_waited(launched: Launches, setting: str = "", unit: str = "launch") -
 def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:
     """Return whether backward waited for the launch before any gradient of `after` was ready (see `ready_at`)."""
     first = min((ready_at[name] for name in after if name in ready_at), default=float("inf"))
-    waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
+    waits = [place for place, phase in zip(launch.waits, launch.wait_phases, strict=True) if phase == "backward"]
     return launch.sync or (not launch.is_polled and any(place < first for place in waits))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,9 @@ class Case:
         """Return the input of each rank: a description of its model, its batches, the optimizer, and `more`."""
         common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer}
         common |= {"members": self.group} | more
-        return PerRank(common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches))
+        return PerRank(
+            common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches, strict=True)
+        )
 
     def start(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that every rank must have after construction."""
@@ -176,6 +179,6 @@ def draw_sizes(rng: random.Random, count: int) -> list[int]:
     """Draw distinct layer sizes for which all weights differ in size, so that a gradient's size identifies it."""
     while True:
         sizes = rng.sample(range(5, 24), count)
-        numels = [a * b for a, b in zip(sizes, sizes[1:])]
+        numels = [a * b for a, b in pairwise(sizes)]
         if len(set(numels)) == len(numels):
             return sizes

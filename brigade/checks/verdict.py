@@ -64,7 +64,7 @@ class Verdict:
     def __str__(self) -> str:
         if self.ending == NOT_RUN:
             return f"Not run: {self.got}."
-        labelled = zip((*LABELS[:3], ""), (self.expected, self.described, self.likely_cause, self.note))
+        labelled = zip((*LABELS[:3], ""), (self.expected, self.described, self.likely_cause, self.note), strict=True)
         return "\n".join(label_text(label, text) for label, text in labelled if text)
 
 

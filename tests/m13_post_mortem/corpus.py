@@ -87,7 +87,8 @@ def run(rng: random.Random, programs: list[list[tuple]]) -> tuple[list[list[dict
                     one["retired"] = True
             moves = True
     return entries, [
-        len(own) == len(program) and all(entry["retired"] for entry in own) for own, program in zip(entries, programs)
+        len(own) == len(program) and all(entry["retired"] for entry in own)
+        for own, program in zip(entries, programs, strict=True)
     ]
 
 

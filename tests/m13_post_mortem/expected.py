@@ -9,7 +9,7 @@ from collections import Counter
 OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
 DTYPES = ("Float", "BFloat16", "Double")
 CONTENTS = ("op", "sizes", "dtype")
-DIFFERENCES = dict(zip(CONTENTS, ("different_op", "different_size", "different_dtype")))
+DIFFERENCES = dict(zip(CONTENTS, ("different_op", "different_size", "different_dtype"), strict=True))
 
 
 # ---- jobs without a fault

@@ -74,7 +74,7 @@ def run_main(job: dict[str, Any]) -> list[list]:
             folder, page = Path(directory, "dumps"), Path(directory, "page.html")
             folder.mkdir()
             paths = [folder / f"dump_{number}.json" for number in range(len(files))]
-            for path, text in zip(paths, files):
+            for path, text in zip(paths, files, strict=True):
                 if text is not None:
                     path.write_bytes(text.encode("latin-1"))
             options = {"html": str(page)} if job.get("with_page") else {}

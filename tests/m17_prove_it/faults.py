@@ -53,7 +53,7 @@ def keep_buffers(base: Any) -> Any:
         def __init__(self, module: Any, *args: Any, **options: Any):
             own = [buffer.clone() for buffer in module.buffers()]
             super().__init__(module, *args, **options)
-            for buffer, values in zip(module.buffers(), own):
+            for buffer, values in zip(module.buffers(), own, strict=True):
                 buffer.copy_(values)
 
     return Wrong

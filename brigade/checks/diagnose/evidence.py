@@ -112,7 +112,7 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
     by_group: list[dict[str, list[tuple[Event, int | None]]]] = [{} for _ in events]  # the launches of each rank
-    for record, own in zip(by_group, events):
+    for record, own in zip(by_group, events, strict=True):
         for _, step, event in follow_steps(own):
             if event.get("op"):
                 record.setdefault(event["group"], []).append((event, step))
@@ -120,11 +120,12 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
         launched = [by_group[rank].get(group, []) for rank in ranks]
         numbers = [n for own in launched for n, (launch, _) in enumerate(own) if launch["caller"] in GATHERING]
         first = min(numbers, default=0)
-        found = {rank: own[first] for rank, own in zip(ranks, launched) if first < len(own)}
+        found = {rank: own[first] for rank, own in zip(ranks, launched, strict=True) if first < len(own)}
         method, step = next(((e["caller"], s) for e, s in found.values() if e["caller"] in GATHERING), ("", None))
         others = {rank: (launch["phase"], s) for rank, (launch, s) in found.items() if launch["caller"] != method}
         absent = [rank for rank in ranks if rank in others or rank not in found and kind == "deadlock"]
-        before = zip(*(own[:first] for own in launched))
+        count = min(first, *map(len, launched))
+        before = zip(*(own[:count] for own in launched), strict=True)
         is_equal = all(len({make_signature(launch) for launch, _ in same}) == 1 for same in before)
         if method and absent and is_equal and ("step", step) not in others.values():
             return (
