@@ -36,6 +36,7 @@ class RecordedWork(dist.Work):
         self._recorder = recorder
         self._index = index
         self._ends_with_wait = False
+        self._is_known = False  # whether the rank has learnt that the launch is complete
         self._follow_end()
 
     def _follow_end(self) -> None:
@@ -67,7 +68,10 @@ class RecordedWork(dist.Work):
 
     def is_completed(self) -> bool:
         self._recorder.expect_recorded_thread()
-        return self._inner.is_completed()
+        if not self._is_known and self._inner.is_completed():
+            self._is_known = True
+            self._recorder.note("complete", index=self._index)
+        return self._is_known
 
     def _source_rank(self) -> int:
         return self._inner._source_rank()  # of a receive from any rank

@@ -138,11 +138,9 @@ class StrictWork(RecordedWork):
 
     def is_completed(self) -> bool:
         """Deliver the result if the launch is complete. To ask again before the next event is to wait."""
-        if self._asked_at != self._recorder.progress and not self._delivered:
-            if not super().is_completed():
-                self._asked_at = self._recorder.progress
-                return False
-            self._recorder.note("complete", index=self._index)
+        if self._asked_at != self._recorder.progress and not self._delivered and not super().is_completed():
+            self._asked_at = self._recorder.progress
+            return False
         return self._delivered or self.wait()
 
     def get_future(self) -> torch.futures.Future:

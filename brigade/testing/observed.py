@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -78,6 +79,64 @@ class Observed(Sequence[Any]):
             if difference := find_difference(value, values[0], what):
                 At(rank).claim(f"{what} is equal on all ranks", False, f"{difference} differs from rank 0")
         return self
+
+    def equals_one_process(self, alone: Observed, name: str | None = None, *, tolerance: float = 1e-5) -> Observed:
+        """Claim that each rank returned what one process returns that has the data of all ranks.
+
+        `alone` is a run of the driver with `world_size=1` and these data. Compare the results, or only their entries
+        `name`. Of tensors and floats, the error is at most `tolerance` times the largest entry in `alone`, because sums
+        in another order are rounded differently. Everything else must be equal. Raise ValueError if `alone` has several
+        ranks.
+        """
+        if len(alone) != 1:
+            raise ValueError(
+                f"alone has {len(alone)} ranks: run the driver with world_size=1 and the data of all ranks"
+            )
+        what = "the result" if name is None else name
+        expected = f"{what} is that of one process"
+        wanted = dict(list_parts(alone[0] if name is None else alone[0][name], what))
+        for rank, value in enumerate(self):
+            found = dict(list_parts(value if name is None else value[name], what))
+            other = [*(found.keys() ^ wanted.keys())]
+            At(rank).claim(expected, not other, f"{min(other, default='')} is returned in only one of the runs")
+            for part, one in found.items():
+                got, cause = compare(one, wanted[part], tolerance, len(self))
+                At(rank).claim(expected, not got, f"{part} {got}", cause)
+        return self
+
+
+def list_parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
+    """Yield each part of a result that is no list and no dict, with its name. A part without parts is one."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, part in items:
+        yield from list_parts(part, f"{what}[{key!r}]")
+    if not items or not value:
+        yield what, value
+
+
+def compare(one: Any, wanted: Any, tolerance: float, world_size: int) -> tuple[str, str]:
+    """Return how a part of a result differs from that of one process, and the cause if it is certain, or ("", "")."""
+    if not isinstance(wanted, (float, torch.Tensor)) or type(one) is not type(wanted):
+        difference = find_difference(one, wanted, "is another one")
+        return difference, ""
+    one, wanted = torch.as_tensor(one), torch.as_tensor(wanted)
+    if (one.shape, one.dtype) != (wanted.shape, wanted.dtype):
+        return f"is {tuple(one.shape)} {one.dtype} instead of {tuple(wanted.shape)} {wanted.dtype}", ""
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    one, wanted = one.to(wide).flatten(), wanted.to(wide).flatten()
+    scale, error = (float(values.abs().max()) if values.numel() else 0.0 for values in (wanted, one - wanted))
+    if error <= tolerance * scale:  # not so for NaN
+        return "", ""
+    got, cause = f"differs by {error:.3g}, and its largest entry is {scale:.3g}", ""
+    size = one.norm() * wanted.norm()
+    if size > 0 and abs(torch.vdot(wanted, one)) > 0.99 * size:
+        ratio = float(one.norm() / wanted.norm())
+        got += f"; it is {ratio:.3g} times as large, in nearly the same direction"
+        if world_size > 1 and math.isclose(ratio, world_size, rel_tol=1e-3):
+            cause = "ranks are summed but not divided by their number."
+        if world_size > 1 and math.isclose(ratio, 1 / world_size, rel_tol=1e-3):
+            cause = "a mean over the ranks is divided by their number again."
+    return got, cause
 
 
 def find_difference(one: Any, other: Any, what: str) -> str:

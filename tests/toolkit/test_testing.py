@@ -12,7 +12,8 @@ import torch
 from in_ranks import claims
 
 from brigade.course.modules import ROOT
-from brigade.testing import PerRank, RankFailure, run
+from brigade.runner.ranks import RankResults
+from brigade.testing import Observed, PerRank, RankFailure, run
 from brigade.testing.plugin import ranks as ranks_fixture
 
 EXAMPLES = sorted((ROOT / "tests" / "examples").glob("test_*.py"))
@@ -20,7 +21,7 @@ EXAMPLES = sorted((ROOT / "tests" / "examples").glob("test_*.py"))
 
 def test_the_page_shows_the_examples():
     text = (ROOT / "docs" / "testing.md").read_text()
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4
     for path in EXAMPLES:
         assert f"```python\n{path.read_text()}```" in text, f"docs/testing.md shows another {path.name}"
 
@@ -54,6 +55,48 @@ def test_right_claims(seen):
     assert seen.kept_bytes("optimizer state") == 4 * 30  # momentum
     assert seen.kept_bytes() >= 3 * 4 * 30
     assert len(seen.launches("broadcast", rank=1)) == 1, "outside of the steps"
+
+
+@pytest.mark.parametrize("mode", ["strict", "record"])
+def test_code_that_asks_until_a_launch_is_complete_has_waited(mode):
+    polled = run(claims.poll, mode=mode)
+    polled.step(0).launches("all_reduce", count=1).are_awaited()
+    kinds = [event["kind"] for event in polled.events[0]]
+    assert kinds.count("complete") == (mode == "record")  # strict: to ask again is to wait
+    assert polled[0].tolist() == [2.0, 2.0]
+
+
+ALONE = {"w": torch.ones(2), "names": ["a", 0], "loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"w": torch.tensor([1.0, 1.000001]), "loss": 2.000002}, ""),
+        (
+            {"w": torch.tensor([1.0, 1.1])},
+            r"\['w'\] differs by 0.1, .* is 1; it is 1.05 times as large, in nearly the same",
+        ),
+        ({"w": torch.tensor([1.0, -1.0])}, r"\['w'\] differs by 2, and its largest entry is 1$"),
+        ({"w": torch.tensor([1.0, math.nan])}, r"\['w'\] differs by nan, and its largest entry is 1$"),
+        ({"w": torch.full((2,), 2.0)}, ".*it is 2 times as large.*\n.*summed but not divided"),
+        ({"w": torch.full((2,), 0.5)}, ".*it is 0.5 times as large.*\n.*divided by their number again"),
+        ({"w": torch.ones(3)}, r"\['w'\] is \(3,\) torch.float32 instead of \(2,\) torch.float32"),
+        ({"loss": 2}, r"\['loss'\] is another one"),
+        ({"more": None}, r"\['more'\] is returned in only one of the runs"),
+        ({"names": ["a", 1]}, r"\['names'\]\[1\] is another one"),
+    ],
+)
+def test_ranks_are_compared_with_one_process(change, got):
+    alone = Observed(RankResults([ALONE], [[]], [""]))
+    seen = Observed(RankResults([ALONE, ALONE | change], [[], []], ["", ""]))
+    if not got:
+        assert seen.equals_one_process(alone) is seen is seen.equals_one_process(alone, "w")
+        return
+    with pytest.raises(AssertionError, match=rf"rank 1: the result{got}"):
+        seen.equals_one_process(alone)
+    with pytest.raises(ValueError, match="2 ranks"):
+        seen.equals_one_process(seen)
 
 
 def describe(wrong):

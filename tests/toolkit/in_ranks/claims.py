@@ -40,6 +40,17 @@ def drive(scale):
     return {"rank": dist.get_rank(), "sum": total}
 
 
+def poll():
+    """Reduce a tensor, and ask until it is complete instead of waiting for it."""
+    with step(0):
+        value = torch.ones(2)
+        handle = dist.all_reduce(value, async_op=True)
+        while not handle.is_completed():
+            pass
+        handle.is_completed()
+    return value
+
+
 def do_little():
     pass
 
