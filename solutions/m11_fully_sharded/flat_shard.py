@@ -95,7 +95,7 @@ class FlatShard:
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup, compute_dtype: DType, reduce_dtype: DType):
         self.params, self.process_group = params, group
         self.classes = [type(p) for p in params]
-        self.versions: list[int] | None = None  # of the parameters, when `full` got its memory
+        self.memory: list[tuple[int, int]] | None = None  # of the parameters, since the gather
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = plan_layout([p.numel() for p in self.params], None, self.size)
         full = self.flatten([p.data for p in self.params])  # in the parameters' dtype
@@ -151,31 +151,33 @@ class FlatShard:
         self.set_class()
 
     def reshard(self) -> None:
-        """Release the memory of `full`. A second call does nothing. No all-gather may be in flight."""
+        """Release the memory of `full`. A second call does nothing. No all-gather may be in flight.
+
+        Raise RuntimeError if a parameter was written, or its data replaced, since the gather.
+        """
+        is_written = self.memory is not None and self.memory != self.list_memory()
+        self.memory = None
         ### BEGIN SOLUTION part (e)
         self.full.untyped_storage().resize_(0)
         ### END SOLUTION
         self.set_class()
-        self.require_unwritten()
+        if is_written:
+            raise RuntimeError(
+                "a weight was written or replaced in forward or backward, but only shards are kept: change weights "
+                "between steps, with load_full_state_dict(state)"
+            )
 
     def set_class(self) -> None:
         """Make the parameters of `full` refuse to be read while it has no memory."""
         has_memory = self.full.untyped_storage().nbytes() == self.full.nbytes
         for parameter, own in zip(self.params, self.classes):
             parameter.__class__ = own if has_memory else make_freed_class(own)
-        if has_memory and self.versions is None:
-            self.versions = [parameter._version for parameter in self.params]
+        if has_memory and self.memory is None:
+            self.memory = self.list_memory()
 
-    def require_unwritten(self) -> None:
-        """Raise RuntimeError if a parameter was written, or its data replaced, while `full` had memory."""
-        versions, self.versions = self.versions, None
-        memory = self.full.untyped_storage().data_ptr()
-        for i, p in enumerate(self.params):
-            if p.untyped_storage().data_ptr() != memory or (versions and p._version != versions[i]):
-                raise RuntimeError(
-                    f"a weight of shape {list(p.shape)} was written or replaced in forward or backward, but only "
-                    "shards are kept: change weights between steps, with load_full_state_dict(state)"
-                )
+    def list_memory(self) -> list[tuple[int, int]]:
+        """Return where the parameters of `full` are, and how often they were written."""
+        return [(p.untyped_storage().data_ptr(), p._version) for p in self.params]
 
     def start_reduce(self) -> None:
         """Move the parameters' gradients into one flat tensor of `reduce_dtype`. Start the reduce-scatter of averages.
