@@ -37,15 +37,25 @@ define make-environment
 	@$(OPEN) $(PYTHON) -m venv $(VENV)
 endef
 
-# Install the packages of a file like requirements.txt. If torch does not come from PyPI as pinned, install it after all
-# others, because its index has other versions of these.
-install-locked = $(if $(TORCH_INDEX)$(filter-out $(PINNED_TORCH),$(TORCH)),$(install-torch-apart),$(PIP) install --require-hashes -r $(1))
-
-define install-torch-apart
-	awk '/^[a-z]/ { left_out = /^(torch==|triton==|cuda-|nvidia-)/ } !left_out' $(1) > $(VENV)/others.txt
-	awk '/^[a-z]/ { torch = /^torch==/ } torch' $(1) > $(VENV)/torch.txt
+# Install the packages of a file like requirements.txt. The installed torch says whether it needs the packages for CUDA.
+define install-locked
+	awk '/^[a-z]/ { is_chosen = !/^(torch==|triton==|cuda-|nvidia-)/ } NR == 1 || is_chosen' $(1) > $(VENV)/others.txt
+	awk '/^[a-z]/ { is_chosen = /^torch==/ } is_chosen' $(1) > $(VENV)/torch.txt
+	awk '/^[a-z]/ { is_chosen = /^(triton==|cuda-|nvidia-)/ } is_chosen' $(1) > $(VENV)/cuda.txt
 	$(PIP) install --require-hashes -r $(VENV)/others.txt
-	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(filter %/cpu+$(PINNED_TORCH),$(TORCH_INDEX)+$(TORCH)),--no-deps --require-hashes -r $(VENV)/torch.txt,torch==$(TORCH))
+	$(if $(HAS_HASHES),$(install-torch),$(PIP) install $(FROM_INDEX) torch==$(TORCH))
+endef
+
+FROM_INDEX = $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+HAS_HASHES = $(if $(filter $(PINNED_TORCH),$(TORCH)),$(if $(TORCH_INDEX),$(filter %/cpu,$(TORCH_INDEX)),yes))
+NEEDS_CUDA := import importlib.metadata as m; print(*(r for r in m.requires("torch") if "nvidia" in r or "cuda" in r))
+
+# pip prefers the wheels of an index that tells hashes, also to a CPU build on this machine. So it chooses before it compares.
+define install-torch
+	$(PIP) download --no-deps --only-binary :all: --dest $(VENV)/torch $(FROM_INDEX) torch==$(TORCH)
+	$(PIP) install --no-deps --no-index --find-links $(VENV)/torch --require-hashes -r $(VENV)/torch.txt
+	rm -r $(VENV)/torch
+	[ -z "$$($(BIN)/python -c '$(NEEDS_CUDA)')" ] || $(PIP) install --require-hashes -r $(VENV)/cuda.txt
 endef
 
 clean:
