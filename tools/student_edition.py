@@ -28,7 +28,7 @@ FOLDERS = ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "te
 CORE = ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
 CHECKS = ("tests/test_m*.py", "tests/helpers/*.py")
 CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.txt"))
-CHECKS += tuple(f"tests/m17_prove_it/{name}.py" for name in ("faults", "implementations", "topics"))
+CHECKS += tuple(f"tests/m17_prove_it/{name}.py" for name in ("blind", "faults", "implementations", "topics"))
 
 BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")

@@ -79,7 +79,7 @@ class Snapshot:
     """The modules of a submission. Each is read once, when it is asked for first. Threads may share a snapshot.
 
     All checks that get the same snapshot judge the same text, even if a student saves a file between two checks. With
-    `hides_place`, the path of a file is that in the course, such as m01_naive_ddp/naive_ddp.py: the seed of a grading
+    `hides_place`, the path of a file is its module and its name, as in the course: the seed of a grading
     run does not follow from the names of an upload's directories, so ranks must not learn them.
     """
 

@@ -43,7 +43,7 @@ while frame.f_code.co_name != "main" or "channel" not in frame.f_locals:
     frame = frame.f_back
 frame.f_locals["channel"].send_result(wire.encode([]))
 signal.pause()
-=== prints everything that it reads | 0 | it printed |
+=== prints everything that it reads | 0 | more than 50000 letters |
  EVERYTHING modules=13 checks=test_program,test_jobs_folders_and_pages
 """,
 )

@@ -219,7 +219,7 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
 
 @pytest.mark.parametrize("what", ["root", "filter", "torch", "Python"])
 def test_other_conditions_grade_again(what, stub, tmp_path, monkeypatch):
-    """Whoever grades again with root's rights, or with another torch, gets no stored points."""
+    """Grading again with root's rights, or with another torch, uses no stored points."""
     command = small_class(tmp_path / "class", ada=8)
     monkeypatch.setattr(isolation, "may_isolate", lambda: what == "filter")
     for _ in range(2):

@@ -27,6 +27,7 @@ PROGRAMS = (
 )  # fmt: skip
 BEFORE = r"(?:sudo )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"  # what may precede a program
 COMMAND = re.compile(rf"{BEFORE}(?:{'|'.join(map(re.escape, PROGRAMS))}) \S.*", re.DOTALL)
+LOOP = re.compile(r"for \w+ in .*; do|done|mkdir \w+")  # in the shell
 MAKE = "\n".join((ROOT / name).read_text() for name in ("Makefile", "setup.mk"))
 
 
@@ -36,7 +37,9 @@ def find_commands(text: str) -> list[str]:
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if language in ("", "sh", "bash"):
             for line in block.replace("\\\n", " ").splitlines():
-                line = re.sub(r"\s+# .*", "", line)
+                line = re.sub(r"\s+# .*", "", line.strip())
+                if LOOP.fullmatch(line):
+                    continue
                 if COMMAND.fullmatch(line) or (language and line.strip()):
                     found.append(re.sub(r" {2,}", " ", line))
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)

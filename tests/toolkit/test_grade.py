@@ -627,5 +627,5 @@ def test_a_grader_in_a_long_call_of_c_code_is_killed(ends):
 
 
 def test_a_grader_that_ends_is_not_killed():
-    done = subprocess.run([sys.executable, "-c", IN_C.format("1000")], cwd=ROOT, capture_output=True, text=True)
+    done = hang_guard.run([sys.executable, "-c", IN_C.format("1000")], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "in\n", "")

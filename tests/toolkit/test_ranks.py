@@ -235,7 +235,7 @@ def test_ranks_keep_a_policy_that_the_user_has_chosen(policy, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: policies[-1])
     monkeypatch.setattr(os, "sched_setscheduler", lambda pid, policy, param: policies.append(policy))
-    main.run(request, sink=None)
+    main.run(request, sink=None, report=None)
     assert policies[1:] == [os.SCHED_BATCH] * (policy == "SCHED_OTHER")
 
 

@@ -388,7 +388,7 @@ def test_what_a_person_wrote_counts_and_is_on_the_pages(term, refuse, tmp_path, 
 
 
 def test_pages_of_namesakes_are_named_by_more_than_their_names(term, tmp_path):
-    """A page never becomes another student's, whoever hands in first."""
+    """A page never becomes another student's, in whatever order they hand in."""
     (tmp_path / "roster.csv").write_text(ROSTER + '"Kim, Min",109,S109,u109\n"KIM, Min",110,S110,u110\n')
     for student in (109, 110):
         hand_in(tmp_path / "week1" / f"kimmin_{student}_{student}_k.zip", student - 104)
