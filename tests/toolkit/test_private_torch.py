@@ -11,6 +11,7 @@ from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
 from brigade.rank import process_group
 from brigade.runner.machine import find_loopback_interface
 from brigade.runner.ranks import run_ranks
+from situations.torch_suite import call_after_backward
 
 COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
 
@@ -96,6 +97,15 @@ def test_version_of_a_tensor():
     with torch.no_grad():
         parameter.fill_(2.0)
     assert parameter._version > before, needs + "_version"
+
+
+def test_function_that_autograd_calls_at_the_end_of_a_backward():
+    calls = []
+    weight = torch.nn.Parameter(torch.ones(2))
+    product = 2 * weight
+    product.register_hook(lambda _: call_after_backward(lambda: calls.append(weight.grad.tolist())))
+    product.sum().backward()
+    assert calls == [[2.0, 2.0]], "module 11 and tests/situations/torch_suite.py need queue_callback of the engine"
 
 
 def test_function_of_the_gradient_scaler():
