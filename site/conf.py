@@ -1,9 +1,12 @@
 """Configuration of the course's site, which `make site` builds from the course's files as they are."""
 
+import html
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -22,6 +25,7 @@ import links  # noqa: E402
 from brigade.course.modules import HAS_SOLUTIONS, MODULES  # noqa: E402
 
 project = "Bucket Brigade"
+LONGEST = 200  # characters of a page's description
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "docs/gpu_runs/*.md", "notebooks/*.ipynb"]
@@ -101,6 +105,19 @@ def describe_plots(app: Sphinx, doctree: nodes.document) -> None:
         plot["alt"] = text
 
 
+def describe_page(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
+) -> None:
+    """Add what a chat or a search engine shows of a linked page: its title and its first sentences."""
+    texts = [" ".join(found.astext().split()) for found in doctree.findall(nodes.paragraph)] if doctree else []
+    if text := next((text for text in texts if text.endswith((".", "?"))), ""):
+        title, text = html.escape(f"{context['title']} - {project}"), html.escape(textwrap.shorten(text, LONGEST))
+        context["metatags"] += (
+            f'<meta name="description" content="{text}">\n<meta property="og:title" content="{title}">\n'
+        )
+        context["metatags"] += f'<meta property="og:description" content="{text}">\n'
+
+
 def check_links(app: Sphinx, error: Exception | None) -> None:
     for problem in links.find_problems(Path(app.outdir)) if error is None else ():
         logging.getLogger("links").warning(problem)
@@ -114,4 +131,5 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", list_modules)
     app.connect("doctree-read", describe_plots)
     app.connect("autodoc-process-docstring", keep_layout)
+    app.connect("html-page-context", describe_page)
     app.connect("build-finished", check_links)

@@ -90,6 +90,10 @@ def test_every_document_and_notebook_is_a_page(site):
     pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in [*sources, ROOT / "assignments.md"]}
     assert {path for path in pages if not path.exists()} == set()
     assert not list(site.rglob("*hints*"))
+    described = re.compile(
+        '<meta name="description" content="[^"]{20,200}">\n<meta property="og:title" content="[^"]+">'
+    )
+    assert not [path for path in pages if not described.search(path.read_text())], "a link in a chat shows its text"
     reference = (site / "site" / "api.html").read_text()
     names = [f"lessons.{entry.package}.{entry.name}.{name}" for entry in MODULES for name in entry.public]
     assert [name for name in names if f'id="{name}"' not in reference] == []
