@@ -95,7 +95,7 @@ class FlatShard:
     def __init__(self, params: list[nn.Parameter], group: ProcessGroup, compute_dtype: DType, reduce_dtype: DType):
         self.params, self.process_group = params, group
         self.classes = [type(p) for p in params]
-        self.memory: list[tuple[int, int]] | None = None  # of the parameters, since the gather
+        self.memory: list[tuple[bool, int]] | None = None  # of the parameters, since the gather
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = plan_layout([p.numel() for p in self.params], None, self.size)
         full = self.flatten([p.data for p in self.params])  # in the parameters' dtype
@@ -166,9 +166,10 @@ class FlatShard:
         if has_memory and self.memory is None:
             self.memory = self.list_memory()
 
-    def list_memory(self) -> list[tuple[int, int]]:
-        """Return where the parameters of `full` are, and how often they were written."""
-        return [(p.untyped_storage().data_ptr(), p._version) for p in self.params]
+    def list_memory(self) -> list[tuple[bool, int]]:
+        """Return for each parameter whether it is in the memory of `full`, and how often it was written."""
+        memory = self.full.untyped_storage().data_ptr()
+        return [(p.untyped_storage().data_ptr() == memory, p._version) for p in self.params]
 
     def start_reduce(self) -> None:
         """Move the parameters' gradients into one flat tensor of `reduce_dtype`. Start the reduce-scatter of averages.
