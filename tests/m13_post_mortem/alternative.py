@@ -109,7 +109,8 @@ def diagnose(traces):
             guilty = sorted(rank for ranks in ordered for rank in ranks)
             kind = kind_of(alive, place, most, guilty)
             return finish(kind, guilty, place, [place], list_waits(alive, guilty if kind == "missing" else []))
-    silent = sorted(set(range(traces[0].world_size)) - set(alive))
+    known = {rank for trace in traces for call in trace.calls for rank in call.ranks}
+    silent = sorted(known.union(range(traces[0].world_size)) - set(alive))
     if silent:
         return Finding("dead", silent, None, None, f"No trace of {silent}.")
     through = [{r for other in found for r in absentees(one) & callers(other)} for one in found]
