@@ -97,7 +97,8 @@ def count_new_views(function, arguments: list, result) -> int:
     """Return how many of the tensors in `result` are new views of those in `arguments`."""
     name = get_name(function)
     if name == "__setitem__":  # data[start:end] = ... slices too, but data[:] = ... does not
-        return arguments[1] is not Ellipsis and not (isinstance(arguments[1], slice) and arguments[1] == slice(None))
+        is_whole = arguments[1] is Ellipsis or isinstance(arguments[1], slice) and arguments[1] == slice(None)
+        return int(not is_whole)
     if name in CALLING:
         return 1
     if name in WHOLE:
