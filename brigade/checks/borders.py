@@ -39,8 +39,9 @@ def find_contradiction(
     """Return how a rank's record contradicts itself, or "" if it does not.
 
     `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job. The
-    scenario passes each batch once, in order, and reports all events of the kinds `reports`: see `find_silence`. In
-    others, gradients may be missing, but none may come between other borders than in one process.
+    scenario passes each batch once, in order, and reports all events of the kinds `reports`: see `find_silence`. With
+    "step", each pass must be in the step of its batch. In other scenarios, gradients may be missing, but none may come
+    between other borders than in one process.
     """
     job = jobs[rank] if jobs else None
     if not isinstance(job, dict):
@@ -56,6 +57,7 @@ def find_contradiction(
     ]
     expected = compute_values(job, [other["state"] for other in jobs], first)
     step, has_steps = BEFORE, bool(reports) or any(event["kind"] == "step" for event in events)
+    reports = {*reports} - {"step"}
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
     unasked = Counter(seed for batch in batches for seed in batch["borders"])  # a batch may be in the job twice
     last: tuple[int, int] | None = None  # the batch and the number of the last border

@@ -25,8 +25,6 @@ ONLY_WATCHED: dict[tuple[int, str, str], str] = {
     (3, "test_every_handle_is_waited_on", "race"): "divided during the transfer",
     (6, "test_launches_and_volume", "race"): "divided while the launch is running",
     (9, "test_groups_that_no_forward_used", "write"): "the step before is awaited after the write",
-    (12, "test_collectives", "phase"): "no backward reduces",
-    (12, "test_collectives", "step"): "a barrier in every step",
 }
 # Checks of bytes and views, which `docs/security.md` counts too.
 MEASURED = {
