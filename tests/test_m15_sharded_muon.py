@@ -67,10 +67,10 @@ def test_orthogonalize(submission):
 @pytest.mark.needs("test_orthogonalize")
 def test_short_side(submission):
     """The matrix products of orthogonalize take at most 2 · steps · short² · (2 · long + short) FLOPs."""
-    problems = [(torch.ones(shape), False, {"steps": 4}) for shape in ((24, 24), (12, 48), (48, 12), (1, 16), (16, 1))]
-    [answers] = submission.run(scenario.orthogonalize_each, {"problems": problems}, world_size=1)
-    for (matrix, _, _), answer in zip(problems, answers, strict=True):
-        what, flops = f"4 iterations of a {describe_matrix(matrix)} take {{}} FLOPs", answer["flops"]
+    problems = [(torch.ones(shape), {"steps": 4}) for shape in ((24, 24), (12, 48), (48, 12), (1, 16), (16, 1))]
+    [answers] = submission.run(scenario.count_flops, {"problems": problems}, world_size=1)
+    for (matrix, _), flops in zip(problems, answers, strict=True):
+        what = f"4 iterations of a {describe_matrix(matrix)} take {{}} FLOPs"
         At().at_most(what, flops, 8 * count_cost(matrix.shape), partial(causes.explain_flops, matrix.shape, flops))
 
 
@@ -178,7 +178,8 @@ def test_equals_one_process(submission):
 @pytest.mark.needs("test_equals_one_process")
 def test_launches(submission):
     """A step makes one reduce-scatter and one all-gather per group, as large as its buffer, and nothing else."""
-    for step, result, problem in list_two_steps(submission, 3, {"num_groups": 3}, {}, {"num_groups": 1}):
+    options = {"num_groups": 3}, {}, {"num_groups": 1}
+    for step, result, problem in list_two_steps(submission, 3, *options, parts=["sizes"]):
         launched, sizes = step.launches(), result["sizes"]
         limit, numel = problem.job["options"].get("num_groups", 4), sum(map(math.prod, problem.shapes))
         what, is_right = f"plan_groups returns at most {limit} groups", len(sizes) <= limit and sum(sizes) >= numel
@@ -241,6 +242,7 @@ def test_options(submission):
     options = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "steps": 4, "num_groups": 2}
     lrs = [[0.1 / (1 + step), 0.03 * (1 + step)] for step in range(4)]
     setting = {"frozen": [2, 3], "param_groups": [one, other], "options": options, "scheduler": lrs, "closure": True}
+    setting |= {"parts": ["is_optimizer"]}
     [(results, problem)] = train(submission, 2, (MIXED, 4, setting))
     expect_weights(results, problem)
     for rank, result in enumerate(results):
@@ -265,7 +267,8 @@ def test_options(submission):
 @pytest.mark.needs("test_equals_one_process")
 def test_momentum(submission):
     """Each matrix has its momentum on its owner and on no other rank, even if a rank owns nothing."""
-    for results, problem in train(submission, 3, (MIXED, 2, {}), ([(4, 9), (9, 4)], 2, {})):
+    setting = {"parts": ["owners", "owned"]}
+    for results, problem in train(submission, 3, (MIXED, 2, setting), ([(4, 9), (9, 4)], 2, setting)):
         expect_momentum(results, problem)
 
 
@@ -280,7 +283,7 @@ def test_state_dict(submission):
     absent = [(1, 0, [1]), (2, 0, [0, 2]), (2, 1, [0, 1, 2])]
     one, other = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5}), ([1, 3, 5, 6], {"weight_decay": 0.1})
     [world] = submission.worlds(3)
-    setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "saves": True, "labels": None}
+    setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "parts": ["saved"], "labels": None}
     setting |= {"group": [1, 2], "groups": [[1, 2], [0]]} if world > 1 else {}
     # The second checkpoint comes before the first step. In the third, a rank owns nothing.
     kinds = (3, {"frozen": [2]}), (0, {"frozen": [2]}), (1, {"frozen": [0, 1, 2, 3, 4, 6]})
@@ -288,10 +291,10 @@ def test_state_dict(submission):
         numbers = {i: str((one[0] + other[0]).index(i)) for i in problem.trainable()}
         momentum = {numbers[i]: value for i, value in problem.train()[1].items()}
         groups = [([0, 1, 2], problem.get_options(one[0][0], 0)), ([3, 4, 5, 6], problem.get_options(other[0][0], 0))]
-        wanted, group = sorted(momentum, key=int), problem.job["group"]
+        wanted, group = sorted(momentum, key=by_number), problem.job["group"]
         for rank in group:
             at, saved = At(rank), results[rank]["saved"]
-            have = [i + " (None)" * (saved["momentum"][i] is None) for i in sorted(saved["momentum"], key=int)]
+            have = [i + " (None)" * (saved["momentum"][i] is None) for i in sorted(saved["momentum"], key=by_number)]
             what = "before the first step, " * (not problem.gradients[0])
             what += "state_dict()['state'] has momentum_buffer for {}"
             at.equal(what, have, wanted, partial(causes.explain_numbers, saved["momentum"], momentum, numbers))
@@ -312,6 +315,7 @@ def test_resharding(submission):
         saved = draw_problem(submission.rng, MIXED, 1, 1).gradients[0][0]
         load = dict(enumerate(saved)), [{"lr": 0.07, "momentum": 0.8, "weight_decay": 0.1, "steps": 3}]
         setting = {"transposed": [0, 3], "load": load, "saves": True, "labels": None}
+        setting |= {"parts": ["is_kept", "owners", "owned"]}
         [(results, problem)] = train(submission, world, (MIXED, 3, setting))
         expect_weights(results, problem, "after a checkpoint has been loaded and ")
         for rank, result in enumerate(results):
@@ -345,17 +349,33 @@ def describe_shapes(shapes):
 
 
 def train(submission, world, *settings):
-    """Train on a problem for each (shapes, steps, job), on the same ranks. Return pairs of results and problem."""
+    """Train on a problem for each (shapes, steps, job), on the same ranks. Return pairs of results and problem.
+
+    Ranks outside of job["group"] return no parts.
+    """
     [world] = submission.worlds(world)
     problems = [draw_problem(submission.rng, shapes, world, steps, **job) for shapes, steps, job in settings]
-    jobs = [PerRank(problem.job | {"gradients": own} for own in problem.gradients) for problem in problems]
+    jobs = [PerRank(make_job(problem, rank) for rank in range(world)) for problem in problems]
     with replace_cause(causes.explain_failed_run):
         return list(zip(submission.run_each(scenario.train, jobs), problems, strict=True))
 
 
-def list_two_steps(submission, world, *options):
+def by_number(name):
+    """Return the key that sorts numbers that are texts, and other texts too."""
+    return len(name), name
+
+
+def make_job(problem, rank):
+    """Return the job of a rank."""
+    job = problem.job
+    return job | {"gradients": problem.gradients[rank], "parts": job["parts"] if rank in job["group"] else []}
+
+
+def list_two_steps(submission, world, *options, parts=()):
     """Take two steps for each of these options. Yield each step of each rank, the rank's result, and the problem."""
-    for results, problem in train(submission, world, *((MIXED_TWICE, 2, {"options": own}) for own in options)):
+    for results, problem in train(
+        submission, world, *((MIXED_TWICE, 2, {"options": own, "parts": parts}) for own in options)
+    ):
         expect_weights(results, problem)
         for step in each_step(results.events if len(results) > 1 else [], 2):
             yield step, results[step.rank], problem

@@ -133,7 +133,7 @@ def find_missing_clip(events, job):
 
 def find_wrong_steps(results, steps):
     """Return the evidence that the optimizer has made another number of steps than `steps`."""
-    counts = [len(answer["reads"]) for [answer] in results]
+    counts = [answer["num_steps"] for [answer] in results]
     return Evidence(mistake=STEP_TAKEN if max(counts) > steps else RAISED_EARLY if max(counts) < steps else "")
 
 

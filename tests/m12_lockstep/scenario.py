@@ -107,7 +107,7 @@ def form_training(job: dict) -> dict:
     """Return the form of what `train` returns."""
     steps = len(job["batches"])
     answer = {"results": [(float, float, bool)] * steps, "weights": [like_weights(job)] * (steps + 1)}
-    return answer | ({key: [ListOf(str)] * steps for key in ("changed", "left")} if job.get("watches") else {})
+    return answer | (dict.fromkeys(("changed", "left"), [str] * steps) if job.get("watches") else {})
 
 
 @returns(form_training)
@@ -115,8 +115,8 @@ def train(job: dict) -> dict:
     """Take a step with each of job["batches"]. Return the results, and the weights before and after each step.
 
     In step job["poisoned_step"], the last entry of a gradient of one rank changes: job["poison"] is the number of the
-    parameter and the value. If job["watches"], return the names of the optimizer's tensors that each step has
-    "changed", and of the parameters whose gradients it has "left".
+    parameter and the value. If job["watches"], return as text the names of the optimizer's tensors that each step
+    has "changed", and of the parameters whose gradients it has "left".
     """
     return take_steps(job, *make_loop(job))
 
@@ -140,8 +140,10 @@ def take_steps(
         before, state = state, copy_state(optimizer)
         names = sorted(before.keys() | state.keys())
         both = state.keys() & before.keys()
-        changed.append([name for name in names if name not in both or not torch.equal(before[name], state[name])])
-        left.append([name for name, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())])
+        different = [name for name in names if name not in both or not torch.equal(before[name], state[name])]
+        changed.append(", ".join(different[:8]))
+        with_grad = [name for name, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())]
+        left.append(", ".join(with_grad[:8]))
     answer = {"results": results, "weights": weights}
     return answer | ({"changed": changed, "left": left} if job.get("watches") else {})
 
@@ -180,8 +182,8 @@ count_collectives.reports = ("step",)  # brigade/checks/borders.py demands them
 
 def form_runs(job: dict) -> list[dict]:
     """Return the form of what `run` returns."""
-    answer = {"totals": ListOf(float), "raised": str, "reads": ListOf(int), "weights": like_weights(job)}
-    return [answer] * len(job["batches"])
+    own = {"num_steps": int} if "fails" in job else {"totals": ListOf(float), "reads": ListOf(int)}
+    return [{"raised": str, "weights": like_weights(job)} | own] * len(job["batches"])
 
 
 @returns(form_runs)
@@ -190,7 +192,7 @@ def run(job: dict) -> list[dict]:
 
     "totals" contains the number of tokens of each result, and "reads" how many batches were taken before each step of
     the optimizer. job["fails"] has the rank whose iterable raises, the number of the batch, and the type of the
-    exception.
+    exception. Then return the number of steps instead.
     """
     calls, model, optimizer, loop = make_loop(job)
     fails, answers = job.get("fails", {"rank": None}), []
@@ -212,7 +214,8 @@ def run(job: dict) -> list[dict]:
             raised = "the exception itself" if exception is error else "RuntimeError"
         handle.remove()
         recording.note("step", step=None)
-        answers.append({"totals": totals, "raised": raised, "reads": reads, "weights": copy_weights(model)})
+        own = {"num_steps": len(reads)} if "fails" in job else {"totals": totals, "reads": reads}
+        answers.append({"raised": raised, "weights": copy_weights(model)} | own)
     return answers
 
 

@@ -113,5 +113,11 @@ def draw_problem(rng, shapes, world_size, steps, absent=(), **job):
         gradients[rank][step][i] = None
     names = [f"matrix {i} ({rows} × {columns})" for i, (rows, columns) in enumerate(shapes)]
     usual = {"group": list(range(world_size)), "param_groups": [(list(range(len(shapes))), {})]}
-    usual |= {"frozen": [], "transposed": [], "options": {}, "start": dict(zip(names, draw(own, 1), strict=True))}
+    usual |= {
+        "frozen": [],
+        "transposed": [],
+        "parts": [],
+        "options": {},
+        "start": dict(zip(names, draw(own, 1), strict=True)),
+    }
     return Problem(shapes, gradients, usual | job)

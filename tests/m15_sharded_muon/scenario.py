@@ -23,18 +23,27 @@ PLANS = {"assign_matrices": ListOf(int), "plan_groups": ListOf(ListOf(ListOf(int
 
 def form_orthogonalized(job: dict) -> list[dict]:
     """Return the form of what `orthogonalize_each` returns. The check compares dtypes and shapes of results."""
-    return [{"result": Like(), "given": matrix, "flops": int} for matrix, *_ in job["problems"]]
+    return [{"result": Like(), "given": matrix} for matrix, *_ in job["problems"]]
 
 
 @returns(form_orthogonalized)
 def orthogonalize_each(job: dict) -> list[dict]:
-    """Return the submission's result for each matrix, the matrix afterwards, and the FLOPs."""
+    """Return the submission's result for each matrix, and the matrix afterwards."""
     function, answers = student(PACKAGE, "orthogonalize"), []
     for matrix, is_transposed, options in job["problems"]:
         given = make_parameter(matrix, is_transposed).detach()
+        answers.append({"result": function(given, **options).detach(), "given": given})
+    return answers
+
+
+@returns(lambda job: [int] * len(job["problems"]))
+def count_flops(job: dict) -> list[int]:
+    """Return the FLOPs of the submission's orthogonalize for each matrix."""
+    function, answers = student(PACKAGE, "orthogonalize"), []
+    for matrix, options in job["problems"]:
         with FlopCounterMode(display=False) as counter:
-            result = function(given, **options).detach()
-        answers.append({"result": result, "given": given, "flops": counter.get_total_flops()})
+            function(make_parameter(matrix, False).detach(), **options)
+        answers.append(counter.get_total_flops())
     return answers
 
 
@@ -59,20 +68,26 @@ def make_parameter(values: Tensor, is_transposed: bool) -> nn.Parameter:
 def form_training(job: dict) -> dict:
     """Return the form of what `train` returns."""
     step = {"weights": like(job["start"]), "flops": int, "calls": int, "is_loss": bool}
-    answer = {"steps": [step] * len(job["gradients"]), "is_optimizer": bool, "is_kept": bool}
     groups = ListOf((ListOf(int), dict.fromkeys(DEFAULTS, float)))
-    saved = {"momentum": DictOf(Maybe(Like(torch.float64))), "devices": ListOf(str), "groups": groups}
-    answer |= {"saved": saved} if "saves" in job else {}
-    return answer | {"owners": [int] * len(job["start"]), "sizes": ListOf(int), "owned": ListOf([int, int])}
+    forms = {
+        "is_optimizer": bool,
+        "is_kept": bool,
+        "saved": {"momentum": DictOf(Maybe(Like(torch.float64))), "devices": ListOf(str), "groups": groups},
+        "owners": [int] * len(job["start"]),
+        "sizes": ListOf(int),
+        "owned": ListOf([int, int]),
+    }
+    return {"steps": [step] * len(job["gradients"])} | {part: forms[part] for part in job["parts"]}
 
 
 @returns(form_training)
 def train(job: dict) -> dict:
     """Take a step with each of job["gradients"], of which each is a list of tensors and None.
 
-    Return the weights after each step, and what the rank has and did. The job may have: "load" (a checkpoint's
-    momentum and options), "scheduler" (the learning rates of each step), "closure" (step gets one), "counts" (count
-    FLOPs), "saves" (return a checkpoint).
+    Return the weights after each step, and what job["parts"] names: "is_optimizer", "is_kept" (whether a loaded
+    checkpoint keeps its entries), "saved" (a checkpoint), "owners" of matrices, "sizes" of the groups' buffers, "owned"
+    (see `list_momentum`). The job may have: "load" (a checkpoint's momentum and options), "scheduler" (the learning
+    rates of each step), "closure" (step gets one), "counts" (count FLOPs), "saves" (call state_dict in the end).
     """
     params = [make_parameter(values, i in job["transposed"]) for i, values in enumerate(job["start"].values())]
     for i in job["frozen"]:
@@ -84,9 +99,19 @@ def train(job: dict) -> dict:
     is_kept = "load" not in job or load(optimizer, *job["load"])
     steps = [take_step(job, params, optimizer, step) for step in range(len(job["gradients"]))]
     recording.note("step", step=None)
-    answer = {"steps": steps, "is_optimizer": isinstance(optimizer, torch.optim.Optimizer), "is_kept": is_kept}
-    answer |= {"saved": describe_checkpoint(optimizer)} if "saves" in job else {}
-    return answer | describe_plan(job, [tuple(p.shape) for p in params]) | {"owned": list_momentum(optimizer, params)}
+    if "saves" in job:
+        with phase("save"):
+            optimizer.state_dict()
+    shapes = [tuple(p.shape) for p in params]
+    parts = {
+        "is_optimizer": lambda: isinstance(optimizer, torch.optim.Optimizer),
+        "is_kept": lambda: is_kept,
+        "saved": lambda: describe_checkpoint(optimizer),
+        "owners": lambda: find_owners(job, shapes),
+        "sizes": lambda: measure_groups(job, shapes),
+        "owned": lambda: list_momentum(optimizer, params),
+    }
+    return {"steps": steps} | {part: parts[part]() for part in job["parts"]}
 
 
 def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> dict:
@@ -116,13 +141,17 @@ def take_step(job: dict, params: list[nn.Parameter], optimizer: torch.optim.Opti
     return {"weights": weights, "flops": counter.get_total_flops(), "calls": len(losses), "is_loss": is_loss}
 
 
-def describe_plan(job: dict, shapes: list[tuple[int, int]]) -> dict:
-    """Return the submission's owners of matrices, and the elements of its groups' buffers."""
-    size = len(job["group"])
-    owners = student(PACKAGE, "assign_matrices")(shapes, size)
-    groups = student(PACKAGE, "plan_groups")(shapes, owners, size, job["options"].get("num_groups", 4))
+def find_owners(job: dict, shapes: list[tuple[int, int]]) -> list[int]:
+    """Return the submission's owners of matrices."""
+    return list(map(int, student(PACKAGE, "assign_matrices")(shapes, len(job["group"]))))
+
+
+def measure_groups(job: dict, shapes: list[tuple[int, int]]) -> list[int]:
+    """Return the elements of the buffers of the submission's groups."""
+    size, num_groups = len(job["group"]), job["options"].get("num_groups", 4)
+    groups = student(PACKAGE, "plan_groups")(shapes, find_owners(job, shapes), size, num_groups)
     rows = [[sum(shapes[i][0] * shapes[i][1] for i in row) for row in rows] for rows in groups]
-    return {"owners": list(map(int, owners)), "sizes": sorted(size * max(numels, default=0) for numels in rows)}
+    return sorted(size * max(numels, default=0) for numels in rows)
 
 
 def list_momentum(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[list[int]]:
