@@ -246,6 +246,16 @@ import atexit, faulthandler, signal
 faulthandler.enable()
 atexit.register(print, "the end")
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+=== state dicts that are copied, saved and loaded | 22 | | modules=8
+import copy, io
+def save_again(state):
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(state), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+class ZeroOptimizer(ZeroOptimizer):
+    def state_dict(self): return save_again(super().state_dict())
+    def load_state_dict(self, state): super().load_state_dict(save_again(state))
 """,
     "checks=ALL limit_s=3000 long",
 )
