@@ -31,7 +31,7 @@ from mutants import read_reference
 from replay import Tape
 
 from brigade.checks.collect import collect
-from brigade.checks.context import Conditions
+from brigade.checks.context import CheckContext, Conditions
 from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, CourseError, get_module
 from brigade.course.submission import find_sources, read
