@@ -39,7 +39,7 @@ endef
 
 # Install the packages of a file like requirements.txt. The installed torch says whether it needs the packages for CUDA.
 define install-locked
-	awk '/^[a-z]/ { is_chosen = !/^(torch==|triton==|cuda-|nvidia-)/ } NR == 1 || is_chosen' $(1) > $(VENV)/others.txt
+	awk '/^[a-z]/ { is_left_out = /^(torch==|triton==|cuda-|nvidia-)/ } !is_left_out' $(1) > $(VENV)/others.txt
 	awk '/^[a-z]/ { is_chosen = /^torch==/ } is_chosen' $(1) > $(VENV)/torch.txt
 	awk '/^[a-z]/ { is_chosen = /^(triton==|cuda-|nvidia-)/ } is_chosen' $(1) > $(VENV)/cuda.txt
 	$(PIP) install --require-hashes -r $(VENV)/others.txt
@@ -55,7 +55,7 @@ define install-torch
 	$(PIP) download --no-deps --only-binary :all: --dest $(VENV)/torch $(FROM_INDEX) torch==$(TORCH)
 	$(PIP) install --no-deps --no-index --find-links $(VENV)/torch --require-hashes -r $(VENV)/torch.txt
 	rm -r $(VENV)/torch
-	[ -z "$$($(BIN)/python -c '$(NEEDS_CUDA)')" ] || $(PIP) install --require-hashes -r $(VENV)/cuda.txt
+	if [ -n "$$($(BIN)/python -c '$(NEEDS_CUDA)')" ]; then $(PIP) install --require-hashes -r $(VENV)/cuda.txt; fi
 endef
 
 clean:

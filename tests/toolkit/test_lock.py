@@ -23,7 +23,7 @@ MACHINES = [
 ]
 INSTALLS = re.compile(r"\bpip install\b.*")
 # The build of torch from an index whose hashes the lock cannot contain. Only its version is pinned.
-OTHER_TORCH = re.compile(r"--index-url \S+ \"?(\$\(grep -o '\^torch==|torch==)")
+OTHER_TORCH = re.compile(r"(--index-url \S+|\$\(FROM_INDEX\)) \"?(\$\(grep -o '\^torch==|torch==)")
 
 
 def read_lock() -> list[tuple[Requirement, str]]:
@@ -88,7 +88,7 @@ def test_make_sets_torch_apart_like_the_package_for_gradescope(tmp_path):
     def list_commands(*more):
         command = ["make", "-n", "setup", f"BRIGADE_VENV={tmp_path}", *more]
         done = hang_guard.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()
+        return [" ".join(line.split()) for line in done.stdout.splitlines()]
 
     cpu, other = (list_commands(f"TORCH_INDEX=https://a/whl/{name}") for name in ("cpu", "cu126"))
     for line in cpu:
@@ -97,13 +97,21 @@ def test_make_sets_torch_apart_like_the_package_for_gradescope(tmp_path):
     made = tuple((tmp_path / name).read_text() for name in ("others.txt", "torch.txt"))
     assert made == lock.set_torch_apart(lock.LOCK.read_text())
     pinned = lock.get_version(made[1])
-    assert any(
-        line.endswith(f"--index-url https://a/whl/cpu --no-deps --require-hashes -r {tmp_path}/torch.txt")
-        for line in cpu
-    )
-    assert any(line.endswith(f"--index-url https://a/whl/cu126 torch=={pinned}") for line in other)
-    assert any(line.endswith("--require-hashes -r requirements.txt") for line in list_commands(f"TORCH={pinned}"))
+    from_pypi = list_commands(f"TORCH={pinned}")
+    for lines, where in ((cpu, "--index-url https://a/whl/cpu "), (from_pypi, "")):
+        assert any(line.endswith(f"--dest {tmp_path}/torch {where}torch=={pinned}") for line in lines)
+        assert any(f"--require-hashes -r {tmp_path}/torch.txt" in line for line in lines)
+        assert any(f"--require-hashes -r {tmp_path}/cuda.txt" in line for line in lines)
+    assert any(line.endswith(f"install --index-url https://a/whl/cu126 torch=={pinned}") for line in other)
     assert any(line.endswith("torch==2.11.0") for line in list_commands("TORCH=2.11.0"))
+
+
+def test_packages_for_cuda_are_what_remains(tmp_path):
+    """`make setup` installs them only if the installed torch needs them."""
+    others, torch = lock.set_torch_apart(lock.LOCK.read_text())
+    rest = {name for name, _ in lock.read_entries(lock.LOCK.read_text())[1]} - {"torch"}
+    rest -= {name for name, _ in lock.read_entries(others)[1]}
+    assert rest and all(re.match("triton$|cuda-|nvidia-", name) for name in rest)
 
 
 def test_hashes_of_torch_for_cpus_are_added_or_kept_but_never_of_another_version(tmp_path, monkeypatch):
