@@ -111,7 +111,7 @@ class Values:
         return all(self.contain(each.mean(0), limits[name]) for name, each in own.items())
 
     def contain(self, expected: Tensor, limit: float) -> bool:
-        """Return whether the values have each expected number with at most this error, but for numbers below it."""
+        """Return whether the values have each expected number with at most this error. Leave out smaller numbers."""
         wanted = expected[expected.abs() > limit]
         places = torch.searchsorted(self.sorted, wanted - limit)
         if not len(wanted):

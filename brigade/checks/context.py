@@ -232,8 +232,7 @@ def expect_forms(
 
     for results, args in zip(results_per_call, args_per_call[: len(results_per_call)], strict=True):
         for rank, result in enumerate(results):
-            own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
-            if mistake := find_mistake(scenario.make_form(*own), result):  # type: ignore[attr-defined]
+            if mistake := find_mistake(scenario.make_form(*ranks.take_own(args, rank)), result):  # type: ignore[attr-defined]
                 raise CheckFailed(
                     Verdict("each rank returns what it was asked for", mistake, rank=rank), results.events
                 )
@@ -251,12 +250,11 @@ def find_contradictory_record(
     for rank in range(len(results_per_call[0])):
         first = 0  # number of the call's first batch
         for results, args in zip(results_per_call, args_per_call, strict=True):
-            own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
             jobs = args[0] if args and isinstance(args[0], ranks.PerRank) else []
             if contradiction := find_contradiction(results.events[rank], jobs, rank, first, reports):
                 expected = "the record of every rank is true"
                 return CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
-            first += len(list_batches(own))
+            first += len(list_batches(ranks.take_own(args, rank)))
     return None
 
 

@@ -28,11 +28,16 @@ from brigade.switch.borders import number_batches
 if TYPE_CHECKING:
     from brigade.switch.switch import Call
 
-__all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "run_calls", "run_ranks"]
+__all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "run_calls", "run_ranks", "take_own"]
 
 
 class PerRank(list):
     """An argument with one entry per rank: rank r receives only entry r."""
+
+
+def take_own(args: Sequence[Any], rank: int) -> list[Any]:
+    """Return the arguments of a call on this rank."""
+    return [arg[rank] if isinstance(arg, PerRank) else arg for arg in args]
 
 
 class RankResults(list):
@@ -118,7 +123,7 @@ def make_requests(
     requests = []
     for rank, seed in enumerate(draw_seeds(how.seed, how.world_size)):
         batches: list[dict[str, Any]] = []
-        calls = [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call]
+        calls = [take_own(args, rank) for args in args_per_call]
         own = {"rank": rank, "seed": seed, "calls": number_batches(calls, batches), "environment": environments[rank]}
         requests.append(common | own | {"borders": [batch["borders"] for batch in batches]})
     return requests

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from brigade.runner.ranks import PerRank, run_ranks
+from brigade.runner.ranks import PerRank, run_ranks, take_own
 from brigade.testing import in_ranks
 from brigade.testing.observed import Observed
 
@@ -52,7 +52,7 @@ def run(
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size {world_size!r}: expected a number of ranks from 1 on")
     where: Any = locate(drive)
-    per_rank = [[arg[rank] if isinstance(arg, PerRank) else arg for arg in arguments] for rank in range(world_size)]
+    per_rank = [take_own(arguments, rank) for rank in range(world_size)]
     how = {"world_size": world_size, "mode": mode, "backend": backend, "deadline": deadline, "share_gpu": share_gpu}
     return Observed(run_ranks(in_ranks.call, where, PerRank(per_rank), **how))
 

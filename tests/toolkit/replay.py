@@ -18,7 +18,7 @@ from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions
 from brigade.checks.verdict import Outcome
 from brigade.events import Event
-from brigade.runner.ranks import PerRank, RankFailure, RankResults
+from brigade.runner.ranks import RankFailure, RankResults, take_own
 
 START = CheckContext._start
 
@@ -46,7 +46,7 @@ class Tape:
             if isinstance(run, RankFailure):
                 raise run
             for results, given in zip(run, args[1], strict=True):
-                results.forms = [args[0].make_form(*take(given, rank)) for rank in range(len(results))]
+                results.forms = [args[0].make_form(*take_own(given, rank)) for rank in range(len(results))]
             return [forge(results) for results in run]
 
         with pytest.MonkeyPatch.context() as patch:
@@ -57,11 +57,6 @@ class Tape:
     def list_results(self) -> list[RankResults]:
         """Return the results of all calls that did not fail."""
         return [results for run in self.runs.values() if isinstance(run, list) for results in run]
-
-
-def take(args: Sequence[Any], rank: int) -> list[Any]:
-    """Return the arguments of a call on this rank."""
-    return [arg[rank] if isinstance(arg, PerRank) else arg for arg in args]
 
 
 def replace_values(results: RankResults, values: Sequence[Any]) -> RankResults:

@@ -27,6 +27,15 @@ from brigade.runner.ranks import RankResults
 
 # A scenario of training returns more than one check judges, because causes need it. These are the names of the results
 # whose values, or the lengths of whose lists, a check does not judge, because another check of its module does.
+MEASURED = {
+    "copied_bytes",
+    "fp32_bytes",
+    "grad_bytes",
+    "groups",
+    "losses",
+    "num_foreign",
+    "state_bytes",
+}  # by module 8's training
 UNJUDGED: dict[tuple[int, str], set[str]] = {
     (12, "test_tokens_weigh_equally"): {"results"},
     (12, "test_results"): {"results", "weights"},  # results of the rank that is alone in another group
@@ -65,17 +74,7 @@ UNJUDGED: dict[tuple[int, str], set[str]] = {
     (8, "test_sharded_groups_and_schedulers"): {"losses"},
     (8, "test_sharded_launches"): {"left", "losses", "num_others", "sizes", "weights"},
     (8, "test_sharded_state_is_shared"): {"*"},
-    (8, "test_zero_equals_unsharded"): {
-        "*",
-        "a layer-wise LARS",
-        "copied_bytes",
-        "fp32_bytes",
-        "grad_bytes",
-        "groups",
-        "losses",
-        "num_foreign",
-        "state_bytes",
-    },
+    (8, "test_zero_equals_unsharded"): MEASURED | {"*", "a layer-wise LARS"},
     # A step returns weights, FLOPs, and what its closure did: each check judges one of these.
     (15, "test_equals_one_process"): {"steps"},
     (15, "test_launches"): {"steps"},
@@ -92,17 +91,7 @@ UNJUDGED: dict[tuple[int, str], set[str]] = {
     (7, "test_views_follow_the_buffer"): {"num_views"},
     (7, "test_launches_are_those_of_module_6"): {"num_alive", "num_views", "tensors"},
     (16, "test_launches_overlap"): {"gradients", "interface", "start", "weights"},
-    (16, "test_zero_optimizer"): {  # module 8's training returns them, and module 8 judges them
-        "copied_bytes",
-        "fp32_bytes",
-        "gather_grads",
-        "grad_bytes",
-        "groups",
-        "is_optimizer",
-        "losses",
-        "num_foreign",
-        "state_bytes",
-    },
+    (16, "test_zero_optimizer"): MEASURED | {"gather_grads", "is_optimizer"},
     (10, "test_gradient_memory"): {"left"},  # it is returned for causes
     (10, "test_live_buckets"): {"constructed", "finished", "hooks", "left"},  # it judges records of the same runs
     (10, "test_equals_unsharded"): {
@@ -129,30 +118,9 @@ UNJUDGED: dict[tuple[int, str], set[str]] = {
     (6, "test_gradients_are_averaged"): {"interface", "weights"},
     (6, "test_groups_overlap_with_backward"): {"gradients", "interface", "start", "weights"},
     (6, "test_launches_and_volume"): {"gradients", "interface", "start", "weights"},
-    (10, "test_accumulation"): {
-        "after a step in no_sync with a forward that is thrown away before the finish",
-        "copied_bytes",
-        "fp32_bytes",
-        "grad_bytes",
-        "groups",
-        "losses",
-        "num_foreign",
-        "state_bytes",
-    },
-    (10, "test_volume_and_dtypes"): {
-        "after",
-        "before",
-        "copied_bytes",
-        "fp32_bytes",
-        "gather_grads",
-        "grad_bytes",
-        "groups",
-        "is_optimizer",
-        "losses",
-        "num_foreign",
-        "state_bytes",
-        "weights",
-    },
+    (10, "test_accumulation"): MEASURED
+    | {"after a step in no_sync with a forward that is thrown away before the finish"},
+    (10, "test_volume_and_dtypes"): MEASURED | {"after", "before", "gather_grads", "is_optimizer", "weights"},
     (11, "test_each_rank_has_its_part"): {"shards", "storages"},
     (14, "test_same_start"): {"interface"},
 }
