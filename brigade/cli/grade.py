@@ -29,7 +29,6 @@ from brigade.grade import (
     isolation,
     merging,
     roster,
-    static_look,
     watchdog,
 )
 from brigade.grade.gradebook import Row, get_results_path, refuse_several_parts
@@ -55,8 +54,6 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--feedback DIR", feedback)
     memory = "with --class: the memory in GB that all grading runs may use together (default: 4)"
     add(parser, "--memory-gb N", memory, ABOVE_ZERO, default=4.0)
-    look = "with --submission: list the names that no answer needs in this file, for the instructor only"
-    add(parser, "--please-look FILE", look)
     add(parser, "--out FILE", "the results file (default: print to the terminal)")
     formatted = "the output format (default: gradescope with --out, otherwise text)"
     add(parser, "--format", formatted, choices=tuple(formats.WRITERS))
@@ -123,7 +120,6 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         raise CourseError("--gradebook, --roster and --feedback work only with --class; for one submission, use --out")
     render = formats.WRITERS[options.format or ("gradescope" if options.out else "text")]
     out = resolve_results_file(options.out, options.submission)
-    please_look = resolve_results_file(options.please_look, options.submission)
     state = make_empty_grading(entries, draw_seed() if options.seed is None else options.seed)
     if options.visibility and render is not formats.format_gradescope:
         raise CourseError("--visibility works only with --format gradescope")
@@ -152,9 +148,6 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                     prepare()
                     grading.collect(entries)
                 state.found = [entry.number for entry in MODULES if find(directory, entry)]
-                state.findings = static_look.look_at(directory, entries)
-                if please_look:
-                    formats.write(please_look, formats.format_findings(state.findings))
                 if ranks.SERVER.sandbox:
                     notes += isolation.verify_isolation(options.backend)
                 state.notes = [*notes, *remarks]
@@ -213,9 +206,8 @@ def run_class(
 
     The `assignment` of a term, if there is one, says how much lateness takes off.
     """
-    if not options.gradebook or options.out or options.format or options.please_look or options.visibility:
-        refused = "--out, --format, --please-look or --visibility"
-        raise CourseError(f"--class needs --gradebook FILE.csv, and does not work with {refused}")
+    if not options.gradebook or options.out or options.format or options.visibility:
+        raise CourseError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --visibility")
     given = "" if options.seed is None else str(options.seed)
     if options.secret:
         given = read_secret(options.secret).decode(errors="replace")
@@ -281,7 +273,7 @@ def run_class(
             count, changed = feedback.write_feedback(ours[0], everyone, book.rows, record, people, counting)
             lines.append(f"feedback for {count} students: {ours[0]}")
             lines += [f"an old page that somebody has changed, and that stays: {name}" for name in changed]
-        lines += class_report.write_lists(gradebook, everyone, entries)
+        lines += class_report.write_similar(gradebook, everyone, entries)
     report = Console(highlight=False, soft_wrap=True, markup=False)
     report.print(f"The random cases follow from the secret in {secret_file}, which students must not know.")
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")

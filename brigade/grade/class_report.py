@@ -1,9 +1,8 @@
-"""What an instructor should know about a graded class, in lines and in two files beside the gradebook."""
+"""What an instructor should know about a graded class, in lines and in a file beside the gradebook."""
 
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -180,20 +179,14 @@ def render_page(
     )
 
 
-def write_lists(path: Path, everyone: Sequence[Student], entries: Sequence[Module]) -> list[str]:
-    """Write the findings of the static check, and the near-identical submissions, to files beside the gradebook.
-
-    Return lines about them.
-    """
-    texts = {s.name: s.findings.read_text() for s in everyone if not s.unreadable and s.findings.exists()}
-    watched = {name: textwrap.indent(text, "  ") for name, text in texts.items() if text}
-    findings, similar = classroom.get_findings_path(path), classroom.get_similar_path(path)
-    formats.write(findings, "\n".join(f"{name}\n{text}" for name, text in watched.items()))
-    lines = [f"please look: {AND.join(watched)} (see {findings})"] if watched else []
+def write_similar(path: Path, everyone: Sequence[Student], entries: Sequence[Module]) -> list[str]:
+    """Write the near-identical submissions to a file beside the gradebook. Return lines about them."""
+    similar = classroom.get_similar_path(path)
     owners = {student.name: student.key for student in everyone}
     pairs = similarity.find_pairs({student.name: student.texts for student in everyone}, entries, owners)
     rows = gradebook.escape_formulas(map(similarity.make_row, pairs))
     formats.write(similar, gradebook.BOM + gradebook.format_csv(similarity.COLUMNS, rows))
-    for number, names, percent in similarity.find_groups(pairs):
-        lines.append(f"near-identical in module {number}, up to {percent} %: {AND.join(names)} (see {similar.name})")
-    return lines
+    return [
+        f"near-identical in module {number}, up to {percent} %: {AND.join(names)} (see {similar.name})"
+        for number, names, percent in similarity.find_groups(pairs)
+    ]

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.listing import list_checks
-from brigade.course.modules import MODULES, ROOT, CourseError, Module
-from brigade.grade import formats, incoming, roster, static_look, uploads
+from brigade.course.modules import ROOT, CourseError, Module
+from brigade.grade import formats, incoming, roster, uploads
 from brigade.grade.gradebook import Row, get_results_path
 from brigade.grade.roster import Person
 
@@ -38,8 +38,8 @@ KILLED = "the grader was killed, because it did not stop at its time limit, or b
 class Student:
     """One submission of the class, its student in the roster, and what is known about it so far.
 
-    Beside `results`, there are files with the findings of the static check (`.please-look`), with the grader's output
-    (`.log`), and `made_from`, which contains the fingerprint of the results and exists only if they are complete.
+    Beside `results`, there are files with the grader's output (`.log`), and `made_from`, which contains the fingerprint
+    of the results and exists only if they are complete.
     """
 
     paths: list[Path]  # one directory or archive, or several module files
@@ -60,7 +60,6 @@ class Student:
 
     def __post_init__(self) -> None:
         self.made_from = self.results.with_suffix(".made-from")
-        self.findings = self.results.with_suffix(".please-look")
         self.log = self.results.with_suffix(".log")
 
     @property
@@ -79,18 +78,13 @@ def get_similar_path(gradebook: Path) -> Path:
     return gradebook.with_name(gradebook.name + ".similar.csv")
 
 
-def get_findings_path(gradebook: Path) -> Path:
-    """Return the file with the findings of the static check in all submissions. It is for the instructor only."""
-    return gradebook.with_name(gradebook.name + ".please-look.txt")
-
-
 def list_students(directory: Path, gradebook: Path, *others: Path, people: Sequence[Person] = ()) -> list[Student]:
     """Return the submissions in a class's directory, including files that cannot be graded.
 
     Skip the gradebook, the files beside it, and the `others` that do not come from students. `people` is the roster.
     Raise CourseError if there is nothing that can be graded.
     """
-    ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), get_similar_path(gradebook), *others)
+    ours = (gradebook, get_results_path(gradebook), get_similar_path(gradebook), *others)
     found = uploads.list_uploads(directory, ours)
     persons = [roster.find_upload(upload.paths[0].name, upload.owner, people) for upload in found]
     names = [one["name"] or roster.get_key(one) if one else upload.owner for one, upload in zip(persons, found)]
@@ -146,7 +140,7 @@ def read_texts(student: Student) -> dict[str, str]:
     """Return the texts of the module files in a submission, by name. Raise CourseError if nothing can be graded."""
     try:
         with incoming.open_submission(*student.paths) as (place, _):
-            return static_look.read_texts(place, MODULES)[0]
+            return incoming.read_modules(place)[0]
     except OSError as error:
         raise CourseError(f"{student.submission} cannot be read: {error.strerror}") from None
 
@@ -210,8 +204,7 @@ def grade_all(
 def start_grader(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
     """Start the grader of a student. It ends with this process, because its standard input then closes."""
     student.made_from.unlink(missing_ok=True)
-    files = ["--submission", *map(str, student.paths)]
-    files += ["--out", str(student.results), "--please-look", str(student.findings)]
+    files = ["--submission", *map(str, student.paths), "--out", str(student.results)]
     with open(student.log, "w") as log:
         return subprocess.Popen(
             [*command, *files, "--format", "json"],

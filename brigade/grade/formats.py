@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +21,6 @@ from brigade.checks import render
 from brigade.course import written
 from brigade.course.modules import CourseError, Module, get_module
 from brigade.grade.outcome import UNFINISHED, Grading
-from brigade.grade.static_look import HEADING
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -89,12 +88,6 @@ def format_written_points(grading: Grading) -> str:
     """Return a sentence on the points of the graded modules' written questions, or "" if there are none."""
     points = written.count_points(get_module(number) for number, _ in grading.modules())
     return f"Not included: {written.format_points(points)} for written answers. A person grades them." if points else ""
-
-
-def format_findings(findings: Sequence[str]) -> str:
-    """Return the findings of the static check for the instructor, or "" if there are none."""
-    lines = [make_printable(finding) for finding in findings]
-    return "\n".join(["For the instructor only. This list does not change the score.", *lines, ""]) if lines else ""
 
 
 def make_printable(text: str) -> str:
@@ -218,12 +211,6 @@ def format_gradescope(grading: Grading) -> str:
     for test, is_extra in zip(tests, extra):
         if grading.visibility and (is_extra or not any(extra)):
             test["visibility"] = grading.visibility
-    if findings := format_findings(grading.findings):
-        # Gradescope shows a hidden test only to instructors. Because it has no points, it does not hide the total:
-        # https://gradescope-autograders.readthedocs.io/en/latest/specs/#controlling-test-case-visibility
-        tests.append(
-            {"name": HEADING, "output": findings, "output_format": "text", "tags": [HEADING], "visibility": "hidden"}
-        )
     gradescope = {
         "score": result["score"],
         "execution_time": result["seconds"],

@@ -50,25 +50,25 @@ def open_submission(*paths: str | Path) -> Iterator[tuple[Path, list[str]]]:
     treated like the archive.
     """
     with open_modules(*paths) as (place, notes):
-        num_read, reasons = try_to_read(place)
-        if reasons and not num_read:
+        texts, reasons = read_modules(place)
+        if reasons and not texts:
             raise Unreadable(reasons[0])
         yield place, [*notes, *(f"Not read: {reason}" for reason in reasons[:MOST_NAMED])]
 
 
-def try_to_read(place: Path) -> tuple[int, list[str]]:
-    """Return how many module files in a directory are texts that the course reads, and why the others are not."""
-    num_read, reasons = 0, []
+def read_modules(place: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the texts of the module files in a directory, by name, and why other files cannot be read."""
+    texts: dict[str, str] = {}
+    reasons = []
     for entry in MODULES:
         main = find(place, entry)
-        for path in (main.with_name(path.name) for path in entry.paths) if main else ():
+        for name in entry.paths if main else ():
             try:
-                if path == main or path.exists():
-                    read_text(path, place)
-                    num_read += 1
+                if (path := main.with_name(name.name)) == main or path.exists():
+                    texts[str(name)] = read_text(path, place)
             except CourseError as error:
                 reasons.append(str(error))
-    return num_read, reasons
+    return texts, reasons
 
 
 @contextlib.contextmanager

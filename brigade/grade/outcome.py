@@ -24,7 +24,6 @@ class Grading:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)  # for everybody: ignored files and missing protections
     found: list[int] = field(default_factory=list)  # the numbers of the modules that the submission contains
-    findings: list[str] = field(default_factory=list)  # for the instructor
     unreadable: str = ""  # why nothing can be graded
     finished: bool = False
     visibility: str | None = None  # on Gradescope, of the results of an instructor's own checks, or of all

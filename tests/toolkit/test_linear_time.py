@@ -30,7 +30,7 @@ from brigade.checks.render import blur
 from brigade.course import written
 from brigade.course.modules import MODULES
 from brigade.course.submission import MAX_SOURCE_BYTES, read_module
-from brigade.grade import archives, formats, gradebook, incoming, similarity, static_look, uploads
+from brigade.grade import archives, formats, gradebook, incoming, similarity, uploads
 from brigade.progress import Progress, RankRecord
 from brigade.runner import monitor
 from brigade.runner.failure import MESSAGE_LIMIT, RankFailure, make_exception_failure, remove_jargon
@@ -77,7 +77,6 @@ def explain(text: str = "", message: str = "", line: str = "") -> None:
 
 
 TEXTS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "tokens with accents": (lambda text: static_look.look({"x.py": text}), fill(MARKS, LARGEST // 2)),
     "open strings": (lambda text: similarity.find_runs({"x.py": text}), fill("'\"\n", 30_000)),
     "lines": (lambda count: similarity.format_lines([("x.py", 2 * n) for n in range(count)]), LARGEST // 4),
     "return": (explain, fill("return")),
