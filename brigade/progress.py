@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from brigade.events import FIELDS, OPPOSITES, OUTSIDE, Event, describe
@@ -167,8 +168,9 @@ class Progress:
     def find_unequal_message(self) -> Mismatch | None:
         """Return the first message whose receiver expects a different length, or None. Tags are not compared."""
         for (group, rank, op, peer), sent in self._series.items():
-            for send, recv in zip(sent, self._series.get((group, peer, "recv", rank), ()) if op == "send" else ()):
-                if send["nbytes"] != recv["nbytes"]:
+            received = self._series.get((group, peer, "recv", rank), ()) if op == "send" else ()
+            for send, recv in zip_longest(sent, received):  # one of them may have launched fewer
+                if send and recv and send["nbytes"] != recv["nbytes"]:
                     return Mismatch(peer, recv, rank, send)
         return None
 

@@ -63,8 +63,10 @@ def run_check(
         ending = "lost" if isinstance(error, ServerLost) else "refused"
         outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending=ending)
     except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash the grader
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        got = f"the check could not examine what the ranks returned, because it raised {reason}"
+        reason = f"it raised {type(error).__name__}: {error}".splitlines()[0][:300]
+        if isinstance(error, ValueError) and str(error).startswith("zip() argument"):
+            reason = "lists that belong together have different lengths"
+        got = f"the check could not examine what the ranks returned, because {reason}"
         outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")
         outcome.exception = error
     if context and is_broken(check, outcome, conditions, context.sources):

@@ -24,7 +24,7 @@ def delay_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before):
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
         if arrived:
             signal.raise_signal(arrived[0])

@@ -243,11 +243,11 @@ class ReduceScatterWork(dist.Work):
         self._parts = [output.new_empty(group.size(), *output.shape) for output in outputs]  # from each rank
         self._exchanges = [
             dist.all_to_all_single(parts.view_as(tensor), tensor, group=group, async_op=True)
-            for parts, tensor in zip(self._parts, inputs)
+            for parts, tensor in zip(self._parts, inputs, strict=True)
         ]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        for exchange, parts, output in zip(self._exchanges, self._parts, self._outputs):
+        for exchange, parts, output in zip(self._exchanges, self._parts, self._outputs, strict=True):
             exchange.wait()
             self._add(parts, 0, out=output)
         return True

@@ -122,9 +122,9 @@ class StrictWork(RecordedWork):
             self._delivered = True
             if any(is_freed(tensor) for tensor in self._given):
                 raise FreedTensorError("a tensor of this launch was freed between the launch and its wait()")
-            if any(has_changed(now, *then) for now, then in zip(self._given, self._at_launch)):
+            if any(has_changed(now, *then) for now, then in zip(self._given, self._at_launch, strict=True)):
                 self._recorder.note("race", index=self._index)
-            for target, result in zip(self._targets, self._results):
+            for target, result in zip(self._targets, self._results, strict=True):
                 target.data.copy_(result)
             # As with NCCL, a handle does not keep its tensors alive after the wait.
             self._delivered_to = [weakref.ref(target) for target in self._targets]
@@ -234,7 +234,7 @@ def get_filler(dtype: torch.dtype) -> Any:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return whether the storage of a tensor has become too small for it."""
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     needed = (tensor.storage_offset() + span) * tensor.element_size() if tensor.numel() else 0
     return tensor.untyped_storage().nbytes() < needed
 

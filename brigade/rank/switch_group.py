@@ -112,7 +112,9 @@ def list_parts(method: str, value: Any) -> Parts:
     if isinstance(value, torch.Tensor):
         return [[value]]
     if method == "allgather_coalesced" and value and isinstance(value[0], (list, tuple)):
-        value = list(zip(*value))  # torch's lists have one entry per rank
+        if len({len(own) for own in value}) > 1:
+            raise ValueError("all_gather_coalesced needs one output for each input from each rank")
+        value = list(zip(*value, strict=True))  # torch's lists have one entry per rank
     return [list_tensors(item) if not isinstance(item, torch.Tensor) else [item] for item in value or []]
 
 
@@ -122,7 +124,9 @@ def count_bytes(parts: Parts) -> list[int]:
 
 def require_equal_shards(sent: Parts, received: Parts, n: int) -> None:
     """Raise ValueError unless the input of a reduce-scatter is as long as the outputs of all ranks, as gloo does."""
-    for part, outputs in zip(sent, received):
+    if len(sent) != len(received):
+        raise ValueError(f"reduce_scatter needs one output for each input ({len(received)} vs. {len(sent)})")
+    for part, outputs in zip(sent, received, strict=True):
         total, given = n * outputs[0].numel(), sum(tensor.numel() for tensor in part)
         if total != given:
             raise ValueError(f"Check failed: outputShape[0] * worldSize == inputShape[0] ({total} vs. {given})")

@@ -57,7 +57,7 @@ class Monitor:
 
     def __init__(self, how: RunOptions, packages: dict[str, Sources], requests: Sequence[dict[str, Any]]):
         self.progress = Progress(how.world_size)
-        self.ranks = [RankProcess(*its) for its in zip(range(how.world_size), self.progress.ranks, requests)]
+        self.ranks = [RankProcess(rank, self.progress.ranks[rank], its) for rank, its in enumerate(requests)]
         self._how, self._packages = how, packages
         self._allowances = [wire.Allowance(how.most_values, MOST_LETTERS) for _ in self.ranks]  # if the run is graded
         self._directory: Path | None = None  # of the run
@@ -82,7 +82,7 @@ class Monitor:
         finally:
             for descriptor in rank_ends:
                 os.close(descriptor)
-        for rank, pid in zip(self.ranks, pids):
+        for rank, pid in zip(self.ranks, pids, strict=True):
             rank.pid = pid
             serve_channel = functools.partial(self._serve_channel, rank)
             self._selector.register(rank.channel.socket, selectors.EVENT_READ, serve_channel)
@@ -110,14 +110,14 @@ class Monitor:
         return describe_failure(kind, self.ranks, self.progress, deadline.limit_s, self._packages)
 
     def list_carried(self) -> list[list[list[Call]]]:
-        """Return what the switch performed, by call, rank and launch."""
+        """Return what the switch performed, by rank, call and launch."""
         if not self._switch:
             raise ValueError("a run without a switch has nothing that it performed")
         per_rank = []
-        for rank, own in zip(self.ranks, map(iter, self._switch.calls)):
+        for rank, own in zip(self.ranks, map(iter, self._switch.calls), strict=True):
             counts = (sum(event["kind"] == "launch" for event in events) for events in rank.record.calls)
             per_rank.append([list(itertools.islice(own, count)) for count in counts])
-        return [list(ranks) for ranks in zip(*per_rank)]
+        return per_rank
 
     def read_rest(self) -> None:
         """Read what the ranks have sent and printed so far."""

@@ -90,11 +90,17 @@ def run_calls(
     finally:
         monitor.end()
     events = [rank.record.calls for rank in monitor.ranks]
-    values = zip(*(rank.results for rank in monitor.ranks))
     output = [rank.read_output() for rank in monitor.ranks]
-    carried = monitor.list_carried() if how.has_switch else [None] * len(args_per_call)
-    per_call = zip(values, map(list, zip(*events)), carried)
-    completed = [RankResults(own, its_events, output, its_carried) for own, its_events, its_carried in per_call]
+    carried = monitor.list_carried() if how.has_switch else None
+    completed = [
+        RankResults(
+            [rank.results[call] for rank in monitor.ranks],
+            [own[call] for own in events],
+            output,
+            [own[call] for own in carried] if carried else None,
+        )
+        for call in range(min(len(rank.results) for rank in monitor.ranks))  # after a failure, a rank may have fewer
+    ]
     if failure:
         # The ranks may be in different calls. Report the events of the call in which the run failed.
         failure.completed = completed[: monitor.find_failed_call()]

@@ -266,7 +266,7 @@ class Switch:
             results = perform(in_order)
         except RuntimeError as error:
             raise Refused(f"called {call.op}, which torch cannot perform: {str(error).splitlines()[0]}") from None
-        for member, result in zip(in_order, results):
+        for member, result in zip(in_order, results, strict=True):
             self._complete(member, result)
 
     def _match(self, call: Call) -> None:

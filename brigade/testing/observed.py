@@ -147,7 +147,6 @@ def find_difference(one: Any, other: Any, what: str) -> str:
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return next(filter(None, (find_difference(one[k], other[k], f"{what}[{k!r}]") for k in one)), "")
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
-        return next(
-            filter(None, (find_difference(a, b, f"{what}[{i}]") for i, (a, b) in enumerate(zip(one, other)))), ""
-        )
+        pairs = enumerate(zip(one, other, strict=True))
+        return next(filter(None, (find_difference(a, b, f"{what}[{i}]") for i, (a, b) in pairs)), "")
     return "" if type(one) is type(other) and one == other else what

@@ -193,6 +193,15 @@ def scatter_unequally() -> None:
     dist.reduce_scatter_tensor(torch.ones(3), torch.ones(4))
 
 
+def pair_unequally(method: str) -> None:
+    """Give a coalesced collective of two ranks another number of outputs than of inputs."""
+    group, one = dist.group.WORLD, torch.ones(1)
+    if method == "reduce_scatter":
+        group.reduce_scatter_tensor_coalesced([one], [torch.ones(2), torch.ones(2)])
+    else:
+        dist.all_gather_coalesced([[one, one], [one]], [one, one])
+
+
 def ask_in_loops(is_right: bool) -> list[float]:
     """Ask until launches are complete, and return the results. If that is not right, rank 1 does not launch."""
     found = []

@@ -16,6 +16,7 @@ import torch
 from mutants import read_reference
 from replay import Tape, replace_values
 
+from brigade.checks import run
 from brigade.checks.claims import At
 from brigade.checks.collect import Check, collect
 from brigade.checks.context import CheckContext
@@ -307,6 +308,14 @@ def test_a_scenario_without_a_form_is_refused():
 
     with pytest.raises(TypeError, match="scenario does not state what it returns"):
         CheckContext({}).run(scenario, world_size=1)
+
+
+def test_a_pair_that_a_check_did_not_foresee_gets_a_sentence(monkeypatch):
+    monkeypatch.setattr(run, "HAS_SOLUTIONS", False)
+    check = Check(4, "test_x", "Title.", 1, "", 1, function=lambda submission: [*zip([1], [1, 2], strict=True)])
+    outcome = run.run_check(check, "solutions", run.Conditions(1))
+    assert outcome.ending == "unexamined" and not outcome.score
+    assert outcome.reason.got.endswith("because lists that belong together have different lengths")
 
 
 def test_pairs_are_never_lenient():

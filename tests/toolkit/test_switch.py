@@ -54,6 +54,13 @@ def test_shards_of_another_length_raise_the_exception_that_causes_explain(has_sw
     assert re.search(UNEQUAL_SHARDS, caught.value.message).groups() == ("6", "4")
 
 
+@pytest.mark.parametrize("method", ["reduce_scatter", "all_gather_coalesced"])
+def test_a_missing_output_gets_a_sentence(method):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(functions.pair_unequally, method, mode="strict")
+    assert caught.value.message.startswith(f"{method} needs one output for each input")
+
+
 WRONG = {  # what rank 1 does, and what is reported
     "huge": ("note(); launch(sizes=[1 << 40], receives=[1 << 40])", "cannot be performed"),
     "missing bytes": ("note(nbytes=16, numel=4); launch(sizes=[16], receives=[16])", "contains 8 bytes"),
