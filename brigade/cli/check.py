@@ -183,7 +183,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         before.update({outcome.check: outcome for outcome in outcomes})
         for message in render.list_messages(outcomes, shows_all=bool(options.only)):
             console.print(Text(indent(str(message), "  ")))
-        score, total = (sum(points) for points in zip(*((each.score, each.check.points) for each in outcomes)))
+        score, total = sum(each.score for each in outcomes), sum(each.check.points for each in outcomes)
         not_run = sum(outcome.ending == NOT_RUN for outcome in outcomes)
         left_out = f", {not_run} check{'s' * (not_run > 1)} not run" if not_run else ""
         console.print(f"  {score} of {total} points{left_out}, {time.monotonic() - started:.1f} s")

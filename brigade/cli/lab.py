@@ -214,7 +214,7 @@ def run_trace(options: argparse.Namespace) -> int:
         raise CourseError(explain_failure(failure, entry.number, sources)) from None
     uses = ("the picture", "for https://ui.perfetto.dev or chrome://tracing")
     profiles = ["torch's own profile of a rank"] * (len(files) - len(uses))
-    for file, use in zip(files, [*uses, *profiles]):
+    for file, use in zip(files, [*uses, *profiles][: len(files)], strict=True):
         console.print(f"{shorten(file)}  {use}", markup=False)
     return 0
 

@@ -82,7 +82,7 @@ def extract_part(step: str, part: str) -> str:
     """Return the text about a part from one step of the hints."""
     step = re.sub(r"^### .*\n", "", step, flags=re.MULTILINE)
     about = re.split(f"(?={LABEL.pattern})", step, flags=re.MULTILINE)[1:]
-    texts = zip(about[::2], about[1::2])
+    texts = zip(about[::2], about[1::2], strict=True)
     return "".join(text for label, text in texts if f"({part})" in label).rstrip()
 
 

@@ -101,7 +101,7 @@ def list_tasks(entries: Iterable[Module]) -> list[Task]:
         for question in (question for question in list_questions(entry) if question.points):
             model, rubric = (RUBRIC.split(models.get(str(question.number), "")) + [""])[:2]
             words = ITEM.split(" ".join(rubric.split()))[1:]
-            items = [(int(points), text.strip(" .")) for points, text in zip(words[::2], words[1::2])]
+            items = [(int(points), text.strip(" .")) for points, text in zip(words[::2], words[1::2], strict=True)]
             task = {"module": entry.number, "number": question.number, "text": question.text, "points": question.points}
             tasks.append(task | {"rubric": items or [(1, "")] * question.points, "model": " ".join(model.split())})
     return tasks
@@ -110,4 +110,4 @@ def list_tasks(entries: Iterable[Module]) -> list[Task]:
 def split_answers(text: str) -> dict[int, str]:
     """Return the answers in a file of a module, by the number of the question."""
     parts = ANSWER.split(text)
-    return {int(number): answer.strip() for number, answer in zip(parts[1::2], parts[2::2])}
+    return {int(number): answer.strip() for number, answer in zip(parts[1::2], parts[2::2], strict=True)}

@@ -87,11 +87,15 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     ours = (gradebook, get_results_path(gradebook), get_similar_path(gradebook), *others)
     found = uploads.list_uploads(directory, ours)
     persons = [roster.find_upload(upload.paths[0].name, upload.owner, people) for upload in found]
-    names = [one["name"] or roster.get_key(one) if one else upload.owner for one, upload in zip(persons, found)]
+    names = [
+        one["name"] or roster.get_key(one) if one else upload.owner for one, upload in zip(persons, found, strict=True)
+    ]
     # such as ada and ada.zip
-    names = [f"{name} ({upload.name})" if names.count(name) > 1 else name for name, upload in zip(names, found)]
+    names = [
+        f"{name} ({upload.name})" if names.count(name) > 1 else name for name, upload in zip(names, found, strict=True)
+    ]
     results = [get_results_path(gradebook) / f"{limit_name(upload.name)}.json" for upload in found]
-    students = zip(found, results, uploads.make_unique(names), persons)
+    students = zip(found, results, uploads.make_unique(names), persons, strict=True)
     return [
         Student(upload.paths, path, upload.name, name, one, upload.notes, upload.uploaded, upload.is_marked)
         for upload, path, name, one in students

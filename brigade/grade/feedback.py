@@ -62,7 +62,7 @@ def write_feedback(
     names = uploads.make_unique(map(make_file_name, titles.values()), fold_name)
     files: dict[str, bytes] = {}
     archives: dict[str, dict[str, bytes]] = {MOODLE_ZIP: {}, CANVAS_ZIP: {}}
-    for name, (key, group) in zip(names, groups.items()):
+    for name, (key, group) in zip(names, groups.items(), strict=True):
         reports = []
         for student in group:
             row = rows.get(student.submission, {})
@@ -74,7 +74,7 @@ def write_feedback(
         sums = [f"{total['score']} of {total['max']} points count", *top, ""] if total else []
         text = "\n".join([titles[key], "", *sums, *map(format_report, reports)])
         written = [content.encode(errors="replace") for content in (text, page)]
-        files |= dict(zip((f"{name}.txt", f"{name}.html"), written))
+        files |= dict(zip((f"{name}.txt", f"{name}.html"), written, strict=True))
         latest = max(group[0].paths, key=lambda path: uploads.sort_key(path.name))
         add_to_archives(archives, latest, *written)
     files |= {name: make_zip(content) for name, content in archives.items() if content}

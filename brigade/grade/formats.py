@@ -208,7 +208,7 @@ def format_gradescope(grading: Grading) -> str:
         for check in result["checks"]
     ]
     extra = [bool(outcome.check.file) for outcome in grading.outcomes]
-    for test, is_extra in zip(tests, extra):
+    for test, is_extra in zip(tests, extra, strict=True):
         if grading.visibility and (is_extra or not any(extra)):
             test["visibility"] = grading.visibility
     gradescope = {

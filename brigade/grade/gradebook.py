@@ -95,7 +95,7 @@ def read_table(path: Path) -> Table:
     if wrong := [heading for heading in headings if not heading or headings.count(heading) > 1]:
         problem = f"the heading {wrong[0]!r} is there twice" if wrong[0] else "a column has no heading"
         raise CourseError(f"{path}: {problem}; give each column a name of its own")
-    rows = [dict(zip(headings, cells)) for cells in list(zip(*columns))[1:]]
+    rows = [dict(zip(headings, cells, strict=True)) for cells in list(zip(*columns, strict=True))[1:]]
     return Table(headings, rows, delimiter, separator[0] if separator else "")
 
 

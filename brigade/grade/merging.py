@@ -154,8 +154,9 @@ def merge_rows(rows: Sequence[Source], keep: str, penalties: Mapping[str, float]
             whole[column] = join_cells(column, rows, labels, counted)
     off += sum(read_points(row, TAKEN_OFF) or 0 for row in every_row if row in counted)
     whole |= {TAKEN_OFF: format_points(off)} if any(LATE in row or TAKEN_OFF in row for row in every_row) else {}
-    notes = [f"{label}: {row['note']}" for label, row in zip(labels, every_row) if row.get("note")]
-    adjustments = [(label, row, read_points(row, ADJUSTMENT) or 0) for label, row in zip(labels, every_row)]
+    labelled = list(zip(labels, every_row, strict=True))
+    notes = [f"{label}: {row['note']}" for label, row in labelled if row.get("note")]
+    adjustments = [(label, row, read_points(row, ADJUSTMENT) or 0) for label, row in labelled]
     lines += [
         f"{row['student']}: the adjustment {format_points(points)} does not count ({label})"
         for label, row, points in adjustments
@@ -188,7 +189,9 @@ def join_cells(column: str, rows: Sequence[Source], labels: Sequence[str], count
     Say from which row each one comes, if they differ, if the row does not count, or if another row of the same
     gradebook has none.
     """
-    cells = [(label, name, row, row[column]) for label, (name, row) in zip(labels, rows) if row.get(column)]
+    cells = [
+        (label, name, row, row[column]) for label, (name, row) in zip(labels, rows, strict=True) if row.get(column)
+    ]
     distinct = list(dict.fromkeys(cell for *_, cell in cells))
     if column in PERSONAL:
         return distinct[-1] if distinct else ""

@@ -100,7 +100,7 @@ def format_lines(lines: Iterable[Line]) -> str:
         numbers = dict.fromkeys(number for _, number in group)
         starts = [number for number in numbers if number - 1 not in numbers]
         ends = [number for number in numbers if number + 1 not in numbers]
-        ranges = [f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends)]
+        ranges = [f"{start}-{end}" if end > start else f"{start}" for start, end in zip(starts, ends, strict=True)]
         parts.append(f"{file.rpartition('/')[2]} {', '.join(ranges)}")
     return "; ".join(parts)
 
@@ -127,4 +127,4 @@ def find_groups(pairs: Iterable[Pair]) -> list[tuple[int, list[str], int]]:
 
 def make_row(pair: Pair) -> dict[str, str]:
     """Return a pair as a row of a table with COLUMNS."""
-    return dict(zip(COLUMNS, (str(pair.module), str(pair.percent), *pair.names, *pair.lines)))
+    return dict(zip(COLUMNS, (str(pair.module), str(pair.percent), *pair.names, *pair.lines), strict=True))

@@ -64,7 +64,7 @@ def list_uploads(directory: Path, ours: Collection[Path]) -> list[Upload]:
         upload.is_marked = any(match["late"] for match in matches) if matches else None
         upload.notes += [LATE] * bool(upload.is_marked)
     uploads.sort(key=lambda upload: upload.paths[0])
-    for upload, name in zip(uploads, make_unique([make_line(upload.name) for upload in uploads])):
+    for upload, name in zip(uploads, make_unique([make_line(upload.name) for upload in uploads]), strict=True):
         upload.name = name
     return uploads
 
@@ -82,7 +82,7 @@ def read_metadata(directory: Path) -> dict[str, tuple[str, datetime]]:
     path = directory / METADATA
     blocks = re.split(r"^(\S+):[ \t]*$", path.read_text(errors="replace") if path.is_file() else "", flags=re.MULTILINE)
     found = {}
-    for name, block in zip(blocks[1::2], blocks[2::2]):
+    for name, block in zip(blocks[1::2], blocks[2::2], strict=True):
         owner = re.search(r":(?:sid|email): ['\"]?([^\s'\"]+)", block)
         time = CREATED.search(block)
         if owner and time:
