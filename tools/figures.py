@@ -83,7 +83,7 @@ def draw_steps(modules: Sequence[Module], path: Path) -> str:
     timelines = trace([get_variant(module) for module in modules])
     if not (verdict := timelines[0].verdict).is_quiet:
         raise Doubtful(verdict.sentence)
-    titles = [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules)]
+    titles = [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules, strict=True)]
     draw_timelines(timelines, titles).savefig(path)
     return " and ".join(line.lengths for line in timelines)
 
@@ -129,7 +129,7 @@ def draw_wire(path: Path) -> None:
     title = "Relative error of the average over N ranks, and the bytes that a rank sends of n normal values"
     figure, axes = make_axes(title, "error, in thousandths")
     styles = (("#d55e00", "s", "--", 11), ("#0072b2", "^", ":", 6), ("#009e73", "o", "-", 6))
-    for (name, values), (colour, marker, line, size) in zip(errors.items(), styles):
+    for (name, values), (colour, marker, line, size) in zip(errors.items(), styles, strict=True):
         label = f"{name}, {wire.WAYS[name][1]}n (N − 1)/N bytes"
         look = {"color": colour, "marker": marker, "linestyle": line, "markersize": size}
         axes.plot(wire.RANKS, [1e3 * value for value in values], label=label, fillstyle="none", **look)

@@ -142,7 +142,7 @@ class Spread:
 
 def compute_step_ms(marks: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     """Return the step time of the slowest rank, in ms, for each round of `Measurement.marks`."""
-    return [max(1e3 * (times[-1] - times[0]) for times in ranks) for ranks in zip(*marks)]
+    return [max(1e3 * (times[-1] - times[0]) for times in ranks) for ranks in zip(*marks, strict=True)]
 
 
 def compute_spread(values: Sequence[float]) -> Spread:
@@ -235,7 +235,7 @@ class Ladder:
         each other closely, so a slow moment of the machine changes both, and hardly their difference. The difference of
         two medians would compare steps of different rounds. An exposed time can be negative after a noisy run.
         """
-        pairs = zip(variant.step_ms, self.get_computation_ms(variant))
+        pairs = zip(variant.step_ms, self.get_computation_ms(variant), strict=True)
         return compute_spread([whole - computation for whole, computation in pairs])
 
     @property
@@ -255,7 +255,7 @@ class Ladder:
         By default, this is torch DDP with the same buckets.
         """
         base = base or set_bucket_size(TORCH_DDP, variant.bucket_mb).label
-        return [time / other for time, other in zip(variant.step_ms, self.get_measurement(base).step_ms)]
+        return [time / other for time, other in zip(variant.step_ms, self.get_measurement(base).step_ms, strict=True)]
 
     def list_wrong_losses(self) -> list[str]:
         """Return a sentence for every rank of a variant whose loss differs from that of one process, if one has run."""

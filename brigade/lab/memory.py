@@ -33,7 +33,8 @@ from brigade.runner.ranks import run_ranks
 DEADLINE_S = 120.0
 REST = "activations and buckets"
 TOKENS = (1, 16)  # (sequences, tokens) of `measure_step`: few, so that activations do not hide the rest
-COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # from Okabe and Ito's palette
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cccccc")  # from Okabe and Ito's
+COLOURS = dict(zip((*KINDS, REST), PALETTE, strict=True))
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def measure_step(
         mode = "record" if variant.wrapper and variant.wrapper[0] == "torch" else "strict"
         how = {"world_size": world_size, "mode": mode, "packages": packages, "deadline": DEADLINE_S}
         points = run_ranks(trace_memory, asdict(variant), workload, **how)[0]
-        curves.append(Curve(variant.label, *map(list, zip(*points))))
+        curves.append(Curve(variant.label, *map(list, zip(*points, strict=True))))
     return curves
 
 
@@ -88,7 +89,7 @@ def draw_step(curves: Sequence[Curve], path: Path) -> None:
     from brigade.lab.notebook_plots import make_figure
 
     with make_figure(1.7 + 2.4 * len(curves), len(curves)) as (figure, panels):
-        for curve, axes in zip(curves, panels):
+        for curve, axes in zip(curves, panels, strict=True):
             parts = [[point[kind] / 1e6 for point in curve.nbytes] for kind in COLOURS]
             style = {"colors": COLOURS.values(), "edgecolor": "#333333", "linewidth": 0.5}
             axes.stackplot(range(len(curve.nbytes)), parts, labels=COLOURS, step="post", **style)

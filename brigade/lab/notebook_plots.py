@@ -125,15 +125,16 @@ def draw_lines(
     `are_steps`, a curve keeps each value until its next point. If `with_values`, each point is labelled with its y
     value. A linear y axis begins at 0 if `from_zero`. The figure's `values` are the last y values.
     """
+    points = points or {}
     with make_figure(5.5) as (figure, [axes]):
-        for style, (name, (x, y)) in zip(LINES, curves.items()):
+        for style, (name, (x, y)) in zip(LINES[: len(curves)], curves.items(), strict=True):
             marker = style["marker"] if len(x) <= 20 and not points else ""
             drawstyle = "steps-post" if are_steps else "default"
             axes.plot(x, y, **style | {"marker": marker}, drawstyle=drawstyle, label=name)
-            for each_x, each_y in zip(x, y) if with_values else ():
+            for each_x, each_y in zip(x, y, strict=True) if with_values else ():
                 text = f"{each_y:.1f}" if each_y < 10 else f"{each_y:.0f}"
                 axes.annotate(text, (each_x, each_y), (0, 12), textcoords="offset points", ha="center")
-        for style, (name, (x, y)) in zip(LINES, (points or {}).items()):
+        for style, (name, (x, y)) in zip(LINES[: len(points)], points.items(), strict=True):
             axes.plot(x, y, **style | {"linestyle": ""}, markersize=12, label=name)
         for label, positions in (verticals or {}).items():
             for position in positions:
@@ -144,7 +145,7 @@ def draw_lines(
             axes.set_xticks([*xticks], [*xticks.values()])
         axes.margins(y=0.15 if with_values else 0.05)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-        figure.values = {name: float(y[-1]) for name, (_, y) in {**curves, **(points or {})}.items()}
+        figure.values = {name: float(y[-1]) for name, (_, y) in {**curves, **points}.items()}
         longest = max(len(label) for label in axes.get_legend_handles_labels()[1])
         figure.legend(loc="outside lower center", ncols=3 if longest < 25 else 2 if longest < 35 else 1)
     return figure
@@ -186,15 +187,15 @@ def draw_bars(
         for name, style in zip(names, itertools.cycle(PARTS)):
             values = [parts.get(name, 0.0) for parts in rows.values()]
             axes.barh(places, values, 0.66, ends, edgecolor="black", label=name, **style)
-            ends = [end + value for end, value in zip(ends, values)]
+            ends = [end + value for end, value in zip(ends, values, strict=True)]
         if spread:
             spreads = [spread[label] for label in rows]
             reach = [[one.median - one.lower for one in spreads], [one.upper - one.median for one in spreads]]
             medians = [one.median for one in spreads]
             axes.errorbar(medians, places, xerr=reach, fmt="D", color=BLACK, linewidth=2, capsize=6)
-            ends = [max(end, one.upper) for end, one in zip(ends, spreads)]
+            ends = [max(end, one.upper) for end, one in zip(ends, spreads, strict=True)]
         texts = [" + ".join(f"{float(f'{value:.3g}'):g}" for value in parts.values()) for parts in rows.values()]
-        for place, end, text in zip(places, ends, texts):
+        for place, end, text in zip(places, ends, texts, strict=True):
             axes.annotate(text, (end, place), (10, 0), textcoords="offset points", va="center")
         axes.set_yticks(places, [*rows])
         axes.invert_yaxis()
@@ -214,7 +215,7 @@ def draw_step_times(results: Ladder, title: str, labels: Sequence[str] | None = 
     """
     labels = labels or [variant.label for variant in results.variants]
     rows, spread = {}, {}
-    for label, variant in zip(labels, results.variants):
+    for label, variant in zip(labels, results.variants, strict=True):
         spread[label] = compute_spread(variant.step_ms)
         exposed = max(0.0, results.compute_exposed(variant).median)
         hidden = spread[label].median - exposed
@@ -256,7 +257,7 @@ def draw_grid(
 def draw_layouts(layouts: Mapping[int, Layout]) -> LargeFigure:
     """Draw the buffer of module 5 for each number of ranks. A layout is (param_ranges, bucket_ranges, numel)."""
     with make_figure(0.8 + 2.6 * len(layouts), rows=len(layouts)) as (figure, panels):
-        for axes, (dp_size, (param_ranges, bucket_ranges, numel)) in zip(panels, layouts.items()):
+        for axes, (dp_size, (param_ranges, bucket_ranges, numel)) in zip(panels, layouts.items(), strict=True):
             axes.add_patch(Rectangle((0, 0), numel, 1, facecolor=COLOURS["finish"], hatch="//", edgecolor=GREY))
             for i, (start, end) in enumerate(param_ranges):
                 axes.add_patch(Rectangle((start, 0), end - start, 1, facecolor=COLOURS["forward"], edgecolor="black"))
@@ -305,14 +306,14 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str], most_ra
         height = 1.4 + sum(0.64 + 0.4 * height for height in heights)
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
         panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, timeline, shown, title in zip(panels, timelines, drawn, titles):
+        for axes, timeline, shown, title in zip(panels, timelines, drawn, titles, strict=True):
             draw_panel(axes, shown)
             axes.set_title(f"{title}\n{timeline.lengths}")
         place = "" if timelines[0].link else " on GPUs"
         some = f"; ranks 0 to {num_ranks - 1} of {world_size}" if num_ranks < world_size else ""
         xlabel = f"time (ms){place}{some}"
         panels[-1].set(xlim=(0, 1.01 * max(timeline.end_ms for timeline in timelines)), xlabel=xlabel)
-        figure.values = {title: timeline.end_ms for title, timeline in zip(titles, timelines)}
+        figure.values = {title: timeline.end_ms for title, timeline in zip(titles, timelines, strict=True)}
         figure.show_verdict(timelines[0].verdict)  # which all timelines of a run share, as the note
         if timelines[0].note:
             figure.suptitle(timelines[0].note, color=RED, fontsize=18, x=0.01, ha="left")

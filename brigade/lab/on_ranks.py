@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from types import FrameType
 from typing import Any
@@ -67,7 +68,7 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
         groups = {}
         if "replica_group" in accepted:
             make_groups = student(variant["wrapper"][0], "make_groups")
-            groups = dict(zip(("shard_group", "replica_group"), make_groups(dist.get_world_size(), node_size)))
+            groups["shard_group"], groups["replica_group"] = make_groups(dist.get_world_size(), node_size)
         bucket_mb = workload["bucket_mb"] if variant["bucket_mb"] is None else variant["bucket_mb"]
         sizes = {
             "bucket_cap_mb": bucket_mb,
@@ -127,7 +128,7 @@ def shard_fully(model: Any, compute_dtype: torch.dtype | None = None) -> Any:
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     units = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in blocks]
-    for unit, following in zip(units, units[1:]):  # torch prefetches one unit in backward, but none in forward
+    for unit, following in pairwise(units):  # torch prefetches one unit in backward, but none in forward
         unit.set_modules_to_forward_prefetch([following])
     sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
     sharded.set_modules_to_forward_prefetch(units[:1])
@@ -301,7 +302,7 @@ def prepare_training(
     """
     with recording.phase("construct"):
         models = [copy_model(start, variant) for variant in variants]
-        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models)]
+        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models, strict=True)]
     return setups, make_draw_batch(workload, text)
 
 
@@ -428,7 +429,7 @@ class Calibration:
         Also return "cpu_shares" of the rounds after the first `warmup`.
         """
         link = self.make_link(self.times)
-        backward_s, real_s = map(median, zip(*self.times or [[0.0, 0.0]]))
+        backward_s, real_s = map(median, zip(*self.times or [[0.0, 0.0]], strict=True))
         times = {"backward_s": backward_s, "real_s": real_s, "cpu_shares": self.cpu_shares[CALIBRATION - 1 + warmup :]}
         return {"link": link and asdict(link), "model_bytes": self.model_bytes, **times}
 

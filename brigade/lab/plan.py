@@ -129,7 +129,7 @@ def make_plan_table(
     sizes = ["inside", "between", "memory"] if has_nodes else ["sent", "memory"]
     headings += [*(["launches"] if not has_nodes else []), *(f"{what}\n{size_unit}" for what in sizes)]
     table = make_empty_table(title, "variant", headings)
-    for step, *ends in zip(steps, *bounds):
+    for step, *ends in zip(steps, *bounds, strict=True):
         low, high = (end.step_s / seconds for end in ends) if ends else (0.0, 0.0)
         sent = [step.sent_bytes - step.outer_bytes, step.outer_bytes] if has_nodes else [step.sent_bytes]
         table.add_row(

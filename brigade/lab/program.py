@@ -163,7 +163,7 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
             new = path.with_suffix(f".{os.getpid()}")
             new.write_text(text)
             new.replace(path)  # another process may read the file at the same time
-    recorded = {variant.label: step for variant, step in zip(variants, json.loads(text))}
+    recorded = {variant.label: step for variant, step in zip(variants, json.loads(text), strict=True)}
     return {label: step if isinstance(step, str) else Program(*step) for label, step in recorded.items()}
 
 

@@ -250,7 +250,7 @@ def count_backward(row: Row, forward: Sequence[Rates]) -> list[Rates]:
     shape = MODELS[row.subject]
     matrices = 1.0 if row.torch == "1.13" else shape.recomputed_numel / shape.block_numel
     again = Rates(row.recompute * matrices, row.recompute * ATTENTION_AGAIN)
-    blocks = [Rates(*((2 + more) * own for own, more in zip(one, again))) for one in forward[1:-1]]
+    blocks = [Rates(*((2 + more) * own for own, more in zip(one, again, strict=True))) for one in forward[1:-1]]
     return [Rates(*(2 * own for own in forward[0])), *blocks, Rates(*(2 * own for own in forward[-1]))]
 
 
@@ -307,7 +307,7 @@ class Run:
     def operations(self) -> Rates:
         """The operations of a step: of matrix products and of attention."""
         parts = [*self.flops, *count_backward(self.row, self.flops)]
-        return Rates(*(self.row.accumulation * sum(kind) for kind in zip(*parts)))
+        return Rates(*(self.row.accumulation * sum(kind) for kind in zip(*parts, strict=True)))
 
 
 def calibrate_two(short: Run, long: Run) -> Rates | None:

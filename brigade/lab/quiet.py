@@ -106,5 +106,5 @@ def judge_machine(
 
     `real_share` is that of `Verdict`.
     """
-    rounds = [min(of_ranks) for of_ranks in zip(*cpu_shares)]
+    rounds = [min(of_ranks) for of_ranks in zip(*cpu_shares, strict=True)]
     return Verdict(num_rounds, median(spreads), fmean(rounds) if rounds else None, real_share)

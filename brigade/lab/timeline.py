@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from brigade.checks.tiny_lm import Size
@@ -184,7 +185,7 @@ def trace(
     link_s = link.seconds("all_reduce", results[0]["model_bytes"], world_size, num_nodes)
     verdict = judge_run([one.step_ms for one in measurements], cpu_shares, results[0]["real_s"] / link_s)
     timelines = []
-    for variant, measurement in zip(variants, measurements):
+    for variant, measurement in zip(variants, measurements, strict=True):
         lengths = measurement.step_ms
         round_index = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
         marks = [rounds[round_index] for rounds in measurement.marks]
@@ -194,7 +195,7 @@ def trace(
             events = results.events[rank]
             rank_launches = launches(events, find_step_number(variants, variant, workload.warmup + round_index))
             edges = [1e3 * (time - zero) for time in find_edges(variant, times, rank_launches)]
-            spans += [Span(rank, kind, start, end) for kind, start, end in zip(PHASES, edges, edges[1:])]
+            spans += [Span(rank, kind, *ends) for kind, ends in zip(PHASES, pairwise(edges), strict=True)]
             for launch in rank_launches:
                 launch.end = launch.end or times[-1]  # torch gave no future, or the run ended first
             waits = [  # except those of module 9 in the next step

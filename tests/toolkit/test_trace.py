@@ -33,7 +33,7 @@ def traced():
     """Return a step of each module on an emulated link, by module number; 0 is torch DDP."""
     numbers = (1, 2, 3, 6)
     variants = [*(ladder.get_variant(get_module(number)) for number in numbers), ladder.TORCH_DDP]
-    return dict(zip((*numbers, 0), timeline.trace(variants, workload=WORKLOAD)))
+    return dict(zip((*numbers, 0), timeline.trace(variants, workload=WORKLOAD), strict=True))
 
 
 def test_a_timeline_shows_where_the_collectives_are(traced):
@@ -64,7 +64,7 @@ def test_communication_after_backward_is_exposed(traced):
             line = traced[number]
             on_link_ms = [1e3 * LINK.seconds("all_reduce", one.launch.nbytes, 2) for one in line.get_collectives(rank)]
             lengths_ms = [one.end_ms - one.start_ms for one in line.get_collectives(rank)]
-            assert all(length >= least - ROUNDING_MS for length, least in zip(lengths_ms, on_link_ms))
+            assert all(length >= least - ROUNDING_MS for length, least in zip(lengths_ms, on_link_ms, strict=True))
             assert line.compute_exposed_ms(rank) >= sum(on_link_ms) - ROUNDING_MS
 
 
@@ -208,7 +208,8 @@ def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, 
     monkeypatch.setattr(sys, "argv", ["figures", "3"])
     for cpu_share in (0.5, 0.98):
         verdict = Verdict(num_rounds=8, spread=0.05, cpu_share=cpu_share)
-        monkeypatch.setattr(figures, "trace", lambda variants, verdict=verdict: [replace(traced[3], verdict=verdict)])
+        line = replace(traced[3], verdict=verdict)
+        monkeypatch.setattr(figures, "trace", lambda variants, line=line: [line] * len(variants))
         assert run_for_modules("figures", None, figures.draw_figures) == (not verdict.is_quiet)
         assert ("timeline.png not written" in capsys.readouterr().out) != verdict.is_quiet
     assert drawn == [get_module(3).lesson / "timeline.png"]
