@@ -12,7 +12,7 @@ def broadcast_module_state(module, process_group=None):
         tensors = list(module.buffers()) + list(module.parameters())
         sent = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
         handles = [dist.broadcast(copy, root, group=process_group, async_op=True) for copy in sent]
-        for handle, tensor, copy in zip(handles, tensors, sent):
+        for handle, tensor, copy in zip(handles, tensors, sent, strict=True):
             handle.wait()
             tensor.copy_(copy)
 

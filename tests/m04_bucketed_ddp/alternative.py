@@ -35,8 +35,8 @@ class BucketedDDP(nn.Module):
             torch.zeros(sum(p.numel() for p in b), dtype=b[0].dtype, device=b[0].device) for b in self._buckets
         ]
         self._pieces = {}
-        for bucket, flat in zip(self._buckets, self._flat):
-            for p, piece in zip(bucket, flat.split([p.numel() for p in bucket])):
+        for bucket, flat in zip(self._buckets, self._flat, strict=True):
+            for p, piece in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 self._pieces[p] = piece.view(p.shape)
         self._quiet = False
         self._reset()
@@ -74,7 +74,7 @@ class BucketedDDP(nn.Module):
                 else:
                     self._pieces[p].copy_(p.grad)
             self._launch()
-        for handle, bucket in zip(self._handles, self._buckets):
+        for handle, bucket in zip(self._handles, self._buckets, strict=True):
             handle.wait()
             for p in bucket:
                 if p.grad is None:

@@ -51,7 +51,7 @@ class GradBuffer:
         self._attach()
 
     def _attach(self):
-        for p, (a, b) in zip(self.params, self.layout.param_ranges):
+        for p, (a, b) in zip(self.params, self.layout.param_ranges, strict=True):
             self.view[p] = self.grad_data.narrow(0, a, b - a).view_as(p)
             if self.wide:
                 p.main_grad = self.view[p]
@@ -80,7 +80,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
                 families.setdefault(p.dtype, []).append(p)
         self.grad_buffers = [GradBuffer(f, bucket_numel, self.size, grad_dtype) for f in families.values()]
         self._plan = [
-            (buffer, bounds, {p for p, owner in zip(buffer.params, buffer.layout.bucket_of) if owner == i})
+            (buffer, bounds, {p for p, owner in zip(buffer.params, buffer.layout.bucket_of, strict=True) if owner == i})
             for buffer in self.grad_buffers
             for i, bounds in enumerate(buffer.layout.bucket_ranges)
         ]

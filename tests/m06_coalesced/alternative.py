@@ -71,7 +71,7 @@ class BucketGroup:
 
     def spread(self, part, data, rank):
         places = self.shards(data, rank)
-        for place, piece in zip(places, part.split([place.numel() for place in places])):
+        for place, piece in zip(places, part.split([place.numel() for place in places]), strict=True):
             place.copy_(piece)
 
     def start_param_sync(self):

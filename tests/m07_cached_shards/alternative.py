@@ -32,7 +32,7 @@ class ShardCache:
             self.grads, self.weights = (self.cut(data) for data in (self.buffer.grad_data, self.buffer.param_data))
             self.places = [
                 self.buffer.grad_data.narrow(0, start, end - start).view_as(p)
-                for p, (start, end) in zip(self.buffer.params, self.buffer.layout.param_ranges)
+                for p, (start, end) in zip(self.buffer.params, self.buffer.layout.param_ranges, strict=True)
             ]
 
     def cut(self, data):
@@ -72,7 +72,7 @@ class CachedDDP(GradSyncMixin, nn.Module):
         if torch.is_grad_enabled():
             for cache in self.caches:
                 cache.refresh()
-                for p, place in zip(cache.buffer.params, cache.places):
+                for p, place in zip(cache.buffer.params, cache.places, strict=True):
                     if p.grad is None and not cache.wide:
                         p.grad = place.zero_()
         return self.module(*args, **kwargs)
@@ -131,7 +131,7 @@ class CachedDDP(GradSyncMixin, nn.Module):
             cache.ready.clear()
             cache.started.clear()
             if cache.wide and self.gather_grads:
-                for p, place in zip(cache.buffer.params, cache.places):
+                for p, place in zip(cache.buffer.params, cache.places, strict=True):
                     p.grad = place.to(p.dtype)
 
     def start_param_sync(self):

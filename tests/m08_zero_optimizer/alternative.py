@@ -35,7 +35,7 @@ class Outer(torch.optim.Optimizer):
         return norm
 
     def copy_options(self):
-        for inner, outer in zip(self.optim.param_groups, self.param_groups):
+        for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
             for name in outer.keys() - {"params"}:
                 inner[name] = outer[name]
 
@@ -67,7 +67,9 @@ class ShardedOptimizer(Outer):
     def trainable(self):
         """(parameter, its owner in the group) for all that train, in the order in which they were added."""
         everything = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        return list(zip(everything, owners([p.nbytes for p in everything], dist.get_world_size(self.group))))
+        return list(
+            zip(everything, owners([p.nbytes for p in everything], dist.get_world_size(self.group)), strict=True)
+        )
 
     def mine(self):
         me = dist.get_rank(self.group)
@@ -165,7 +167,7 @@ class ZeroOptimizer(Outer):
                 length = (end - begin) // dist.get_world_size(self.group)
                 first = begin + dist.get_rank(self.group) * length
                 pieces = []
-                for p, (a, b) in zip(buffer.params, buffer.layout.param_ranges):
+                for p, (a, b) in zip(buffer.params, buffer.layout.param_ranges, strict=True):
                     low, high = max(a, first), min(b, first + length)
                     if p in wanted and low < high:
                         if pieces and pieces[-1][2].stop != low:
@@ -196,7 +198,7 @@ class ZeroOptimizer(Outer):
     def share(self):
         for run in self.all_runs():
             run.flat.grad = None
-            for view, values in zip(run.views(run.buffer.param_data), run.split(run.flat)):
+            for view, values in zip(run.views(run.buffer.param_data), run.split(run.flat), strict=True):
                 view.copy_(values)
         self.ddp.start_param_sync()
         self.ddp.finish_param_sync()
@@ -211,7 +213,7 @@ class ZeroOptimizer(Outer):
             for key, value in entries.items():
                 is_cut = isinstance(value, torch.Tensor) and value.shape == run.flat.shape
                 values = run.split(value) if is_cut else [value] * len(run.pieces)
-                for (p, part, _), own in zip(run.pieces, values):
+                for (p, part, _), own in zip(run.pieces, values, strict=True):
                     mine.append((numbers[p], key, part if is_cut else None, own))
         everybody = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(everybody, mine, group=self.group)

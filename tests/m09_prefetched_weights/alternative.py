@@ -19,7 +19,9 @@ class PrefetchedDDP(CachedDDP):
     def start_param_sync(self):
         order = {p: number for number, p in enumerate(self.module.parameters())}
         members = [[group.buffer.params[i] for i in group.param_indices] for group in self.groups]
-        for params, group in sorted(zip(members, self.groups), key=lambda pair: min(order[p] for p in pair[0])):
+        for params, group in sorted(
+            zip(members, self.groups, strict=True), key=lambda pair: min(order[p] for p in pair[0])
+        ):
             group.start_param_sync()
             self.arriving.update(dict.fromkeys(params, group))
 

@@ -25,7 +25,7 @@ class Family:
         dtype = params[0].dtype
         self.dtype = grad_dtype if grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize else dtype
         self.param_data = torch.zeros(self.layout.numel, dtype=dtype, device=params[0].device)
-        for p, (a, b) in zip(params, self.layout.param_ranges):
+        for p, (a, b) in zip(params, self.layout.param_ranges, strict=True):
             self.param_data[a:b] = p.detach().reshape(-1)
             p.data = self.param_data[a:b].view_as(p)
         self.grad_data = torch.zeros(self.layout.numel // size, dtype=self.dtype, device=params[0].device)

@@ -50,14 +50,14 @@ class ShardedMuon(torch.optim.Optimizer):
         self.pg, self.me, size = process_group, dist.get_rank(process_group), dist.get_world_size(process_group)
         shapes = [p.shape for p in params]
         owners = assign_matrices(shapes, size)
-        self.size, self.mine = size, {p for p, owner in zip(params, owners) if owner == self.me}
+        self.size, self.mine = size, {p for p, owner in zip(params, owners, strict=True) if owner == self.me}
         for p in self.mine:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.parts = []  # of each group: (parameter, rank, place in its row) of its matrices, all rows, this rank's row
         for rows in plan_groups(shapes, owners, size, num_groups):
             places = []
             for rank, row in enumerate(rows):
-                for index, end in zip(row, accumulate(params[index].numel() for index in row)):
+                for index, end in zip(row, accumulate(params[index].numel() for index in row), strict=True):
                     places.append((params[index], rank, slice(end - params[index].numel(), end)))
             whole = params[0].detach().new_zeros(size, max(place.stop for _, _, place in places))
             self.parts.append((places, whole, torch.zeros_like(whole[0])))
@@ -79,7 +79,7 @@ class ShardedMuon(torch.optim.Optimizer):
             for p, _, place in (entry for entry in places if entry[1] == self.me):
                 own[place] = self.compute(p, own[place].view(p.shape), options[p]).reshape(-1)
             pending[number] = dist.all_gather_into_tensor(whole.view(-1), own, group=self.pg, async_op=True)
-        for (places, whole, _), handle in zip(reversed(self.parts), reversed(pending)):
+        for (places, whole, _), handle in zip(reversed(self.parts), reversed(pending), strict=True):
             handle.wait()
             for p, rank, place in places:
                 p.copy_(whole[rank, place].view(p.shape))

@@ -49,10 +49,10 @@ class Buckets(BucketGroup):
         wires = [bucket.to(torch.bfloat16) for _, bucket in self.shards(data)]
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         parts = [wire.chunk(size)[rank].clone() for wire in wires]
-        works = [gather(wire, part, self.process_group, True) for wire, part in zip(wires, parts)]
+        works = [gather(wire, part, self.process_group, True) for wire, part in zip(wires, parts, strict=True)]
 
         def deliver():
-            for (_, bucket), wire in zip(self.shards(data), wires):
+            for (_, bucket), wire in zip(self.shards(data), wires, strict=True):
                 bucket[:] = wire
 
         return Promise([*works], deliver)

@@ -51,7 +51,7 @@ def mean(gradients, like):
 
 def check_means(steps_of_ranks):
     """Each rank's step has "local" and "synced" gradients by name."""
-    for number, entries in enumerate(zip(*steps_of_ranks)):
+    for number, entries in enumerate(zip(*steps_of_ranks, strict=True)):
         for name in entries[0]["synced"]:
             locals_ = [entry["local"][name] for entry in entries]
             present = [g for g in locals_ if g is not None]
@@ -266,7 +266,7 @@ def drive_sharded(wrap):
         norms = [float(zero.clip_grad_norm_(limit)), float(nn.utils.clip_grad_norm_(twin.parameters(), limit))]
         zero.step()
         plain.step()
-        pairs = zip(snapshot(model).values(), snapshot(twin).values())
+        pairs = zip(snapshot(model).values(), snapshot(twin).values(), strict=True)
         log.append({"norms": norms, "weights": [list(pair) for pair in pairs]})
     saved, expected = zero.state_dict(), deepcopy(plain.state_dict())  # later steps change the latter
     held = sum(v.numel() for s in zero.optim.state.values() for v in s.values() if torch.is_tensor(v))
@@ -284,7 +284,7 @@ def drive_sharded(wrap):
         "states": [saved["state"], expected["state"]],
         "held": held,
         "total": sum(p.numel() for p in model.parameters()),
-        "resumed": [list(pair) for pair in zip(snapshot(resumed).values(), snapshot(twin).values())],
+        "resumed": [list(pair) for pair in zip(snapshot(resumed).values(), snapshot(twin).values(), strict=True)],
     }
 
 

@@ -75,7 +75,7 @@ def average_of_weights(run: Run) -> None:
     average = copy.deepcopy(ddp.module)
     run.train(ddp, optimizer, steps=2, start=1)
     with torch.no_grad():
-        for mean, weight in zip(average.parameters(), ddp.module.parameters()):
+        for mean, weight in zip(average.parameters(), ddp.module.parameters(), strict=True):
             mean.lerp_(weight, 0.5)
     run.wrapped.append((ddp, average))
 

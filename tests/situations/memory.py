@@ -70,7 +70,7 @@ def gradients_by_hand(run: Run) -> None:
     for x, y in run.batches(3):
         optimizer.zero_grad()
         parameters = list(ddp.module.parameters())
-        for p, grad in zip(parameters, torch.autograd.grad(F.mse_loss(ddp(x), y), parameters)):
+        for p, grad in zip(parameters, torch.autograd.grad(F.mse_loss(ddp(x), y), parameters), strict=True):
             p.grad = grad
         ddp.finish_grad_sync()
         optimizer.step()

@@ -119,7 +119,7 @@ def test_right_or_refused(kind, package, request):
     names = [name for name in names if options.situation in (None, name)]
     names.sort(key=lambda name: not SITUATIONS[name].imports_compiler)  # the compiler comes before the wrappers
     results = run_on(kind, names)
-    faults = {name: find_fault(name, kind, result) for name, result in zip(names, results)}
+    faults = {name: find_fault(name, kind, result) for name, result in zip(names, results, strict=True)}
     faults = {name: fault for name, fault in faults.items() if fault}
     assert not faults, "\n" + "\n".join(f"{SITUATIONS[n].source}, {n}: {fault}" for n, fault in faults.items())
 

@@ -70,7 +70,7 @@ def test_wrong_input_gets_one_line(brigade, arguments, sentence):
 @pytest.mark.parametrize("wrong", [["--rounds", "6"], ["--size", "huge"]])
 def test_only_rank_0_of_torchrun_says_what_is_wrong(wrong, monkeypatch, capfd):
     monkeypatch.setattr(cli, "OTHERS_FIRST_S", 0)
-    for name, value in zip(machine.TORCHRUN, ("1", "2", "1", "2", "localhost", "0")):
+    for name, value in zip(machine.TORCHRUN, ("1", "2", "1", "2", "localhost", "0"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", *wrong])
@@ -88,7 +88,7 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     wanted = [argparse.Namespace(ranks=ranks, backend=None) for ranks in (1, None, 3)]
     assert [lab.choose_ranks(one) for one in wanted] == [(1, "nccl"), (2, "nccl"), (3, "gloo")]
-    for name, value in zip(machine.TORCHRUN, ("5", "8", "1", "2", "localhost", "0")):
+    for name, value in zip(machine.TORCHRUN, ("5", "8", "1", "2", "localhost", "0"), strict=True):
         monkeypatch.setenv(name, value)
     assert lab.choose_ranks(wanted[1]) == (8, "nccl"), "two of eight ranks are on this machine"
     with pytest.raises(CourseError, match="--ranks 3: torchrun has started 8"):
@@ -142,7 +142,7 @@ def test_the_sizes_that_the_page_recommends_fit():
     numels = {name: sum(weight.numel() for weight in make_tiny_lm(name, "meta").parameters()) for name in SIZES}
     assert len(table) == 5
     for room, *cells in table:
-        for num_models, name, stated in zip((12, 5, 3), cells[::2], cells[1::2]):
+        for num_models, name, stated in zip((12, 5, 3), cells[::2], cells[1::2], strict=True):
             taken = {size: 16e-9 * num_models * numel for size, numel in numels.items()}
             assert [size for size in taken if taken[size] <= 0.9 * int(room)][-1] == name
             assert float(stated) == pytest.approx(taken[name], abs=0.051)
@@ -189,7 +189,7 @@ def test_the_numbers_are_those_of_the_run(measured):
     steps, torch_steps = naive["rounds_ms"], ddp["rounds_ms"]
     assert len(steps) == 2 and naive["step_ms"]["median"] == pytest.approx(sum(steps) / 2)
     assert naive["step_ms"]["lower"] == pytest.approx(min(steps) + abs(steps[0] - steps[1]) / 4)
-    assert naive["ratio"]["median"] == pytest.approx(sum(a / b for a, b in zip(steps, torch_steps)) / 2)
+    assert naive["ratio"]["median"] == pytest.approx(sum(a / b for a, b in zip(steps, torch_steps, strict=True)) / 2)
     assert ddp["ratio"] == {"median": 1, "lower": 1, "upper": 1}
     mb = 4 * sum(p.numel() for p in TinyLM(SIZES["tiny"]).parameters()) / 1e6
     assert naive["sent_mb"] == mb and set(naive["kept_mb"].values()) == {mb}  # SGD keeps one momentum per parameter
@@ -250,7 +250,7 @@ def test_several_bucket_sizes_are_compared_in_one_run(brigade, tmp_path):
     labels = [f"{name}, {mb} MiB" for name in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP") for mb in ("0.3", "4")]
     assert [row["variant"] for row in rows] == labels and [row["bucket_mb"] for row in rows] == [0.3, 4.0] * 3
     assert [row["ratio"]["median"] for row in rows[4:]] == [1.0, 1.0]  # torch DDP, to itself with the same buckets
-    assert all(few["collectives"] == 1 < many["collectives"] for many, few in zip(rows[::2], rows[1::2]))
+    assert all(few["collectives"] == 1 < many["collectives"] for many, few in zip(rows[::2], rows[1::2], strict=True))
     table = done.stdout.split("No link is emulated")[0]
     assert all(label in table for label in labels) and max(map(len, table.splitlines())) <= 80
 
@@ -344,7 +344,9 @@ def test_variants_that_do_not_fit_run_one_after_the_other(monkeypatch, tmp_path)
     assert alone.list_wrong_losses() == []
     assert len(steps) == ladder.count_steps(alone.workload, alone.variants)
     names = ("label", "losses", "collectives", "sent_bytes", "kept_bytes", "peak_bytes", "copied_bytes", "new_views")
-    for one, other in zip([*alone.variants, alone.computation], [*together.variants, together.computation]):
+    for one, other in zip(
+        [*alone.variants, alone.computation], [*together.variants, together.computation], strict=True
+    ):
         for name in names:
             assert getattr(one, name) == getattr(other, name), (one.label, name)
         assert len(one.step_ms) == len(other.step_ms) == 3
@@ -357,7 +359,7 @@ def test_variants_that_do_not_fit_run_one_after_the_other(monkeypatch, tmp_path)
         assert content["interleaved"] == results.is_interleaved == (bench.ONE_AFTER_THE_OTHER not in say(results))
         assert plots.describe_ranks(results).endswith(f" timed steps each, {order}")
         for row in content["rows"]:
-            exposed = [a - b for a, b in zip(row["rounds_ms"], row["computation_rounds_ms"])]
+            exposed = [a - b for a, b in zip(row["rounds_ms"], row["computation_rounds_ms"], strict=True)]
             assert row["exposed_ms"]["median"] == pytest.approx(sorted(exposed)[1])
 
 
@@ -388,7 +390,9 @@ def test_what_is_not_written_is_left_out(tmp_path):
         *["module 5, part (b) is not written yet"] * 2,
         *["module 7 cannot be imported: there is no m07_cached_shards/cached_shards.py"] * 2,
     ]
-    assert sentences == [f"Module {number} is left out: {why}." for number, why in zip((2, 5, 6, 7, 8), reasons)]
+    assert sentences == [
+        f"Module {number} is left out: {why}." for number, why in zip((2, 5, 6, 7, 8), reasons, strict=True)
+    ]
     assert bench.select_written("solutions", CORE_MODULES)[0] == list(CORE_MODULES)
 
 
@@ -464,7 +468,7 @@ def test_under_torchrun_variants_that_do_not_fit_run_one_after_the_other(measure
 
 
 def test_under_torchrun_no_link_is_emulated(monkeypatch):
-    for name, value in zip(machine.TORCHRUN, ("0", "2", "0", "1", "localhost", "1")):
+    for name, value in zip(machine.TORCHRUN, ("0", "2", "0", "1", "localhost", "1"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(CourseError, match="leave out the options of an emulated link"):
         torchrun.run_on_torchrun(on_ranks.train, {}, [], mode="emulate")

@@ -90,7 +90,7 @@ class Signals:
         asked = [pair.launch(LISTENER, group) for group in groups]
         signs, heard = encode(message, self.length, self.most), [ROUNDS] * self.length
         for turn in range(ROUNDS):
-            for group in (group for group, sign in zip(groups, signs) if sign == turn):
+            for group in (group for group, sign in zip(groups, signs, strict=True) if sign == turn):
                 pair.launch(SPEAKER, group)
             pass_turn(pair, LISTENER)
             for place in (place for place, sign in enumerate(heard) if sign == ROUNDS):
@@ -132,7 +132,7 @@ def encode(message: int, length: int, most: int) -> list[int]:
 def decode(signs: list[int], most: int) -> int:
     """Return the number of a row."""
     message = 0
-    for rest, sign in zip(reversed(range(len(signs))), signs):
+    for rest, sign in zip(reversed(range(len(signs))), signs, strict=True):
         message += sum(count_messages(rest, most - smaller) for smaller in range(sign))
         most -= sign
     return message

@@ -50,7 +50,7 @@ def test_collectives_take_the_time_of_the_link_one_after_the_other():
     """A collective takes at least the modelled time, and longer only if the machine is slow."""
     one_s = 0.2
     results = run_ranks(functions.on_link, one_s / 2, 1e12, "wait_for_the_link", 3, mode="emulate")
-    for found, events in zip(results, results.events):
+    for found, events in zip(results, results.events, strict=True):
         assert one_s <= found["one"]
         assert one_s <= found["subgroup"]
         assert 3 * one_s <= found["all"]
@@ -69,7 +69,7 @@ def test_results_are_those_of_the_group_that_records(async_op):
     recorded = run_ranks(functions.every_collective, torch.float32, False, world_size=3)
     arguments = (1e-4, 1e9, "every_collective", torch.float32, async_op)
     paced = run_ranks(functions.on_link, *arguments, world_size=3, mode="emulate")
-    for mine, theirs in zip(paced, recorded):
+    for mine, theirs in zip(paced, recorded, strict=True):
         assert len(mine) >= 19
         for name, found in theirs.items():
             if "reduce_scatter" in name:
@@ -117,7 +117,7 @@ def replay(events, link):
             slowest = max(launch["time"] for launch, _ in together)
             began = {end["began"] for _, end in together}
             ends = [end["time"] for _, end in together]
-            for rank, (_, end) in zip(launches, together):
+            for rank, (_, end) in zip(launches, together, strict=True):
                 assert end["time"] >= slowest + seconds - ROUNDING_S, (
                     f"rank {rank} finishes {launch['op']} #{launch['index']} "
                     f"{1e3 * (slowest + seconds - end['time']):.1f} ms before its transfer can be over"

@@ -5,6 +5,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.colors
@@ -86,7 +87,7 @@ def test_a_kernel_has_the_phase_in_which_it_was_launched_or_its_operation():
     ]
     assert [one.title for one in kernels if one.is_nccl][1:3] == ["all-reduce 0", "all-reduce 1"]
     times = [(one.launched_ms, one.start_ms, one.end_ms) for one in kernels]
-    for given, (*_, launched, start, end) in zip(times, WORK_US[1:]):
+    for given, (*_, launched, start, end) in zip(times, WORK_US[1:], strict=True):
         assert given == pytest.approx((1e-3 * launched, 1e-3 * start, 1e-3 * end), abs=1e-6)
 
 
@@ -145,7 +146,7 @@ def test_a_recorded_profile_shows_what_overlaps(without_gpus):
         )
         assert {one.kind for one in nccl} == {"all_reduce"}
         assert ({one.stream for one in nccl}, {one.stream for one in others}) == ({16}, {7})
-        assert all(one.end_ms <= after.start_ms for one, after in zip(nccl, nccl[1:])), "they run one after the other"
+        assert all(one.end_ms <= after.start_ms for one, after in pairwise(nccl)), "they run one after the other"
         backward = [one for one in others if one.kind == "backward"]
         assert len(backward) == 121 and max(one.launched_ms for one in nccl) < backward[-1].end_ms
         beside = [

@@ -1,6 +1,7 @@
 """The model of NCCL's tuner gives what its formulas give by hand, and chooses what was seen to be chosen."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_the_algorithm_that_nccl_chooses(network, op, nbytes, num_ranks, num_nod
 
 def test_more_cards_and_larger_buffers():
     seconds = [Network(HOPPER, 8, 12.5, cards).seconds("all_gather", GIB, 64, 8) for cards in (1, 2, 4, 8)]
-    assert [round(slow / fast, 1) for slow, fast in zip(seconds, seconds[1:])] == [2.0, 2.0, 2.0]
+    assert [round(slow / fast, 1) for slow, fast in pairwise(seconds)] == [2.0, 2.0, 2.0]
     small, large = (H200.seconds("all_reduce", nbytes, 512, 64) for nbytes in (2**10, 2**33))
     assert small < 1e-3 < large
     assert H200.seconds("all_reduce", GIB, 1, 1) == 0
@@ -81,7 +82,9 @@ def test_the_latency_of_a_plugin_counts_for_hops_between_nodes():
     efa = replace(B200, latency_us=35.0)
     longer = {
         (one.algorithm, one.protocol): 1e6 * (one.seconds - plain.seconds)
-        for one, plain in zip(efa.list_estimates("all_reduce", 64, 32, 4), B200.list_estimates("all_reduce", 64, 32, 4))
+        for one, plain in zip(
+            efa.list_estimates("all_reduce", 64, 32, 4), B200.list_estimates("all_reduce", 64, 32, 4), strict=True
+        )
     }
     # A ring has 6 hops between 4 nodes, a tree 4; an NVLS tree has 4, too.
     assert longer == pytest.approx({

@@ -64,7 +64,7 @@ def test_right_or_refused(world, number, model):
     jobs = [case.make_jobs(order=order, recipe=SGD, **job) for order in orders]
     run = training.take_odd_step if number < 8 else scenario.take_odd_step
     results_per_order = context.run_each(run, jobs)
-    for (order, used), results in zip(rows, results_per_order):
+    for (order, used), results in zip(rows, results_per_order, strict=True):
         case.batches = [[own[0][used]] for own in batches]
         expected = case.gradients() if number < 8 else compute_weights(case, SGD)
         if (order, used) in RIGHT or None not in results:

@@ -286,7 +286,7 @@ def test_a_module_of_ones_own_is_planned_without_a_row():
         "m99_own.own": "from ..m03_overlapped_ddp.overlapped_ddp import OverlappedDDP as OwnDDP",
     }
     sources = ladder.read_reference() | {name: (f"{name}.py", text) for name, text in texts.items()}
-    names = zip(texts, ("CachedDDP", "FlatDDP", "OwnDDP"))
+    names = zip(texts, ("CachedDDP", "FlatDDP", "OwnDDP"), strict=True)
     variants = [ladder.Variant(name, (module.partition(".")[0], name)) for module, name in names]
     programs = record(variants, make_two_parameters(), sources)
     assert programs["CachedDDP"] == "module 7, part (b) is not written yet"
@@ -339,7 +339,7 @@ def read_table(path, heading):
     lines_below = text.split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines_below]
     for above, row in itertools.pairwise(rows):
-        row[:] = [old if cell == "=" else cell for old, cell in zip(above, row)]
+        row[:] = [old if cell == "=" else cell for old, cell in zip(above, row, strict=True)]
     return rows
 
 

@@ -309,7 +309,7 @@ def diagnose_queues(tmp_path, *queues):
         numbers = [own[: place + 1].count(group) for place, group in enumerate(own)]
         entries = [
             make_entry(number, process_group=(group, f"mesh_{group}"), state="scheduled", retired=False)
-            for group, number in zip(own, numbers)
+            for group, number in zip(own, numbers, strict=True)
         ]
         records.append(make_record([make_entry(1), *entries], groups, len(queues)))
     return diagnose(tmp_path, *records)

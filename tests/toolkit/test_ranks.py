@@ -102,7 +102,7 @@ def test_calls_run_in_turn_on_the_same_ranks():
 
 def test_each_call_has_its_own_events():
     all_results = run_calls(functions.reduce_often, [[2], [0], [3]], world_size=2)
-    for times, results in zip((2, 0, 3), all_results):
+    for times, results in zip((2, 0, 3), all_results, strict=True):
         for events in results.events:
             assert [event["index"] for event in events if event["kind"] == "launch"] == list(range(times))
             assert [event["index"] for event in events if event["kind"] == "done"] == list(range(times))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,11 +39,15 @@ def test_no_number_of_a_rank_reveals_another():
     def encode_parts(changed: int) -> list[bytes]:
         problem = Case(Draws(changed), "Plain", 3)
         borders = [batch.pop("borders") for batch in list_batches(problem.batches)]
-        return [encode(part) for own in zip(zip(problem.states, problem.batches), borders) for part in own]
+        return [
+            encode(part)
+            for state, batches, own in zip(problem.states, problem.batches, borders, strict=True)
+            for part in ((state, batches), own)
+        ]
 
     usual = encode_parts(0)
     for changed in range(1, len(usual) + 1):
-        differ = [one != other for one, other in zip(encode_parts(changed), usual)]
+        differ = [one != other for one, other in zip(encode_parts(changed), usual, strict=True)]
         assert differ == [number == changed for number in range(1, len(usual) + 1)]
 
 
@@ -74,7 +79,7 @@ def test_all_sizes_in_a_case_are_different(hidden_layers):
     """The sizes of features and of parameters differ, because checks identify a gradient by its size."""
     for seed in range(1000):
         sizes = draw_sizes(random.Random(seed), hidden_layers + 2)
-        numels = [a * b for a, b in zip(sizes, sizes[1:])] + sizes[1:]  # weights and biases
+        numels = [a * b for a, b in pairwise(sizes)] + sizes[1:]  # weights and biases
         assert len(set(sizes)) == hidden_layers + 2 and len(set(numels)) == len(numels), (seed, sizes)
 
 

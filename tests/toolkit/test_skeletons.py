@@ -93,7 +93,7 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
         ("**Points:** 8", "**Points:** 9"),
     ]
     before = [document.read_text() for document in documents]
-    for document, (right, wrong) in zip(documents, pairs):
+    for document, (right, wrong) in zip(documents, pairs, strict=True):
         document.write_text(document.read_text().replace(right, wrong))
     assert set(skeletons.find_outdated()) == {changed, missing, *documents} == set(skeletons.write())
     assert [document.read_text() for document in documents] == before

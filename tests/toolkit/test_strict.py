@@ -90,7 +90,7 @@ def test_asking_in_a_loop_is_waiting(inner):
 )
 def test_a_write_between_launch_and_wait_is_noted(where, raced):
     results = run_ranks(functions.change, where, mode="strict")
-    for result, events in zip(results, results.events):
+    for result, events in zip(results, results.events, strict=True):
         races = [event for event in events if event["kind"] == "race"]
         assert [event["index"] for event in races] == ([0] if raced else [])
         if where in ("input", "output", "reading"):  # the collective works on what it was given

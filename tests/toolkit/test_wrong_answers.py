@@ -1,5 +1,7 @@
 """Answers that compute the right numbers in another way than the module asks earn almost no points."""
 
+from itertools import pairwise
+
 import pytest
 from mutants import run_on_text
 
@@ -31,7 +33,7 @@ WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
 PAIRS = [
     # The module before is the most likely alias; `make module` runs the others, and those of later modules.
     pytest.param(earlier, later, marks=[pytest.mark.extended] * (earlier is not before or later.number > 4))
-    for before, later in zip(WRAPPERS, WRAPPERS[1:])
+    for before, later in pairwise(WRAPPERS)
     for earlier in WRAPPERS
     if earlier.number < later.number
 ]

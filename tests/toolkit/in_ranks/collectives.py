@@ -78,7 +78,7 @@ def collectives(dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], tuple
 
 def coalesce(collective: Callable[..., Any], tensors: list[Tensor], others: list[list[Tensor]], async_op: bool) -> Any:
     with coalescing_manager(async_ops=async_op) as manager:
-        for tensor, other in zip(tensors, others):
+        for tensor, other in zip(tensors, others, strict=True):
             collective(tensor, *other)
     return manager
 

@@ -75,9 +75,9 @@ def readiness(how: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda _, name=name: recording.note("tensor hook", name=name))
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: recording.note("post hook", name=name))
-    buffer = torch.zeros(2, 8)
+    buffer = torch.zeros(2, 8)  # a row for each parameter
     for _ in range(2):
-        for parameter, memory in zip(model.parameters(), buffer):
+        for parameter, memory in zip(model.parameters(), buffer, strict=True):
             if how == "None":
                 parameter.grad = None
             elif how == "views":
