@@ -42,6 +42,10 @@ OUTSIDE = "setup"  # the phase of events outside the training loop's phases
 OPPOSITES = {"send": "recv", "recv": "send"}  # point-to-point call -> the call that the peer must make
 MAX_NUMBER = 1 << 20  # limit for launch and step numbers; a malicious rank could send large ones that collide in dicts
 
+# Ring algorithms, as in nccl-tests/doc/PERFORMANCE.md: (k, v) means k (N - 1) messages one after the other, in
+# which each rank sends v (N - 1) / N times the buffer. A broadcast or a reduce passes on the whole buffer in pieces.
+RINGS = {"all_reduce": (2, 2), "reduce_scatter": (1, 1), "all_gather": (1, 1)}
+
 MAX_TEXT = 300  # letters of a text about a launch, which feedback shows
 
 TEXT, NUMBER = (str, type(None)), (int, type(None))
@@ -216,3 +220,8 @@ def describe(launch: Event, with_data: bool = True) -> str:
     name = f"{launch['name']}, " if launch["name"] else ""
     data = f" ({name}{launch['dtype']}, {launch['nbytes']} B)" if with_data and launch["op"] != "barrier" else ""
     return f"{launch['op']} #{launch['index']}{direction}{data}"
+
+
+def count_sent_bytes(op: str, nbytes: float, world_size: int) -> float:
+    """Return the average bytes that each rank sends for a collective on a buffer of `nbytes` with a ring algorithm."""
+    return RINGS.get(op, (1, 1))[1] * (world_size - 1) / world_size * nbytes

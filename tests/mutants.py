@@ -27,10 +27,11 @@ import pytest
 
 from brigade.checks.collect import Check, collect
 from brigade.checks.context import CheckContext
+from brigade.checks.outcome import Outcome
 from brigade.checks.run import Conditions, run_check
-from brigade.checks.verdict import Outcome, Verdict
 from brigade.course.modules import ROOT, Module, get_module
 from brigade.course.submission import read
+from brigade.verdict import Verdict
 
 Texts = Mapping[str, str]  # the files of a module by name
 

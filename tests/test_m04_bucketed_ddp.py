@@ -6,8 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.claims import At, each_step
-from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.expectations import (
     expect_gradients,
     expect_overlap,
@@ -17,7 +15,9 @@ from brigade.checks.expectations import (
     require_launches,
     start_after_backward,
 )
+from brigade.claims import At, each_step
 from brigade.events import launches
+from brigade.verdict import join_names
 from helpers import training
 from helpers.easier import explain_late_last, explain_late_launches
 from helpers.odd_steps import (

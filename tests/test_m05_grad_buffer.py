@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from brigade.checks.claims import At, each_step, show
 from brigade.checks.expectations import (
     expect_equal,
     expect_gradients,
@@ -18,6 +17,7 @@ from brigade.checks.expectations import (
     require_launches,
 )
 from brigade.checks.reference import draw_generators
+from brigade.claims import At, each_step, show
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_members, expect_zeroed, judge_order

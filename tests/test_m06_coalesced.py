@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.checks.claims import At, Step, each_step, in_phase
-from brigade.checks.diagnose.evidence import Evidence, format_ranks, join_names
+from brigade.checks.diagnose.evidence import Evidence, format_ranks
 from brigade.checks.expectations import (
     ONE_STEP,
     expect_equal,
@@ -18,7 +17,9 @@ from brigade.checks.expectations import (
     replace_cause,
 )
 from brigade.checks.reference import draw_generators
+from brigade.claims import At, Step, each_step, in_phase
 from brigade.runner.ranks import PerRank
+from brigade.verdict import join_names
 from helpers import training
 from helpers.buffers import (
     BUCKET_NUMEL,

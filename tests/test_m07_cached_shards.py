@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.claims import At, each_step, in_phase
-from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
     expect_equal,
     expect_gradients,
@@ -17,6 +16,8 @@ from brigade.checks.expectations import (
     explain_failures,
     replace_cause,
 )
+from brigade.claims import At, each_step, in_phase
+from brigade.verdict import join_names
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_group_overlap, expect_zeroed, list_groups, require_halves
 from helpers.odd_steps import expect_no_old_gradients, expect_second_backward

@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from brigade.checks.claims import At, Step, each_step, in_phase, is_unchanged, show
 from brigade.checks.diagnose.evidence import Evidence
 from brigade.checks.expectations import MANY_STEPS, expect_equal, explain_failures, format_ranks, replace_cause
 from brigade.checks.reference import draw_generators
+from brigade.claims import At, Step, each_step, in_phase, is_unchanged, show
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import compute_padded_numel

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.claims import Step, each_step, in_phase
 from brigade.checks.expectations import MANY_STEPS, expect_equal, join_names, replace_cause
+from brigade.claims import Step, each_step, in_phase
 from brigade.events import list_step_events
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups

@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.claims import At, each_step, in_phase, is_unchanged, show
-from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.edge_case_models import BORDERS
 from brigade.checks.expectations import (
     MANY_STEPS,
@@ -16,8 +14,10 @@ from brigade.checks.expectations import (
     format_distinct,
     replace_cause,
 )
+from brigade.claims import At, each_step, in_phase, is_unchanged, show
 from brigade.events import launches, list_step_events, summarize
 from brigade.runner.ranks import PerRank
+from brigade.verdict import join_names
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.steps import expect_interface
 from helpers.units import expect_freed, expect_orders, expect_trained, make_jobs, run_each

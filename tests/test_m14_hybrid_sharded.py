@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.claims import At, before, each_step, is_unchanged, show
 from brigade.checks.expectations import MANY_STEPS, ONE_STEP, expect_equal, format_distinct, replace_cause
+from brigade.claims import At, before, each_step, is_unchanged, show
 from brigade.events import list_backward_passes
 from brigade.runner.ranks import PerRank
 from helpers.units import make_jobs

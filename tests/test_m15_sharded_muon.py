@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from brigade.checks.claims import At, before, each_step, is_unchanged, show
 from brigade.checks.content import Values
 from brigade.checks.expectations import expect_equal, replace_cause
 from brigade.checks.reference import draw_generators
+from brigade.claims import At, before, each_step, is_unchanged, show
 from brigade.ipc.wire import DTYPES
 from brigade.runner.ranks import PerRank
 from m15_sharded_muon import causes, scenario

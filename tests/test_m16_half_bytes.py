@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.claims import At, Launches, Step, each_step, in_phase, is_unchanged, show
 from brigade.checks.expectations import (
     blocks_backward,
     expect_gradients,
@@ -16,6 +15,7 @@ from brigade.checks.expectations import (
     require_launches,
 )
 from brigade.checks.reference import draw_generators
+from brigade.claims import At, Launches, Step, each_step, in_phase, is_unchanged, show
 from brigade.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups

@@ -12,11 +12,12 @@ import pytest
 
 from brigade.checks.context import EXPECTED, to_failure
 from brigade.checks.expectations import expect
-from brigade.checks.verdict import CheckFailed, Verdict
+from brigade.course.listing import find_part
 from brigade.course.modules import get_module
 from brigade.course.submission import select_files
-from brigade.course.syntax import parse_tree
 from brigade.runner.ranks import PerRank, RankFailure
+from brigade.syntax import parse_tree
+from brigade.verdict import CheckFailed, Verdict
 from m17_prove_it import causes, scenario
 from m17_prove_it.implementations import Implementation, choose
 
@@ -191,7 +192,7 @@ def run(submission, function, jobs, packages, **options):
     [result] = submission.run_until_failure(function, [PerRank(jobs)], packages=packages, **options)
     if submission.conditions.uses_hidden:
         submission.output = []  # it could describe an implementation
-    if isinstance(result, RankFailure) and result.part:
+    if isinstance(result, RankFailure) and find_part(result):
         raise to_failure(result, submission.sources)
     return result
 

@@ -12,14 +12,15 @@ from typing import Any
 
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import explain_deadline, explain_exception
-from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
+from brigade.course.listing import find_part
 from brigade.course.skeletons import find_part_in
-from brigade.course.submission import Sources
 from brigade.events import OPPOSITES, launches
 from brigade.runner import machine, options, ranks
 from brigade.runner.deadline import BUSY
 from brigade.runner.failure import OTHER_SIZE
 from brigade.switch.borders import list_batches
+from brigade.texts import Sources
+from brigade.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
 
 EXPECTED = {
     "exception": "every rank finishes without an exception",
@@ -276,9 +277,9 @@ def find_missing_content(
 
 def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> CheckFailed:
     """Return the exception that reports a failed run of `sources` as a failed check."""
-    if failure.part:
+    if part := find_part(failure):
         got = "it is still the skeleton's `raise NotImplementedError`"
-        return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
+        return CheckFailed(Verdict(f"{part} is written", got, ending="exception", part=part))
     kind = failure.kind
     if kind in ("exception", "died") and any(OTHER_SIZE in text for text in [failure.message, *failure.output]):
         kind = "mismatch"  # gloo noticed it before the monitor

@@ -14,18 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.checks.claims import At, Cause, Launches, each_step, evaluate, explain, is_awaited_in_step, is_unchanged
-from brigade.checks.diagnose.evidence import (
-    Evidence,
-    collect_evidence,
-    find_leftover,
-    find_unreduced,
-    format_ranks,
-    join_names,
-)
+from brigade.checks.diagnose.evidence import Evidence, collect_evidence, find_leftover, find_unreduced, format_ranks
 from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, agree_by_name, explain_tensors
-from brigade.checks.verdict import USUAL_CAUSE, CheckFailed, Verdict
+from brigade.claims import At, Cause, Launches, each_step, evaluate, explain, is_awaited_in_step, is_unchanged
 from brigade.events import Event, Launch, find_last_border, launches, summarize
+from brigade.verdict import USUAL_CAUSE, CheckFailed, Verdict, join_names
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case

@@ -14,12 +14,13 @@ import pytest
 
 from brigade.checks import render
 from brigade.checks.collect import Check
+from brigade.checks.outcome import Outcome
 from brigade.checks.run import Conditions, choose_backend, import_needed, prepare, run_check
-from brigade.checks.verdict import CheckFailed, Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError
 from brigade.course.submission import Snapshot, resolve_target
 from brigade.runner import machine
+from brigade.verdict import CheckFailed
 
 OUTCOME = pytest.StashKey[Outcome]()
 CHECK = pytest.StashKey[Check]()

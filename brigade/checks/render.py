@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import indent
 
-from brigade.checks.verdict import LABELS, NOT_RUN, USUAL, Outcome, label_text
+from brigade.checks.outcome import USUAL, Outcome
+from brigade.verdict import LABELS, NOT_RUN, label_text
 
 MAX_LINES = 25  # for the failed checks of one module, including their titles
 MIN_LINES = 5  # of the message that is complete, with many failed checks

@@ -14,13 +14,15 @@ from pathlib import Path
 from brigade import dynamo_stub
 from brigade.checks.collect import Check
 from brigade.checks.context import CheckContext, Conditions
-from brigade.checks.verdict import BROKEN, COMPLETE, CheckFailed, Outcome, Verdict, make_not_run
+from brigade.checks.outcome import Outcome
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
-from brigade.course.submission import Snapshot, Sources, holds_reference, is_sealed, resolve_target, take_snapshot
+from brigade.course.submission import Snapshot, resolve_target, take_snapshot
 from brigade.runner import machine
 from brigade.runner.failure import SHORT
 from brigade.runner.server import SERVER, ServerLost
+from brigade.texts import Sources, holds_sealed, is_sealed
+from brigade.verdict import BROKEN, COMPLETE, CheckFailed, Verdict, make_not_run
 
 BROKEN_NOTE = "The check fails with the reference solution, too. It is not your mistake; please report it."
 FIRST_GPU = Path("/dev/nvidia0")
@@ -72,7 +74,7 @@ def run_check(
     if context and is_broken(check, outcome, conditions, context.sources):
         outcome.status, outcome.verdict = "error", replace(outcome.reason, ending=BROKEN, note=BROKEN_NOTE)
     outcome.printed = context.output if context else []
-    if context and holds_reference(context.sources):
+    if context and holds_sealed(context.sources):
         shorten(outcome)
     outcome.seconds = time.monotonic() - started
     return outcome

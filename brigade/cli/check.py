@@ -15,8 +15,8 @@ from rich.text import Text
 
 from brigade.checks import render
 from brigade.checks.collect import Check, collect
+from brigade.checks.outcome import Outcome
 from brigade.checks.run import Conditions, choose_backend, find_uncounted_gpus, prepare, run_checks, start_server
-from brigade.checks.verdict import NOT_RUN, Outcome
 from brigade.cli.console import console, shorten
 from brigade.cli.options import add, add_prior, add_target
 from brigade.cli.progress_file import CHANGED, find_state, has_changed, hash_submission, recall, remember
@@ -24,8 +24,10 @@ from brigade.cli.success import handle_success
 from brigade.course import skeletons
 from brigade.course.listing import GradedCheck, find_last_part
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, CourseError, Module, get_module
-from brigade.course.submission import Snapshot, Sources, find, join_texts, resolve_target, select_files, select_used
+from brigade.course.submission import Snapshot, find, join_texts, resolve_target, select_files, select_used
 from brigade.runner import machine
+from brigade.texts import Sources
+from brigade.verdict import NOT_RUN
 
 MAX_AT_A_TIME = 4  # checks that run at the same time; each has up to four ranks
 Outcomes = dict[GradedCheck, Outcome]  # of the previous run

@@ -29,9 +29,9 @@ from brigade.lab.experiment import explain_failure, show_progress
 from brigade.runner.machine import is_torchrun
 
 if TYPE_CHECKING:
-    from brigade.course.submission import Sources
     from brigade.lab.ladder import Variant
     from brigade.lab.nccl import Fabric
+    from brigade.texts import Sources
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which would import torch

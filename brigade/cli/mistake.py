@@ -22,7 +22,8 @@ from brigade.cli.console import console, shorten
 from brigade.cli.options import add, add_target
 from brigade.cli.progress_file import find_state
 from brigade.course.modules import ROOT, CourseError, Module, get_module
-from brigade.course.submission import Snapshot, Sources, resolve_target, select_files
+from brigade.course.submission import Snapshot, resolve_target, select_files
+from brigade.texts import Sources
 
 FOLDER = ROOT / "out" / "break"
 MARK = ".brigade-break.json"  # in the folder of a module: the mistake that is in it

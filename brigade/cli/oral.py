@@ -16,14 +16,15 @@ from pathlib import Path
 
 from brigade.checks.collect import collect
 from brigade.checks.context import Conditions
+from brigade.checks.outcome import Outcome
 from brigade.checks.run import prepare, run_check
-from brigade.checks.verdict import Outcome
 from brigade.cli.options import add, resolve_results_file
 from brigade.course.modules import MODULES, CourseError, Module, select_modules
-from brigade.course.submission import Snapshot, Sources, find
-from brigade.course.syntax import parse_tree
+from brigade.course.submission import Snapshot, find
 from brigade.grade import formats, incoming, isolation
 from brigade.runner import ranks
+from brigade.syntax import parse_tree
+from brigade.texts import Sources
 
 NUM_MODULES = 2
 MOST_TRIED = 10  # statements of one module

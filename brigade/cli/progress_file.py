@@ -10,15 +10,8 @@ from typing import Any
 
 from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import ROOT, CourseError, Module
-from brigade.course.submission import (
-    Sources,
-    join_texts,
-    list_imports,
-    read,
-    read_imported,
-    select_files,
-    select_used,
-)  # fmt: skip
+from brigade.course.submission import join_texts, read, select_files, select_used
+from brigade.texts import Sources, list_imports, read_imported
 
 PROGRESS = ROOT / ".brigade-progress.json"
 NO_JUDGES = ("cli", "grade", "lab")  # the folders of brigade on which no result of a check depends

@@ -11,7 +11,8 @@ from brigade.cli.console import console
 from brigade.cli.lab import require_training
 from brigade.cli.options import add, add_target
 from brigade.course.modules import Module, get_module
-from brigade.course.submission import Snapshot, Sources
+from brigade.course.submission import Snapshot
+from brigade.texts import Sources
 
 SEEDS = 1_000_000
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from brigade.cli.console import console
 from brigade.cli.progress_file import find_state, recall, remember
+from brigade.course.listing import find_part
 from brigade.course.modules import CORE_MODULES, ROOT, Module, get_module
-from brigade.course.submission import Sources, find, read
+from brigade.course.submission import find, read
 from brigade.runner.ranks import RankFailure
+from brigade.texts import Sources
 
 
 def handle_success(entry: Module, sources: Sources, key: str, target: Path, show: bool) -> None:
@@ -41,7 +43,7 @@ def compare(entry: Module, sources: Sources) -> bool:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
             results = comparison.compare_with_previous(entry, sources, advance)
     except RankFailure as failure:
-        if failure.part:  # of the previous module, which is not written yet
+        if find_part(failure):  # of the previous module, which is not written yet
             return False
         why = f"The comparison of step times failed: {failure.summary}."
         if failure.kind == "deadline":

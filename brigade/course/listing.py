@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError, Module, get_module
-from brigade.course.syntax import find_syntax_error
+from brigade.runner.failure import RankFailure
+from brigade.syntax import find_syntax_error
+from brigade.texts import SEALED
 
 EXTRA: list[Path] = []  # the files with an instructor's own checks (`--extra`)
 MODULE = re.compile(r"^MODULE = (\d+)$", re.MULTILINE)  # in such a file: the module to which its checks belong
@@ -30,9 +32,9 @@ class Part:
         return f"module {self.module}, part ({self.letter})"
 
 
-def find_part(message: str) -> Part | None:
-    """Return the part that the message of an exception names, or None if it names no part."""
-    match = PART.search(message)
+def find_part(failure: RankFailure) -> Part | None:
+    """Return the part of a skeleton that raised the exception with which a run failed, or None."""
+    match = PART.search(failure.message) if failure.error == "NotImplementedError" else None
     return Part(int(match[1]), match[2]) if match else None
 
 
@@ -117,6 +119,8 @@ def set_extra(paths: Iterable[str | Path]) -> None:
             names.add(name)
         if not functions:
             raise CourseError(f"{file} contains no check: no function begins with test_")
+    SEALED.difference_update(EXTRA)
+    SEALED.update(files)
     EXTRA[:] = files
 
 

@@ -6,16 +6,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from brigade.errors import UserError as CourseError
+from brigade.texts import SEALED
+
 ROOT = Path(__file__).resolve().parents[2]  # the course's own files: lessons, solutions, tests
 HAS_SOLUTIONS = not (ROOT / "skeletons").is_dir()  # False in the student edition, even after an instructor adds a few
 REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # the modules that the lab uses by default
+SEALED.update({ROOT / "solutions", ROOT / "tests"})
 TARGETS = (
     f"where the modules are: {'lessons, solutions,' if HAS_SOLUTIONS else 'lessons,'} or a directory (default: lessons)"
 )
-
-
-class CourseError(Exception):
-    """Raised if a request cannot be fulfilled. The message is one sentence for the user."""
 
 
 # The tracks. The core has 100 points; the other tracks have separate totals.

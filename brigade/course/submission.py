@@ -1,52 +1,33 @@
-"""Read the modules of a submission as text, and import them in ranks.
+"""Read the modules of a submission as text.
 
 A submission consists of the module files in `lessons`, `solutions` or any other directory; other files are ignored.
 A module may have further files beside its main one. They count if the main one imports them.
-`read` reads their text and never imports them. Only a rank imports them (`install`), from the text or code that it has
-received, as one package called `submission`. Therefore, `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds
-the module of the same submission, wherever its file is on disk.
-
-A rank receives the text of the student's modules. It receives the course's own files (the reference's earlier modules,
-the scenarios) as compiled code (`prepare_for_ranks`), so that a submission cannot copy their text.
+`read` reads their text and never imports them. Only a rank imports them (`brigade/texts.py`), as one package called
+`submission`. Therefore, `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module of the same submission,
+wherever its file is on disk.
 """
 
 from __future__ import annotations
 
-import ast
 import codecs
 import contextlib
-import functools
-import importlib
-import importlib.abc
-import importlib.machinery
-import inspect
-import linecache
-import marshal
 import os
 import re
 import stat
-import sys
 import threading
 import tokenize
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from brigade.course import listing
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
-from brigade.course.syntax import find_syntax_error, parse_tree
+from brigade.syntax import find_syntax_error
+from brigade.texts import OWN, Sources
 
-PACKAGE = "submission"
-OWN = "__own"  # ends the name of a student's module whose place the reference's module has taken
 MAX_SOURCE_BYTES = 250_000
 ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "iso8859-15", "cp1252")  # that a file may declare
 DECLARED = re.compile(rb"coding[:=]\s*([-\w.]+)")
 IMPORT = r"^[ \t\f]*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
 PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
-
-Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `Snapshot` if the path is ""
-ForRanks = dict[str, tuple[str, str, "bytes | None"]]  # module name -> (path, text, code)
 
 
 def find(target: Path, entry: Module) -> Path | None:
@@ -291,122 +272,3 @@ def read_bytes(path: Path, within: Path) -> bytes:
 def open_no_follow(path: str, flags: int) -> int:
     """Open a file that was examined before. Refuse a link that has replaced it since, and do not wait for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:
-    """Return the name of the module from which a rank imports the function, and the texts that it needs for this."""
-    name = function.__module__
-    file = Path(inspect.getsourcefile(function) or function.__code__.co_filename)
-    if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name
-        spec = sys.modules["__main__"].__spec__
-        name = spec.name if spec else file.stem
-    if "." not in name:
-        return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
-    packages: dict[str, Sources] = {}
-    for imported, source in read_imported(file.parents[name.count(".")], [name]).items():
-        package, _, inner = imported.partition(".")
-        packages.setdefault(package, {})[inner] = source
-    return name, packages
-
-
-def read_imported(directory: Path, names: list[str], read: Callable[[Path], str] = Path.read_text) -> Sources:
-    """Return the files of packages in `directory` that have these names, and those that they import, one by another."""
-    sources: Sources = {}
-    names = [*names]
-    while names:
-        name = names.pop()
-        path = directory.joinpath(*name.split(".")).with_suffix(".py")
-        if not name.startswith("brigade.") and name not in sources and path.is_file():
-            sources[name] = (str(path), read(path))
-            names += list_imports(sources[name][1])
-    return sources
-
-
-@functools.lru_cache(maxsize=128)  # every check sends the same few files
-def list_imports(text: str) -> list[str]:
-    """Return the names in packages from which a file imports, or that it imports from them; some are not modules."""
-    nodes = [node for node in ast.walk(parse_tree(text)) if isinstance(node, ast.ImportFrom) and not node.level]
-    names = [node.module or "" for node in nodes]
-    names += [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
-    return [name for name in names if "." in name]
-
-
-def prepare_for_ranks(sources: Sources) -> ForRanks:
-    """Return the sources in the form in which a rank receives them: the text, or the code of the course's own files."""
-    return {
-        name: (path, "", compile_code(path, text)) if is_sealed(path) else (path, text, None)
-        for name, (path, text) in sources.items()
-    }
-
-
-def is_sealed(path: str) -> bool:
-    """Return whether ranks get only this file's compiled code: solutions, tests, and an instructor's own checks."""
-    return Path(path) in listing.EXTRA or any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
-
-
-def holds_reference(sources: Sources) -> bool:
-    """Return whether ranks that get these modules hold code of the reference beside a student's module."""
-    sealed = [is_sealed(path) for path, _ in sources.values() if path]
-    return any(sealed) and not all(sealed)
-
-
-@functools.lru_cache(maxsize=128)  # every check sends the same few files
-def compile_code(path: str, text: str) -> bytes:
-    """Compile a text and return the code for ranks, which run the same interpreter.
-
-    The text must be trusted, because a malicious text could crash the compiler.
-    """
-    return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
-
-
-class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """An import hook that imports a package from texts and code. The files themselves need not exist."""
-
-    def __init__(self, package: str, sources: Sources | ForRanks):
-        self._sources = {f"{package}.{name}": (*source, None)[:3] for name, source in sources.items()}
-        self._packages = {package}
-        for name in self._sources:
-            while "." in name:
-                name = name.rpartition(".")[0]
-                self._packages.add(name)
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname in self._packages:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if fullname in self._sources:
-            return importlib.machinery.ModuleSpec(fullname, self, origin=self._sources[fullname][0])
-        return None
-
-    def is_package(self, fullname: str) -> bool:
-        return fullname in self._packages
-
-    def get_source(self, fullname: str) -> str | None:
-        """Return the text of a module, or None if this process has only its code."""
-        return "" if fullname in self._packages else self._sources[fullname][1] or None
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        if name in self._packages:
-            return
-        path, text, code = self._sources[name]
-        if not path:
-            raise ImportError(text)
-        module.__file__ = path
-        if text:
-            linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for tracebacks
-        self._sources[name] = (path, text, None)  # drop the code: it is needed only once, and must not be found
-        exec(marshal.loads(code) if code else compile(text, path, "exec", dont_inherit=True), module.__dict__)
-        if name + OWN in self._sources:
-            vars(module)["__getattr__"] = functools.partial(get_own_attribute, name)
-
-
-def get_own_attribute(name: str, attribute: str) -> Any:
-    """Return what only the student's own module defines, when the reference's module has taken the place of `name`."""
-    if attribute.startswith("__"):
-        raise AttributeError(attribute)
-    return getattr(importlib.import_module(name + OWN), attribute)
-
-
-def install(package: str, sources: Sources | ForRanks) -> None:
-    """Make `sources` importable as `package` in this process. Texts without code are compiled during import."""
-    sys.meta_path.insert(0, SourceFinder(package, sources))

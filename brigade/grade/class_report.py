@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from brigade.checks.verdict import NOT_RUN
 from brigade.course.modules import Module
 from brigade.grade import classroom, formats, gradebook, incoming, roster, similarity, uploads
 from brigade.grade.classroom import Student
@@ -16,6 +15,7 @@ from brigade.grade.gradebook import EXTENSION, LATE, Row, format_points
 from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Person
 from brigade.grade.term import Assignment
+from brigade.verdict import NOT_RUN
 
 MOST_BINS = 10  # of scores below the maximum
 MOST_FAILED = 2  # checks of one module

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from brigade.checks.collect import Check, collect
+from brigade.checks.outcome import Outcome
 from brigade.checks.run import Conditions, run_check
-from brigade.checks.verdict import Outcome, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import MODULES, CourseError, get_module
 from brigade.course.submission import Snapshot, list_earlier
 from brigade.grade.outcome import Grading
+from brigade.verdict import make_not_run
 
 Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
 

@@ -16,6 +16,7 @@ from brigade.course.modules import ROOT, CourseError
 from brigade.runner import machine, ranks
 from brigade.sandbox import enter, users
 
+SECRETS = [ROOT / name for name in ("tests", "solutions", ".git", "out")]
 DEVICES = Path("/dev")
 OPEN_TO_ALL = stat.S_IROTH | stat.S_IWOTH
 UNFILTERED = (
@@ -36,7 +37,8 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
             "as the grader, so it could read the tests and write the results."
         ]
         return
-    private = [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
+    private = [str(ROOT)]
+    private += [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
     with users.reserve_user() as (uid, reservation):
         ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=private)
         try:
@@ -70,13 +72,14 @@ def verify_isolation(backend: str) -> list[str]:
             f"the user of the ranks cannot open {closed[0]}: run `chmod o+rw {shlex.join(closed)}`, or grade with "
             "--backend gloo"
         )
-    close_off([ROOT / name for name in enter.SECRETS])
+    close_off(SECRETS)
     try:
-        [found] = ranks.run_ranks(enter.probe, world_size=1)
+        [found] = ranks.run_ranks(enter.probe, [*map(str, SECRETS)], world_size=1)
     except ranks.RankFailure as failure:
         raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
     if found["uid"] == 0 or found["secrets"]:
-        raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
+        secrets = ", ".join(Path(path).name for path in found["secrets"])
+        raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {secrets}")
     if found["unreachable"]:
         path = found["unreachable"][0]
         top = sys.prefix if path.startswith(f"{sys.prefix}/") else path

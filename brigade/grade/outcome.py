@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from brigade.checks.verdict import Outcome
+from brigade.checks.outcome import Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import Module
 

@@ -16,9 +16,10 @@ import torch
 
 from brigade.course.listing import find_unwritten_parts
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, CourseError, Module
-from brigade.course.submission import Snapshot, Sources, select_named
+from brigade.course.submission import Snapshot, select_named
 from brigade.lab.ladder import Ladder, Measurement, Variant, compute_spread, get_variant
 from brigade.lab.quiet import MAX_REAL_SHARE
+from brigade.texts import Sources
 
 ONE_AFTER_THE_OTHER = (
     "The variants were measured one after the other, because the GPU has too little memory for all of them at once: "

@@ -19,10 +19,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from brigade.course.listing import find_unwritten_parts
+from brigade.course.listing import find_part, find_unwritten_parts
 from brigade.course.modules import HAS_SOLUTIONS, CourseError
-from brigade.course.submission import Sources, read
+from brigade.course.submission import read
 from brigade.runner.ranks import RankFailure, RankResults, run_ranks
+from brigade.texts import Sources
 
 
 def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -> None:
@@ -66,7 +67,7 @@ def explain_failure(failure: RankFailure, number: int, sources: Sources | None =
 
     `number` is the number of the module that was run. If `sources` are given, name the first part that they lack.
     """
-    part = failure.part
+    part = find_part(failure)
     if not part:
         return str(failure)
     unwritten = [other for _, text in (sources or {}).values() for other in find_unwritten_parts(text)]

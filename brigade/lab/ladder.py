@@ -25,14 +25,15 @@ import torch
 
 from brigade.checks.tiny_lm import SIZES, Size
 from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module, find_module
-from brigade.course.submission import Sources, read
-from brigade.events import Event, launches
+from brigade.course.submission import read
+from brigade.events import Event, count_sent_bytes, launches
 from brigade.lab.memory_accounting import Bytes
 from brigade.lab.on_ranks import STEP_BEFORE, train
 from brigade.lab.quiet import Verdict, judge_machine
-from brigade.rank.emulated_link import Link, Pace, count_sent_bytes, read_link, spans_nodes
+from brigade.rank.emulated_link import Link, Pace, read_link, spans_nodes
 from brigade.runner.machine import count_gpus
 from brigade.runner.ranks import RankResults, run_ranks
+from brigade.texts import Sources
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 DEADLINE_S = 900.0

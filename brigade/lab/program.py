@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.course.submission import Sources
 from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import Bytes
 from brigade.runner.deadline import BUSY
 from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.texts import Sources
 
 DEADLINE_S = 300.0
 STORED = ROOT / "out" / "programs"  # the recorded steps, by a hash of everything that they depend on

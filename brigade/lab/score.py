@@ -16,7 +16,6 @@ from itertools import zip_longest
 from typing import Any
 
 from brigade.course.modules import CourseError
-from brigade.course.submission import Sources
 from brigade.events import Event
 from brigade.lab.devices import CONTENTION, DEVICES
 from brigade.lab.ladder import Variant
@@ -26,6 +25,7 @@ from brigade.lab.program import Program, Setting, record
 from brigade.lab.recorded_step import take_real_steps
 from brigade.lab.shapes import MODELS, Shape
 from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.texts import Sources
 
 BUCKET_MB, TOKENS = 25.0, 4096  # MiB; tokens per rank and step
 H100 = DEVICES["h100"]

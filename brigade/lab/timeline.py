@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import Any
 
 from brigade.checks.tiny_lm import Size
-from brigade.course.submission import Sources
 from brigade.events import Launch, launches
 from brigade.lab.ladder import (
     EMULATED,
@@ -34,6 +33,7 @@ from brigade.lab.ladder import (
 from brigade.lab.plots import NAMES
 from brigade.lab.quiet import Verdict
 from brigade.rank.emulated_link import Link, read_link
+from brigade.texts import Sources
 
 # A model with few but large parameters, so that the collectives are visible.
 WORKLOAD = replace(

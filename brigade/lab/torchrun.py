@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from brigade.course.modules import CourseError
-from brigade.course.submission import PACKAGE, find_sources
 from brigade.events import Event
 from brigade.progress import RankRecord
 from brigade.runner.failure import BROKEN_LINK, RankFailure, make_exception_failure
 from brigade.runner.machine import TORCHRUN, count_cores, is_torchrun, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, draw_seeds
 from brigade.runner.server import SERVER
+from brigade.texts import PACKAGE, find_sources
 
 # As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
 # this long for torchrun to end it. If the failure was on another machine, the process then ends by itself.

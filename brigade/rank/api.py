@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from brigade.course import submission
+from brigade.texts import PACKAGE
 
 _device = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def student(module: str, name: str) -> Any:
 
     Raise NameError if the module does not define it.
     """
-    file = importlib.import_module(f"{submission.PACKAGE}.{module}.{module.split('_', 1)[1]}")
+    file = importlib.import_module(f"{PACKAGE}.{module}.{module.split('_', 1)[1]}")
     try:
         return getattr(file, name)
     except AttributeError:

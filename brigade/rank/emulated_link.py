@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.events import OPPOSITES
+from brigade.events import OPPOSITES, RINGS, count_sent_bytes
 from brigade.rank.memory import list_tensors
 from brigade.rank.recorder import Recorder
 from brigade.rank.recording_group import METHODS, RecordedWork, RecordingGroup, find_options
@@ -42,15 +42,6 @@ from brigade.rank.recording_group import METHODS, RecordedWork, RecordingGroup, 
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
 LOOK_S = 1e-4  # pause between two checks for the launch of the last rank
 BLOCKED_S = 1e-3  # waiting for a collective that gloo has finished takes less time than this
-
-# Ring algorithms, as in nccl-tests/doc/PERFORMANCE.md: (k, v) means k (N - 1) messages one after the other, in
-# which each rank sends v (N - 1) / N times the buffer. A broadcast or a reduce passes on the whole buffer in pieces.
-RINGS = {"all_reduce": (2, 2), "reduce_scatter": (1, 1), "all_gather": (1, 1)}
-
-
-def count_sent_bytes(op: str, nbytes: float, world_size: int) -> float:
-    """Return the average bytes that each rank sends for a collective on a buffer of `nbytes` with a ring algorithm."""
-    return RINGS.get(op, (1, 1))[1] * (world_size - 1) / world_size * nbytes
 
 
 def spans_nodes(ranks: Collection[int], node_size: int) -> bool:

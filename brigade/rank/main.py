@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.course import submission
+from brigade import texts
 from brigade.ipc import wire
 from brigade.ipc.channel import Channel
 from brigade.rank import api, emulated_link, process_group, recording
@@ -119,7 +119,7 @@ def perform(
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     for package, sources in request["packages"].items():
-        submission.install(package, sources)
+        texts.install(package, sources)
         request["packages"][package] = [path for path, *_ in sources.values()]  # drop texts and compiled code
     if backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise the first step of Adam would initialise CUDA
@@ -185,7 +185,7 @@ def describe_exception(error: BaseException, packages: dict[str, list[str]]) -> 
     ]
     toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     ours = {path for paths in packages.values() for path in paths}
-    own = [frame for frame in frames if frame[0] in packages.get(submission.PACKAGE, ())]
+    own = [frame for frame in frames if frame[0] in packages.get(texts.PACKAGE, ())]
     others = [frame for frame in frames if frame[0] in ours]
     others = others or [frame for frame in frames if not frame[0].startswith(toolkit)]
     return {

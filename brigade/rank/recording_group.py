@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.course.submission import PACKAGE
 from brigade.rank.lockdown import refuse_finished_answers
 from brigade.rank.memory import list_tensors, uncounted
 from brigade.rank.recorder import Recorder
+from brigade.texts import PACKAGE
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
 

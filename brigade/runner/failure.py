@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from brigade.course.listing import Part, find_part
-from brigade.course.submission import PACKAGE, Sources, holds_reference, is_sealed
 from brigade.events import Event
+from brigade.texts import PACKAGE, Sources, holds_sealed, is_sealed
 
 MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
 # The same, and the letters of printed output of all ranks, if ranks hold code of the reference. A submission could
@@ -61,11 +60,6 @@ class RankFailure(Exception):
     def __str__(self) -> str:
         return "\n".join([self.summary, *self.lines])
 
-    @property
-    def part(self) -> Part | None:
-        """The part of a skeleton that raised the exception."""
-        return find_part(self.message) if self.error == "NotImplementedError" else None
-
 
 def make_exception_failure(
     rank: int, error: Any, packages: dict[str, Sources], hides_course: bool = False
@@ -75,7 +69,7 @@ def make_exception_failure(
     A rank can forge frames. With `hides_course`, no line of the course's own files is shown, also not of its scenarios.
     If the rank holds code of the reference, the message is short, and names are those of types and functions.
     """
-    is_short = holds_reference(packages.get(PACKAGE, {}))
+    is_short = holds_sealed(packages.get(PACKAGE, {}))
     frames: list[Frame] = []
     lines = []
     for file, line, name in error["frames"][-FRAMES_LIMIT:]:

@@ -10,7 +10,7 @@ import socket
 import warnings
 from pathlib import Path
 
-from brigade.course.modules import CourseError
+from brigade.errors import UserError
 
 # In a container, this file contains the CPU time allowed per period (or "max") and the period, in microseconds.
 CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
@@ -84,14 +84,14 @@ def read_driver_version() -> int:
 
 
 def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, str]]:
-    """Return the environment variables of each rank for NCCL. Raise CourseError if there are too few GPUs."""
+    """Return the environment variables of each rank for NCCL. Raise UserError if there are too few GPUs."""
     gpus, problem = find_gpus()
     if not gpus:
-        raise CourseError(f"--backend nccl needs a GPU, but {problem}; --backend gloo works on any machine")
+        raise UserError(f"--backend nccl needs a GPU, but {problem}; --backend gloo works on any machine")
     if gpus >= world_size:
         return [dict(EVERYWHERE) for _ in range(world_size)]
     if not share_gpu:
-        raise CourseError(
+        raise UserError(
             f"{world_size} ranks need {world_size} GPUs, but this machine has {gpus}; --share-gpu puts several ranks "
             "on one GPU, to check correctness only"
         )

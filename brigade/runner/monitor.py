@@ -26,7 +26,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from brigade.course.submission import Sources
 from brigade.events import validate
 from brigade.ipc import wire
 from brigade.ipc.temporary import remove
@@ -39,6 +38,7 @@ from brigade.runner.report import describe_failure
 from brigade.runner.server import SERVER
 from brigade.switch import Refused
 from brigade.switch.switch import Call, Switch
+from brigade.texts import Sources
 
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
 GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from brigade.course.submission import Sources
 from brigade.events import Event
 from brigade.runner.deadline import BUSY
 from brigade.runner.server import SERVER
+from brigade.texts import Sources
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 # A right answer has up to 36,000 values. In module 13, which sets its own limit, it has up to 150,000.

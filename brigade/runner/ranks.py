@@ -17,13 +17,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from brigade.course.submission import Sources, find_sources, prepare_for_ranks
 from brigade.events import Event
 from brigade.runner.failure import RankFailure
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.options import RunOptions
 from brigade.runner.server import SERVER
 from brigade.switch.borders import number_batches
+from brigade.texts import Sources, find_sources, prepare_for_ranks
 
 if TYPE_CHECKING:
     from brigade.switch.switch import Call
@@ -61,7 +61,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     """Run `function(*args)` on several ranks and return one result per rank.
 
     `options` are the fields of `RunOptions`. An argument of type `PerRank` gives each rank its own entry. Raise
-    RankFailure if a rank does not return a result, and CourseError if the run is impossible on this machine.
+    RankFailure if a rank does not return a result, and UserError if the run is impossible on this machine.
     """
     [results] = run_calls(function, [args], **options)
     return results

@@ -7,11 +7,11 @@ import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from brigade.course.submission import PACKAGE, Sources
 from brigade.events import OPPOSITES, describe
 from brigade.progress import Mismatch, Progress
 from brigade.runner.failure import BROKEN_LINK, RankFailure
 from brigade.runner.process import RankProcess
+from brigade.texts import PACKAGE, Sources
 
 NOT_CONNECTED = ", because the ranks did not finish creating a process group"
 FRAME = re.compile(r' *File "(.+)", line (\d+) in (.+)')  # a line of faulthandler

@@ -19,19 +19,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from brigade.course.modules import ROOT, CourseError
+from brigade.errors import UserError
 from brigade.ipc import protocol
 from brigade.ipc.temporary import make_locked_directory, remove, sweep
 from brigade.runner.machine import find_loopback_interface
 from brigade.sandbox import enter, users
 
+PLACE = str(Path(__file__).resolve().parents[2])  # the directory of this package
 # The variables that a rank in a sandbox may see: those that select and find GPUs, but no keys such as NVIDIA_API_KEY.
 VISIBLE = re.compile(
     "PATH|LANG|LC_ALL|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NCCL_.*|NVIDIA_(?!.*(KEY|TOKEN|SECRET)).*"
 )
 
 
-class ServerLost(CourseError):
+class ServerLost(UserError):
     """The fork server and its ranks have ended. The next run starts another server."""
 
 
@@ -58,8 +59,8 @@ class Server:
             # else may use the user before that.
             locks = [lock, self.sandbox.reservation] if self.sandbox else [lock]
             self._channel, server_end = socket.socketpair()
-            settings = server_end.fileno(), locks, str(self.scratch), str(ROOT), sorted(self.preload)
-            program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.rank.fork_server import serve"
+            settings = server_end.fileno(), locks, str(self.scratch), PLACE, sorted(self.preload)
+            program = f"import sys; sys.path[:1] = [{PLACE!r}]; from brigade.rank.fork_server import serve"
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-c", f"{program}; serve(*{settings!r})"],
                 pass_fds=[server_end.fileno(), *locks],

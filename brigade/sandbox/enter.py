@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from brigade.course.modules import ROOT
 from brigade.sandbox import users
 
 PR_SET_PDEATHSIG, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 21, 38
@@ -41,7 +40,6 @@ CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x2000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 LIBC = ctypes.CDLL(None, use_errno=True)
-SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 TERMINALS = "/dev/pts"  # their numbers are messages between ranks
 PROCESS_FILES = ("stat", "statm", "status")  # of /proc: the times, the memory and the identity of one process
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
@@ -203,21 +201,24 @@ def filter_system_calls(offline: bool = False) -> bool:
     return is_loaded
 
 
-def probe() -> dict:
-    """Return the abilities of a rank in the sandbox, for a test before any submission runs."""
+def probe(secrets: list[str]) -> dict:
+    """Return the abilities of a rank in the sandbox, for a test before any submission runs.
+
+    `secrets` are directories that it must not read.
+    """
     python = {os.path.dirname(os.__file__), *(path for path in sys.path if path.endswith("site-packages"))}
     return {
         "uid": os.getuid(),
-        "secrets": [name for name in SECRETS if has_readable(name)],
+        "secrets": [path for path in secrets if has_readable(path)],
         "is_filtered": LIBC.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) == SECCOMP_MODE_FILTER,
         "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
     }
 
 
-def has_readable(name: str) -> bool:
-    """Return whether a directory of the course can be read and contains more than the Python that runs here."""
+def has_readable(path: str) -> bool:
+    """Return whether a directory can be read and contains more than the Python that runs here."""
     with contextlib.suppress(OSError):
-        return any(not is_below(sys.executable, entry.path) for entry in os.scandir(ROOT / name))
+        return any(not is_below(sys.executable, entry.path) for entry in os.scandir(path))
     return False
 
 
@@ -259,7 +260,7 @@ def leave_network() -> None:
 
 
 def mask_paths(settings: dict, directory: str, uid: int) -> None:
-    """Mask the course, the hidden paths and the temporary directories.
+    """Mask the hidden paths and the temporary directories.
 
     Then mount again the directories inside them that a rank needs. The directory of an offline rank becomes private,
     too. Only the user's processes remain visible, and for an offline rank only its own PROCESS_FILES: the kernel tells
@@ -273,7 +274,7 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     privates = {os.path.realpath(path) for path in users.PRIVATE_DIRECTORIES}
     if not settings["offline"]:  # NCCL uses fast transports only between ranks that have the same /dev/shm
         privates.discard(os.path.realpath("/dev/shm"))
-    covers = {str(ROOT), TERMINALS, *map(os.path.realpath, settings["hidden"]), *privates}
+    covers = {TERMINALS, *map(os.path.realpath, settings["hidden"]), *privates}
     if settings["offline"]:  # counters of the kernel, which a rank can change and another can read
         covers.add("/sys")
     above = {parent for path in needed for parent in Path(path).parents}

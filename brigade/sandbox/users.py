@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from brigade.course.modules import CourseError
+from brigade.errors import UserError
 from brigade.ipc.interrupts import delay_interrupts
 
 FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
@@ -23,7 +23,7 @@ PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock
 def reserve_user() -> Iterator[tuple[int, int]]:
     """Reserve a user that no other grader on this machine uses. Yield its id and a descriptor.
 
-    The user stays reserved until all processes have closed the descriptor. Raise CourseError if no user is free.
+    The user stays reserved until all processes have closed the descriptor. Raise UserError if no user is free.
     """
     locks = Path("/run/brigade")
     locks.mkdir(mode=0o700, exist_ok=True)
@@ -37,7 +37,7 @@ def reserve_user() -> Iterator[tuple[int, int]]:
             remove_files(uid)
             yield uid, lock.fileno()
             return
-    raise CourseError(f"{USERS} grading runs are already active on this machine")
+    raise UserError(f"{USERS} grading runs are already active on this machine")
 
 
 def list_users(uid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What was observed in a run. `brigade.checks.claims` has the claims about its steps and launches."""
+"""What was observed in a run. `brigade.claims` has the claims about its steps and launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from brigade.checks.claims import At, Launches, Step
+from brigade.claims import At, Launches, Step
 from brigade.runner.ranks import RankResults
 
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from brigade.events import launches
-from brigade.rank.emulated_link import count_sent_bytes
+from brigade.events import count_sent_bytes, launches
 from brigade.runner.ranks import run_ranks
 
 WHOLE, SHARD, PARTIAL = "replicated", "sharded", "partial"  # partial: every rank has a summand

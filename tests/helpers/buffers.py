@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from brigade.checks.claims import At, each_step, in_phase
 from brigade.checks.diagnose.evidence import find_unreduced
 from brigade.checks.expectations import (
     expect_overlap,
@@ -17,6 +16,7 @@ from brigade.checks.expectations import (
     replace_cause,
     require_launches,
 )
+from brigade.claims import At, each_step, in_phase
 from m05_grad_buffer import causes, scenario
 from m05_grad_buffer.expected import compute_layout
 

@@ -9,9 +9,9 @@ import random
 
 import torch
 
-from brigade.checks.claims import At
 from brigade.checks.content import Values, collect, list_factors
 from brigade.checks.expectations import replace_cause
+from brigade.claims import At
 from brigade.runner.ranks import PerRank
 from helpers.training import draw
 

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from brigade.checks.claims import At, Launches, Step, after, each_step, in_phase
 from brigade.checks.diagnose.evidence import (
     READ_IN_FORWARD,
     Evidence,
@@ -14,6 +13,7 @@ from brigade.checks.diagnose.evidence import (
 )
 from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
 from brigade.checks.expectations import expect_equal, expect_weights, replace_cause
+from brigade.claims import At, Launches, Step, after, each_step, in_phase
 from brigade.events import launches, list_backward_passes
 from brigade.runner.ranks import PerRank
 from helpers import training

@@ -6,8 +6,8 @@ Each raises SystemExit when it finds something, so that full points prove that t
 import importlib
 
 from brigade.checks.context import CheckContext
+from brigade.checks.outcome import Outcome
 from brigade.checks.reference import Case
-from brigade.checks.verdict import Outcome
 from brigade.course.modules import ROOT, get_module
 from brigade.grade.outcome import Grading
 from brigade.switch.switch import Switch

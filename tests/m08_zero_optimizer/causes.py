@@ -11,8 +11,8 @@ from brigade.checks.diagnose.evidence import TOO_LARGE, is_averaged
 from brigade.checks.diagnose.exceptions import Symptom
 from brigade.checks.diagnose.tensors import agree
 from brigade.checks.expectations import OVER_PRESENT, expect_equal, format_ranks, join_names
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
+from brigade.verdict import CheckFailed
 from m02_flat_ddp.causes import OTHER_DTYPE
 from m08_zero_optimizer.expected import (
     compute_dots_weights,

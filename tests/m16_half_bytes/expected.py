@@ -2,8 +2,8 @@
 
 import torch
 
-from brigade.checks.claims import show
 from brigade.checks.expectations import format_distinct
+from brigade.claims import show
 
 
 def compress_alone(steps, compute):

@@ -15,8 +15,9 @@ import random
 from collections.abc import Collection
 
 from brigade.course.modules import ROOT, Module, get_module
-from brigade.course.submission import Sources, select_files
-from brigade.course.syntax import parse_tree
+from brigade.course.submission import select_files
+from brigade.syntax import parse_tree
+from brigade.texts import Sources
 
 FAULTS = ROOT / "tests" / "m17_prove_it" / "faults.py"
 FILE = "under_test"  # ranks get only its code, because it is a file of the tests

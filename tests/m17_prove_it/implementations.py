@@ -11,7 +11,8 @@ from random import Random
 
 from brigade.checks.course_tests import import_from_tests
 from brigade.course.modules import HAS_SOLUTIONS, Module, get_module
-from brigade.course.submission import Sources, read
+from brigade.course.submission import read
+from brigade.texts import Sources
 from m17_prove_it import blind
 from m17_prove_it.topics import (
     AVERAGES,

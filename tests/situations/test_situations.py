@@ -21,8 +21,9 @@ import torch
 from toolkit.hang_guard import HANG_S
 
 from brigade.course.modules import ROOT, get_module
-from brigade.course.submission import PACKAGE, read
+from brigade.course.submission import read
 from brigade.runner.ranks import RankFailure, run_calls
+from brigade.texts import PACKAGE
 from situations.kinds import KINDS, Kind
 from situations.ranks import execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from toolkit.hang_guard import HANG_S
 
-from brigade.course.submission import PACKAGE, read
+from brigade.course.submission import read
 from brigade.runner.ranks import run_calls
+from brigade.texts import PACKAGE
 from situations.run import WORLD
 from situations.torch_suite import SUITE, WRAPPERS, run_torch_test
 

@@ -15,8 +15,8 @@ from mutants import Texts, run_on_text
 
 from brigade.checks.collect import Check
 from brigade.checks.context import CheckContext
+from brigade.checks.outcome import Outcome
 from brigade.checks.run import Conditions
-from brigade.checks.verdict import Outcome
 from brigade.events import Event
 from brigade.runner.ranks import RankFailure, RankResults, take_own
 

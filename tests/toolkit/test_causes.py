@@ -10,12 +10,12 @@ import pytest
 from brigade.checks.context import SECOND_THREAD, USUAL_CAUSES, CheckContext, to_failure
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import explain_exception, find_missing_returns
-from brigade.checks.verdict import CheckFailed
 from brigade.course.listing import Part
 from brigade.course.skeletons import find_part_in
 from brigade.runner.failure import OTHER_SIZE, RankFailure, remove_jargon
 from brigade.runner.server import SERVER
 from brigade.sandbox import enter
+from brigade.verdict import CheckFailed
 
 
 def explain(error: str, message: str, lines: tuple[str, ...] = (), own: bool = True, text: str = "") -> tuple[str, str]:

@@ -18,12 +18,13 @@ import psutil
 import pytest
 from in_ranks.gate import Gate
 
-from brigade.checks.verdict import Outcome, Verdict
+from brigade.checks.outcome import Outcome
 from brigade.cli import main as cli
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade import class_report, classroom, feedback, formats, gradebook, isolation, similarity
 from brigade.grade.outcome import UNFINISHED, Grading
+from brigade.verdict import Verdict
 
 
 def answer(number, place="solutions"):

@@ -11,8 +11,9 @@ import torch
 from brigade.checks.content import find_missing_gradient
 from brigade.checks.context import CheckContext, Conditions
 from brigade.checks.expectations import expect_equal
-from brigade.course.submission import PACKAGE, read
+from brigade.course.submission import read
 from brigade.runner.ranks import RankResults, RunOptions, run_ranks
+from brigade.texts import PACKAGE
 from helpers import training
 
 WRAPPER = """

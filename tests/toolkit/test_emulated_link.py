@@ -12,8 +12,9 @@ from in_ranks import link as functions
 
 from brigade.course.modules import REFERENCE
 from brigade.course.submission import read
+from brigade.events import count_sent_bytes
 from brigade.ipc.wire import encode
-from brigade.rank.emulated_link import Link, Pace, count_sent_bytes, read_link
+from brigade.rank.emulated_link import Link, Pace, read_link
 from brigade.runner import deadline, monitor
 from brigade.runner.ranks import RankFailure, run_ranks
 

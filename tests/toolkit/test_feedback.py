@@ -11,8 +11,8 @@ from torch import Tensor
 
 from brigade.checks.diagnose.evidence import Evidence
 from brigade.checks.expectations import expect_equal, format_distinct
-from brigade.checks.verdict import CheckFailed, Verdict
 from brigade.events import Launch
+from brigade.verdict import CheckFailed, Verdict
 
 Tensors = dict[str, "Tensor | None"]
 

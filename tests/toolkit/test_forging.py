@@ -17,14 +17,15 @@ from mutants import read_reference
 from replay import Tape, replace_values
 
 from brigade.checks import run
-from brigade.checks.claims import At
 from brigade.checks.collect import Check, collect
 from brigade.checks.context import CheckContext
 from brigade.checks.forms import ListOf, OneOf, find_mistake
-from brigade.checks.verdict import CheckFailed, Outcome, Verdict
+from brigade.checks.outcome import Outcome
+from brigade.claims import At
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.runner.options import RunOptions
 from brigade.runner.ranks import RankResults
+from brigade.verdict import CheckFailed, Verdict
 
 # A scenario of training returns more than one check judges, because causes need it. These are the names of the results
 # whose values, or the lengths of whose lists, a check does not judge, because another check of its module does.

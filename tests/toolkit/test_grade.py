@@ -18,7 +18,7 @@ import pytest
 from mutants import find_mutant
 
 from brigade.checks.collect import Check
-from brigade.checks.verdict import NOT_RUN, Outcome, Verdict
+from brigade.checks.outcome import Outcome
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, Part, list_checks
@@ -27,6 +27,7 @@ from brigade.course.submission import Snapshot
 from brigade.grade import formats, grading, isolation
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.runner import ranks
+from brigade.verdict import NOT_RUN, Verdict
 
 pytestmark = pytest.mark.usefixtures("few_cases")
 

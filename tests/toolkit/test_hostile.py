@@ -34,12 +34,13 @@ from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext, Conditions
 from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, CourseError, get_module
-from brigade.course.submission import find_sources, read
+from brigade.course.submission import read
 from brigade.grade import formats, grading, incoming, isolation
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.ipc import wire
 from brigade.runner import monitor, ranks, server
 from brigade.sandbox import enter, users
+from brigade.texts import find_sources
 from helpers import training
 
 CASES = [
@@ -62,9 +63,9 @@ def user() -> Iterator[int]:
     ranks.SERVER.close()
     try:
         with users.reserve_user() as (uid, reservation):
-            isolation.close_off(ROOT / name for name in enter.SECRETS)
-            ranks.SERVER.sandbox = enter.Sandbox(uid, reservation)
-            [found] = ranks.run_ranks(enter.probe, world_size=1)
+            isolation.close_off(isolation.SECRETS)
+            ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=[str(ROOT)])
+            [found] = ranks.run_ranks(enter.probe, [*map(str, isolation.SECRETS)], world_size=1)
             assert found["uid"] == uid and found["secrets"] == []
             if not found["is_filtered"]:
                 pytest.skip("no filter of system calls here")
@@ -452,7 +453,7 @@ def bare(user: int) -> Iterator[None]:
         ranks.SERVER.close()
         ranks.SERVER.start()
     assert list(ranks.run_ranks(functions.mounts, world_size=1)) == [Path("/proc/self/mounts").read_text()]
-    [found] = ranks.run_ranks(enter.probe, world_size=1)
+    [found] = ranks.run_ranks(enter.probe, [*map(str, isolation.SECRETS)], world_size=1)
     assert found["uid"] == user and found["secrets"] == []
     yield
     ranks.SERVER.close()

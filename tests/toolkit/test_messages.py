@@ -11,11 +11,12 @@ from mutants import list_mutants, read_reference
 
 from brigade.checks import render, run
 from brigade.checks.collect import Check, collect
+from brigade.checks.outcome import Outcome
 from brigade.checks.run import Conditions, run_checks
-from brigade.checks.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Outcome, Verdict
 from brigade.cli.check import list_urgent
 from brigade.course.listing import Part, list_checks
 from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Verdict
 
 
 def make_outcome(place: int, likely_cause: str = "", got: str = "entry 3 is 1, expected 2", **fields: Any) -> Outcome:

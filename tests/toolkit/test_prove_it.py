@@ -14,9 +14,10 @@ from mutants import find_mutant, list_variants, run_on_text
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.course.modules import ROOT, get_module
-from brigade.course.submission import compile_code, find_sources, read
+from brigade.course.submission import read
 from brigade.ipc import wire
 from brigade.runner import ranks
+from brigade.texts import compile_code, find_sources
 from m17_prove_it import blind, faults, implementations
 from m17_prove_it.faults import FAULTS
 from m17_prove_it.hidden import HIDDEN

@@ -24,7 +24,6 @@ from hang_guard import HANG_S, wait_until
 from in_ranks import basics as functions
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.course.submission import PACKAGE
 from brigade.ipc import protocol
 from brigade.ipc.temporary import PREFIX, make_locked_directory, sweep
 from brigade.progress import Progress
@@ -36,6 +35,7 @@ from brigade.runner.process import OUTPUT_LIMIT, STACK_LIMIT, RankProcess
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
 from brigade.runner.report import describe_exit, describe_rank, locate
 from brigade.runner.server import Server
+from brigade.texts import PACKAGE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 

@@ -207,7 +207,7 @@ def test_no_server_outlives_the_reservation_of_its_user(umask):
     usual = os.umask(umask)
     try:
         with isolation.isolate_ranks(["submission"], "gloo"):
-            [found] = ranks.run_ranks(enter.probe, world_size=1)
+            [found] = ranks.run_ranks(enter.probe, [], world_size=1)
             server = psutil.Process(ranks.SERVER._process.pid)
     finally:
         os.umask(usual)

@@ -187,7 +187,7 @@ def test_offline_ranks_reach_nobody(tmp_path):
     with users.reserve_user() as (uid, reservation):
         SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=[str(tmp_path)])
         try:
-            if not run_ranks(enter.probe, world_size=1)[0]["is_filtered"]:
+            if not run_ranks(enter.probe, [], world_size=1)[0]["is_filtered"]:
                 pytest.skip("no filter of system calls here")
             found = run_ranks(functions.look_around, str(tmp_path), mode="strict")
         finally:
@@ -215,7 +215,7 @@ def test_what_the_kernel_refuses_to_offline_ranks_has_a_cause():
     with users.reserve_user() as (uid, reservation):
         SERVER.sandbox = enter.Sandbox(uid, reservation)
         try:
-            if not run_ranks(enter.probe, world_size=1)[0]["is_filtered"]:
+            if not run_ranks(enter.probe, [], world_size=1)[0]["is_filtered"]:
                 pytest.skip("no filter of system calls here")
             run = run_ranks(functions.do_what_is_refused, world_size=1)
             failures = [RankFailure("exception", "", [], 0, error, message=text) for error, text in run[0]]

@@ -15,15 +15,16 @@ from types import SimpleNamespace
 import pytest
 
 from brigade.checks import collect
-from brigade.checks.verdict import Outcome, Verdict
+from brigade.checks.outcome import Outcome
 from brigade.cli import main as cli
 from brigade.cli import oral
 from brigade.course import listing, written
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.course.submission import prepare_for_ranks
 from brigade.grade import classroom, formats, gradebook, marking, uploads
 from brigade.grade.outcome import make_empty_grading
 from brigade.grade.term import read_term
+from brigade.texts import prepare_for_ranks
+from brigade.verdict import Verdict
 
 ZONE = timezone(timedelta(hours=1))
 DUE = datetime(2027, 2, 7, 23, 59, tzinfo=ZONE)

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from brigade.events import (
     Event,
@@ -25,6 +25,7 @@ from brigade.events import (
     list_step_events,
 )
 from brigade.progress import make_signature
+from brigade.verdict import join_names
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
@@ -281,10 +282,3 @@ def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int], op
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return text such as "rank 0" or "ranks 1 and 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {join_names(ranks)}"
-
-
-def join_names(names: Sequence[Any], limit: int = 4) -> str:
-    """Join the names for use in a sentence: all names, or the first `limit` names and the number of the others."""
-    names = [str(name) for name in names]
-    shown = names[:limit] + [f"{len(names) - limit} more"] * (len(names) > limit)
-    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

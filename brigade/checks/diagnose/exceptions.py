@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.checks.course_tests import import_from_tests
-from brigade.checks.diagnose.evidence import explain_refusal, find_leftover, join_names
+from brigade.checks.diagnose.evidence import explain_refusal, find_leftover
 from brigade.course.modules import MODULES
-from brigade.course.syntax import parse_tree
 from brigade.events import Event
 from brigade.runner.server import SERVER
+from brigade.syntax import parse_tree
+from brigade.verdict import join_names
 
 if TYPE_CHECKING:
-    from brigade.course.submission import Sources
     from brigade.runner.ranks import RankFailure
+    from brigade.texts import Sources
 
 # A line that uses the result of a complete call without async_op=True, such as `work = dist.all_reduce(tensor)`.
 USED_RESULT = (

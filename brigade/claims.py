@@ -12,12 +12,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from brigade.checks.diagnose.evidence import join_names
-from brigade.checks.verdict import CheckFailed, Verdict
 from brigade.events import (
     Event,
     Launch,
     count_launches,
+    count_sent_bytes,
     describe,
     drop_flags,
     find_last_border,
@@ -25,7 +24,7 @@ from brigade.events import (
     list_ready_gradients,
     summarize,
 )
-from brigade.rank.emulated_link import count_sent_bytes
+from brigade.verdict import CheckFailed, Verdict, join_names
 
 # The usual cause of a failure: a sentence, or a function that finds it in the launches that are not as claimed.
 Cause = str | Callable[["Launches"], str]

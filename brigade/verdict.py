@@ -1,16 +1,13 @@
-"""The result of a check, kept as data until it is rendered.
+"""The reason why a check did not pass, kept as data until it is rendered.
 
-A failing check raises `CheckFailed` with a `Verdict`; `run.run_check` returns an `Outcome`. This file does not import
-torch, so that commands can start before torch is imported.
+This file does not import torch, so that commands can start before torch is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from brigade.course.listing import GradedCheck, Part
 
 LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
 LABEL_WIDTH = 14  # the length of "Likely cause: "
@@ -23,7 +20,6 @@ BROKEN = "broken"  # the check raises an exception on the reference, too
 # Hypotheses of vague causes. A more specific cause replaces them, or is shown first.
 GENERAL = ("early_read", "ranks_disagree")
 USUAL_CAUSE = "usual cause"  # a hypothesis without evidence of its own
-STATED, SEEN, UNEXPLAINED, USUAL, UNWRITTEN = range(5)  # what a verdict tells, from the most to the least specific
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Verdict:
     rank: int | None = None
     step: int | None = None
     parameter: str | None = None
-    part: Part | None = None
+    part: Any = None
     location: tuple[str, int, str] | None = None  # file, line, function
     error: str = ""
     message: str = ""
@@ -90,57 +86,8 @@ class CheckFailed(AssertionError):
         return CheckFailed(replace(self.verdict, likely_cause=likely_cause, hypothesis=""), self.events)
 
 
-@dataclass
-class Outcome:
-    """The result of one check on one submission.
-
-    `status` is "passed", "failed", "not written", "error" (the check could not finish) or "not run". If the check did
-    not pass, `verdict` contains the reason. `printed` is the output of each rank. `repeat` is the command that runs the
-    check alone on the same random cases. `exception` is an unexpected exception of the check itself.
-    """
-
-    check: GradedCheck
-    status: str = "not run"
-    verdict: Verdict | None = None
-    printed: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    prior_source: str = "own"  # whose earlier modules the check used
-    repeat: str = ""
-    exception: BaseException | None = None
-
-    @property
-    def passed(self) -> bool:
-        return self.status == "passed"
-
-    @property
-    def reason(self) -> Verdict:
-        """The verdict on a check that did not pass. Raise ValueError if there is none."""
-        if self.verdict is None:
-            raise ValueError(f"the check {self.check.name} has no verdict: {self.status}")
-        return self.verdict
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the check has run, or will certainly not run."""
-        return self.passed or self.verdict is not None
-
-    @property
-    def score(self) -> int:
-        return self.check.points if self.passed else 0
-
-    @property
-    def vagueness(self) -> int:
-        """How little the verdict explains: STATED, SEEN, UNEXPLAINED, USUAL or UNWRITTEN."""
-        verdict = self.reason
-        if verdict.part:
-            return UNWRITTEN
-        if verdict.hypothesis == USUAL_CAUSE:
-            return USUAL
-        if verdict.likely_cause or verdict.ending == "unreadable":
-            return SEEN if verdict.hypothesis in GENERAL else STATED
-        return SEEN if verdict.error or verdict.ending == BROKEN else UNEXPLAINED
-
-    @property
-    def ending(self) -> str:
-        """How the run that led to the verdict ended; "" if the check passed or has not run."""
-        return self.verdict.ending if self.verdict else ""
+def join_names(names: Sequence[Any], limit: int = 4) -> str:
+    """Join the names for use in a sentence: all names, or the first `limit` names and the number of the others."""
+    names = [str(name) for name in names]
+    shown = names[:limit] + [f"{len(names) - limit} more"] * (len(names) > limit)
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
