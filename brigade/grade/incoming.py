@@ -61,8 +61,9 @@ def read_modules(place: Path) -> tuple[dict[str, str], list[str]]:
     texts: dict[str, str] = {}
     reasons = []
     for entry in MODULES:
-        main = find(place, entry)
-        for name in entry.paths if main else ():
+        if not (main := find(place, entry)):
+            continue
+        for name in entry.paths:
             try:
                 if (path := main.with_name(name.name)) == main or path.exists():
                     texts[str(name)] = read_text(path, place)
