@@ -52,10 +52,10 @@ def find_contradiction(
     if not batches or not {"model", "sizes", "dtype", "state", "batches"} <= job.keys():
         return ""
     orders = [
-        compute_order(job["model"], tuple(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
+        compute_order(job["model"], len(job["sizes"]), job["dtype"], batch["branch"], len(batch["borders"]))
         for batch in batches
     ]
-    expected = compute_values(job, [other["state"] for other in jobs], first)
+    expected = ExpectedValues(job, [other["state"] for other in jobs], first)
     step, has_steps = BEFORE, bool(reports) or any(event["kind"] == "step" for event in events)
     reports = {*reports} - {"step"}
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
@@ -84,8 +84,7 @@ def find_contradiction(
             # A rank that knows the factors can ask for them again at any time. Module 11 drops the gradients of a pass.
             if has_steps and unasked[seed] < 0 and "drop" not in job:
                 return f"a pass asked for border {event['number']} again"
-            values = expected.get(last, ())
-            if values and not any(are_close(event["values"], value) for value in values):
+            if last in expected.places and not expected.include(last, event["values"]):
                 return f"border {event['number']} was asked for before its values were computed"
             passed.add(last)
             following = borders[position + 1 : position + 2]
@@ -93,7 +92,7 @@ def find_contradiction(
             phase = event["phase"] if is_within else None
         elif event["kind"] == "ready" and not reports and is_misplaced(event["name"], last, orders, first):
             return f"the gradient of {event['name']} was reported as ready too early or too late"
-    missing = expected.keys() - passed
+    missing = expected.places - passed
     return f"border {min(missing)[1]} was never asked for" if missing else find_silence(events, orders, reports)
 
 
@@ -204,8 +203,12 @@ def describe_key(key: Key) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None, branch: int, count: int) -> list[Key]:
-    """Return the borders of a pass, the starts and ends of modules, and ready gradients, in order."""
+def compute_order(model: str, num_sizes: int, dtype: torch.dtype | None, branch: int, count: int) -> list[Key]:
+    """Return the borders of a pass, the starts and ends of modules, and ready gradients, in order.
+
+    The order is the same for all sizes of the model, so this takes the smallest ones.
+    """
+    sizes = range(2, 2 + num_sizes)
     order: list[Key] = []
 
     def note(*key: Any) -> None:
@@ -225,16 +228,36 @@ def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None,
     return order
 
 
-def compute_values(job: Any, states: Sequence[Any], first: int) -> dict[tuple[int, int], list[Tensor]]:
-    """Return what a rank reports at each border of the first `proven` steps, by (batch, border), for each state."""
-    values: dict[tuple[int, int], list[Tensor]] = {}
+class ExpectedValues:
+    """What a rank may report at each border of the first `proven` steps: the values that follow from one of the states.
+
+    A place is a pair (batch, border). Most ranks begin with the first state, so others are computed only if needed.
+    """
+
+    def __init__(self, job: Any, states: Sequence[Any], first: int):
+        self._job, self._states, self._first = job, states, first
+        self._values = [compute_values(job, states[0], first)]
+        self.places = self._values[0].keys()
+
+    def include(self, place: tuple[int, int], text: str) -> bool:
+        """Return whether the values that a rank has reported at this place follow from one of the states."""
+        for number, state in enumerate(self._states):
+            if number == len(self._values):
+                self._values.append(compute_values(self._job, state, self._first))
+            if are_close(text, self._values[number][place]):
+                return True
+        return False
+
+
+def compute_values(job: Any, state: Any, first: int) -> dict[tuple[int, int], Tensor]:
+    """Return what a rank that begins with this state reports at each border of the first `proven` steps."""
+    values: dict[tuple[int, int], Tensor] = {}
     batches = [batch for step in job["batches"][: job.get("proven", 0)] for batch in step]
     for number, batch in enumerate(batches, first):
-        for state in states:
-            module = edge_case_models.build(job["model"], job["sizes"], state, job["dtype"])
+        module = edge_case_models.build(job["model"], job["sizes"], state, job["dtype"])
 
-            def note(border: int, x: Tensor, number: int = number) -> None:
-                values.setdefault((number, border), []).append(sample(x))
+        def note(border: int, x: Tensor, number: int = number) -> None:
+            values[number, border] = sample(x)
 
-            compute_loss(module, batch | {"borders": NotedSeeds(batch["borders"], note)}).backward()
+        compute_loss(module, batch | {"borders": NotedSeeds(batch["borders"], note)}).backward()
     return values
