@@ -129,13 +129,14 @@ def test_shards_have_average_gradients(submission):
             expect_shapes(results, case)
             expect_all_shards(results, results.events, case, finishes)
             more = ", and those of a second backward and finish are added" * (finishes > 1)
+            expected, scale = case.gradients_and_scale()
             with explain_failures([], partial(causes.explain_unawaited, results.events)):
                 expect_equal(
                     f"after finish_grad_sync the shards have the average of the gradients{more}",
                     [join_shards([result["gradients"] for result in results], lay_out(case), case)],
-                    case.gradients(),
+                    expected,
                     hypotheses=partial(causes.suspect_gradients, case, results.events[0]),
-                    scale=case.largest_entries(),
+                    scale=scale,
                     tolerance=ONE_STEP,
                 )
 

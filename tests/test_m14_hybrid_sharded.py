@@ -118,14 +118,15 @@ def test_weights_equal_plain_training(submission):
         for rank in case.group:
             what, is_right = "after finish_grad_sync every shard has a gradient", not any(results[rank]["missing"])
             At(rank).claim(what, is_right, "shard.grad is None for some shards")
+        expected, scale = case.gradients_and_scale()
         expect_equal(
             "after finish_grad_sync the shards of each node have the gradients averaged over all ranks of the grid",
             [grid.join([results[rank]["gradients"] for rank in node]) for node in grid.nodes],
-            case.gradients(),
+            expected,
             ranks=[node[0] for node in grid.nodes],
             hypotheses=partial(causes.suspect_gradients, case, grid.shards, results.events[case.group[0]]),
             evidence=partial(causes.find_mistake, results.events, grid),
-            scale=case.largest_entries(),
+            scale=scale,
             tolerance=ONE_STEP,
         )
         expect_trained(results, case, "weights after 2 steps")

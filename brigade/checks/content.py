@@ -98,7 +98,7 @@ class Values:
     def find_absent(self, gradients: dict[str, Tensor], relative: float) -> str:
         """Return the first parameter whose gradients, (ranks, micro-batches, *shape), the values lack, or ""."""
         for name, each in gradients.items():
-            sums = each.double().sum((0, 1)), each.double().sum(1), each.double().sum(0)
+            sums = (each.double().sum(axes) for axes in ((0, 1), 1, 0))
             scaled = (factor * expected for expected in sums for factor in list_factors(len(each)))
             if not any(self.contain(expected, relative * float(expected.abs().max())) for expected in scaled):
                 return name

@@ -250,7 +250,9 @@ MODELS: dict[str, Callable[[Sequence[int]], nn.Module]] = (
 
 def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
     """Build the named model with these weights and buffers, including the buffers outside its `state_dict`."""
-    model = MODELS[name](sizes).to(dtype)
+    model = MODELS[name](sizes)
+    if dtype:
+        model.to(dtype)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     with torch.no_grad():
         for key, value in state.items():

@@ -134,14 +134,15 @@ def expect_gradients(
             }
         )
 
+    expected, scale = case.gradients_and_scale()
     expect_equal(
         what or f"after finish_grad_sync, every gradient is the average over {format_ranks(case.group)}",
         [results[rank]["gradients"][0] for rank in case.group],
-        case.gradients(),
+        expected,
         ranks=case.group,
         hypotheses=make_hypotheses,
         tolerance=tolerance,
-        scale=case.largest_entries(),
+        scale=scale,
         evidence=partial(gather_evidence, results, case),
     )
 

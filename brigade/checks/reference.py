@@ -84,7 +84,19 @@ class Case:
         They are summed over the micro-batches that `micro` selects. Each rank's gradients are computed in the dtypes of
         the parameters and averaged in float64.
         """
-        local = self._local_gradients(self.group if ranks is None else ranks, micro)
+        return self._average(self._local_gradients(self.group if ranks is None else ranks, micro))
+
+    def gradients_and_scale(self) -> tuple[Gradients, dict[str, float]]:
+        """Return `gradients()` and, for each parameter, the largest entry of any rank's own gradient.
+
+        Rounding errors scale with this entry.
+        """
+        local = self._local_gradients(self.group, slice(None))
+        own = {name: [grad for gradients in local if (grad := gradients[name]) is not None] for name in local[0]}
+        scale = {name: max((float(g.double().abs().max()) for g in some), default=0.0) for name, some in own.items()}
+        return self._average(local), scale
+
+    def _average(self, local: Sequence[Gradients]) -> Gradients:
         averages: Gradients = {}
         for name, parameter in self.parameters().items():
             if parameter.requires_grad:
@@ -92,16 +104,10 @@ class Case:
                 averages[name] = (sum(present[1:], present[0]) / len(local)).to(parameter.dtype) if present else None
         return averages
 
-    def largest_entries(self) -> dict[str, float]:
-        """Return, for each parameter, the largest entry of any rank's own gradient. Rounding errors scale with it."""
-        local = self._local_gradients(self.group, slice(None))
-        own = {name: [grad for gradients in local if (grad := gradients[name]) is not None] for name in local[0]}
-        return {name: max((float(g.double().abs().max()) for g in some), default=0.0) for name, some in own.items()}
-
     def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:
-        local = []
+        local, model = [], self.build()
         for rank in ranks:
-            model = self.build()
+            model.zero_grad()
             for batch in self.batches[rank][0][micro]:
                 compute_loss(model, batch).backward()
             local.append(copy_gradients(model))
