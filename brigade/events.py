@@ -62,6 +62,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "border": {"batch": (int,), "number": (int,), "numel": (int,), "values": (str,)},
     "step": {"step": NUMBER},
 }  # fmt: skip
+ALL_FIELDS = {kind: COMMON_FIELDS | fields for kind, fields in FIELDS.items()}
 
 
 def validate(event: Any, num_launches: int) -> None:
@@ -69,7 +70,7 @@ def validate(event: Any, num_launches: int) -> None:
     if type(event) is not dict:
         raise ValueError("an event must be a dict")
     kind = event.get("kind")
-    fields = COMMON_FIELDS | (FIELDS.get(kind, {}) if type(kind) is str else {})
+    fields = ALL_FIELDS.get(kind, COMMON_FIELDS) if type(kind) is str else COMMON_FIELDS
     for name, types in fields.items():
         if name not in event or type(event[name]) not in types:
             raise ValueError(f"an event needs the field {name}, of type {types[0].__name__}")

@@ -95,19 +95,32 @@ def like(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: Like(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def find_mistake(form: Any, value: Any, place: str = "") -> str:
-    """Return how a value differs from a form, or "" if it does not. `place` says where in the result the value is."""
-    where = f"{place}: " * bool(place)
+def find_mistake(form: Any, value: Any) -> str:
+    """Return where and how a value differs from a form, or "" if it does not."""
+    keys: list[Any] = []
+    mistake = compare(form, value, keys)
+    names = [name_place(key) for key in keys[-1:]] + [str(key) for key in keys[-2::-1]]
+    return f"{', '.join(names)}: {mistake}" if mistake and names else mistake
+
+
+def compare(form: Any, value: Any, keys: list[Any]) -> str:
+    """Return how a value differs from a form, or "". Append the keys of the differing part, the innermost first."""
+    if type(form) is type:
+        return "" if type(value) is form else f"{describe(value)} came, and {describe_form(form)} was asked for"
     if isinstance(form, OneOf):
-        each = [find_mistake(one, value, place) for one in form.forms]
-        return "" if "" in each else each[-1]
+        for one in form.forms:
+            own: list[Any] = []
+            if not (mistake := compare(one, value, own)):
+                return ""
+        keys += own
+        return mistake
     if isinstance(form, Anything):
-        return f"{where}a tensor is complex, and it must be real" * any(t.is_complex() for t in list_tensors(value))
+        return "a tensor is complex, and it must be real" * any(t.is_complex() for t in list_tensors(value))
     if isinstance(form, Among):
         is_right = any(type(value) is type(one) and value == one for one in form.values)
-        return "" if is_right else f"{where}{describe(value)} came that is none of those that were asked for"
+        return "" if is_right else f"{describe(value)} came that is none of those that were asked for"
     if isinstance(form, (Like, Tensor)):
-        return where + mistake if (mistake := find_tensor_mistake(form, value)) else ""
+        return find_tensor_mistake(form, value)
     if isinstance(form, DictOf) and type(value) is dict:
         wrong = next((key for key in value if type(key) is not form.key), None)
         form = dict.fromkeys(value, form.form) if wrong is None else {}
@@ -115,18 +128,18 @@ def find_mistake(form: Any, value: Any, place: str = "") -> str:
         form = [form.form] * len(value)
     if not isinstance(form, (list, tuple, dict)):
         is_right = value is None if form is None else type(value) is form
-        return "" if is_right else f"{where}{describe(value)} came, and {describe_form(form)} was asked for"
+        return "" if is_right else f"{describe(value)} came, and {describe_form(form)} was asked for"
     if type(value) is not type(form):
-        return f"{where}{describe(value)} came, and {describe_form(form)} was asked for"
+        return f"{describe(value)} came, and {describe_form(form)} was asked for"
     if type(form) is type(value) is dict and value.keys() != form.keys():
         wrong = min(map(str, value.keys() ^ form.keys()))
-        return f"{where}the entry {wrong[:60]!r} is {'missing' if wrong in map(str, form) else 'too many'}"
+        return f"the entry {wrong[:60]!r} is {'missing' if wrong in map(str, form) else 'too many'}"
     if len(value) != len(form):
         asked = f"{len(form)} answers were" if len(form) != 1 else "1 answer was"
-        return f"{where}{asked} asked for, and {len(value) or 'none'} came"
+        return f"{asked} asked for, and {len(value) or 'none'} came"
     for key in form if isinstance(form, dict) else range(len(form)):
-        at = f"{place}, {key}" if place else name_place(key)
-        if mistake := find_mistake(form[key], value[key], at):
+        if mistake := compare(form[key], value[key], keys):
+            keys.append(key)
             return mistake
     return ""
 
