@@ -18,8 +18,8 @@ from importlib.metadata import version
 from statistics import median
 
 from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.lab.emulated_link import Pace
 from brigade.lab.ladder import EMULATED, TORCH_DDP, TORCH_FSDP, TORCH_ZERO, Ladder, get_variant, run_benchmark
-from brigade.rank.emulated_link import Pace
 
 LONG = (8, 11, 14)  # modules with about twice as many checks as the others
 NODES = replace(EMULATED, node_size=2, link=Pace(0.8, 0.002, node_size=2, slowdown=8.0))

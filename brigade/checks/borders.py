@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brigade.borders import list_batches
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import NotedSeeds, compute_loss
 from brigade.events import Event
 from brigade.rank.recorder import Recorder, sample
-from brigade.switch.borders import list_batches
 
 TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves values
 STEPS = ("batches", "gradients", "tensors", "calls", "blocks")  # the lists of which a job has one entry for each step

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from brigade.borders import list_batches
 from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import explain_deadline, explain_exception
 from brigade.course.listing import find_part
@@ -18,7 +19,6 @@ from brigade.events import OPPOSITES, launches
 from brigade.runner import machine, options, ranks
 from brigade.runner.deadline import BUSY
 from brigade.runner.failure import OTHER_SIZE
-from brigade.switch.borders import list_batches
 from brigade.texts import Sources
 from brigade.verdict import USUAL_CAUSE, CheckFailed, Verdict, make_not_run
 
@@ -109,7 +109,7 @@ class CheckContext:
     @property
     def limits_memory(self) -> bool:
         """Whether a run can limit the memory of its ranks: see `RunOptions.memory`."""
-        return options.RunOptions(backend=self.conditions.backend).has_switch
+        return options.RunOptions(backend=self.conditions.backend).witness is not None
 
     def run_each(self, scenario: Callable[..., Any], jobs_per_call: Sequence[ranks.PerRank]) -> list[ranks.RankResults]:
         """Call the scenario once for each element of `jobs_per_call` on the same ranks: see `run`."""
@@ -265,11 +265,11 @@ def find_missing_content(
     args_per_call: Sequence[Sequence[Any]],
 ) -> CheckFailed | None:
     """Return the failure of a check in which launches carried something else than gradients, or None."""
-    from brigade.checks.content import find_missing_gradient
-
     is_plain = getattr(scenario, "has_plain_steps", False)  # then it has one argument, the jobs of the ranks
+    witness = ranks.SERVER.witness
     for results, (jobs, *_) in zip(results_per_call, args_per_call, strict=True) if is_plain else ():
-        if missing := find_missing_gradient(results, jobs):
+        missing = witness.judge(results, jobs) if witness and results.carried is not None else ""
+        if missing:
             expected = "the launches of a step carry its gradients"
             return CheckFailed(Verdict(expected, missing, ending="record"), results.events)
     return None

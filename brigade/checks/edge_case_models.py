@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from brigade.borders import draw_halved
 from brigade.rank import recording
-from brigade.switch.switch import draw_halved
 
 Gradients = dict[str, "Tensor | None"]
 OPTIMIZERS = {

@@ -334,7 +334,7 @@ def choose_link(options: argparse.Namespace, world_size: int, default: float | N
         return {"link": None, "node_size": node_size}
     if world_size < 2:
         raise CourseError("an emulated link needs at least two ranks, because one rank does not communicate")
-    from brigade.rank.emulated_link import Link, Pace
+    from brigade.lab.emulated_link import Link, Pace
 
     if options.link:
         link = Link(*get_message_cost(read_link("--link", options.link)))

@@ -15,6 +15,7 @@ from pathlib import Path
 from brigade.course.modules import ROOT, CourseError
 from brigade.runner import machine, ranks
 from brigade.sandbox import enter, users
+from brigade.witness.witness import GraderWitness
 
 SECRETS = [ROOT / name for name in ("tests", "solutions", ".git", "out")]
 DEVICES = Path("/dev")
@@ -40,12 +41,13 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
     private = [str(ROOT)]
     private += [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
     with users.reserve_user() as (uid, reservation):
+        ranks.SERVER.witness = GraderWitness if backend != "nccl" else None
         ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=private)
         try:
             yield []
         finally:
             ranks.SERVER.close()  # while the user is reserved: the server kills all processes of the user when it ends
-            ranks.SERVER.sandbox = None
+            ranks.SERVER.sandbox = ranks.SERVER.witness = None
             users.remove_files(uid)
 
 

@@ -2,7 +2,7 @@
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
 list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a switch, some events are
-questions (`switch/switch.py`), C is a launch, which follows its event, and P asks whether a launch is complete. The
+questions (`runner/witness.py`), C is a launch, which follows its event, and P asks whether a launch is complete. The
 request, the answers and the calls that follow the request to a rank of a notebook have no letter.
 """
 
@@ -43,7 +43,7 @@ class Channel:
         """Wait for the request and return it."""
         request = wire.decode(self.receive_answer())
         self._stream = request["stream"]
-        self._has_switch = request["switch"]
+        self._has_switch = bool(request["switch"])
         return request
 
     def receive_calls(self) -> Iterator[list[Any]]:

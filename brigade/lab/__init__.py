@@ -2,5 +2,11 @@
 
 import logging
 
+from brigade.runner.options import MODES
+from brigade.runner.server import SERVER
+
 # Without a writable home directory, matplotlib warns that it keeps its font cache in a temporary directory.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
+
+MODES["emulate"] = "brigade.lab.emulated_link:EmulatedLinkGroup"
+SERVER.preload.add("brigade.lab.emulated_link")

@@ -27,10 +27,10 @@ from brigade.checks.tiny_lm import SIZES, Size
 from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module, find_module
 from brigade.course.submission import read
 from brigade.events import Event, count_sent_bytes, launches
+from brigade.lab.emulated_link import Link, Pace, read_link, spans_nodes
 from brigade.lab.memory_accounting import Bytes
 from brigade.lab.on_ranks import STEP_BEFORE, train
 from brigade.lab.quiet import Verdict, judge_machine
-from brigade.rank.emulated_link import Link, Pace, read_link, spans_nodes
 from brigade.runner.machine import count_gpus
 from brigade.runner.ranks import RankResults, run_ranks
 from brigade.texts import Sources

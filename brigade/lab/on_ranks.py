@@ -26,12 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Block, Size, TinyLM, language_loss
-from brigade.lab import corpus
+from brigade.lab import corpus, emulated_link
+from brigade.lab.emulated_link import Link, Pace, read_link
 from brigade.lab.matrices_and_others import MatricesAndOthers
 from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
-from brigade.rank import emulated_link, recording
+from brigade.rank import recording
 from brigade.rank.api import device, student
-from brigade.rank.emulated_link import Link, Pace, read_link
 from brigade.rank.memory import LiveMemory, is_self_copy, list_tensors
 
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step

@@ -19,6 +19,7 @@ from typing import Any
 
 from brigade.checks.tiny_lm import Size
 from brigade.events import Launch, launches
+from brigade.lab.emulated_link import Link, read_link
 from brigade.lab.ladder import (
     EMULATED,
     PHASES,
@@ -32,7 +33,6 @@ from brigade.lab.ladder import (
 )
 from brigade.lab.plots import NAMES
 from brigade.lab.quiet import Verdict
-from brigade.rank.emulated_link import Link, read_link
 from brigade.texts import Sources
 
 # A model with few but large parameters, so that the collectives are visible.

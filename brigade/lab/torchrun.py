@@ -27,6 +27,7 @@ from brigade.events import Event
 from brigade.progress import RankRecord
 from brigade.runner.failure import BROKEN_LINK, RankFailure, make_exception_failure
 from brigade.runner.machine import TORCHRUN, count_cores, is_torchrun, make_nccl_environments
+from brigade.runner.options import MODES
 from brigade.runner.ranks import RankResults, RunOptions, draw_seeds
 from brigade.runner.server import SERVER
 from brigade.texts import PACKAGE, find_sources
@@ -79,6 +80,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "world_size": size,
         "backend": how.backend,
         "mode": how.mode,
+        "group_class": MODES[how.mode],
         "module": module,
         "function": function.__qualname__,
         "packages": dict(packages),

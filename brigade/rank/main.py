@@ -31,14 +31,9 @@ import torch.distributed as dist
 from brigade import texts
 from brigade.ipc import wire
 from brigade.ipc.channel import Channel
-from brigade.rank import api, emulated_link, process_group, recording
+from brigade.rank import api, process_group, recording
 from brigade.rank.lockdown import expect_submission
 from brigade.rank.recorder import Recorder
-from brigade.rank.recording_group import RecordingGroup
-from brigade.rank.strict import StrictGroup
-from brigade.rank.switch_group import SwitchGroup
-
-MODES = {"record": RecordingGroup, "strict": StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 
 MAX_MESSAGE = 4_000  # characters of an exception's message that are sent
 SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
@@ -90,11 +85,11 @@ def run(
     switch: Channel | None = None,
 ) -> Iterator[Any]:
     """Execute the request in this process and yield the results of its calls. See `perform`."""
-    if request["mode"] != "emulate" and request["backend"] == "gloo" and not switch and hasattr(os, "SCHED_BATCH"):
+    is_timed = find_class(request["group_class"]).is_timed
+    if not is_timed and request["backend"] == "gloo" and not switch and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
-            # as long. On the emulated link, however, a collective must interrupt the computation. If the user has
-            # chosen another policy, such as that of idle processes, ranks keep it.
+            # as long. If the user has chosen another policy, such as that of idle processes, ranks keep it.
             if os.sched_getscheduler(0) == os.SCHED_OTHER:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.update(request["environment"])
@@ -115,7 +110,7 @@ def perform(
 
     `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` applies to each collective.
     `report` tells the parent of an exception in another thread of a graded run.
-    With `switch`, the channel to the grader's switch, the group communicates through it instead of `backend`.
+    With `switch`, the channel to the witness in the parent, the group communicates through it instead of `backend`.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     for package, sources in request["packages"].items():
@@ -131,13 +126,13 @@ def perform(
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
     recorder = Recorder(sink, request.get("borders", ()), switch)
     recording.install(recorder)
-    if request["mode"] == "emulate":
-        emulated_link.share_launches(os.getcwd(), world_size)
+    group_class = find_class(request["group_class"])
+    group_class.prepare(os.getcwd(), world_size)
     make_inner: Any = functools.partial(process_group.make_torch_group, backend)
     if switch:
-        make_inner = functools.partial(SwitchGroup, switch)
+        make_inner = functools.partial(find_class(request["switch"]), switch)
     where = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
-    process_group.start(MODES[request["mode"]], recorder, backend, make_inner, **where)
+    process_group.start(group_class, recorder, backend, make_inner, **where)
     function: Any = importlib.import_module(request["module"])
     for name in request["function"].split("."):
         function = getattr(function, name)
@@ -152,6 +147,12 @@ def perform(
             torch.cuda.synchronize()
         yield result
     kept.clear()
+
+
+def find_class(name: str) -> Any:
+    """Return the class with this name, such as "brigade.rank.strict:StrictGroup"."""
+    module, _, its_name = name.partition(":")
+    return getattr(importlib.import_module(module), its_name)
 
 
 def forbid_tf32() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from brigade.switch.switch import draw_halved
+from brigade.borders import draw_halved
 
 SAMPLE = 16  # entries that a rank reports at a border, or a few more
 

@@ -4,7 +4,7 @@ In every rank, `RecordingGroup` receives all collective calls and passes them on
 the submission (on the default group or on a sub-group that it created) and from torch DDP's C++ reducer.
 
 Student code has access to groups and handles. It could communicate without being recorded, or change the record. In
-runs with a switch, the switch therefore does only what the record says (`brigade/switch/switch.py`).
+runs with a witness, the witness therefore does only what the record says (`runner/witness.py`).
 """
 
 from __future__ import annotations
@@ -142,6 +142,12 @@ class RecordingGroup(dist.ProcessGroup):
 
     Subclasses override `call` to handle the tensors in another way, and `check` to refuse some.
     """
+
+    is_timed = False  # whether a collective must interrupt the computation
+
+    @classmethod
+    def prepare(cls, directory: str, world_size: int) -> None:
+        """Do what a rank must do in the directory of the run before its first group is created."""
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner.rank(), inner.size())

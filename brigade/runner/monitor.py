@@ -36,8 +36,7 @@ from brigade.runner.options import MOST_LETTERS, RunOptions
 from brigade.runner.process import RankProcess
 from brigade.runner.report import describe_failure
 from brigade.runner.server import SERVER
-from brigade.switch import Refused
-from brigade.switch.switch import Call, Switch
+from brigade.runner.witness import Refused, Witness
 from brigade.texts import Sources
 
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
@@ -63,8 +62,9 @@ class Monitor:
         self._directory: Path | None = None  # of the run
         self._has_ended = False
         # If there is a switch, only it knows the factors of borders.
-        seeds = [request.pop("borders") for request in requests] if how.has_switch else []
-        self._switch = Switch(self.progress.ranks, seeds) if how.has_switch else None
+        make_witness = how.witness
+        seeds = [request.pop("borders") for request in requests] if make_witness else []
+        self._switch: Witness | None = make_witness(self.progress.ranks, seeds) if make_witness else None
         self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
@@ -109,7 +109,7 @@ class Monitor:
         self.end()  # then the exit statuses are known
         return describe_failure(kind, self.ranks, self.progress, deadline.limit_s, self._packages)
 
-    def list_carried(self) -> list[list[list[Call]]]:
+    def list_carried(self) -> list[list[list[Any]]]:
         """Return what the switch performed, by rank, call and launch."""
         if not self._switch:
             raise ValueError("a run without a switch has nothing that it performed")

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from brigade.events import Event
 from brigade.runner.deadline import BUSY
 from brigade.runner.server import SERVER
+from brigade.runner.witness import Witness
 from brigade.texts import Sources
 
+MODES = {  # the classes of the groups that ranks create; the lab adds its own
+    "record": "brigade.rank.recording_group:RecordingGroup",
+    "strict": "brigade.rank.strict:StrictGroup",
+}
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 # A right answer has up to 36,000 values. In module 13, which sets its own limit, it has up to 150,000.
 MOST_VALUES = 50_000
@@ -24,7 +29,7 @@ class RunOptions:
     backend: str = "gloo"  # or "nccl"
     deadline: float | None = None  # in seconds; None: the default of the backend
     longest: float | None = None  # in seconds: the deadline on a busy machine; None: see `longest_s`
-    mode: str = "record"  # or "strict" (`rank/strict.py`), or "emulate" (`rank/emulated_link.py`)
+    mode: str = "record"  # or "strict" (`rank/strict.py`), or "emulate" (`lab/emulated_link.py`)
     packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
     seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
@@ -49,6 +54,6 @@ class RunOptions:
         return self.longest
 
     @property
-    def has_switch(self) -> bool:
-        """Whether the ranks communicate through the switch, which is possible on the CPU only."""
-        return bool(SERVER.sandbox and SERVER.sandbox.offline) and self.backend == "gloo" and self.mode != "emulate"
+    def witness(self) -> type[Witness] | None:
+        """The class of the witness through which the ranks communicate, which is possible on the CPU only, or None."""
+        return SERVER.witness if self.backend == "gloo" else None

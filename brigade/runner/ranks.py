@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from brigade.borders import number_batches
 from brigade.events import Event
 from brigade.runner.failure import RankFailure
 from brigade.runner.machine import count_cores, make_nccl_environments
-from brigade.runner.options import RunOptions
+from brigade.runner.options import MODES, RunOptions
 from brigade.runner.server import SERVER
-from brigade.switch.borders import number_batches
 from brigade.texts import Sources, find_sources, prepare_for_ranks
-
-if TYPE_CHECKING:
-    from brigade.switch.switch import Call
 
 __all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "run_calls", "run_ranks", "take_own"]
 
@@ -51,7 +48,7 @@ class RankResults(list):
         values: Sequence[Any],
         events: list[list[Event]],
         output: list[str],
-        carried: Sequence[list[Call]] | None = None,
+        carried: Sequence[list[Any]] | None = None,
     ):
         super().__init__(values)
         self.events, self.output, self.carried = events, output, carried
@@ -91,7 +88,7 @@ def run_calls(
         monitor.end()
     events = [rank.record.calls for rank in monitor.ranks]
     output = [rank.read_output() for rank in monitor.ranks]
-    carried = monitor.list_carried() if how.has_switch else None
+    carried = monitor.list_carried() if how.witness else None
     completed = [
         RankResults(
             [rank.results[call] for rank in monitor.ranks],
@@ -119,7 +116,8 @@ def make_requests(
         environments = make_nccl_environments(how.world_size, how.share_gpu)
     same = ("world_size", "backend", "mode", "graded", "terminal", "stream")
     common = {name: getattr(how, name) for name in same} | {
-        "switch": how.has_switch,
+        "switch": how.witness and how.witness.group,
+        "group_class": MODES[how.mode],
         "module": module,
         "function": function,
         "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},

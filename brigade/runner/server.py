@@ -23,6 +23,7 @@ from brigade.errors import UserError
 from brigade.ipc import protocol
 from brigade.ipc.temporary import make_locked_directory, remove, sweep
 from brigade.runner.machine import find_loopback_interface
+from brigade.runner.witness import Witness
 from brigade.sandbox import enter, users
 
 PLACE = str(Path(__file__).resolve().parents[2])  # the directory of this package
@@ -46,6 +47,7 @@ class Server:
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
         self.sandbox: enter.Sandbox | None = None  # the sandbox of all ranks from now on
+        self.witness: type[Witness] | None = None  # performs collectives on the CPU from now on, instead of gloo
 
     def start(self) -> None:
         """Start the server if it is not running. Do not wait until it is ready."""

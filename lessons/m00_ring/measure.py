@@ -5,8 +5,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from brigade.lab import emulated_link
 from brigade.lab.experiment import run_experiment
-from brigade.rank import emulated_link
 from brigade.rank.api import student
 
 LINK = emulated_link.Link(latency_s=30e-3, bytes_per_s=4e6)  # so slow that Python's own time hardly counts

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from brigade.checks.tiny_lm import language_loss, make_tiny_lm
+from brigade.lab import emulated_link
 from brigade.lab.experiment import run_experiment
-from brigade.rank import emulated_link
 from brigade.rank.api import student
 
 HALF = 0.8  # the time of a reduce-scatter of all gradients on the link, relative to backward

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from brigade.lab import emulated_link
+from brigade.lab.emulated_link import Link
 from brigade.lab.experiment import run_experiment
-from brigade.rank import emulated_link
 from brigade.rank.api import student
-from brigade.rank.emulated_link import Link
 
 UNITS, WIDTH = 8, 64
 BACKWARD_S = 0.2

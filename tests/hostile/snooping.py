@@ -10,7 +10,7 @@ from brigade.checks.outcome import Outcome
 from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, get_module
 from brigade.grade.outcome import Grading
-from brigade.switch.switch import Switch
+from brigade.witness.switch import Switch
 from hostile import ALL, Hostile, files, parse, quote
 
 # What only the parent has: modules, classes, and words of the checks and of the command line.

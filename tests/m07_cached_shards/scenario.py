@@ -16,10 +16,9 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss, copy_gradients
 from brigade.checks.forms import ListOf, returns
-from brigade.rank import recorder, recording, recording_group, strict, switch_group
+from brigade.rank import recording
 from brigade.rank.memory import list_tensors
 from helpers.training import build, like_gradients, like_weights, move_to_device, wrap
 
@@ -112,9 +111,9 @@ def count_new_views(function, arguments: list, result) -> int:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Return whether a frame runs code of this file, of the recording group, or of torch.distributed's collectives."""
-    ours = map(vars, (edge_case_models, recorder, recording_group, strict, switch_group))
-    is_named = any(frame.f_globals is namespace for namespace in (globals(), *ours))
+    """Return whether a frame runs code of this file, of the toolkit, or of torch.distributed's collectives."""
+    toolkit = [vars(module) for name, module in sys.modules.items() if name.startswith("brigade.")]
+    is_named = any(frame.f_globals is namespace for namespace in (globals(), *toolkit))
     return is_named or frame.f_code in COLLECTIVES
 
 

@@ -25,8 +25,8 @@ from brigade.cli import main as cli
 from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
 from brigade.course.submission import read
 from brigade.lab import bench, ladder, on_ranks, plots, torchrun
+from brigade.lab.emulated_link import Link
 from brigade.progress import RankRecord
-from brigade.rank.emulated_link import Link
 from brigade.runner import machine
 from brigade.runner.failure import RankFailure
 from brigade.runner.ranks import run_ranks

@@ -12,8 +12,8 @@ import pytest
 import test_term
 
 from brigade.course.modules import MODULES, ROOT
+from brigade.lab.emulated_link import Link
 from brigade.lab.program import Machine, simulate
-from brigade.rank.emulated_link import Link
 
 pytestmark = pytest.mark.extended  # building the site takes as long as checking all modules
 term, marked = test_term.term, test_term.marked  # fixtures

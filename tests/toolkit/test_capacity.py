@@ -16,9 +16,9 @@ import random
 import pytest
 
 from brigade.progress import RankRecord
-from brigade.switch import Refused
-from brigade.switch import switch as module
-from brigade.switch.switch import MOST_SIGNALS, Switch
+from brigade.runner.witness import Refused
+from brigade.witness import switch as module
+from brigade.witness.switch import MOST_SIGNALS, Switch
 
 SPEAKER, LISTENER = 0, 1
 ROUNDS = 5  # in each, the speaker launches some barriers, and the listener asks for all that are not complete

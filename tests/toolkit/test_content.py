@@ -8,12 +8,14 @@ import textwrap
 import pytest
 import torch
 
-from brigade.checks.content import find_missing_gradient
 from brigade.checks.context import CheckContext, Conditions
 from brigade.checks.expectations import expect_equal
 from brigade.course.submission import read
-from brigade.runner.ranks import RankResults, RunOptions, run_ranks
+from brigade.runner.ranks import RankResults, run_ranks
+from brigade.runner.server import SERVER
 from brigade.texts import PACKAGE
+from brigade.witness.content import find_missing_gradient
+from brigade.witness.witness import GraderWitness
 from helpers import training
 
 WRAPPER = """
@@ -113,7 +115,7 @@ WRONG = {
 
 @pytest.fixture(autouse=True)
 def use_switch(monkeypatch):
-    monkeypatch.setattr(RunOptions, "has_switch", True)
+    monkeypatch.setattr(SERVER, "witness", GraderWitness)
 
 
 def judge(finish, case, jobs=None):
@@ -154,7 +156,7 @@ def test_other_content_is_found(finish):
 def silent():
     """The results of ranks that have the right averages and launch nothing, not even in the constructor."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunOptions, "has_switch", True)
+        patch.setattr(SERVER, "witness", GraderWitness)
         patch.setattr(__name__ + ".WRAPPER", re.sub("dist.broadcast.*", "pass", WRAPPER))
         case = make_context().case("Plain", 2, steps=2)
         case.batches[1], case.states[1] = case.batches[0], case.states[0]

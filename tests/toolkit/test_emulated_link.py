@@ -14,7 +14,7 @@ from brigade.course.modules import REFERENCE
 from brigade.course.submission import read
 from brigade.events import count_sent_bytes
 from brigade.ipc.wire import encode
-from brigade.rank.emulated_link import Link, Pace, read_link
+from brigade.lab.emulated_link import Link, Pace, read_link
 from brigade.runner import deadline, monitor
 from brigade.runner.ranks import RankFailure, run_ranks
 

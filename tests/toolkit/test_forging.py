@@ -23,9 +23,10 @@ from brigade.checks.forms import ListOf, OneOf, find_mistake
 from brigade.checks.outcome import Outcome
 from brigade.claims import At
 from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.runner.options import RunOptions
 from brigade.runner.ranks import RankResults
+from brigade.runner.server import SERVER
 from brigade.verdict import CheckFailed, Verdict
+from brigade.witness.witness import GraderWitness
 
 # A scenario of training returns more than one check judges, because causes need it. These are the names of the results
 # whose values, or the lengths of whose lists, a check does not judge, because another check of its module does.
@@ -141,7 +142,7 @@ Place = tuple[Any, ...]  # the keys and the numbers that lead to a value in the 
 
 @pytest.fixture(autouse=True)
 def use_switch(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunOptions, "has_switch", property(lambda how: how.backend == "gloo" and how.mode != "emulate"))
+    monkeypatch.setattr(SERVER, "witness", GraderWitness)
 
 
 def list_places(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:

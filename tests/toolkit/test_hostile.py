@@ -41,6 +41,7 @@ from brigade.ipc import wire
 from brigade.runner import monitor, ranks, server
 from brigade.sandbox import enter, users
 from brigade.texts import find_sources
+from brigade.witness.witness import GraderWitness
 from helpers import training
 
 CASES = [
@@ -64,6 +65,7 @@ def user() -> Iterator[int]:
     try:
         with users.reserve_user() as (uid, reservation):
             isolation.close_off(isolation.SECRETS)
+            ranks.SERVER.witness = GraderWitness
             ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=[str(ROOT)])
             [found] = ranks.run_ranks(enter.probe, [*map(str, isolation.SECRETS)], world_size=1)
             assert found["uid"] == uid and found["secrets"] == []
@@ -73,7 +75,7 @@ def user() -> Iterator[int]:
             ranks.SERVER.close()
     finally:
         del os.environ["COURSE_SECRET"]
-        ranks.SERVER.sandbox = None
+        ranks.SERVER.sandbox = ranks.SERVER.witness = None
         ranks.SERVER.close()  # it has no network, and little of our environment
 
 

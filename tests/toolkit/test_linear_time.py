@@ -38,9 +38,9 @@ from brigade.runner.monitor import MOST_EVENTS, Monitor
 from brigade.runner.options import RunOptions
 from brigade.runner.process import OUTPUT_LIMIT
 from brigade.runner.server import SERVER
+from brigade.runner.witness import Refused
 from brigade.sandbox import enter
-from brigade.switch import Refused
-from brigade.switch.switch import Call, Switch
+from brigade.witness.switch import Call, Switch
 
 CPU_S = 5  # of processor time for one input, whatever else the machine does; none needs a tenth of it
 MARKS = "\u0301\u0316"  # accents that NFC and NFKC must exchange

@@ -16,10 +16,10 @@ from brigade.cli import main as cli
 from brigade.course.modules import ROOT, TRAINING_MODULES, get_module
 from brigade.lab import ladder, plan
 from brigade.lab.devices import CONTENTION
+from brigade.lab.emulated_link import Link, Pace
 from brigade.lab.nccl import HOPPER, Network
 from brigade.lab.program import Machine, Setting, record, simulate
 from brigade.lab.shapes import MODELS, Shape
-from brigade.rank.emulated_link import Link, Pace
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
 SHAPE = Shape(**asdict(SIZE))

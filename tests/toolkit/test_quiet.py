@@ -16,10 +16,10 @@ from rich.console import Console
 
 from brigade.course.modules import get_module
 from brigade.lab import bench, comparison, ladder, plots
+from brigade.lab.emulated_link import Link
 from brigade.lab.notebook_plots import draw_step_times, draw_timelines
 from brigade.lab.quiet import FEWEST_ROUNDS, LEAST_CPU_SHARE, MAX_REAL_SHARE, MAX_SPREAD, Verdict, judge_machine
 from brigade.lab.timeline import Span, Timeline, make_chrome_trace
-from brigade.rank.emulated_link import Link
 
 BUSY = "This machine was busy: do not compare these times"
 QUIET = Verdict(num_rounds=8, spread=0.05, cpu_share=0.98, real_share=0.1)

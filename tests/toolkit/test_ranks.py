@@ -30,12 +30,13 @@ from brigade.progress import Progress
 from brigade.rank import main
 from brigade.runner import deadline, machine, monitor
 from brigade.runner.failure import make_exception_failure
-from brigade.runner.options import RunOptions
+from brigade.runner.options import MODES
 from brigade.runner.process import OUTPUT_LIMIT, STACK_LIMIT, RankProcess
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
 from brigade.runner.report import describe_exit, describe_rank, locate
 from brigade.runner.server import Server
 from brigade.texts import PACKAGE
+from brigade.witness.witness import GraderWitness
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
@@ -131,7 +132,7 @@ def test_a_rank_that_is_slow_in_an_earlier_call_has_not_failed(kind, has_switch,
 
     monkeypatch.setattr(monitor.Monitor, "_find_ending", let_pass_later)
     monkeypatch.setattr(monitor, "GRACE_S", -1.0)
-    monkeypatch.setattr(RunOptions, "has_switch", has_switch)
+    monkeypatch.setattr(SERVER, "witness", GraderWitness if has_switch else None)
     with pytest.raises(RankFailure) as caught:
         run_calls(functions.fail_ahead, [[gate.path, call, kind] for call in range(2)], world_size=3, deadline=HANG_S)
     assert caught.value.kind == kind and [list(results) for results in caught.value.completed] == [[None] * 3]
@@ -230,7 +231,7 @@ def test_threads_of_ranks(mode):
 @linux
 @pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_IDLE"])
 def test_ranks_keep_a_policy_that_the_user_has_chosen(policy, tmp_path, monkeypatch):
-    request = {"mode": "strict", "backend": "gloo", "environment": {}, "world_size": 1}
+    request = {"group_class": MODES["strict"], "backend": "gloo", "environment": {}, "world_size": 1}
     policies = [getattr(os, policy)]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: policies[-1])
@@ -472,6 +473,7 @@ ranks.run_ranks(basics.forever, on_event=show, terminal=True)
 SIDE_BY_SIDE = """
 import os, signal
 from brigade.rank.fork_server import ForkServer
+from brigade.witness.witness import GraderWitness
 
 def fork(ends):
     pid = os.fork()

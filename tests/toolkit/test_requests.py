@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from brigade.borders import list_batches
 from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
@@ -15,7 +16,7 @@ from brigade.course.modules import MODULES, ROOT
 from brigade.ipc import wire
 from brigade.runner import ranks
 from brigade.runner.monitor import Monitor
-from brigade.switch.borders import list_batches
+from brigade.witness.witness import GraderWitness
 
 # Equal on all ranks by contract: weights that are equal before the optimizer exists, checkpoints, the weights that all
 # ranks have when they load a checkpoint, and the input of an evaluation.
@@ -69,7 +70,7 @@ def test_ranks_get_only_their_own_parts_in_all_runs(entry, monkeypatch):
         return encode(value)
 
     monkeypatch.setattr(wire, "encode", keep)
-    monkeypatch.setattr(ranks.RunOptions, "has_switch", True)
+    monkeypatch.setattr(ranks.SERVER, "witness", GraderWitness)
     for check in collect([entry]):
         assert run_check(check, ROOT / "solutions", Conditions(seed=3)).passed, check.name
     for requests in received:
@@ -97,6 +98,6 @@ def test_the_seeds_of_borders_stay_in_the_parent(monkeypatch):
     [request] = ranks.make_requests("scenario", "train", [[[batch]]], {}, ranks.RunOptions(world_size=1))
     assert request["calls"] == [[[{"x": 1, "borders": {"batch": 0, "count": 2}}]]] and request["borders"] == [[5, 6]]
     assert list_batches([[batch]]) == [batch] == [{"x": 1, "borders": [5, 6]}]
-    monkeypatch.setattr(ranks.RunOptions, "has_switch", True)
+    monkeypatch.setattr(ranks.SERVER, "witness", GraderWitness)
     Monitor(ranks.RunOptions(world_size=1), {}, [request]).end()
     assert "borders" not in request

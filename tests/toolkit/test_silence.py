@@ -16,7 +16,8 @@ from replay import Tape, replace_events
 from brigade.checks.collect import collect
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.events import Event
-from brigade.runner.options import RunOptions
+from brigade.runner.server import SERVER
+from brigade.witness.witness import GraderWitness
 
 PERFORMED = {"launch", "wait", "done", "complete", "connect", "connected", "border", "end", "call", "called"}
 
@@ -49,7 +50,7 @@ MUTANTS = [
 
 @pytest.fixture(autouse=True)
 def use_switch(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunOptions, "has_switch", property(lambda how: how.backend == "gloo" and how.mode != "emulate"))
+    monkeypatch.setattr(SERVER, "witness", GraderWitness)
 
 
 def list_forgeries(kinds: set[str]) -> Iterator[tuple[str, str, Forge]]:

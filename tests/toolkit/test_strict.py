@@ -16,7 +16,9 @@ from brigade.ipc.wire import encode
 from brigade.rank.recorder import Recorder
 from brigade.rank.recording_group import RecordingGroup
 from brigade.rank.strict import StrictGroup, get_filler
-from brigade.runner.ranks import RankFailure, RunOptions, run_ranks
+from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.runner.server import SERVER
+from brigade.witness.witness import GraderWitness
 
 WORLD = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -25,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 @pytest.fixture(params=["gloo", "switch"], autouse=True)
 def inner(request, monkeypatch) -> str:
     """Run each test with gloo and with the grader's switch as the inner group."""
-    monkeypatch.setattr(RunOptions, "has_switch", request.param == "switch")
+    monkeypatch.setattr(SERVER, "witness", GraderWitness if request.param == "switch" else None)
     return request.param
 
 

@@ -18,16 +18,17 @@ from brigade.checks.diagnose.exceptions import explain_deadline, explain_excepti
 from brigade.checks.reference import Case
 from brigade.course.submission import read
 from brigade.ipc.channel import ParentChannel
-from brigade.runner.ranks import SERVER, RankFailure, RunOptions, run_ranks
+from brigade.runner.ranks import SERVER, RankFailure, run_ranks
 from brigade.sandbox import enter, users
-from brigade.switch import switch
+from brigade.witness import switch
+from brigade.witness.witness import GraderWitness
 from helpers import training
 from m06_coalesced.causes import UNEQUAL_SHARDS
 
 
 @pytest.fixture(autouse=True)
 def use_switch(monkeypatch):
-    monkeypatch.setattr(RunOptions, "has_switch", True)
+    monkeypatch.setattr(SERVER, "witness", GraderWitness)
 
 
 def test_sizes_may_differ_between_ranks_where_torch_allows_it():
@@ -40,7 +41,7 @@ def test_sizes_may_differ_between_ranks_where_torch_allows_it():
 
 def test_unusual_calls_give_the_same_as_gloo(monkeypatch):
     found = run_ranks(functions.call_unusually, mode="strict", world_size=3)
-    monkeypatch.setattr(RunOptions, "has_switch", False)
+    monkeypatch.setattr(SERVER, "witness", None)
     assert list(found) == list(run_ranks(functions.call_unusually, mode="strict", world_size=3))
     for own in found.events:
         assert [event["parts"] for event in own if event["kind"] == "launch"][:2] == [2, 2]
@@ -48,7 +49,7 @@ def test_unusual_calls_give_the_same_as_gloo(monkeypatch):
 
 @pytest.mark.parametrize("has_switch", [False, True])
 def test_shards_of_another_length_raise_the_exception_that_causes_explain(has_switch, monkeypatch):
-    monkeypatch.setattr(RunOptions, "has_switch", has_switch)
+    monkeypatch.setattr(SERVER, "witness", GraderWitness if has_switch else None)
     with pytest.raises(RankFailure) as caught:
         run_ranks(functions.scatter_unequally, mode="strict")
     assert re.search(UNEQUAL_SHARDS, caught.value.message).groups() == ("6", "4")

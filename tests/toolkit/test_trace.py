@@ -16,8 +16,8 @@ from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course.listing import Part
 from brigade.course.modules import ROOT, get_module
 from brigade.lab import ladder, timeline, timeline_plot
+from brigade.lab.emulated_link import Link
 from brigade.lab.quiet import Verdict
-from brigade.rank.emulated_link import Link
 from tools import figures
 from tools.for_modules import run_for_modules
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.rank import emulated_link
+from brigade.lab import emulated_link
 from brigade.rank.api import student
 from in_ranks.collectives import every_collective  # noqa: F401
 

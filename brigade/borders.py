@@ -6,7 +6,10 @@ or, without a switch, the rank's own recorder.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def list_batches(value: Any) -> list[dict[str, Any]]:
@@ -29,3 +32,10 @@ def number_batches(value: Any, batches: list[dict[str, Any]]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(number_batches(item, batches) for item in value)
     return value
+
+
+def draw_halved(seed: int, numel: int) -> Tensor:
+    """Return 1 for each entry of a border's gradient that is halved, else 0."""
+    import torch  # only here, so that the parent can start the server before it imports torch
+
+    return torch.randint(0, 2, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)

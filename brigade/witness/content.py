@@ -30,7 +30,7 @@ from brigade.events import Event, follow_steps
 from brigade.ipc.wire import DTYPES
 from brigade.rank.memory import list_tensors
 from brigade.runner.ranks import RankResults
-from brigade.switch.switch import Call
+from brigade.witness.switch import Call
 
 NEEDED = {"model", "sizes", "dtype", "state", "batches", "optimizer", "members"}
 OTHER_GRADIENTS = {"poison", "load", "forward"}  # jobs with one of these

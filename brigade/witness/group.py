@@ -1,6 +1,6 @@
 """The rank's side of the switch: a process group that sends its launches to the grader's process.
 
-It takes the place of gloo as the inner group in runs with a switch (`brigade/switch/switch.py`). It has no threads, no
+It takes the place of gloo as the inner group in runs with a switch (`brigade/witness/switch.py`). It has no threads, no
 store and no connection to other ranks. A launch sends the bytes of its inputs, and a wait receives those of its
 outputs.
 """

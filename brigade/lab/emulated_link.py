@@ -13,7 +13,7 @@ gloo needs longer than the model says, the collective ends when gloo has finishe
 are not delayed. Nothing is delayed before `use` names a link.
 
 The last rank to launch a collective computes when it starts and ends, and writes these times to memory that all ranks
-of the run share (`share_launches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of
+of the run share (`SharedLaunches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of
 a machine, on Linux and on macOS. Ranks on several machines have no common clock, so `torchrun.py` refuses a link there.
 """
 
@@ -160,12 +160,6 @@ class SharedLaunches:
 _shared: SharedLaunches | None = None
 
 
-def share_launches(directory: str | os.PathLike, world_size: int) -> None:
-    """Share launches with the other ranks through files of `directory`. Call this before the first group is created."""
-    global _shared
-    _shared = SharedLaunches(directory, world_size)
-
-
 class LaunchSeries:
     """The collectives of one group, or the messages from one rank to another, in shared memory.
 
@@ -177,7 +171,7 @@ class LaunchSeries:
         self._ranks = {*senders, *receivers}
         # For each launch: the number of ranks that have called it, its start and its end.
         if _shared is None:
-            raise RuntimeError("call share_launches before the first group is created")
+            raise RuntimeError("call EmulatedLinkGroup.prepare before the first group is created")
         self._shared = _shared
         self._numbers = _shared.map(f"launches-{name}", 3 * MAX_LAUNCHES)
         self._count = 0
@@ -250,6 +244,14 @@ class EmulatedLinkGroup(RecordingGroup):
     Gloo has one thread per group, as in other modes. It performs the collectives in order, as the link does. Each
     real collective takes less time than on any link that is worth emulating, so gloo keeps up.
     """
+
+    is_timed = True
+
+    @classmethod
+    def prepare(cls, directory: str, world_size: int) -> None:
+        """Share launches with the other ranks through files of `directory`."""
+        global _shared
+        _shared = SharedLaunches(directory, world_size)
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from brigade.borders import draw_halved
 from brigade.events import OPPOSITES, Event
 from brigade.ipc.wire import DTYPES
 from brigade.progress import RankRecord
-from brigade.switch import Refused
+from brigade.runner.witness import Refused
 
 MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
@@ -73,7 +74,7 @@ class Call:
     is_delivered: bool = False
     is_polled: bool = False  # whether the rank has learnt that the launch is complete
     held: int = 0
-    carried: bytes = b""  # the result, kept for the content witness (`checks/content.py`)
+    carried: bytes = b""  # the result, kept for the content witness (`content.py`)
 
 
 class Switch:
@@ -322,11 +323,6 @@ class Switch:
         self.answers.append((call.rank, call.source.to_bytes(4, "little") + call.result))
         call.result, call.is_delivered = b"", True
         self._hold(call, 0)
-
-
-def draw_halved(seed: int, numel: int) -> Tensor:
-    """Return 1 for each entry of a border's gradient that is halved, else 0."""
-    return torch.randint(0, 2, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
 def check_shapes(call: Call) -> None:

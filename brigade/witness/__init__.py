@@ -1,0 +1,1 @@
+"""The grader's witness: all communication of an isolated run on the CPU passes through the switch."""
