@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from brigade.runner.ranks import RankResults
+from brigade.runner.ranks import SERVER, RankResults
 from brigade.witness.content import find_missing_gradient
 from brigade.witness.switch import Switch
+
+GROUP = "brigade.witness.group"
+SERVER.preload.add(GROUP)  # isolated ranks can use only what the server has imported
 
 
 class GraderWitness(Switch):
     """Performs the collectives of one run, and judges what they carried."""
 
-    group: ClassVar[str] = "brigade.witness.group:SwitchGroup"
+    group: ClassVar[str] = f"{GROUP}:SwitchGroup"
 
     @staticmethod
     def judge(results: RankResults, jobs: Sequence[Any]) -> str:
