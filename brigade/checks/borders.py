@@ -40,14 +40,14 @@ def find_contradiction(
 
     `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job. The
     scenario passes each batch once, in order, and reports all events of the kinds `reports`: see `find_silence`. With
-    "step", each pass must be in the step of its batch. In other scenarios, gradients may be missing, but none may come
-    between other borders than in one process.
+    "step", each pass must be in the step of its batch, and launches before the first step are those of a run without
+    borders. In other scenarios, gradients may be missing, but none may come between other borders than in one process.
     """
     job = jobs[rank] if jobs else None
     if not isinstance(job, dict):
         return ""
     batches = list_batches(job)
-    if hidden := find_hidden_launch(events, job, is_proven=bool(batches)):
+    if hidden := find_hidden_launch(events, job, is_proven=bool(batches) and "step" not in reports):
         return hidden
     if not batches or not {"model", "sizes", "dtype", "state", "batches"} <= job.keys():
         return ""

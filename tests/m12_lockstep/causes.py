@@ -77,8 +77,8 @@ def is_decided_alone(skipping, stepping):
 
 
 def is_loss_first(events):
-    """Return whether the loop's first step launches a small collective between the wrapper's first one and its wait."""
-    launched = launches(events, next((event["step"] for event in events if "num_batches" in event), -1))
+    """Return whether step 0 launches a small collective between the wrapper's first one and its wait."""
+    launched = launches(events, 0)
     large = next((x for x in launched if x.nbytes > SMALL and x.waits), None)
     return large is not None and any(large.place < x.place < large.waits[0] for x in launched if x.nbytes <= SMALL)
 

@@ -113,6 +113,20 @@ def test_a_wrong_answer_gains_nothing(entry, mutant):
         assert not [(kind, how) for kind, how in gains if kind not in known], name
 
 
+def test_a_launch_counts_even_in_another_step():
+    """Check 12.5 fails also if the first launch of each step of the loop is reported in the step before it."""
+
+    def postpone(own: list[Event]) -> list[Event]:
+        late, postponed = [], []
+        for event in own:
+            (postponed if "num_batches" in event else late).append(event)
+            late += [postponed.pop()] if postponed and event["kind"] == "launch" else []
+        return late
+
+    tape = make_tape(12, "test_collectives", find_mutant(12, "tokens summed twice").apply())
+    assert not tape.play(lambda results: replace_events(results, [*map(postpone, results.events)])).passed
+
+
 @pytest.mark.parametrize(("number", "name", "kind"), ONLY_WATCHED)
 def test_what_is_only_watched_can_be_forged(number, name, kind):
     """The list is exact: with its mutant, each check of the list passes if events of the kind are forged."""
