@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..m01_naive_ddp.naive_ddp import SPARSE
+from ..m01_naive_ddp.naive_ddp import SPARSE, require_range
 from ..m05_grad_buffer.grad_buffer import GradBuffer
 from ..m06_coalesced.coalesced import CoalescedDDP, require_own_memory
 
@@ -119,11 +119,12 @@ class ShardedOptimizer(OuterOptimizer):
         super().__init__(params, optimizer_cls, process_group, defaults)
 
     def divide(self, parameters: list[nn.Parameter]) -> None:
-        """Choose an owner for each parameter, the same on all ranks. Raise ValueError if two of them share memory.
+        """Choose an owner for each parameter, the same on all ranks. Raise ValueError for float16 or shared memory.
 
         No rank may own more bytes than the mean over all ranks plus the size of the largest parameter.
         """
         require_own_memory([*self.trainable, *(p for p in parameters if p.requires_grad)])
+        require_range(p.dtype for p in parameters if p.requires_grad)
         # Balance the bytes. A frozen parameter adds none, because it has no state.
         # TODO: part (b)
         raise NotImplementedError("module 8, part (b)")

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
+from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable, require_range
 from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 from ..m06_coalesced.coalesced import require_own_memory
 from .checkpoint import ShardedCheckpoints
@@ -47,7 +47,8 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
     Pass `shards()` to an elementwise torch optimizer. Call `finish_grad_sync` before each step; after it, `p.grad` is
     None for all parameters of the model. Several finishes add up in the gradients of `shards()`, until `zero_grad`.
     Inside `no_sync`, full gradients add up in `p.grad`, and the next finish reduces them. All ranks run the same
-    backwards inside it. Clip with this wrapper's `clip_grad_norm_`: torch's would find no gradients in the model.
+    backwards inside it. Clip with this wrapper's `clip_grad_norm_`: torch's finds no gradients in the model, and
+    raises RuntimeError for those of `shards()`.
 
     All ranks must call the wrapper the same number of times, and run units, as modules, in registration order. A rank
     may skip units, or a backward outside `no_sync`, but it must call the finish. A backward belongs to one forward and
@@ -67,9 +68,8 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
 
     With a `compute_dtype`, weights are gathered and used in this dtype, and floating-point arguments of the wrapper and
     of each unit are cast to it, keyword arguments too. Shards, their gradients and the optimizer's state keep the
-    parameters' dtype, in which gradients are averaged unless there is a `reduce_dtype`. Buffers, integer parameters and
-    outputs are not cast. Inside `no_sync`, gradients add up in `compute_dtype`: in bfloat16, 600 gradients of 1 give
-    256. Call the finish after each micro-batch instead to add them in the parameters' dtype.
+    parameters' dtype, in which gradients are averaged unless there is a `reduce_dtype`, and in which those of
+    micro-batches add up. Buffers, integer parameters and outputs are not cast.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.compute_dtype = compute_dtype
         self.trainable = find_trainable(module)
+        require_range([reduce_dtype])
         require_own_memory(module.parameters())
         broadcast_module_state(module, process_group)
         plan, options = plan_units(module, unit_types), (process_group, compute_dtype, reduce_dtype)
@@ -264,6 +265,8 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64."""
+        for shard in self.shards():
+            shard.grad.__class__ = Tensor  # instead of ShardGrad, which has no norm
         # torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm) scales, as module 8's part (e) does.
         # TODO: part (n)
         raise NotImplementedError("module 11, part (n)")

@@ -9,6 +9,7 @@ overlap with. Each all-reduce carries the bytes of one gradient. No additional m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -56,6 +57,15 @@ def require_supported(module: nn.Module) -> None:
         raise ValueError("an embedding with max_norm changes its weight in forward, differently on each rank")
     if any(embedding.sparse for embedding in embeddings):
         raise ValueError(SPARSE)
+    require_range(parameter.dtype for parameter in module.parameters() if parameter.requires_grad)
+
+
+def require_range(dtypes: Iterable[torch.dtype | None]) -> None:
+    """Raise ValueError for float16: a sum of gradients above 65,504 is infinite in it, even if their average is not."""
+    if torch.float16 in dtypes:
+        raise ValueError(
+            "gradients are added before they are divided, and in float16 the sum may overflow: use bfloat16 or float32"
+        )
 
 
 SPARSE = "sparse gradients are not supported: make the embedding with sparse=False"
@@ -111,7 +121,7 @@ class NaiveDDP(Wrapper):
     - Frozen parameters and buffers are broadcast, but never reduced. A tied parameter is reduced once.
     - If a parameter has no gradient on this rank, it counts as zeros. If it has none on any rank, its gradient may be
       None or zeros afterwards. With zeros, Adam still moves it by its momentum, and weight decay makes it smaller.
-    - Gradients are added before they are divided, so sums in float16 may overflow. torch DDP divides first.
+    - Gradients are added before they are divided, so float16 weights are refused. torch DDP divides first.
     - Between backward and the finish, a rank calls no other collective of this group, because another rank may launch
       in its finish what this rank has launched in backward.
     - Register hooks that change gradients before you wrap the model. From module 3 on, a post-accumulate hook that is

@@ -67,13 +67,16 @@ register_optimizer_step_pre_hook(require_memory)
 class ShardGrad(Tensor):
     """The gradient of a shard. If `torch.amp.GradScaler` looks for infinities in it, all ranks get the same answer.
 
-    The scaler skips a step where it finds one, on each rank alone. Ranks that decide differently would diverge.
+    The scaler skips a step where it finds one, on each rank alone. Ranks that decide differently would diverge. So
+    would ranks that clip by the norm of their own part, as torch's `clip_grad_norm_` does.
     """
 
     process_group: ProcessGroup = None
 
     @classmethod
     def __torch_function__(cls, function, types, args, kwargs=None):
+        if function in (torch.linalg.vector_norm, torch._foreach_norm):  # torch's clip_grad_norm_ calls one of them
+            raise RuntimeError("the norm of a shard's gradient is that of a part: use the wrapper's clip_grad_norm_")
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs or {})
         if function.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
@@ -113,6 +116,9 @@ class FlatShard:
             parameter.data = view
         self.reshard()
         ### END SOLUTION
+        if self.shard.requires_grad:
+            for parameter in self.params:  # in no_sync, gradients of `compute_dtype` add up in the shard's dtype
+                parameter.grad_dtype = torch.promote_types(self.full.dtype, self.shard.dtype)
 
     def make_views(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's part of a flat tensor, in the parameter's shape."""

@@ -111,10 +111,11 @@ class ShardedMuon(Optimizer):
     """Train matrices with Muon. Each matrix has an owner, which alone keeps its momentum.
 
     The model has no wrapper, and its weights are already equal on all ranks. Parameters have two dimensions and one
-    dtype, otherwise ValueError. They share no memory, and their gradients are not sparse. Those that are frozen at
-    construction are left alone. The trainable ones, in the order of `param_groups`, are `matrices`; `owners` and
-    `groups` are what `assign_matrices` and `plan_groups` return for their shapes. `param_groups` may set `lr`,
-    `momentum`, `weight_decay` and `steps`; `step` reads them each time, so schedulers work. A rank may own nothing.
+    dtype that is not float16, otherwise ValueError. They share no memory, and their gradients are not sparse. Those
+    that are frozen at construction are left alone. The trainable ones, in the order of `param_groups`, are `matrices`;
+    `owners` and `groups` are what `assign_matrices` and `plan_groups` return for their shapes. `param_groups` may set
+    `lr`, `momentum`, `weight_decay` and `steps`; `step` reads them each time, so schedulers work. A rank may own
+    nothing.
 
     The set of trainable parameters is fixed at construction: `step` raises RuntimeError if one was frozen or unfrozen.
     So does `torch.amp.GradScaler`, which decides on each rank alone whether to step.
@@ -140,6 +141,8 @@ class ShardedMuon(Optimizer):
             raise ValueError(f"Muon trains matrices. Give parameters of shape {wrong[0]} to another optimizer")
         if len({p.dtype for p in self.matrices}) > 1:
             raise ValueError("all matrices of a ShardedMuon must have the same dtype")
+        if any(p.dtype == torch.float16 for p in self.matrices):
+            raise ValueError("sums of gradients in float16 may overflow: use bfloat16 or float32")
         self.process_group = process_group
         self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         shapes = [(p.shape[0], p.shape[1]) for p in self.matrices]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS
 
-from situations.run import Net, Run, situation
+from situations.run import WORLD, Net, Run, situation
 
 SECOND = "a second backward before finish_grad_sync"
 FIRST = "call finish_grad_sync first"
@@ -427,3 +428,19 @@ def lbfgs(run: Run) -> None:
             return loss
 
         optimizer.step(compute_loss)
+
+
+@situation("Lightning #19045", "The loss is averaged over the ranks between backward and the finish.")
+def loss_averaged_before_finish(run: Run) -> None:
+    ddp, optimizer = run.prepare(Net())
+    for x, y in run.batches(3):
+        optimizer.zero_grad()
+        loss = F.mse_loss(ddp(x), y)
+        loss.backward()
+        mean = loss.detach().clone()
+        if run.rank is not None:
+            dist.all_reduce(mean)
+            mean /= WORLD
+        run.record("loss", mean.double())
+        ddp.finish_grad_sync()
+        optimizer.step()

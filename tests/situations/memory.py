@@ -192,6 +192,24 @@ def hook_before_wrapping(run: Run) -> None:
 
 
 @situation(
+    "pytorch #76464",
+    "A hook, registered after wrapping, doubles accumulated gradients.",
+    not_for=dict.fromkeys(
+        ("m03", "m04", "m05", "m05w", "m06", "m07", "m08", "m09", "m10", "m16"),
+        "module 1's docstring asks to register it before, because the gradient may be in flight",
+    ),
+)
+def hook_after_wrapping(run: Run) -> None:
+    def double(parameter):
+        parameter.grad.mul_(2)
+
+    ddp, optimizer = run.prepare(Net())
+    for parameter in ddp.module.parameters():
+        parameter.register_post_accumulate_grad_hook(double)
+    run.train(ddp, optimizer)
+
+
+@situation(
     "pytorch #130932", "The loss is computed with torch.func.functional_call.", refused=("outside ddp(x)", FREED)
 )
 def functional_call(run: Run) -> None:
@@ -202,3 +220,38 @@ def functional_call(run: Run) -> None:
         F.mse_loss(torch.func.functional_call(ddp.module, weights, x), y).backward()
         ddp.finish_grad_sync()
         optimizer.step()
+
+
+@situation("pytorch PR 11109", "The weights are in float16.", refused="in float16 the sum may overflow", needs="dtypes")
+def float16_weights(run: Run) -> None:
+    run.prepare(Net().half())
+    raise AssertionError("float16 is not refused")
+
+
+@situation("axolotl #1589", "A layer has integer weights, which are frozen, as after quantization.")
+def integer_weights(run: Run) -> None:
+    class Quantized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(-32, 32, dtype=torch.int8).view(8, 8), requires_grad=False)
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return F.linear(x, self.weight * self.scale[:, None] / 64)
+
+    run.train(*run.prepare(Net(nn.Linear(6, 8), Quantized(), nn.Linear(8, 3))))
+
+
+@situation(
+    "pytorch #76382",
+    "A plain optimizer gets a second parameter group later.",
+    refused="use Zero2Optimizer",
+    needs="wrapper",
+)
+def group_added_later(run: Run) -> None:
+    ddp = run.wrap(Net())
+    parts = ddp.shards() if hasattr(ddp, "shards") else [p for p in ddp.module.parameters() if p.requires_grad]
+    first = 1 if hasattr(ddp, "shards") else 2  # the shard of the first layer, or its weight and its bias
+    optimizer = SGD(parts[first:], lr=1.0, momentum=0.5)
+    optimizer.add_param_group({"params": parts[:first], "lr": 0.5})
+    run.train(ddp, optimizer)

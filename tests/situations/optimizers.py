@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
@@ -9,6 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from situations.run import Net, Run, situation
 
+KEEPS_NONE = ("m03",)  # the others leave zeros where no rank has a gradient, as module 1's docstring says
 NOT_ITS_PARTS = (
     "the gradients of these parameters are kept in shards: use Zero2Optimizer",
     "the optimizer has weights whose memory is released: make it with the wrapper's shards()",
@@ -119,3 +121,45 @@ def optimizer_first(run: Run) -> None:
     model = Net()
     optimizer = SGD(model.parameters(), lr=1.0)
     run.train(run.wrap(model), optimizer)
+
+
+@situation("pytorch #28294", "AdamW has momentum for a layer that no rank uses.", needs="elementwise_optimizer")
+def unused_with_momentum(run: Run) -> None:
+    class Skipping(Net):
+        is_skipped = False
+
+        def forward(self, x):
+            x = torch.tanh(self[0](x))
+            return self[4](x if self.is_skipped else torch.tanh(self[2](x)))
+
+    ddp, optimizer = run.prepare(Skipping(), AdamW, lr=0.1, weight_decay=0.5)
+    for step, (x, y) in enumerate(run.batches(4)):
+        optimizer.zero_grad()
+        ddp.module.is_skipped = step > 1
+        F.mse_loss(ddp(x), y).backward()
+        ddp.finish_grad_sync()
+        if run.rank is None and run.kind.name not in KEEPS_NONE:
+            for p in ddp.module.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        optimizer.step()
+
+
+@situation(
+    "pytorch #72548",
+    "The gradients are clipped with torch's own function.",
+    refused="use the wrapper's clip_grad_norm_",
+    needs="wrapper",
+    not_for={
+        **dict.fromkeys(("m08", "m09"), "module 8's docstring says that it is wrong here"),
+        "m10": "its docstring says that it finds no gradients, and clips nothing",
+    },
+)
+def clipped_by_torch(run: Run) -> None:
+    ddp, optimizer = run.prepare(Net())
+    for x, y in run.batches(3):
+        optimizer.zero_grad()
+        F.mse_loss(ddp(x), y).backward()
+        ddp.finish_grad_sync()
+        parts = ddp.shards() if hasattr(ddp, "shards") else ddp.parameters()
+        run.record("norm", torch.nn.utils.clip_grad_norm_(parts, 0.1).double())
+        optimizer.step()

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from brigade.rank.api import student
 from situations import changes, loops, memory, models, optimizers, units  # noqa: F401  (they register the programs)
 from situations.kinds import KINDS, Kind
 from situations.run import SITUATIONS, Run
@@ -46,3 +48,16 @@ def execute(name: str, kind: Kind, rank: int | None) -> dict[str, Any]:
         return {"error": type(error).__name__, "message": str(error)}
     finally:
         torch.set_default_dtype(before)
+
+
+def add_ones(number: int) -> float:
+    """Let module 11 add up this many gradients of 1 in `no_sync`, with weights in bfloat16. Return their sum."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    ddp = student("m11_fully_sharded", "FullyShardedDDP")(model, (nn.Linear,), compute_dtype=torch.bfloat16)
+    for _ in range(number):
+        with ddp.no_sync():
+            ddp(torch.ones(1, 1)).sum().backward()
+    ddp.finish_grad_sync()
+    total = torch.stack([shard.grad.sum() for shard in ddp.shards()]).sum()
+    dist.all_reduce(total)
+    return total.item()

@@ -25,7 +25,7 @@ from brigade.course.submission import read
 from brigade.runner.ranks import RankFailure, run_calls
 from brigade.texts import PACKAGE
 from situations.kinds import KINDS, Kind
-from situations.ranks import execute, run_situation
+from situations.ranks import add_ones, execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation
 
 SHARE = 8  # without --everything, a situation runs on each eighth kind that it applies to
@@ -123,6 +123,13 @@ def test_right_or_refused(kind, package, request):
     faults = {name: find_fault(name, kind, result) for name, result in zip(names, results, strict=True)}
     faults = {name: fault for name, fault in faults.items() if fault}
     assert not faults, "\n" + "\n".join(f"{SITUATIONS[n].source}, {n}: {fault}" for n, fault in faults.items())
+
+
+def test_micro_batches_add_up_in_the_parameters_dtype():
+    """In bfloat16, 600 ones would be 256 (pytorch PR 125191)."""
+    packages = {PACKAGE: read("solutions", 11)}
+    [sums] = run_calls(add_ones, [(600,)], world_size=WORLD, packages=packages, deadline=HANG_S)
+    assert list(sums) == [600.0] * WORLD
 
 
 def test_page_shows_the_programs():
