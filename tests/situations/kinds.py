@@ -33,15 +33,17 @@ class Kind:
     tolerance: float = 0.0  # if it is larger than the situation's
     dtype: torch.dtype = torch.float64
 
-    def wrap(self, plain: type[nn.Module], model: nn.Module, units: tuple[type[nn.Module], ...]) -> nn.Module:
-        """Wrap a model on a rank."""
+    def wrap(
+        self, plain: type[nn.Module], model: nn.Module, units: tuple[type[nn.Module], ...], **options: Any
+    ) -> nn.Module:
+        """Wrap a model on a rank. `options` are more arguments of the wrapper."""
         if self.wrapper is None:
             student("m01_naive_ddp", "broadcast_module_state")(model)
             return plain(model)
         wrapper = student(self.package, self.wrapper)
         if self.name == "m14":
             return wrapper(model, units, *make_grid())
-        return wrapper(model, *[units] * (self.name == "m11"), **dict(self.arguments))
+        return wrapper(model, *[units] * (self.name == "m11"), **dict(self.arguments) | options)
 
     def make_optimizer(
         self, ddp: nn.Module, model: nn.Module, optimizer: type[Optimizer], groups: list[Any] | None, options: dict
