@@ -50,7 +50,7 @@ help:
 	@echo "make clean            remove .venv and out"
 
 demo: setup-demo
-	$(BIN)/python -m brigade.cli.demo
+	$(BIN)/python -m brigade.lab.cli.demo
 
 # Lint runs beside the tests. If it finds something, it prints this immediately and, because tests follow, at the end again.
 test: setup

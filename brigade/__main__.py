@@ -1,5 +1,5 @@
 """python -m brigade"""
 
-from brigade.cli.main import program
+from brigade.course.cli.main import program
 
 program()

@@ -22,7 +22,7 @@ sys.path[:0] = [str(SITE.parent), str(SITE)]  # autodoc describes these files, n
 
 import links  # noqa: E402
 
-from brigade.course.modules import HAS_SOLUTIONS, MODULES  # noqa: E402
+from brigade.course.table.modules import HAS_SOLUTIONS, MODULES  # noqa: E402
 
 project = "Bucket Brigade"
 LONGEST = 200  # characters of a page's description

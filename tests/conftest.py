@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from brigade import dynamo_stub
-from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
-from brigade.runner import machine, ranks
+from brigade.course.table.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.ranks import dynamo_stub
+from brigade.ranks.runner import machine, ranks
 from tools.course_files import GIT_VARIABLES
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def brigade(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """Run a command in this process; return its exit status, output and errors."""
 
     def run(*arguments: object) -> Done:
-        from brigade.cli import main as cli
+        from brigade.course.cli import main as cli
 
         capfd.readouterr()
         status = cli.main([str(argument) for argument in arguments])

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import pytest
 
-from brigade.checks.collect import Check, collect
-from brigade.checks.context import CheckContext
-from brigade.checks.outcome import Outcome
-from brigade.checks.run import Conditions, run_check
-from brigade.course.modules import ROOT, Module, get_module
-from brigade.course.submission import read
-from brigade.verdict import Verdict
+from brigade.course.checks.collect import Check, collect
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.outcome import Outcome
+from brigade.course.checks.run import Conditions, run_check
+from brigade.course.table.modules import ROOT, Module, get_module
+from brigade.course.table.submission import read
+from brigade.ranks.verdict import Verdict
 
 Texts = Mapping[str, str]  # the files of a module by name
 

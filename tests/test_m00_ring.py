@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from brigade.checks.expectations import expect_equal, format_ranks, replace_cause
-from brigade.claims import At, each_step, is_unchanged
-from brigade.events import OPPOSITES
-from brigade.runner.ranks import PerRank
-from brigade.verdict import join_names
+from brigade.course.checks.expectations import expect_equal, format_ranks, replace_cause
+from brigade.ranks.claims import At, each_step, is_unchanged
+from brigade.ranks.events import OPPOSITES
+from brigade.ranks.runner.ranks import PerRank
+from brigade.ranks.verdict import join_names
 from helpers.memory import WORLD, average, draw_sample, expect_delivered, run_with_little_memory
 from m00_ring import causes, scenario
 

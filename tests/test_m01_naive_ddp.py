@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect_gradients, expect_start, expect_weights
-from brigade.claims import each_step
+from brigade.course.checks.expectations import expect_gradients, expect_start, expect_weights
+from brigade.ranks.claims import each_step
 from helpers import training
 from helpers.easier import blame_visits
 from helpers.odd_steps import expect_idle_rank

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect_equal, expect_gradients, replace_cause, require_launches
-from brigade.claims import At, each_step
+from brigade.course.checks.expectations import expect_equal, expect_gradients, replace_cause, require_launches
+from brigade.ranks.claims import At, each_step
 from helpers import training
 from helpers.odd_steps import OLD_AVERAGE, expect_idle_rank, train_on_old_averages
 from helpers.steps import expect_averages, expect_four_steps

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import collect_evidence, explain_inside
-from brigade.checks.expectations import expect_equal, expect_gradients, overlaps, require_launches
-from brigade.claims import Step, after, before, each_step, in_phase, is_awaited_in_step, is_unchanged
+from brigade.course.checks.diagnose.evidence import collect_evidence, explain_inside
+from brigade.course.checks.expectations import expect_equal, expect_gradients, overlaps, require_launches
+from brigade.ranks.claims import Step, after, before, each_step, in_phase, is_awaited_in_step, is_unchanged
 from helpers import training
 from helpers.odd_steps import expect_second_backward, expect_silence, expect_unsynced
 from helpers.steps import expect_averages, expect_four_steps

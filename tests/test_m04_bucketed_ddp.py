@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import (
+from brigade.course.checks.expectations import (
     expect_gradients,
     expect_overlap,
     expect_weights,
@@ -15,9 +15,9 @@ from brigade.checks.expectations import (
     require_launches,
     start_after_backward,
 )
-from brigade.claims import At, each_step
-from brigade.events import launches
-from brigade.verdict import join_names
+from brigade.ranks.claims import At, each_step
+from brigade.ranks.events import launches
+from brigade.ranks.verdict import join_names
 from helpers import training
 from helpers.easier import explain_late_last, explain_late_launches
 from helpers.odd_steps import (

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from brigade.checks.expectations import (
+from brigade.course.checks.expectations import (
     expect_equal,
     expect_gradients,
     expect_overlap,
@@ -16,9 +16,9 @@ from brigade.checks.expectations import (
     replace_cause,
     require_launches,
 )
-from brigade.checks.reference import draw_generators
-from brigade.claims import At, each_step, show
-from brigade.runner.ranks import PerRank
+from brigade.course.checks.reference import draw_generators
+from brigade.ranks.claims import At, each_step, show
+from brigade.ranks.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_members, expect_zeroed, judge_order
 from helpers.easier import explain_late_launches

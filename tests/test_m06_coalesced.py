@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.checks.diagnose.evidence import Evidence, format_ranks
-from brigade.checks.expectations import (
+from brigade.course.checks.diagnose.evidence import Evidence, format_ranks
+from brigade.course.checks.expectations import (
     ONE_STEP,
     expect_equal,
     expect_gradients,
@@ -16,10 +16,10 @@ from brigade.checks.expectations import (
     expect_weights,
     replace_cause,
 )
-from brigade.checks.reference import draw_generators
-from brigade.claims import At, Step, each_step, in_phase
-from brigade.runner.ranks import PerRank
-from brigade.verdict import join_names
+from brigade.course.checks.reference import draw_generators
+from brigade.ranks.claims import At, Step, each_step, in_phase
+from brigade.ranks.runner.ranks import PerRank
+from brigade.ranks.verdict import join_names
 from helpers import training
 from helpers.buffers import (
     BUCKET_NUMEL,

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import find_leftover
-from brigade.checks.expectations import (
+from brigade.course.checks.diagnose.evidence import find_leftover
+from brigade.course.checks.expectations import (
     expect_equal,
     expect_gradients,
     expect_start,
@@ -16,8 +16,8 @@ from brigade.checks.expectations import (
     explain_failures,
     replace_cause,
 )
-from brigade.claims import At, each_step, in_phase
-from brigade.verdict import join_names
+from brigade.ranks.claims import At, each_step, in_phase
+from brigade.ranks.verdict import join_names
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_group_overlap, expect_zeroed, list_groups, require_halves
 from helpers.odd_steps import expect_no_old_gradients, expect_second_backward

@@ -8,11 +8,11 @@ from itertools import product
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.expectations import MANY_STEPS, expect_equal, explain_failures, format_ranks, replace_cause
-from brigade.checks.reference import draw_generators
-from brigade.claims import At, Step, each_step, in_phase, is_unchanged, show
-from brigade.runner.ranks import PerRank
+from brigade.course.checks.diagnose.evidence import Evidence
+from brigade.course.checks.expectations import MANY_STEPS, expect_equal, explain_failures, format_ranks, replace_cause
+from brigade.course.checks.reference import draw_generators
+from brigade.ranks.claims import At, Step, each_step, in_phase, is_unchanged, show
+from brigade.ranks.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import compute_padded_numel
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory

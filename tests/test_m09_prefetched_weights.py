@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, expect_equal, join_names, replace_cause
-from brigade.claims import Step, each_step, in_phase
-from brigade.events import list_step_events
+from brigade.course.checks.expectations import MANY_STEPS, expect_equal, join_names, replace_cause
+from brigade.ranks.claims import Step, each_step, in_phase
+from brigade.ranks.events import list_step_events
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
 from helpers.easier import blame_visits

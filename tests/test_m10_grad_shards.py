@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.expectations import MANY_STEPS, blocks_backward, expect_equal, replace_cause
-from brigade.claims import At, Step, each_step
+from brigade.course.checks.diagnose.evidence import Evidence
+from brigade.course.checks.expectations import MANY_STEPS, blocks_backward, expect_equal, replace_cause
+from brigade.ranks.claims import At, Step, each_step
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.easier import blame_visits

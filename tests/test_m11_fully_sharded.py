@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.edge_case_models import BORDERS
-from brigade.checks.expectations import (
+from brigade.course.checks.edge_case_models import BORDERS
+from brigade.course.checks.expectations import (
     MANY_STEPS,
     ONE_STEP,
     expect_equal,
@@ -14,10 +14,10 @@ from brigade.checks.expectations import (
     format_distinct,
     replace_cause,
 )
-from brigade.claims import At, each_step, in_phase, is_unchanged, show
-from brigade.events import launches, list_step_events, summarize
-from brigade.runner.ranks import PerRank
-from brigade.verdict import join_names
+from brigade.ranks.claims import At, each_step, in_phase, is_unchanged, show
+from brigade.ranks.events import launches, list_step_events, summarize
+from brigade.ranks.runner.ranks import PerRank
+from brigade.ranks.verdict import join_names
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.steps import expect_interface
 from helpers.units import expect_freed, expect_orders, expect_trained, make_jobs, run_each

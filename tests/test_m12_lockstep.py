@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
-from brigade.claims import At, each_step, show
-from brigade.events import list_backward_passes, list_step_events
-from brigade.verdict import join_names
+from brigade.course.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
+from brigade.ranks.claims import At, each_step, show
+from brigade.ranks.events import list_backward_passes, list_step_events
+from brigade.ranks.verdict import join_names
 from m12_lockstep import causes, scenario
 from m12_lockstep.causes import SMALL
 from m12_lockstep.expected import find_reason, split_into_steps, train_alone

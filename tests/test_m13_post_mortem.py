@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from brigade.claims import At
-from brigade.course.modules import ROOT
-from brigade.verdict import join_names
+from brigade.course.table.modules import ROOT
+from brigade.ranks.claims import At
+from brigade.ranks.verdict import join_names
 from m13_post_mortem import causes, scenario
 from m13_post_mortem import expected as jobs
 

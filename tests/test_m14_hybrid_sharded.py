@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, ONE_STEP, expect_equal, format_distinct, replace_cause
-from brigade.claims import At, before, each_step, is_unchanged, show
-from brigade.events import list_backward_passes
-from brigade.runner.ranks import PerRank
+from brigade.course.checks.expectations import MANY_STEPS, ONE_STEP, expect_equal, format_distinct, replace_cause
+from brigade.ranks.claims import At, before, each_step, is_unchanged, show
+from brigade.ranks.events import list_backward_passes
+from brigade.ranks.runner.ranks import PerRank
 from helpers.units import make_jobs
 from m11_fully_sharded import scenario as fully_sharded
 from m11_fully_sharded.expected import join_shards, lay_out, list_units, train_plain

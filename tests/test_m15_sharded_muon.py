@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 import torch
 
-from brigade.checks.expectations import expect_equal, replace_cause
-from brigade.checks.reference import draw_generators
-from brigade.claims import At, before, each_step, is_unchanged, show
-from brigade.ipc.wire import DTYPES
-from brigade.runner.ranks import PerRank
-from brigade.witness.content import Values
+from brigade.course.checks.expectations import expect_equal, replace_cause
+from brigade.course.checks.reference import draw_generators
+from brigade.grader.witness.content import Values
+from brigade.ranks.claims import At, before, each_step, is_unchanged, show
+from brigade.ranks.ipc.wire import DTYPES
+from brigade.ranks.runner.ranks import PerRank
 from m15_sharded_muon import causes, scenario
 from m15_sharded_muon.expected import LISTS, SMALL, assign, count_cost, draw_problem, orthogonalize
 

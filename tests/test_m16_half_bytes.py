@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import (
+from brigade.course.checks.expectations import (
     blocks_backward,
     expect_gradients,
     expect_start,
@@ -14,9 +14,9 @@ from brigade.checks.expectations import (
     format_distinct,
     require_launches,
 )
-from brigade.checks.reference import draw_generators
-from brigade.claims import At, Launches, Step, each_step, in_phase, is_unchanged, show
-from brigade.runner.ranks import PerRank
+from brigade.course.checks.reference import draw_generators
+from brigade.ranks.claims import At, Launches, Step, each_step, in_phase, is_unchanged, show
+from brigade.ranks.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
 from helpers.memory import WORLD, run_with_little_memory

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from brigade.checks.context import EXPECTED, to_failure
-from brigade.checks.expectations import expect
-from brigade.course.listing import find_part
-from brigade.course.modules import get_module
-from brigade.course.submission import select_files
-from brigade.runner.ranks import PerRank, RankFailure
-from brigade.syntax import parse_tree
-from brigade.verdict import CheckFailed, Verdict
+from brigade.course.checks.context import EXPECTED, to_failure
+from brigade.course.checks.expectations import expect
+from brigade.course.table.listing import find_part
+from brigade.course.table.modules import get_module
+from brigade.course.table.submission import select_files
+from brigade.ranks.runner.ranks import PerRank, RankFailure
+from brigade.ranks.syntax import parse_tree
+from brigade.ranks.verdict import CheckFailed, Verdict
 from m17_prove_it import causes, scenario
 from m17_prove_it.implementations import Implementation, choose
 

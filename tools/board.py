@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from brigade.course.modules import ROOT, TRAINING_MODULES
+from brigade.course.table.modules import ROOT, TRAINING_MODULES
 from brigade.lab.ladder import PLANNED_TORCH, get_variant
 from brigade.lab.score import format_rows, plan_rows
 

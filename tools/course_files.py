@@ -7,7 +7,7 @@ import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT, CourseError
 
 # A git hook sets these variables for the repository that it belongs to. Each command here names its own repository.
 GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")

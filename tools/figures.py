@@ -18,13 +18,13 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, Module, find_module, get_module
-from brigade.course.submission import read
+from brigade.course.table.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, Module, find_module, get_module
+from brigade.course.table.submission import read
 from brigade.lab.ladder import get_variant
 from brigade.lab.memory import draw_step, measure_step
 from brigade.lab.notebook_plots import draw_bars, draw_timelines
 from brigade.lab.timeline import trace
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.runner.ranks import run_ranks
 from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m08_zero_optimizer import memory
 from lessons.m16_half_bytes import wire

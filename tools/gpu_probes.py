@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.rank.api import device, student
-from brigade.rank.recording import phase
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.recording import phase
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 25.0
@@ -132,8 +132,8 @@ def count_kernels() -> dict[str, dict[str, Any]]:
 
 def compare_memory() -> dict[str, int]:
     """Return the bytes that a step of module 11 leaves: by `LiveMemory`, and by the allocator of CUDA."""
-    from brigade.checks.tiny_lm import SIZES, Block, TinyLM, language_loss
-    from brigade.rank.memory import LiveMemory
+    from brigade.course.checks.tiny_lm import SIZES, Block, TinyLM, language_loss
+    from brigade.ranks.rank.memory import LiveMemory
 
     allocated = torch.cuda.memory_allocated if device().type == "cuda" else int
     before = allocated()
@@ -247,7 +247,7 @@ def say_launch(output: str) -> str:
 def run_on_gpus(function: Callable[..., Any], size: int, backend: str, *args: Any, **options: Any) -> Any:
     """Run a function on ranks, which share GPUs if there are too few. Return its results, or the RankFailure."""
     from brigade.lab.ladder import read_reference
-    from brigade.runner.ranks import RankFailure, run_ranks
+    from brigade.ranks.runner.ranks import RankFailure, run_ranks
 
     how = {"deadline": DEADLINE_S, "packages": {"submission": read_reference()}} | options
     try:
@@ -258,7 +258,7 @@ def run_on_gpus(function: Callable[..., Any], size: int, backend: str, *args: An
 
 def set_runtime_connect(value: str) -> None:
     """Give all later ranks this value of `NCCL_RUNTIME_CONNECT`, whatever the course itself sets."""
-    from brigade.runner import machine, ranks
+    from brigade.ranks.runner import machine, ranks
 
     def make_environments(world_size: int, share_gpu: bool) -> list[dict[str, str]]:
         return [own | {CONNECTS: value} for own in machine.make_nccl_environments(world_size, share_gpu)]
@@ -292,7 +292,7 @@ def probe_machine(facts: Facts, backend: str) -> None:
     """Describe the machine, in words that do not identify it. Raise CourseError if NCCL cannot run here."""
     import platform
 
-    from brigade.runner import machine
+    from brigade.ranks.runner import machine
 
     rows = {"date": time.strftime("%Y-%m-%d"), "Python": platform.python_version(), "torch": torch.__version__}
     rows["cores"] = str(machine.count_cores())
@@ -358,7 +358,7 @@ def probe_torchrun(facts: Facts, backend: str) -> None:
         sleep = r"\1if dist.get_rank() == 1:\n\1    __import__('time').sleep(1000)\n\1\2"
         file.write_text(re.sub(r"( +)(dist\.all_reduce\(.*\))", sleep, file.read_text()))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "brigade.cli", "bench", "--target", str(target), "--modules", "1", "--rounds", "8"]
+        command += ["-m", "brigade.course.cli", "bench", "--target", str(target), "--modules", "1", "--rounds", "8"]
         began = time.monotonic()
         done = subprocess.run(
             [*command, "--backend", backend, "--share-gpu", "--deadline", "20"],
@@ -388,7 +388,7 @@ PROBES: dict[str, Callable[[Facts, str], None]] = {
 
 def main() -> int:
     """Run the named experiments. Return 1 if the machine has no usable GPU."""
-    from brigade.course.modules import CourseError
+    from brigade.course.table.modules import CourseError
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the directory of facts.jsonl")

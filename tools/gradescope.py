@@ -14,16 +14,16 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from brigade.cli.grade import read_secret, select_graded_modules
-from brigade.cli.main import parse
-from brigade.course import listing, validation
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.cli.main import parse
+from brigade.course.table import listing, validation
+from brigade.course.table.modules import ROOT, CourseError
+from brigade.grader.cli.grade import read_secret, select_graded_modules
 from brigade.lab.experiment import run_to_status
 from tools import lock, student_edition
 
 ARCHIVE = ROOT / "out" / "gradescope.zip"
 SCRIPTS = ROOT / "tools" / "gradescope"
-NEEDED = ("LICENSE", *student_edition.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *student_edition.CHECKS)
+NEEDED = ("LICENSE", *student_edition.CORE, "brigade/grader/**/*.py", "solutions/*/*.py", *student_edition.CHECKS)
 NEEDED += ("lessons/*/answers.md",)  # the points of the written questions
 # Module 17 tries students' checks on right and wrong implementations.
 NEEDED += ("tests/mutants.py", "tests/m17_prove_it/hidden.py")

@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.table.modules import MODULES, ROOT
 
 TEMPLATE = ROOT / "tools" / "template"
-TABLE = ROOT / "brigade" / "course" / "modules.py"
+TABLE = ROOT / "brigade" / "course" / "table" / "modules.py"
 ROW = """    Module(99, "m99_scratch", "TODO: a title", 2, 60, 3, ("ScratchDDP",),
            "TODO: what a step launches, and when", ADVANCED),
 """
@@ -54,7 +54,7 @@ def main() -> int:
     for path, text in files.items():
         (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / path).write_text(text)
-    command = [sys.executable, "-m", "brigade.cli", "skeletons"]  # a new process, which reads the new table
+    command = [sys.executable, "-m", "brigade.course.cli", "skeletons"]  # a new process, which reads the new table
     return subprocess.run(command, cwd=ROOT).returncode
 
 

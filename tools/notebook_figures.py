@@ -32,8 +32,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from brigade.checks.tiny_lm import SIZES
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.checks.tiny_lm import SIZES
+from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab import gpu_timeline, ladder, notebook
 from brigade.lab.notebook_plots import SHOWN_DPI, LargeFigure
 

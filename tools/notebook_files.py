@@ -23,9 +23,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
-from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.lab.quiet import LEAST_CPU_SHARE
-from brigade.runner.machine import count_cores
+from brigade.ranks.runner.machine import count_cores
 from tools.for_modules import run_for_modules
 
 OVERVIEW = ROOT / "notebooks" / "00_overview.ipynb"

@@ -17,7 +17,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from statistics import median
 
-from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.lab.emulated_link import Pace
 from brigade.lab.ladder import EMULATED, TORCH_DDP, TORCH_FSDP, TORCH_ZERO, Ladder, get_variant, run_benchmark
 
@@ -49,7 +49,7 @@ class Report:
 
 def run(command: str) -> float:
     """Run a command of the course and return the seconds that it took. Exit with its output if it fails."""
-    arguments = shlex.split(command.replace("brigade ", "brigade.cli ", 1))
+    arguments = shlex.split(command.replace("brigade ", "brigade.course.cli ", 1))
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -62,7 +62,7 @@ def measure_commands(report: Report, repetitions: int) -> None:
     limits = {f"brigade check {one.number} --target solutions": 6 if one.number in LONG else 3 for one in MODULES}
     for command, limit_s in (limits | {"brigade grade --submission solutions": 25}).items():
         report.add_median(command, limit_s, [run(command) for _ in range(repetitions)], " s")
-    report.add_median("make demo", 60, [run("brigade.cli.demo")], " s")
+    report.add_median("make demo", 60, [run("brigade.lab.cli.demo")], " s")
 
 
 def measure_steps(report: Report, repetitions: int) -> None:

@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT, CourseError
 from brigade.lab.experiment import run_to_status
 
 PLACEHOLDER = "YOUR-ORGANISATION"

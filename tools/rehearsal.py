@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 from tools.course_files import list_files
 
 LOGS = ROOT / "out" / "rehearsal"

@@ -23,7 +23,7 @@ from matplotlib.mathtext import math_to_image
 from nbconvert import SlidesExporter
 from nbformat import NotebookNode
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 from tools.for_modules import run_for_modules
 from tools.notebook_files import list_notebooks
 

@@ -16,15 +16,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from brigade.course import handout, skeletons, validation, written
-from brigade.course.modules import MODULES, ROOT
-from brigade.ipc.temporary import temporary_directory
+from brigade.course.table import handout, skeletons, validation, written
+from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab.experiment import run_to_status
+from brigade.ranks.ipc.temporary import temporary_directory
 from tools import lock
 from tools.course_files import list_tracked_files
 
 # The files that the Gradescope package contains, too: the core, its commands and the checks.
-FOLDERS = ("course", "ipc", "runner", "sandbox", "rank", "switch", "checks", "testing", "cli")
+FOLDERS = ("ranks", "testing", "course")
 CORE = ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
 CHECKS = ("tests/test_m*.py", "tests/helpers/*.py")
 CHECKS += tuple(f"tests/m*/{name}" for name in ("scenario*.py", "causes.py", "expected.py", "dumps/*.txt"))

@@ -2,8 +2,8 @@
 
 import logging
 
-from brigade.runner.options import MODES
-from brigade.runner.server import SERVER
+from brigade.ranks.runner.options import MODES
+from brigade.ranks.runner.server import SERVER
 
 # Without a writable home directory, matplotlib warns that it keeps its font cache in a temporary directory.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)

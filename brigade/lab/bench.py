@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from brigade.course.listing import find_unwritten_parts
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, CourseError, Module
-from brigade.course.submission import Snapshot, select_named
+from brigade.course.table.listing import find_unwritten_parts
+from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, CourseError, Module
+from brigade.course.table.submission import Snapshot, select_named
 from brigade.lab.ladder import Ladder, Measurement, Variant, compute_spread, get_variant
 from brigade.lab.quiet import MAX_REAL_SHARE
-from brigade.texts import Sources
+from brigade.ranks.texts import Sources
 
 ONE_AFTER_THE_OTHER = (
     "The variants were measured one after the other, because the GPU has too little memory for all of them at once: "
@@ -58,7 +58,7 @@ def summarize(ladder: Ladder, variant: Measurement) -> dict[str, Any]:
 def save(ladder: Ladder, path: Path) -> None:
     """Write the results, the workload, the link, the versions, the machine, the verdict on it and the date as JSON.
 
-    Students hand in this file, which has a few kB. See `brigade/course/written.py`.
+    Students hand in this file, which has a few kB. See `brigade/course/table/written.py`.
     """
     content = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

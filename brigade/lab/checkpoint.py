@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brigade.course.modules import CourseError
+from brigade.course.table.modules import CourseError
 
 VERSION, MANIFEST = 1, "manifest.json"
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from brigade.course.modules import CORE_MODULES, Module
+from brigade.course.table.modules import CORE_MODULES, Module
 from brigade.lab.ladder import EMULATED, Ladder, Variant, get_variant, run_benchmark
 from brigade.lab.plots import make_empty_table
-from brigade.texts import Sources
+from brigade.ranks.texts import Sources
 
 # Its reader is waiting, so a slow or busy machine measures fewer rounds.
 WORKLOAD = replace(EMULATED, batch_size=16, rounds=10, warmup=2, limit_s=15.0)

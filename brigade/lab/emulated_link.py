@@ -34,10 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.events import OPPOSITES, RINGS, count_sent_bytes
-from brigade.rank.memory import list_tensors
-from brigade.rank.recorder import Recorder
-from brigade.rank.recording_group import METHODS, RecordedWork, RecordingGroup, find_options
+from brigade.ranks.events import OPPOSITES, RINGS, count_sent_bytes
+from brigade.ranks.rank.memory import list_tensors
+from brigade.ranks.rank.recorder import Recorder
+from brigade.ranks.rank.recording_group import METHODS, RecordedWork, RecordingGroup, find_options
 
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
 LOOK_S = 1e-4  # pause between two checks for the launch of the last rank

@@ -19,11 +19,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from brigade.course.listing import find_part, find_unwritten_parts
-from brigade.course.modules import HAS_SOLUTIONS, CourseError
-from brigade.course.submission import read
-from brigade.runner.ranks import RankFailure, RankResults, run_ranks
-from brigade.texts import Sources
+from brigade.course.table.listing import find_part, find_unwritten_parts
+from brigade.course.table.modules import HAS_SOLUTIONS, CourseError
+from brigade.course.table.submission import read
+from brigade.ranks.runner.ranks import RankFailure, RankResults, run_ranks
+from brigade.ranks.texts import Sources
 
 
 def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -> None:

@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from brigade.checks.tiny_lm import Size
-from brigade.course.modules import CourseError
+from brigade.course.checks.tiny_lm import Size
+from brigade.course.table.modules import CourseError
 from brigade.lab.ladder import PHASES, Variant, Workload, read_reference, scale_batch
 from brigade.lab.profiled_step import MARK, PROFILED, profile_steps
 from brigade.lab.timeline import Running, Span, Timeline, make_metadata, make_slice, merge_intervals
-from brigade.runner.machine import count_gpus
-from brigade.runner.ranks import run_ranks
-from brigade.texts import Sources
+from brigade.ranks.runner.machine import count_gpus
+from brigade.ranks.runner.ranks import run_ranks
+from brigade.ranks.texts import Sources
 
 if TYPE_CHECKING:
     from brigade.lab.notebook_plots import LargeFigure

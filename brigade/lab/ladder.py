@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
-from brigade.checks.tiny_lm import SIZES, Size
-from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module, find_module
-from brigade.course.submission import read
-from brigade.events import Event, count_sent_bytes, launches
+from brigade.course.checks.tiny_lm import SIZES, Size
+from brigade.course.table.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module, find_module
+from brigade.course.table.submission import read
 from brigade.lab.emulated_link import Link, Pace, read_link, spans_nodes
 from brigade.lab.memory_accounting import Bytes
 from brigade.lab.on_ranks import STEP_BEFORE, train
 from brigade.lab.quiet import Verdict, judge_machine
-from brigade.runner.machine import count_gpus
-from brigade.runner.ranks import RankResults, run_ranks
-from brigade.texts import Sources
+from brigade.ranks.events import Event, count_sent_bytes, launches
+from brigade.ranks.runner.machine import count_gpus
+from brigade.ranks.runner.ranks import RankResults, run_ranks
+from brigade.ranks.texts import Sources
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 DEADLINE_S = 900.0

@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from brigade.checks.tiny_lm import SIZES, Size, TinyLM
+from brigade.course.checks.tiny_lm import SIZES, Size, TinyLM
 from brigade.lab.ladder import PHASES, Variant, read_reference
 from brigade.lab.memory_accounting import KINDS, Bytes, list_tensors_by_kind
 from brigade.lab.on_ranks import build_setup, take_step
-from brigade.rank.api import device
-from brigade.rank.memory import LiveMemory
-from brigade.runner.ranks import run_ranks
-from brigade.texts import Sources
+from brigade.ranks.rank.api import device
+from brigade.ranks.rank.memory import LiveMemory
+from brigade.ranks.runner.ranks import run_ranks
+from brigade.ranks.texts import Sources
 
 DEADLINE_S = 120.0
 REST = "activations and buckets"

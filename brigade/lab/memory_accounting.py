@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.rank.memory import LiveMemory, get_local, list_tensors
+from brigade.ranks.rank.memory import LiveMemory, get_local, list_tensors
 
 KINDS = ("parameters", "gradients", "optimizer state")
 

@@ -24,12 +24,12 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.course.skeletons import BEGIN, END
-from brigade.course.submission import read
-from brigade.events import Event
-from brigade.runner.machine import count_cores, count_gpus
-from brigade.runner.ranks import SERVER, RankFailure, RunOptions, make_requests
+from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.skeletons import BEGIN, END
+from brigade.course.table.submission import read
+from brigade.ranks.events import Event
+from brigade.ranks.runner.machine import count_cores, count_gpus
+from brigade.ranks.runner.ranks import SERVER, RankFailure, RunOptions, make_requests
 
 if TYPE_CHECKING:
     from IPython.display import Markdown
@@ -85,7 +85,7 @@ class Ranks:
 
     def __init__(self, n: int | None, mode: str, deadline_s: float | None):
         SERVER.start()  # imports torch at the same time as this process
-        from brigade.runner.monitor import Monitor
+        from brigade.ranks.runner.monitor import Monitor
 
         gpus = 0 if mode == "emulate" else count_gpus()  # an emulated link carries CPU tensors
         self.world_size = n or (gpus if gpus >= 2 else RANKS_ON_CPU)
@@ -134,7 +134,7 @@ class Ranks:
         self.stop()
 
     def _execute(self, code: str, mode: str, numbers: Sequence[int], deadline_s: float) -> list[Any]:
-        from brigade.ipc import wire
+        from brigade.ranks.ipc import wire
 
         if not self._is_running:
             raise RanksError("the ranks have ended; ranks = start_ranks() starts new ones")
@@ -178,7 +178,7 @@ def perform(code: str, mode: str) -> bytes:
     """Run a cell in a rank. Return, as a pickle, ("ended", value) or ("raised ValueError: ...", traceback)."""
     import torch
 
-    from brigade.rank.api import device
+    from brigade.ranks.rank.api import device
 
     linecache.cache[CELL] = len(code), None, code.splitlines(keepends=True), CELL  # for tracebacks
     try:

@@ -20,12 +20,12 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
-from brigade.events import Event
 from brigade.lab.ladder import Ladder, Spread, compute_spread
 from brigade.lab.plots import COLOURS
 from brigade.lab.quiet import Verdict
 from brigade.lab.timeline import Timeline
 from brigade.lab.timeline_plot import compute_height, draw_panel, make_legend
+from brigade.ranks.events import Event
 
 Range = tuple[int, int]
 Layout = tuple[Sequence[Range], Sequence[Range], int]  # ranges of parameters and buckets, and the number of elements

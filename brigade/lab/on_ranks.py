@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.checks.tiny_lm import Block, Size, TinyLM, language_loss
+from brigade.course.checks.tiny_lm import Block, Size, TinyLM, language_loss
 from brigade.lab import corpus, emulated_link
 from brigade.lab.emulated_link import Link, Pace, read_link
 from brigade.lab.matrices_and_others import MatricesAndOthers
 from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.memory import LiveMemory, is_self_copy, list_tensors
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.memory import LiveMemory, is_self_copy, list_tensors
 
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
 FP32_BYTES = 4

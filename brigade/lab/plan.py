@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from brigade.course.modules import TRAINING_MODULES
-from brigade.events import count_sent_bytes
+from brigade.course.table.modules import TRAINING_MODULES
 from brigade.lab import nccl
 from brigade.lab.ladder import PLANNED_TORCH, TORCH_DDP, Variant, get_variant
 from brigade.lab.nccl import AMPERE, BLACKWELL, HOPPER, PCIE3, PCIE4, Fabric
 from brigade.lab.program import Machine, Network, Program, simulate
 from brigade.lab.published import LARGE_BYTES
+from brigade.ranks.events import count_sent_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,7 +20,7 @@ from brigade.lab.on_ranks import (
     take_own_part,
     take_step,
 )
-from brigade.rank import recording
+from brigade.ranks.rank import recording
 
 MARK = "brigade mark"  # the name of the annotations between the phases of a step
 PROFILED = 2  # the last steps of each variant; the first of them starts the profiler's own machinery and is dropped

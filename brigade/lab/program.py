@@ -21,12 +21,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT, CourseError
 from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import Bytes
-from brigade.runner.deadline import BUSY
-from brigade.runner.ranks import RankFailure, run_ranks
-from brigade.texts import Sources
+from brigade.ranks.runner.deadline import BUSY
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.texts import Sources
 
 DEADLINE_S = 300.0
 STORED = ROOT / "out" / "programs"  # the recorded steps, by a hash of everything that they depend on
@@ -134,7 +134,9 @@ class Program:
 @functools.cache
 def hash_course() -> str:
     """Return the SHA-256 of the files that record a step."""
-    paths = sorted(path for folder in ("checks", "lab", "rank") for path in (ROOT / "brigade" / folder).glob("*.py"))
+    paths = sorted(
+        path for folder in ("course/checks", "lab", "ranks/rank") for path in (ROOT / "brigade" / folder).glob("*.py")
+    )
     return hash_content([path.read_text() for path in paths])
 
 

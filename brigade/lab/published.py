@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 from brigade.lab.devices import CONTENTION, DEVICES, Device
 from brigade.lab.nccl import ALGORITHMS, PROTOCOLS, Network
 from brigade.lab.program import Machine, simulate

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.checks.tiny_lm import Block
+from brigade.course.checks.tiny_lm import Block
 from brigade.lab.memory_accounting import Bytes, count_kept_bytes, list_tensors_by_kind
 from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission, load_class
 from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
-from brigade.rank import process_group, recording
-from brigade.rank.memory import LiveMemory, get_local, list_tensors
-from brigade.rank.recording_group import RecordingGroup
+from brigade.ranks.rank import process_group, recording
+from brigade.ranks.rank.memory import LiveMemory, get_local, list_tensors
+from brigade.ranks.rank.recording_group import RecordingGroup
 
 STEPS = 2  # the last one is recorded, because module 9 ends a step with all-gathers; torch DDP needs one step more
 DIVISIONS = {"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_"}

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from brigade.course.modules import CourseError
-from brigade.events import Event
+from brigade.course.table.modules import CourseError
 from brigade.lab.devices import CONTENTION, DEVICES
 from brigade.lab.ladder import Variant
 from brigade.lab.nccl import Network
@@ -24,8 +23,9 @@ from brigade.lab.plan import PlannedStep, make_machine, plan
 from brigade.lab.program import Program, Setting, record
 from brigade.lab.recorded_step import take_real_steps
 from brigade.lab.shapes import MODELS, Shape
-from brigade.runner.ranks import RankFailure, run_ranks
-from brigade.texts import Sources
+from brigade.ranks.events import Event
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.texts import Sources
 
 BUCKET_MB, TOKENS = 25.0, 4096  # MiB; tokens per rank and step
 H100 = DEVICES["h100"]

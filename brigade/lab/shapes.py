@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from brigade.checks.tiny_lm import SIZES
+from brigade.course.checks.tiny_lm import SIZES
 from brigade.lab.program import Groups
 
 # Attention's backward has 2.5 times as many operations as its forward (benchmarks/benchmark_flash_attention.py of

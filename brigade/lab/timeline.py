@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from brigade.checks.tiny_lm import Size
-from brigade.events import Launch, launches
+from brigade.course.checks.tiny_lm import Size
 from brigade.lab.emulated_link import Link, read_link
 from brigade.lab.ladder import (
     EMULATED,
@@ -33,7 +32,8 @@ from brigade.lab.ladder import (
 )
 from brigade.lab.plots import NAMES
 from brigade.lab.quiet import Verdict
-from brigade.texts import Sources
+from brigade.ranks.events import Launch, launches
+from brigade.ranks.texts import Sources
 
 # A model with few but large parameters, so that the collectives are visible.
 WORKLOAD = replace(

@@ -22,15 +22,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from brigade.course.modules import CourseError
-from brigade.events import Event
-from brigade.progress import RankRecord
-from brigade.runner.failure import BROKEN_LINK, RankFailure, make_exception_failure
-from brigade.runner.machine import TORCHRUN, count_cores, is_torchrun, make_nccl_environments
-from brigade.runner.options import MODES
-from brigade.runner.ranks import RankResults, RunOptions, draw_seeds
-from brigade.runner.server import SERVER
-from brigade.texts import PACKAGE, find_sources
+from brigade.course.table.modules import CourseError
+from brigade.ranks.events import Event
+from brigade.ranks.progress import RankRecord
+from brigade.ranks.runner.failure import BROKEN_LINK, RankFailure, make_exception_failure
+from brigade.ranks.runner.machine import TORCHRUN, count_cores, is_torchrun, make_nccl_environments
+from brigade.ranks.runner.options import MODES
+from brigade.ranks.runner.ranks import RankResults, RunOptions, draw_seeds
+from brigade.ranks.runner.server import SERVER
+from brigade.ranks.texts import PACKAGE, find_sources
 
 # As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
 # this long for torchrun to end it. If the failure was on another machine, the process then ends by itself.
@@ -64,7 +64,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         os.environ.update(make_nccl_environments(local_size, how.share_gpu)[local_rank])
     from torch import distributed as dist
 
-    from brigade.rank import main as inside
+    from brigade.ranks.rank import main as inside
 
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}

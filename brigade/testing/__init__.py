@@ -19,8 +19,8 @@ A claim that is wrong raises an AssertionError, which says what was expected, wh
 cause. docs/testing.md describes it, with examples.
 """
 
-from brigade.claims import At, Launches, Step
-from brigade.runner.ranks import PerRank, RankFailure
+from brigade.ranks.claims import At, Launches, Step
+from brigade.ranks.runner.ranks import PerRank, RankFailure
 from brigade.testing.in_ranks import step, watch
 from brigade.testing.observed import Observed
 from brigade.testing.running import run

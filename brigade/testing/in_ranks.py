@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from brigade.rank import recording
-from brigade.rank.memory import LiveMemory, get_local, list_tensors
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.memory import LiveMemory, get_local, list_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Kinds = dict[str, list[Tensor]]

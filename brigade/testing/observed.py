@@ -1,4 +1,4 @@
-"""What was observed in a run. `brigade.claims` has the claims about its steps and launches."""
+"""What was observed in a run. `brigade.ranks.claims` has the claims about its steps and launches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from brigade.claims import At, Launches, Step
-from brigade.runner.ranks import RankResults
+from brigade.ranks.claims import At, Launches, Step
+from brigade.ranks.runner.ranks import RankResults
 
 
 class Observed(Sequence[Any]):
     """The results of a run: `seen[rank]` is what the driver returned there.
 
-    `events[rank]` is the record of a rank (`brigade/events.py` describes it), and `output[rank]` what it printed.
+    `events[rank]` is the record of a rank (`brigade/ranks/events.py` describes it), and `output[rank]` what it printed.
     """
 
     def __init__(self, results: RankResults):

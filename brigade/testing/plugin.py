@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from brigade.runner.machine import count_gpus
+from brigade.ranks.runner.machine import count_gpus
 from brigade.testing.observed import Observed
 from brigade.testing.running import run
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from brigade.runner.ranks import PerRank, run_ranks, take_own
+from brigade.ranks.runner.ranks import PerRank, run_ranks, take_own
 from brigade.testing import in_ranks
 from brigade.testing.observed import Observed
 

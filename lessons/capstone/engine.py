@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from brigade.events import count_sent_bytes, launches
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.events import count_sent_bytes, launches
+from brigade.ranks.runner.ranks import run_ranks
 
 WHOLE, SHARD, PARTIAL = "replicated", "sharded", "partial"  # partial: every rank has a summand
 

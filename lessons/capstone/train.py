@@ -24,20 +24,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.linalg import vector_norm
 
-from brigade.checks.tiny_lm import SIZES
-from brigade.cli.console import console
-from brigade.cli.lab import choose_ranks
-from brigade.cli.options import ABOVE_ZERO, AT_LEAST_ONE, add, add_target, resolve_results_file
-from brigade.course.listing import find_unwritten_parts
-from brigade.course.modules import MODULES, ROOT, CourseError, find_module, get_module
-from brigade.course.submission import Snapshot, select_named
+from brigade.course.checks.tiny_lm import SIZES
+from brigade.course.cli.console import console
+from brigade.course.cli.options import ABOVE_ZERO, AT_LEAST_ONE, add, add_target, resolve_results_file
+from brigade.course.table.listing import find_unwritten_parts
+from brigade.course.table.modules import MODULES, ROOT, CourseError, find_module, get_module
+from brigade.course.table.submission import Snapshot, select_named
 from brigade.lab import bench, checkpoint, corpus, on_ranks, torchrun
+from brigade.lab.cli.lab import choose_ranks
 from brigade.lab.experiment import run_to_status, show_progress
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, Workload, fit_batch, get_engine, run_benchmark
 from brigade.lab.plots import make_training_table
-from brigade.rank import recording
-from brigade.rank.api import student
-from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import student
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
 
 LOCKSTEP, DUMPS = find_module("LockstepLoop"), find_module("diagnose")
 LOOP, POST_MORTEM = LOCKSTEP.package, DUMPS.package

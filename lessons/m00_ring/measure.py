@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from brigade.lab import emulated_link
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 LINK = emulated_link.Link(latency_s=30e-3, bytes_per_s=4e6)  # so slow that Python's own time hardly counts
 SIZES = {12_000: 2, 120_000: 2, 960_000: 1}  # bytes -> number of measurements, of which the fastest counts

@@ -6,8 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.checks.tiny_lm import make_tiny_lm
-from brigade.runner.ranks import run_ranks
+from brigade.course.checks.tiny_lm import make_tiny_lm
+from brigade.ranks.runner.ranks import run_ranks
 
 
 def measure(rounds=20):

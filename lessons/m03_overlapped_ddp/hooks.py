@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.runner.ranks import run_ranks
 
 
 def average(tensor):

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
-from brigade.rank.recording import name_parameters
-from brigade.runner.ranks import RankFailure
+from brigade.ranks.rank.api import student
+from brigade.ranks.rank.recording import name_parameters
+from brigade.ranks.runner.ranks import RankFailure
 
 CASES = [(3, 3, ["ab", "ab"]), (3, 3, ["ab", "ba"]), (3, 5, ["ab", "ba"]), (3, 5, ["ab", "b"])]
 

@@ -1,8 +1,8 @@
 """Print how many buckets `plan_buckets` makes for XL's 435 parameters, with caps of 1, 10, 100 and 1000 MiB."""
 
-from brigade.checks.tiny_lm import make_tiny_lm
+from brigade.course.checks.tiny_lm import make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 
 def count_buckets(caps_mib):

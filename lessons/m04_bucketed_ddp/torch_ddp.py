@@ -3,10 +3,10 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.checks.tiny_lm import language_loss, make_tiny_lm
-from brigade.events import launches
-from brigade.rank import recording
-from brigade.runner.ranks import run_ranks
+from brigade.course.checks.tiny_lm import language_loss, make_tiny_lm
+from brigade.ranks.events import launches
+from brigade.ranks.rank import recording
+from brigade.ranks.runner.ranks import run_ranks
 
 
 def run_three_steps(find_unused_parameters):

@@ -1,7 +1,7 @@
 """Call the six hooks of the picture on your LaunchQueue, and print what each of them launches."""
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 BUCKETS = {"p5": 0, "p3": 1, "p2": 1, "p4": 0, "p1": 2, "p0": 2}  # in the order in which gradients become ready
 

@@ -3,10 +3,10 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.checks.tiny_lm import language_loss, make_tiny_lm
+from brigade.course.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
-from brigade.rank.memory import is_self_copy
+from brigade.ranks.rank.api import student
+from brigade.ranks.rank.memory import is_self_copy
 
 KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added", "zero_": "zeroed"}
 

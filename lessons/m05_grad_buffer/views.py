@@ -3,7 +3,7 @@
 import torch
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 CASES = ["the view", "None", "a new tensor"]  # what p.grad is before the call
 

@@ -11,10 +11,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.checks.tiny_lm import language_loss, make_tiny_lm
+from brigade.course.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab import emulated_link
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 HALF = 0.8  # the time of a reduce-scatter of all gradients on the link, relative to backward
 CASES = [1, 2, 4, None]  # buckets_per_group

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.runner.ranks import run_ranks
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

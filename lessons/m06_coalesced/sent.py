@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.runner.ranks import run_ranks
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

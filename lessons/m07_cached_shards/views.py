@@ -4,9 +4,9 @@ import timeit
 
 import torch
 
-from brigade.checks.tiny_lm import make_tiny_lm
+from brigade.course.checks.tiny_lm import make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 
 def count_xl_buckets(ranks):

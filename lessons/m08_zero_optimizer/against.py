@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.checks.tiny_lm import language_loss, make_tiny_lm
+from brigade.course.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 ADAM = torch.optim.AdamW
 FLAT = {"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}  # torch's options that avoid copies

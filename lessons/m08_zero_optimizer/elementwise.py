@@ -5,7 +5,7 @@ import inspect
 import torch
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 
 def classify():

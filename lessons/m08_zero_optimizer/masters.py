@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 
 def train(has_main_params):

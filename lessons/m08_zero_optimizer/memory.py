@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from brigade.course.modules import get_module
+from brigade.course.table.modules import get_module
 from brigade.lab.experiment import run_experiment
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Workload, get_variant, run_benchmark
 

@@ -6,11 +6,11 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.checks.tiny_lm import language_loss, make_tiny_lm
-from brigade.events import launches
+from brigade.course.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.rank import recording
-from brigade.rank.api import student
+from brigade.ranks.events import launches
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import student
 
 TORCH = "torch DDP + ZeroRedundancyOptimizer"
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
-from brigade.rank.memory import LiveMemory
+from brigade.ranks.rank.api import student
+from brigade.ranks.rank.memory import LiveMemory
 
 LAYERS, WIDTH = 16, 512  # the weights of a layer take 1 MiB, and so does a bucket
 

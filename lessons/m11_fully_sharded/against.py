@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from brigade.checks.tiny_lm import Block, language_loss, make_tiny_lm
-from brigade.events import launches
+from brigade.course.checks.tiny_lm import Block, language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.rank import recording
-from brigade.rank.api import student
+from brigade.ranks.events import launches
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import student
 
 
 def wrap_torch(model):

@@ -2,11 +2,11 @@
 
 import torch
 
-from brigade.checks.tiny_lm import Block, language_loss, make_tiny_lm
-from brigade.events import launches
+from brigade.course.checks.tiny_lm import Block, language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.rank import recording
-from brigade.rank.api import student
+from brigade.ranks.events import launches
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import student
 
 SETTINGS = [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 2}, {"reshard_after_forward": False}]
 

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.runner.ranks import run_ranks
 
 STEPS = 100
 COMPUTE_S = 0.010

@@ -10,10 +10,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.checks.tiny_lm import Size, TinyLM
+from brigade.course.checks.tiny_lm import Size, TinyLM
 from brigade.lab import corpus
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 SIZE = Size(d_model=64, d_ff=176, layers=2, heads=4, vocabulary=256, context=128)
 STEPS, EVERY, SEQUENCES, SEEDS = 120, 20, 4, 3  # steps, steps between measurements, sequences per rank and step, runs

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 TOKENS = ([6.0], [10 / 3] * 3)  # the gradient of each token, by rank
 WEIGHTS = {

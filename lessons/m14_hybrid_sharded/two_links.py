@@ -16,7 +16,7 @@ from torch import nn
 from brigade.lab import emulated_link
 from brigade.lab.emulated_link import Link
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 UNITS, WIDTH = 8, 64
 BACKWARD_S = 0.2

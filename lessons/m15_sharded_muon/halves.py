@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 ROWS, COLUMNS = 64, 256
 

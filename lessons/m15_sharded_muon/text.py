@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from brigade.checks.tiny_lm import Size, TinyLM, language_loss
+from brigade.course.checks.tiny_lm import Size, TinyLM, language_loss
 from brigade.lab import corpus
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 SIZE = Size(d_model=64, d_ff=176, layers=2, heads=4, vocabulary=256, context=64)
 STEPS, EVERY, BATCH, SEEDS = 120, 20, 16, 2  # steps, steps between measurements, windows of text per step, runs

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 NUMEL, STEPS, RATE = 4096, 100, 0.1
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -3,7 +3,7 @@
 import torch
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 STEPS, RATE, GRADIENT = 1000, 2**-10, 1 + 2**-9
 

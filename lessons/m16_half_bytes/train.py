@@ -6,10 +6,10 @@ Also print how far the gradients of two ranks' batches are from each other, rela
 import torch
 import torch.distributed as dist
 
-from brigade.checks.tiny_lm import Size, TinyLM, language_loss
+from brigade.course.checks.tiny_lm import Size, TinyLM, language_loss
 from brigade.lab import corpus
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 SIZE = Size(d_model=64, d_ff=176, layers=2, heads=4, vocabulary=256, context=64)
 WRAPPERS = {"32 bits": ("m07_cached_shards", "CachedDDP"), "16 bits": ("m16_half_bytes", "HalfBytesDDP")}

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from brigade.lab.experiment import run_experiment
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 RANKS = (2, 3, 4, 6, 8)
 NUMEL = 24 * 4096  # every number of ranks divides it

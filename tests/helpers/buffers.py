@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from brigade.checks.diagnose.evidence import find_unreduced
-from brigade.checks.expectations import (
+from brigade.course.checks.diagnose.evidence import find_unreduced
+from brigade.course.checks.expectations import (
     expect_overlap,
     expect_trained,
     explain_failures,
@@ -16,7 +16,7 @@ from brigade.checks.expectations import (
     replace_cause,
     require_launches,
 )
-from brigade.claims import At, each_step, in_phase
+from brigade.ranks.claims import At, each_step, in_phase
 from m05_grad_buffer import causes, scenario
 from m05_grad_buffer.expected import compute_layout
 

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from brigade.checks.diagnose.evidence import find_leftover
-from brigade.checks.expectations import explain_last_launch
-from brigade.claims import Launches, in_phase
-from brigade.events import launches, list_backward_passes
-from brigade.runner.ranks import PerRank, RankResults
-from brigade.verdict import CheckFailed
+from brigade.course.checks.diagnose.evidence import find_leftover
+from brigade.course.checks.expectations import explain_last_launch
+from brigade.ranks.claims import Launches, in_phase
+from brigade.ranks.events import launches, list_backward_passes
+from brigade.ranks.runner.ranks import PerRank, RankResults
+from brigade.ranks.verdict import CheckFailed
 from helpers import training
 
 

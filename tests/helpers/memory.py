@@ -9,10 +9,10 @@ import random
 
 import torch
 
-from brigade.checks.expectations import replace_cause
-from brigade.claims import At
-from brigade.runner.ranks import PerRank
-from brigade.witness.content import Values, collect, list_factors
+from brigade.course.checks.expectations import replace_cause
+from brigade.grader.witness.content import Values, collect, list_factors
+from brigade.ranks.claims import At
+from brigade.ranks.runner.ranks import PerRank
 from helpers.training import draw
 
 SAMPLE = 1000  # numbers for which the grader looks in the launches

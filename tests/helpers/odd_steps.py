@@ -4,18 +4,18 @@ from functools import partial
 
 import torch
 
-from brigade.checks.diagnose.evidence import (
+from brigade.course.checks.diagnose.evidence import (
     READ_IN_FORWARD,
     Evidence,
     explain_inside,
     find_leftover,
     find_no_sync_launches,
 )
-from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
-from brigade.checks.expectations import expect_equal, expect_weights, replace_cause
-from brigade.claims import At, Launches, Step, after, each_step, in_phase
-from brigade.events import launches, list_backward_passes
-from brigade.runner.ranks import PerRank
+from brigade.course.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
+from brigade.course.checks.expectations import expect_equal, expect_weights, replace_cause
+from brigade.ranks.claims import At, Launches, Step, after, each_step, in_phase
+from brigade.ranks.events import launches, list_backward_passes
+from brigade.ranks.runner.ranks import PerRank
 from helpers import training
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import coverage
 
-from brigade.ipc.channel import Channel
+from brigade.ranks.ipc.channel import Channel
 
 
 def saving(send: Any) -> Any:

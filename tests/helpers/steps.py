@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import expect_gradients, expect_start, expect_weights, find_cause, replace_cause
-from brigade.claims import At
+from brigade.course.checks.expectations import expect_gradients, expect_start, expect_weights, find_cause, replace_cause
+from brigade.ranks.claims import At
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel
 from helpers.easier import blame_visits

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
-from brigade.checks.forms import Maybe, like, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.recording import phase
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
+from brigade.course.checks.forms import Maybe, like, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.recording import phase
 
 # Where forwards may come that do not belong to the step, and which: see `visit`.
 PLACES = (
@@ -264,8 +264,8 @@ def train(job: dict) -> dict:
     return results | {"interface": describe_interface(ddp, model)}
 
 
-train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
-train.reports = ("ready",)  # brigade/checks/borders.py demands them
+train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train.reports = ("ready",)  # brigade/course/checks/borders.py demands them
 
 
 @returns(lambda job: Maybe(like_gradients(job)))

@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, expect_equal, explain_failures, replace_cause
-from brigade.claims import At, each_step, evaluate
+from brigade.course.checks.expectations import MANY_STEPS, expect_equal, explain_failures, replace_cause
+from brigade.ranks.claims import At, each_step, evaluate
 from m11_fully_sharded import causes, scenario
 from m11_fully_sharded.expected import get_unit_type, lay_out, train_plain
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
-from brigade.claims import At, show
+from brigade.course.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
+from brigade.ranks.claims import At, show
 from helpers.buffers import compute_padded_numel
 from helpers.steps import split_ranks
 from m08_zero_optimizer import causes

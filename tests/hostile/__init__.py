@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brigade.course.modules import ROOT, get_module, select_modules
-from brigade.sandbox.users import FIRST_UID
+from brigade.course.table.modules import ROOT, get_module, select_modules
+from brigade.ranks.sandbox.users import FIRST_UID
 
 MODULE_1 = get_module(1)
 SOME = ("test_gradients_are_averaged", "test_one_all_reduce_per_parameter")  # of module 1's checks: 3 points

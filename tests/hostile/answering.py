@@ -37,7 +37,7 @@ while frame:
     frame = frame.f_back
 === sends a list without answers | 0 | were asked for, and none came | alone NAMES modules=13 checks=ALL
 import signal
-from brigade.ipc import wire
+from brigade.ranks.ipc import wire
 frame = sys._getframe()
 while frame.f_code.co_name != "main" or "channel" not in frame.f_locals:
     frame = frame.f_back

@@ -102,7 +102,8 @@ send(b'R', message('[' + '[], ' * 999_999 + '[]]'))
 # What `LiveMemory` counts is nothing. Only the kernel's limit shows how much memory the rank has.
 NOTHING = """
 import sys
-sys.modules["brigade.rank.memory"].LiveMemory.count = lambda self, **kinds: {**dict.fromkeys(kinds, 0), "other": 0}
+memory = sys.modules["brigade.ranks.rank.memory"].LiveMemory
+memory.count = lambda self, **kinds: {**dict.fromkeys(kinds, 0), "other": 0}
 """
 TOO_MUCH = "MiB of memory, besides what torch needs"
 MEMORY = ("test_gradient_memory", "test_scratch")

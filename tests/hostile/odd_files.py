@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 from hostile import MODULE_1, ONE, Hostile, reference, write
 
 SOLUTION = ROOT / "solutions" / MODULE_1.path

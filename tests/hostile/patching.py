@@ -5,7 +5,7 @@ from pathlib import Path
 from hostile import ONE, Hostile, parse, reference, write
 
 NAMES = ("conftest.py", "sitecustomize.py", "usercustomize.py", "torch/__init__.py", "brigade/__init__.py",
-         "brigade/rank/main.py", "pytest.py", "json.py", "helpers/training.py")  # fmt: skip
+         "brigade/ranks/rank/main.py", "pytest.py", "json.py", "helpers/training.py")  # fmt: skip
 
 
 def write_shadowing_files(directory: Path) -> None:
@@ -30,10 +30,10 @@ time.sleep = lambda seconds: None
 === the toolkit's own functions, for the skeleton | 0 | part (b) | skeleton
 import sys
 for name, module in list(sys.modules.items()):
-    if name.startswith("brigade.") and name != "brigade.course.submission":
+    if name.startswith("brigade.") and name != "brigade.course.table.submission":
         for inner in ("expect", "expect_equal", "verdict", "passed", "launches"):
             setattr(module, inner, lambda *args, **kwargs: True)
-try: import brigade.checks.expectations, brigade.grade.grading
+try: import brigade.course.checks.expectations, brigade.grader.grading
 except ImportError: pass
 """,
 ) + [

@@ -2,7 +2,7 @@
 
 from types import CodeType
 
-from brigade.course.modules import ROOT, get_module
+from brigade.course.table.modules import ROOT, get_module
 from hostile import parse
 from m17_prove_it.faults import FAULTS
 from m17_prove_it.hidden import HIDDEN

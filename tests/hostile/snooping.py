@@ -5,20 +5,21 @@ Each raises SystemExit when it finds something, so that full points prove that t
 
 import importlib
 
-from brigade.checks.context import CheckContext
-from brigade.checks.outcome import Outcome
-from brigade.checks.reference import Case
-from brigade.course.modules import ROOT, get_module
-from brigade.grade.outcome import Grading
-from brigade.witness.switch import Switch
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.outcome import Outcome
+from brigade.course.checks.reference import Case
+from brigade.course.table.modules import ROOT, get_module
+from brigade.grader.outcome import Grading
+from brigade.grader.witness.switch import Switch
 from hostile import ALL, Hostile, files, parse, quote
 
 # What only the parent has: modules, classes, and words of the checks and of the command line.
-PARENT_ONLY = ["brigade.checks.expectations", "brigade.checks.run", "brigade.checks.reference"]
+PARENT_ONLY = ["brigade.course.checks.expectations", "brigade.course.checks.run", "brigade.course.checks.reference"]
 assert all(map(importlib.util.find_spec, PARENT_ONLY))
 CLASSES = [one.__name__ for one in (Case, CheckContext, Grading, Outcome, Switch)]
 CHECKS = "tests/test_m01_naive_ddp.py"
-WORDS = [quote(CHECKS, "expect_gradients"), quote(CHECKS, "points(2)"), quote("brigade/cli/grade.py", "--submission")]
+WORDS = [quote(CHECKS, "expect_gradients"), quote(CHECKS, "points(2)")]
+WORDS += [quote("brigade/grader/cli/grade.py", "--submission")]
 FILES = [quote("solutions/m01_naive_ddp/naive_ddp.py"), quote(CHECKS), ".git/HEAD", "tests", "solutions", ".git"]
 FLAT = (ROOT / "solutions" / get_module(2).path).read_text()
 FOUND = f"""
@@ -59,7 +60,7 @@ for name, value in os.environ.items():
 === walks frames and objects for what the checks know | 3 |  | together FOUND
 import gc, sys
 for name in list(sys.modules):
-    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grade")): found(name)
+    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grader")): found(name)
     if name in PARENT_ONLY or name.endswith((".expected", ".causes")): found(name)
 def look(value):
     if type(value).__name__ in CLASSES: found(value)

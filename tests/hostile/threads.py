@@ -50,13 +50,13 @@ class NaiveDDP(NaiveDDP):
         apart(dist.new_group)
         super().__init__(module, process_group)
 === a border for which a thread asks | 0 | TOLD
-from brigade.rank import recording
+from brigade.ranks.rank import recording
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
         apart(recording.ask, 0, 0, torch.zeros(4))
         super().finish_grad_sync()
 === an event that a thread records | 0 | TOLD
-from brigade.rank import recording
+from brigade.ranks.rank import recording
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
         apart(recording.note, "wait")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mutants import find_mutant
 
-from brigade.course.modules import get_module
+from brigade.course.table.modules import get_module
 from hostile import Hostile, parse, reference
 
 FIND = """
@@ -59,16 +59,16 @@ def before_launch(ddp, parameter):
 # It computes backward as if there were no borders, and asks for their factors while it launches.
 NO_FACTORS = """
 def forge(ddp):
-    prepare(ddp, sys.modules["brigade.rank.recording"].ask)
+    prepare(ddp, sys.modules["brigade.ranks.rank.recording"].ask)
     def scale(seeds, number, grad):
         ddp.asked.append((seeds["batch"], number, grad))
         return grad
-    sys.modules["brigade.checks.edge_case_models"].border.__globals__["scale"] = scale
+    sys.modules["brigade.course.checks.edge_case_models"].border.__globals__["scale"] = scale
 """
 # It asks for the factors in backward, and again while it launches.
 AGAIN = """
 def forge(ddp):
-    recording = sys.modules["brigade.rank.recording"]
+    recording = sys.modules["brigade.ranks.rank.recording"]
     ask = vars(recording).setdefault("ask_once", recording.ask)
     prepare(ddp, ask)
     def ask_and_keep(*question):
@@ -80,7 +80,7 @@ def forge(ddp):
 EARLY = """
 class PrefetchedDDP(PrefetchedDDP):
     def forward(self, x, **kwargs):
-        recorder, models = find("Recorder"), sys.modules["brigade.checks.edge_case_models"]
+        recorder, models = find("Recorder"), sys.modules["brigade.course.checks.edge_case_models"]
         self.__dict__["factors"], self.__dict__["batch_size"] = {}, len(x)
         note, scale = type(recorder).note, models.scale
         for name, module in self.module.named_modules():
@@ -115,7 +115,7 @@ REPLAY = """
 class OverlappedDDP(OverlappedDDP):
     step, factors = 0, {}
     def forward(self, *args, **kwargs):
-        recording = sys.modules["brigade.rank.recording"]
+        recording = sys.modules["brigade.ranks.rank.recording"]
         ask, known = vars(recording).setdefault("ask_once", recording.ask), self.factors
         def ask_and_keep(batch, number, x):
             if (batch, number) not in known: known[batch, number] = ask(batch, number, x)
@@ -132,7 +132,7 @@ class OverlappedDDP(OverlappedDDP):
         self.step += 1
     @torch.enable_grad()
     def replay(self):
-        frame, compute_loss = sys._getframe(), sys.modules["brigade.checks.edge_case_models"].compute_loss
+        frame, compute_loss = sys._getframe(), sys.modules["brigade.course.checks.edge_case_models"].compute_loss
         while frame.f_code.co_name != "train": frame = frame.f_back
         train, parameters = frame.f_locals, dict(self.module.named_parameters())
         train["optimizer"].state.clear()
@@ -148,7 +148,7 @@ class OverlappedDDP(OverlappedDDP):
 """
 # It returns complex numbers, whose imaginary parts are 0.
 COMPLEX = """
-wire = sys.modules["brigade.ipc.wire"]
+wire = sys.modules["brigade.ranks.ipc.wire"]
 def make_complex(value, encode=wire.encode):
     def change(part):
         if isinstance(part, dict): return {key: change(item) for key, item in part.items()}
@@ -160,7 +160,7 @@ wire.encode = make_complex
 # It does not report the events of these kinds.
 SILENT = """
 def silence(*kinds):
-    recorder = sys.modules["brigade.rank.recording"]._recorder
+    recorder = sys.modules["brigade.ranks.rank.recording"]._recorder
     sink = recorder._sink
     recorder._sink = lambda event: None if event["kind"] in kinds else sink(event)
 """
@@ -208,14 +208,14 @@ def before_launch(ddp, parameter):
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
         for _ in range(1000):
-            sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, numel=1 << 20, values="")
+            sys.modules["brigade.ranks.rank.recording"].note("border", batch=0, number=0, numel=1 << 20, values="")
             find("Channel")._send()
 === asks a thousand questions at once | 0 | went on before it had the answer | checks=ONE
 class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self):
         find("Channel")._sent_at = float("inf")  # send them in one message, however slow the machine is
         for _ in range(1000):
-            sys.modules["brigade.rank.recording"].note("border", batch=0, number=0, numel=1 << 20, values="")
+            sys.modules["brigade.ranks.rank.recording"].note("border", batch=0, number=0, numel=1 << 20, values="")
         find("Channel")._send()
 === tensors that lie about their sizes | 0 | its event has nbytes | modules=3 checks=ONE
 class Parcel(torch.nn.Parameter):
@@ -288,7 +288,7 @@ class OverlappedDDP(OverlappedDDP):
         parameters = list(self.in_flight)
         for handle in self.in_flight.values(): handle.wait()
         self.in_flight.clear()
-        recorder = sys.modules["brigade.rank.recording"]._recorder
+        recorder = sys.modules["brigade.ranks.rank.recording"]._recorder
         before, recorder.phase = recorder.phase, "elsewhere"
         for parameter in parameters: dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, self.process_group)
         recorder.phase = before

@@ -2,8 +2,8 @@
 
 import torch
 
-from brigade.checks.diagnose.exceptions import Symptom
-from brigade.events import OPPOSITES, launches
+from brigade.course.checks.diagnose.exceptions import Symptom
+from brigade.ranks.events import OPPOSITES, launches
 
 UNEVEN = "the function does not check the remainder. Compare len(batch) % world_size with 0."
 NOT_CONTIGUOUS = "the function never calls tensor.is_contiguous(). A message must be one piece of memory."

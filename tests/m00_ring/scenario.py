@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from brigade.checks.forms import Like, Maybe, OneOf, returns
-from brigade.rank import recording
-from brigade.rank.api import student
-from brigade.rank.memory import LiveMemory
+from brigade.course.checks.forms import Like, Maybe, OneOf, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import student
+from brigade.ranks.rank.memory import LiveMemory
 from helpers.training import create_group, draw, name_error
 
 

@@ -1,6 +1,6 @@
 """Likely causes when a check of module 1 fails."""
 
-from brigade.checks.diagnose.exceptions import Symptom
+from brigade.course.checks.diagnose.exceptions import Symptom
 
 ASSIGNED = "assign a gradient|assigned grad"
 SYMPTOMS = [

@@ -1,9 +1,9 @@
 """Functions that the ranks run in the checks of module 1, apart from training."""
 
-from brigade.checks import edge_case_models
-from brigade.checks.forms import returns
-from brigade.rank.api import student
-from brigade.rank.recording import phase
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.forms import returns
+from brigade.ranks.rank.api import student
+from brigade.ranks.rank.recording import phase
 from helpers.training import build, create_group, like_state, wrap
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from brigade.checks.diagnose.exceptions import Symptom
-from brigade.events import launches
-from brigade.verdict import join_names
+from brigade.course.checks.diagnose.exceptions import Symptom
+from brigade.ranks.events import launches
+from brigade.ranks.verdict import join_names
 from m01_naive_ddp.causes import ASSIGNED
 
 COPY = (

@@ -1,7 +1,7 @@
 """Likely causes when a check of module 3 fails."""
 
-from brigade.checks.diagnose.evidence import find_repeated_reduction
-from brigade.events import launches
+from brigade.course.checks.diagnose.evidence import find_repeated_reduction
+from brigade.ranks.events import launches
 
 IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
 BLOCKING = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."

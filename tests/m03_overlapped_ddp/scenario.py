@@ -1,9 +1,9 @@
 """Functions that the ranks run in the checks of module 3, apart from training."""
 
-from brigade.checks.edge_case_models import copy_gradients
-from brigade.checks.forms import returns
-from brigade.rank import recording
-from brigade.rank.recording import phase
+from brigade.course.checks.edge_case_models import copy_gradients
+from brigade.course.checks.forms import returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.recording import phase
 from helpers.training import Interruption, build, forward_backward, like_gradients, wrap
 
 

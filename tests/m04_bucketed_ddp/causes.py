@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from brigade.checks.diagnose.evidence import find_leftover
-from brigade.checks.diagnose.exceptions import Symptom, get_events
-from brigade.events import launches
+from brigade.course.checks.diagnose.evidence import find_leftover
+from brigade.course.checks.diagnose.exceptions import Symptom, get_events
+from brigade.ranks.events import launches
 from helpers import training
 from helpers.easier import explain_late_launches
 from m04_bucketed_ddp import scenario

@@ -2,9 +2,9 @@
 
 import torch
 
-from brigade.checks.forms import ListOf, returns
-from brigade.checks.tiny_lm import make_tiny_lm
-from brigade.rank.api import student
+from brigade.course.checks.forms import ListOf, returns
+from brigade.course.checks.tiny_lm import make_tiny_lm
+from brigade.ranks.rank.api import student
 
 
 @returns(lambda cases: [ListOf(ListOf(int))] * len(cases))

@@ -5,9 +5,9 @@ import operator
 
 import torch
 
-from brigade.checks.diagnose.evidence import find_leftover
-from brigade.checks.diagnose.exceptions import Symptom
-from brigade.verdict import join_names
+from brigade.course.checks.diagnose.evidence import find_leftover
+from brigade.course.checks.diagnose.exceptions import Symptom
+from brigade.ranks.verdict import join_names
 from m02_flat_ddp.causes import OTHER_DTYPE
 
 # plan_layout

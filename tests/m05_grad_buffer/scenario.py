@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
-from brigade.checks.forms import DictOf, Like, ListOf, Maybe, OneOf, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.memory import is_self_copy, list_tensors
-from brigade.rank.recording import phase
+from brigade.course.checks.edge_case_models import OPTIMIZERS, compute_loss
+from brigade.course.checks.forms import DictOf, Like, ListOf, Maybe, OneOf, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.memory import is_self_copy, list_tensors
+from brigade.ranks.rank.recording import phase
 from helpers.training import (
     Dots,
     build,
@@ -190,8 +190,8 @@ def train(job: dict) -> dict:
     return {"weights": weights, "buffers": buffers}
 
 
-train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
-train.reports = ("ready",)  # brigade/checks/borders.py demands them
+train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train.reports = ("ready",)  # brigade/course/checks/borders.py demands them
 
 
 class Ledger(TorchDispatchMode):

@@ -4,11 +4,11 @@ from collections import Counter
 
 import torch
 
-from brigade.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged
-from brigade.checks.diagnose.exceptions import Symptom
-from brigade.checks.diagnose.tensors import agree
-from brigade.events import follow_steps, launches
-from brigade.progress import Progress
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged
+from brigade.course.checks.diagnose.exceptions import Symptom
+from brigade.course.checks.diagnose.tensors import agree
+from brigade.ranks.events import follow_steps, launches
+from brigade.ranks.progress import Progress
 
 # coalesce
 MADE_BY_WAIT = (

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.checks.edge_case_models import OPTIMIZERS
-from brigade.checks.forms import Like, Maybe, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.recording import phase
+from brigade.course.checks.edge_case_models import OPTIMIZERS
+from brigade.course.checks.forms import Like, Maybe, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.recording import phase
 from helpers.training import Interruption, build, create_group, forward_backward, like_weights, wrap
 
 
@@ -213,8 +213,8 @@ def train_on_shards(job: dict) -> dict:
     return {"grad_data": first, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-train_on_shards.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
-train_on_shards.reports = ("ready",)  # brigade/checks/borders.py demands them
+train_on_shards.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train_on_shards.reports = ("ready",)  # brigade/course/checks/borders.py demands them
 
 
 def locate_in_group(job: dict) -> tuple[int, int]:

@@ -3,8 +3,8 @@
 import re
 from collections import Counter
 
-from brigade.checks.diagnose.evidence import find_leftover
-from brigade.verdict import join_names
+from brigade.course.checks.diagnose.evidence import find_leftover
+from brigade.ranks.verdict import join_names
 from m06_coalesced.causes import UNEQUAL_SHARDS
 
 WRONG_VIEW = (

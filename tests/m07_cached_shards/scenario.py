@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from brigade.checks.edge_case_models import compute_loss, copy_gradients
-from brigade.checks.forms import ListOf, returns
-from brigade.rank import recording
-from brigade.rank.memory import list_tensors
+from brigade.course.checks.edge_case_models import compute_loss, copy_gradients
+from brigade.course.checks.forms import ListOf, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.memory import list_tensors
 from helpers.training import build, like_gradients, like_weights, move_to_device, wrap
 
 # These return the whole tensor under another name. They do not slice it, and code needs them to write without autograd.

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from brigade.checks.diagnose.evidence import TOO_LARGE, is_averaged
-from brigade.checks.diagnose.exceptions import Symptom
-from brigade.checks.diagnose.tensors import agree
-from brigade.checks.expectations import OVER_PRESENT, expect_equal, format_ranks, join_names
-from brigade.events import launches, list_ready_gradients
-from brigade.verdict import CheckFailed
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, is_averaged
+from brigade.course.checks.diagnose.exceptions import Symptom
+from brigade.course.checks.diagnose.tensors import agree
+from brigade.course.checks.expectations import OVER_PRESENT, expect_equal, format_ranks, join_names
+from brigade.ranks.events import launches, list_ready_gradients
+from brigade.ranks.verdict import CheckFailed
 from m02_flat_ddp.causes import OTHER_DTYPE
 from m08_zero_optimizer.expected import (
     compute_dots_weights,

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from brigade.checks.reference import compute_loss
+from brigade.course.checks.reference import compute_loss
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer import scenario_sharded as m08_sharded
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR
 
-from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import compute_loss
-from brigade.checks.forms import Anything, ListOf, Maybe, like, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.memory import list_tensors
-from brigade.rank.recording import phase
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.edge_case_models import compute_loss
+from brigade.course.checks.forms import Anything, ListOf, Maybe, like, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.memory import list_tensors
+from brigade.ranks.rank.recording import phase
 from helpers.training import (
     PLACES,
     Dots,
@@ -192,7 +192,7 @@ def train(job: dict) -> dict:
     return train_wrapped(job, ddp, model, gradients)
 
 
-train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
 
 
 @returns(lambda job: Maybe(like_weights(job)))

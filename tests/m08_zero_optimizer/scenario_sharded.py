@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brigade.checks.edge_case_models import compute_loss
-from brigade.checks.forms import Maybe, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.recording import phase
+from brigade.course.checks.edge_case_models import compute_loss
+from brigade.course.checks.forms import Maybe, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.recording import phase
 from helpers.training import build, create_group, draw, follow, like_weights, move_to_device
 from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, form_steps, take_steps
 

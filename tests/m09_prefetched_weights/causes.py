@@ -3,10 +3,10 @@
 from collections import Counter
 from itertools import pairwise
 
-from brigade.checks.diagnose.evidence import find_wrong_group
-from brigade.checks.expectations import join_names
-from brigade.events import launches, list_step_events
-from brigade.runner.ranks import PerRank
+from brigade.course.checks.diagnose.evidence import find_wrong_group
+from brigade.course.checks.expectations import join_names
+from brigade.ranks.events import launches, list_step_events
+from brigade.ranks.runner.ranks import PerRank
 from m09_prefetched_weights import scenario
 
 AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launch them; forward waits."

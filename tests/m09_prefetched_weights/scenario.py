@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from brigade.checks.edge_case_models import compute_loss
-from brigade.checks.forms import Like, returns
-from brigade.rank import recording
-from brigade.rank.api import device
-from brigade.rank.recording import phase
+from brigade.course.checks.edge_case_models import compute_loss
+from brigade.course.checks.forms import Like, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device
+from brigade.ranks.rank.recording import phase
 from helpers.training import like_weights, move_to_device, wrap
 from m08_zero_optimizer.scenario import build, build_param_group, make_zero_optimizer
 
@@ -71,7 +71,7 @@ def observe(job: dict) -> None:
         ddp.finish_param_sync()  # the second call does nothing
 
 
-observe.reports = ("module",)  # brigade/checks/borders.py demands them
+observe.reports = ("module",)  # brigade/course/checks/borders.py demands them
 
 
 def form_read(job: dict) -> dict:

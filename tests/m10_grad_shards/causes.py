@@ -5,10 +5,10 @@ import re
 from collections import defaultdict
 from functools import partial
 
-from brigade.checks.diagnose.evidence import TOO_LARGE, find_wrong_group, is_averaged
-from brigade.checks.expectations import join_names
-from brigade.events import launches
-from brigade.runner.ranks import PerRank
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, find_wrong_group, is_averaged
+from brigade.course.checks.expectations import join_names
+from brigade.ranks.events import launches
+from brigade.ranks.runner.ranks import PerRank
 from helpers.odd_steps import LATE_FORWARDS, LOST_BETWEEN
 from m08_zero_optimizer.expected import compute_weights
 from m10_grad_shards import scenario

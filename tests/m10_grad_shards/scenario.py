@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from brigade.checks.edge_case_models import compute_loss
-from brigade.checks.forms import Like, ListOf, Maybe, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.memory import LiveMemory
-from brigade.rank.recording import phase
+from brigade.course.checks.edge_case_models import compute_loss
+from brigade.course.checks.forms import Like, ListOf, Maybe, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.memory import LiveMemory
+from brigade.ranks.rank.recording import phase
 from helpers.training import (
     PLACES,
     Large,
@@ -65,7 +65,7 @@ def train(job: dict) -> dict:
     return m08_zero.train_wrapped(job, ddp, model, gradients) | {"left": sorted(left)}
 
 
-train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
 
 
 def finish(ddp: nn.Module, model: nn.Module, left: set[str]) -> None:

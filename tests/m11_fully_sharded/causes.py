@@ -7,13 +7,13 @@ from collections import Counter
 
 import torch
 
-from brigade.checks import edge_case_models
-from brigade.checks.diagnose.evidence import TOO_LARGE, find_no_sync_launches, find_wrong_group, is_averaged
-from brigade.checks.diagnose.exceptions import Symptom
-from brigade.claims import show
-from brigade.events import launches
-from brigade.runner.ranks import PerRank
-from brigade.verdict import USUAL_CAUSE, join_names
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, find_no_sync_launches, find_wrong_group, is_averaged
+from brigade.course.checks.diagnose.exceptions import Symptom
+from brigade.ranks.claims import show
+from brigade.ranks.events import launches
+from brigade.ranks.runner.ranks import PerRank
+from brigade.ranks.verdict import USUAL_CAUSE, join_names
 from m08_zero_optimizer.causes import scale_to
 from m11_fully_sharded.expected import (
     cut_shards,

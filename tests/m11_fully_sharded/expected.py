@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from brigade.checks.reference import OPTIMIZERS, compute_loss
-from brigade.claims import At
+from brigade.course.checks.reference import OPTIMIZERS, compute_loss
+from brigade.ranks.claims import At
 from m05_grad_buffer.expected import compute_layout
 from m11_fully_sharded.scenario import UNIT_TYPES, cast_layers, change_forward
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import OPTIMIZERS, border, compute_loss
-from brigade.checks.forms import Among, DictOf, Like, ListOf, Maybe, OneOf, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.memory import LiveMemory
-from brigade.rank.recording import phase
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.edge_case_models import OPTIMIZERS, border, compute_loss
+from brigade.course.checks.forms import Among, DictOf, Like, ListOf, Maybe, OneOf, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.memory import LiveMemory
+from brigade.ranks.rank.recording import phase
 from helpers.training import (
     INTERFACE,
     DrawnGradient,
@@ -498,7 +498,7 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
     return results | {"weights": state, "numels": [shard.numel() for shard in shards]}
 
 
-train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
 
 
 class Reports:

@@ -4,8 +4,8 @@ import itertools
 import math
 from collections import Counter
 
-from brigade.checks.diagnose.evidence import Evidence
-from brigade.events import launches, list_backward_passes
+from brigade.course.checks.diagnose.evidence import Evidence
+from brigade.ranks.events import launches, list_backward_passes
 from m12_lockstep import expected, scenario
 
 SMALL = 16  # bytes of the largest collective that a step may add. Larger ones are the wrapper's.

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from brigade.checks import edge_case_models
-from brigade.checks.forms import ListOf, returns
-from brigade.rank import recording
-from brigade.rank.api import student
-from brigade.rank.recording import phase
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.forms import ListOf, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import student
+from brigade.ranks.rank.recording import phase
 from helpers.training import build, like_weights, move_to_device, wrap
 from m08_zero_optimizer.scenario import replace_last_entry
 
@@ -141,7 +141,7 @@ def train(job: dict) -> dict:
     return answer | ({"changed": changed, "left": left} if job.get("watches") else {})
 
 
-train.reports = ("step",)  # brigade/checks/borders.py demands them
+train.reports = ("step",)  # brigade/course/checks/borders.py demands them
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -219,4 +219,4 @@ def run(job: dict) -> list[dict]:
     return answers
 
 
-run.reports = ("step",)  # brigade/checks/borders.py demands them
+run.reports = ("step",)  # brigade/course/checks/borders.py demands them

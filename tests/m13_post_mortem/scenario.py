@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from brigade.checks.forms import ListOf, Maybe, OneOf, returns
-from brigade.rank.api import student
+from brigade.course.checks.forms import ListOf, Maybe, OneOf, returns
+from brigade.ranks.rank.api import student
 
 PACKAGE = "m13_post_mortem"
 ROW = ListOf([int, Maybe([int, str])])  # [rank, number and line of its call or None]

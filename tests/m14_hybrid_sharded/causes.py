@@ -3,8 +3,8 @@
 import copy
 from itertools import chain
 
-from brigade.checks.diagnose.evidence import TOO_LARGE, Evidence, is_averaged
-from brigade.events import launches
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, Evidence, is_averaged
+from brigade.ranks.events import launches
 from m11_fully_sharded.expected import train_plain
 from m14_hybrid_sharded.scenario import CROSSED, NESTED, REPEATED
 

@@ -5,12 +5,12 @@ import contextlib
 import torch
 from torch import nn
 
-from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import OPTIMIZERS
-from brigade.checks.forms import ListOf, OneOf, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.recording import phase
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.edge_case_models import OPTIMIZERS
+from brigade.course.checks.forms import ListOf, OneOf, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.recording import phase
 from helpers.training import (
     INTERFACE,
     Interruption,
@@ -80,7 +80,7 @@ def train(job: dict) -> dict:
     return fully_sharded.train(job, wrap)
 
 
-train.has_plain_steps = True  # brigade/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
 
 
 @returns(form_unusual)

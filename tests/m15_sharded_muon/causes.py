@@ -6,10 +6,10 @@ from itertools import chain, pairwise, zip_longest
 
 import torch
 
-from brigade.checks.diagnose.evidence import TOO_LARGE, is_averaged
-from brigade.checks.expectations import OVER_PRESENT
-from brigade.events import launches
-from brigade.verdict import USUAL_CAUSE
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, is_averaged
+from brigade.course.checks.expectations import OVER_PRESENT
+from brigade.ranks.events import launches
+from brigade.ranks.verdict import USUAL_CAUSE
 from m15_sharded_muon.expected import average, count_cost, orthogonalize
 
 NOT_DETERMINISTIC = "the plan depends on random numbers, addresses or the rank."

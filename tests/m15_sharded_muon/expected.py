@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from brigade.checks.reference import draw_generators
+from brigade.course.checks.reference import draw_generators
 from m15_sharded_muon.scenario import DEFAULTS
 
 SCALE = 1e4  # of gradients, so that weights do not show what is added to a norm. Only momentum shows a wrong factor.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from brigade.checks.forms import DictOf, Like, ListOf, Maybe, like, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.memory import list_tensors
-from brigade.rank.recording import phase
+from brigade.course.checks.forms import DictOf, Like, ListOf, Maybe, like, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.memory import list_tensors
+from brigade.ranks.rank.recording import phase
 from helpers.training import create_group, name_error
 
 PACKAGE = "m15_sharded_muon"

@@ -2,8 +2,8 @@
 
 import torch
 
-from brigade.checks.expectations import format_distinct
-from brigade.claims import show
+from brigade.course.checks.expectations import format_distinct
+from brigade.ranks.claims import show
 
 
 def compress_alone(steps, compute):

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.checks.forms import Like, Maybe, returns
-from brigade.rank import recording
-from brigade.rank.api import device, student
-from brigade.rank.memory import LiveMemory
-from brigade.rank.recording import phase
+from brigade.course.checks.forms import Like, Maybe, returns
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.memory import LiveMemory
+from brigade.ranks.rank.recording import phase
 from helpers.training import build, create_group, forward_backward, name_error, wrap
 
 PACKAGE = "m16_half_bytes"

@@ -14,10 +14,10 @@ import functools
 import random
 from collections.abc import Collection
 
-from brigade.course.modules import ROOT, Module, get_module
-from brigade.course.submission import select_files
-from brigade.syntax import parse_tree
-from brigade.texts import Sources
+from brigade.course.table.modules import ROOT, Module, get_module
+from brigade.course.table.submission import select_files
+from brigade.ranks.syntax import parse_tree
+from brigade.ranks.texts import Sources
 
 FAULTS = ROOT / "tests" / "m17_prove_it" / "faults.py"
 FILE = "under_test"  # ranks get only its code, because it is a file of the tests

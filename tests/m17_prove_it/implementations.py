@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from brigade.checks.course_tests import import_from_tests
-from brigade.course.modules import HAS_SOLUTIONS, Module, get_module
-from brigade.course.submission import read
-from brigade.texts import Sources
+from brigade.course.checks.course_tests import import_from_tests
+from brigade.course.table.modules import HAS_SOLUTIONS, Module, get_module
+from brigade.course.table.submission import read
+from brigade.ranks.texts import Sources
 from m17_prove_it import blind
 from m17_prove_it.topics import (
     AVERAGES,

@@ -4,9 +4,9 @@ import importlib
 import json
 from typing import Any
 
-from brigade.checks.forms import Anything, returns
-from brigade.rank.api import student
-from brigade.runner.ranks import RankResults
+from brigade.course.checks.forms import Anything, returns
+from brigade.ranks.rank.api import student
+from brigade.ranks.runner.ranks import RankResults
 from brigade.testing import Observed, in_ranks
 
 PACKAGE, UNDER_TEST = "m17_prove_it", "implementation"

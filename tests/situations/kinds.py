@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brigade.lab.matrices_and_others import Together
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 
 # What a kind offers beyond the loop of module 1. A situation that needs more than a kind offers does not run on it.
 EVERY = "wrapper no_sync dtypes groups any_optimizer elementwise_optimizer reads_grads reads_weights states"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 from situations import changes, loops, memory, models, optimizers, units  # noqa: F401  (they register the programs)
 from situations.kinds import KINDS, Kind
 from situations.run import SITUATIONS, Run

@@ -20,10 +20,10 @@ import pytest
 import torch
 from toolkit.hang_guard import HANG_S
 
-from brigade.course.modules import ROOT, get_module
-from brigade.course.submission import read
-from brigade.runner.ranks import RankFailure, run_calls
-from brigade.texts import PACKAGE
+from brigade.course.table.modules import ROOT, get_module
+from brigade.course.table.submission import read
+from brigade.ranks.runner.ranks import RankFailure, run_calls
+from brigade.ranks.texts import PACKAGE
 from situations.kinds import KINDS, Kind
 from situations.ranks import add_ones, execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation

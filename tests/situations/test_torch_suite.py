@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from toolkit.hang_guard import HANG_S
 
-from brigade.course.submission import read
-from brigade.runner.ranks import run_calls
-from brigade.texts import PACKAGE
+from brigade.course.table.submission import read
+from brigade.ranks.runner.ranks import run_calls
+from brigade.ranks.texts import PACKAGE
 from situations import torch_lists as lists
 from situations.run import WORLD
 from situations.torch_fsdp import run_fsdp_test

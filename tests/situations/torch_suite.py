@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 from situations.kinds import KINDS, Kind
 from situations.run import Plain
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 
 
 def documents() -> list[Path]:

@@ -21,8 +21,8 @@ POLL_S = 0.01
 # A program that runs `brigade` with its arguments. Ranks that hang do so until the test ends them.
 PATIENT = f"""
 import sys
-from brigade.cli.main import program
-from brigade.runner import options
+from brigade.course.cli.main import program
+from brigade.ranks.runner import options
 options.DEADLINE_S["gloo"] = {HANG_S}
 sys.exit(program())
 """

@@ -6,7 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-BRIGADE = "import sys\nfrom brigade.cli.main import program\nsys.exit(program())\n"  # what pip writes to bin/brigade
+BRIGADE = (
+    "import sys\nfrom brigade.course.cli.main import program\nsys.exit(program())\n"  # what pip writes to bin/brigade
+)
 
 
 def install(course: Path, folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -2,7 +2,7 @@
 
 import re
 
-from brigade.course.modules import ROOT, get_module
+from brigade.course.table.modules import ROOT, get_module
 
 
 def make_submission(directory, changes=(), modules=(1,)):

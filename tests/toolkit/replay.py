@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from mutants import Texts, run_on_text
 
-from brigade.checks.collect import Check
-from brigade.checks.context import CheckContext
-from brigade.checks.outcome import Outcome
-from brigade.checks.run import Conditions
-from brigade.events import Event
-from brigade.runner.ranks import RankFailure, RankResults, take_own
+from brigade.course.checks.collect import Check
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.outcome import Outcome
+from brigade.course.checks.run import Conditions
+from brigade.ranks.events import Event
+from brigade.ranks.runner.ranks import RankFailure, RankResults, take_own
 
 START = CheckContext._start
 

@@ -22,8 +22,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from brigade.ipc import channel as channel_module
-from brigade.ipc.channel import Channel
+from brigade.ranks.ipc import channel as channel_module
+from brigade.ranks.ipc.channel import Channel
 
 
 def find_channel() -> Channel:

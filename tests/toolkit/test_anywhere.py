@@ -15,8 +15,8 @@ import pytest
 from hang_guard import HANG_S
 from nbclient import NotebookClient
 
-from brigade.cli.main import parse
-from brigade.course.modules import ROOT
+from brigade.course.cli.main import parse
+from brigade.course.table.modules import ROOT
 
 MEASURE = """import pathlib, sys
 out, option, minutes = sys.argv[1:]
@@ -47,7 +47,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
     shutil.copytree(ROOT / "lessons", tmp_path / "clone" / "lessons")
     (tmp_path / "clone" / "tools").mkdir()
     (tmp_path / "clone" / "tools" / "gpu_first_run.py").write_text(MEASURE)
-    program = "import sys; from brigade.cli.main import parse; parse(sys.argv[1:])"
+    program = "import sys; from brigade.course.cli.main import parse; parse(sys.argv[1:])"
     words = ["env", "--unset=PYTHONPATH", sys.executable, "-c", program]
     programs = {
         "git": '[ "$1 $2 $3 $4" = "clone --quiet --depth 1" ] && cp -r "$5" "$6"',

@@ -19,17 +19,17 @@ from given_clock import give_clock
 from in_ranks import little_memory
 from lab_files import make_submission
 
-from brigade.checks.tiny_lm import SIZES, TinyLM, make_tiny_lm
-from brigade.cli import lab
-from brigade.cli import main as cli
-from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
-from brigade.course.submission import read
+from brigade.course.checks.tiny_lm import SIZES, TinyLM, make_tiny_lm
+from brigade.course.cli import main as cli
+from brigade.course.table.modules import CORE_MODULES, ROOT, CourseError, get_module
+from brigade.course.table.submission import read
 from brigade.lab import bench, ladder, on_ranks, plots, torchrun
+from brigade.lab.cli import lab
 from brigade.lab.emulated_link import Link
-from brigade.progress import RankRecord
-from brigade.runner import machine
-from brigade.runner.failure import RankFailure
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.progress import RankRecord
+from brigade.ranks.runner import machine
+from brigade.ranks.runner.failure import RankFailure
+from brigade.ranks.runner.ranks import run_ranks
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
 ALL_REDUCE = r"( +)(dist\.all_reduce\(.*\))"
@@ -414,7 +414,7 @@ def test_a_submission_that_deadlocks_is_stopped_soon(brigade, tmp_path):
 # ---- ranks of torchrun
 
 
-def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.cli"), command=("bench",)):
+def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.course.cli"), command=("bench",)):
     """Run `brigade bench`, or another program, on two ranks of torchrun. Return its exit status, output and errors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails
@@ -446,7 +446,7 @@ def test_torchrun_gives_the_losses_of_a_local_run(measured, tmp_path):
 LITTLE_MEMORY = """
 import sys
 
-from brigade.cli import main
+from brigade.course.cli import main
 from brigade.lab import on_ranks
 
 on_ranks.measure_free_bytes = lambda: 1
@@ -496,7 +496,7 @@ def test_under_torchrun_an_error_is_one_sentence(tmp_path):
     done = under_torchrun(tmp_path, *SMALL, "--batch", 5)
     assert done.returncode != 0
     assert done.stderr.count("brigade: 2 ranks cannot split a batch of 5 sequences equally") == 1
-    assert "brigade/cli/main.py" not in done.stderr  # no traceback of ours; torchrun shows its own
+    assert "brigade/course/cli/main.py" not in done.stderr  # no traceback of ours; torchrun shows its own
 
 
 def test_a_rank_without_progress_gives_up_once(monkeypatch):

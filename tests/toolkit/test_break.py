@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from brigade.cli import mistake, progress_file
-from brigade.cli.main import main
-from brigade.course.modules import ROOT, Module, get_module
-from brigade.course.submission import read
+from brigade.course.cli import mistake, progress_file
+from brigade.course.cli.main import main
+from brigade.course.table.modules import ROOT, Module, get_module
+from brigade.course.table.submission import read
 
 ENTRY = get_module(2)
 NAMES = re.findall(r"^mutant: (.*)$", (ENTRY.tests / "mutants.diff").read_text(), re.MULTILINE)

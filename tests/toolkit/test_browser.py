@@ -11,7 +11,7 @@ import hang_guard
 import pytest
 import test_term
 
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab.emulated_link import Link
 from brigade.lab.program import Machine, simulate
 

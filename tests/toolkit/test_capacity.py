@@ -15,10 +15,10 @@ import random
 
 import pytest
 
-from brigade.progress import RankRecord
-from brigade.runner.witness import Refused
-from brigade.witness import switch as module
-from brigade.witness.switch import MOST_SIGNALS, Switch
+from brigade.grader.witness import switch as module
+from brigade.grader.witness.switch import MOST_SIGNALS, Switch
+from brigade.ranks.progress import RankRecord
+from brigade.ranks.runner.witness import Refused
 
 SPEAKER, LISTENER = 0, 1
 ROUNDS = 5  # in each, the speaker launches some barriers, and the listener asks for all that are not complete

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 
 FOLDER = ROOT / "lessons" / "capstone"
 SPEC = importlib.util.spec_from_file_location("engine", FOLDER / "engine.py")

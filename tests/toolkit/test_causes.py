@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 
-from brigade.checks.context import SECOND_THREAD, USUAL_CAUSES, CheckContext, to_failure
-from brigade.checks.diagnose.evidence import find_skipped_call
-from brigade.checks.diagnose.exceptions import explain_exception, find_missing_returns
-from brigade.course.listing import Part
-from brigade.course.skeletons import find_part_in
-from brigade.runner.failure import OTHER_SIZE, RankFailure, remove_jargon
-from brigade.runner.server import SERVER
-from brigade.sandbox import enter
-from brigade.verdict import CheckFailed
+from brigade.course.checks.context import SECOND_THREAD, USUAL_CAUSES, CheckContext, to_failure
+from brigade.course.checks.diagnose.evidence import find_skipped_call
+from brigade.course.checks.diagnose.exceptions import explain_exception, find_missing_returns
+from brigade.course.table.listing import Part
+from brigade.course.table.skeletons import find_part_in
+from brigade.ranks.runner.failure import OTHER_SIZE, RankFailure, remove_jargon
+from brigade.ranks.runner.server import SERVER
+from brigade.ranks.sandbox import enter
+from brigade.ranks.verdict import CheckFailed
 
 
 def explain(error: str, message: str, lines: tuple[str, ...] = (), own: bool = True, text: str = "") -> tuple[str, str]:
@@ -178,7 +178,7 @@ MESSAGE = "rank 0 is not part of {}; got '{}'"
 
 
 def test_no_name_of_the_toolkit_is_quoted():
-    message = MESSAGE.format("group <brigade.rank.strict.StrictGroup object at 0x7f85>", "StrictWork")
+    message = MESSAGE.format("group <brigade.ranks.rank.strict.StrictGroup object at 0x7f85>", "StrictWork")
     assert remove_jargon(message) == MESSAGE.format("process_group", "Work")
     aborted = "hello\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     aborted += "  what():  [enforce fail at /__w/pytorch/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4"

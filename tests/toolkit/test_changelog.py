@@ -7,7 +7,7 @@ import shutil
 import hang_guard
 import pytest
 
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.table.modules import MODULES, ROOT
 
 TEXT = (ROOT / "CHANGELOG.md").read_text()
 KINDS = ["stricter", "more lenient", "message", "new", "removed"]  # of changes to a module

@@ -18,13 +18,13 @@ import psutil
 import pytest
 from in_ranks.gate import Gate
 
-from brigade.checks.outcome import Outcome
-from brigade.cli import main as cli
-from brigade.course.listing import list_checks
-from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.grade import class_report, classroom, feedback, formats, gradebook, isolation, similarity
-from brigade.grade.outcome import UNFINISHED, Grading
-from brigade.verdict import Verdict
+from brigade.course.checks.outcome import Outcome
+from brigade.course.cli import main as cli
+from brigade.course.table.listing import list_checks
+from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.grader import class_report, classroom, feedback, formats, gradebook, isolation, similarity
+from brigade.grader.outcome import UNFINISHED, Grading
+from brigade.ranks.verdict import Verdict
 
 
 def answer(number, place="solutions"):
@@ -115,7 +115,16 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     (directory / "carl_98765_assignsubmission_file").mkdir()
     (directory / "carl_98765_assignsubmission_file" / "notes.ipynb").write_text("{}")
     (directory / "essay.pdf").write_text("not code")
-    command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(table_file)]
+    command = [
+        sys.executable,
+        "-m",
+        "brigade.course.cli",
+        "grade",
+        "--class",
+        str(directory),
+        "--gradebook",
+        str(table_file),
+    ]
     command += ["--modules", "1", "--feedback", str(tmp_path / "feedback")]
     done = hang_guard.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
@@ -177,7 +186,7 @@ def test_a_grader_ends_with_its_class(tmp_path):
     """A grader's standard input is a pipe from the process for the class, and closes when that process ends."""
     scratch, out = tmp_path / "scratch", tmp_path / "results.json"
     scratch.mkdir()
-    command = [sys.executable, "-m", "brigade.cli.grade_student", "--submission", "solutions", "--out", str(out)]
+    command = [sys.executable, "-m", "brigade.grader.cli.grade_student", "--submission", "solutions", "--out", str(out)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(scratch)}
     )
@@ -267,7 +276,7 @@ def test_a_class_has_a_secret(stub, tmp_path, capfd, monkeypatch):
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
     """Submissions that were graded under other conditions have no score in the new table, but a note."""
-    monkeypatch.setattr("brigade.runner.machine.count_cores", lambda: 1)
+    monkeypatch.setattr("brigade.ranks.runner.machine.count_cores", lambda: 1)
     command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
     assert cli.main(command) == 0
     for name, points in (("ada", 7), ("bob", 2)):
@@ -307,7 +316,7 @@ def test_a_grader_that_is_killed_is_started_again_by_the_next_run(stub, tmp_path
     assert cli.main(command) == 0 and stub[2:] == ["bob"]
 
 
-HANGS = "from brigade.grade.watchdog import watch\nwith watch(0.0, reserve_s=0.2): sum([[0]] * 10_000_000, [])"
+HANGS = "from brigade.grader.watchdog import watch\nwith watch(0.0, reserve_s=0.2): sum([[0]] * 10_000_000, [])"
 
 
 def test_graders_that_do_not_stop_are_killed_and_the_others_get_their_turn(stub, tmp_path, monkeypatch):
@@ -362,7 +371,7 @@ def hand_made(stub, tmp_path, monkeypatch):
     Add columns and a row, correct points, sort the rows, and save with semicolons. Return the command, a function that
     reads the gradebook by student, and what the person wrote.
     """
-    monkeypatch.setattr("brigade.runner.machine.count_cores", lambda: 1)
+    monkeypatch.setattr("brigade.ranks.runner.machine.count_cores", lambda: 1)
     command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
     assert cli.main(command) == 0
     path = tmp_path / "grades.csv"

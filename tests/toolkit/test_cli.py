@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import hang_guard
 import pytest
 
-from brigade.cli import check, progress_file, study, success
-from brigade.cli.main import parse
-from brigade.course import written
-from brigade.course.modules import MODULES, ROOT, get_module, select_modules
-from brigade.course.submission import read
+from brigade.course.cli import check, progress_file, study, success
+from brigade.course.cli.main import parse
+from brigade.course.table import written
+from brigade.course.table.modules import MODULES, ROOT, get_module, select_modules
+from brigade.course.table.submission import read
 from brigade.lab import comparison
-from brigade.runner import options, ranks
+from brigade.ranks.runner import options, ranks
 
 COMPARE = success.compare
 
@@ -306,7 +306,7 @@ def test_next_does_not_stop_at_an_optional_module(brigade, lessons, snapshot):
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
     edit(lessons, FINISH, "        breakpoint()\n" + FINISH)
-    command = [sys.executable, "-m", "brigade.cli", "check", "1", "--debug", "--only", "gradients_are_averaged"]
+    command = [sys.executable, "-m", "brigade.course.cli", "check", "1", "--debug", "--only", "gradients_are_averaged"]
     command += ["--target", str(lessons)]
     done = hang_guard.run(command, cwd=ROOT, input="p 6 * 7\nc\n", capture_output=True, text=True)
     assert "(Pdb) 42" in done.stdout, done.stdout + done.stderr
@@ -437,12 +437,12 @@ def test_parsing_imports_what_the_command_needs_and_nothing_else():
     """A command imports torch, pytest, rich, the lab or the grader only if it uses them."""
     program = (
         "import sys\n"
-        "from brigade.cli.main import parse\n"
+        "from brigade.course.cli.main import parse\n"
         "def imported(*names): return {*names} & {*sys.modules}\n"
         "parse([])\n"
-        "assert not imported('torch', 'pytest', 'rich', 'brigade.lab', 'brigade.grade', 'brigade.checks')\n"
+        "assert not imported('torch', 'pytest', 'rich', 'brigade.lab', 'brigade.grader', 'brigade.course.checks')\n"
         "parse(['hint', '1'])\n"
-        "assert not imported('torch', 'pytest', 'brigade.lab', 'brigade.grade', 'brigade.checks')\n"
+        "assert not imported('torch', 'pytest', 'brigade.lab', 'brigade.grader', 'brigade.course.checks')\n"
         "parse(['grade', '--submission', 'x'])\n"
         "assert not imported('torch', 'pytest', 'brigade.lab')\n"
         "parse(['check', '1'])\n"

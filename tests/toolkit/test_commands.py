@@ -18,8 +18,8 @@ import hang_guard
 import pytest
 from documents import documents, read_markdown
 
-from brigade.cli import main as cli
-from brigade.course.modules import ROOT
+from brigade.course.cli import main as cli
+from brigade.course.table.modules import ROOT
 
 PROGRAMS = (
     "brigade", "make", "python", "python3", "pytest", "jupyter", "torchrun", "sbatch", "pip", "source", "grep", "ip",

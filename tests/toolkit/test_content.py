@@ -8,14 +8,14 @@ import textwrap
 import pytest
 import torch
 
-from brigade.checks.context import CheckContext, Conditions
-from brigade.checks.expectations import expect_equal
-from brigade.course.submission import read
-from brigade.runner.ranks import RankResults, run_ranks
-from brigade.runner.server import SERVER
-from brigade.texts import PACKAGE
-from brigade.witness.content import find_missing_gradient
-from brigade.witness.witness import GraderWitness
+from brigade.course.checks.context import CheckContext, Conditions
+from brigade.course.checks.expectations import expect_equal
+from brigade.course.table.submission import read
+from brigade.grader.witness.content import find_missing_gradient
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.runner.ranks import RankResults, run_ranks
+from brigade.ranks.runner.server import SERVER
+from brigade.ranks.texts import PACKAGE
 from helpers import training
 
 WRAPPER = """

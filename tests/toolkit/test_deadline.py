@@ -9,9 +9,9 @@ import threading
 import pytest
 from given_clock import give_clock
 
-from brigade.runner import deadline
-from brigade.runner.deadline import Deadline, read_threads
-from brigade.runner.options import RunOptions
+from brigade.ranks.runner import deadline
+from brigade.ranks.runner.deadline import Deadline, read_threads
+from brigade.ranks.runner.options import RunOptions
 
 OURS, FIRST, SECOND = os.getpid(), 11, 12  # process ids
 

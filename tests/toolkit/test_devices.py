@@ -10,18 +10,18 @@ import pytest
 import torch
 from in_ranks import basics as functions
 
-from brigade.checks import run
-from brigade.cli import check
-from brigade.cli.main import main
-from brigade.course.modules import ROOT, CourseError
-from brigade.rank.main import TF32_VARIABLES, forbid_tf32
-from brigade.runner import machine
-from brigade.runner.ranks import run_ranks
-from brigade.runner.server import VISIBLE, Server
+from brigade.course.checks import run
+from brigade.course.cli import check
+from brigade.course.cli.main import main
+from brigade.course.table.modules import ROOT, CourseError
+from brigade.ranks.rank.main import TF32_VARIABLES, forbid_tf32
+from brigade.ranks.runner import machine
+from brigade.ranks.runner.ranks import run_ranks
+from brigade.ranks.runner.server import VISIBLE, Server
 
 # On a machine without a GPU, torch claims to have one and raises an exception if anybody uses it.
 FAKE_GPU = """
-from brigade import dynamo_stub
+from brigade.ranks import dynamo_stub
 dynamo_stub.import_torch()
 import torch
 
@@ -50,14 +50,14 @@ else:
 """
 
 FORK_SERVER = """
-from brigade.rank.fork_server import preload
-preload(["brigade.checks.reference", "brigade.checks.tiny_lm"])
+from brigade.ranks.rank.fork_server import preload
+preload(["brigade.course.checks.reference", "brigade.course.checks.tiny_lm"])
 """
 
 PARENT = """
 import random
-from brigade.checks import plugin, reference
-from brigade.runner.ranks import SERVER
+from brigade.course.checks import plugin, reference
+from brigade.ranks.runner.ranks import SERVER
 for optimizer in reference.OPTIMIZERS:
     reference.Case(random.Random(1), "Plain", 2, steps=2, optimizer=optimizer).train()
 """

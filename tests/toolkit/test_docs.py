@@ -5,9 +5,9 @@ import re
 import pytest
 from documents import documents, read_markdown
 
-from brigade.checks.collect import collect
-from brigade.course import written
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT
+from brigade.course.checks.collect import collect
+from brigade.course.table import written
+from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT
 
 every_module = pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 

@@ -5,9 +5,9 @@ import torch
 from hang_guard import HANG_S
 from in_ranks import stubs as functions
 
-from brigade.course.modules import ROOT
-from brigade.dynamo_stub import KERNELS_STUB_VERSION
-from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.course.table.modules import ROOT
+from brigade.ranks.dynamo_stub import KERNELS_STUB_VERSION
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
 
 
 def test_optimizers_do_not_import_the_compiler():

@@ -14,11 +14,11 @@ import pytest
 from documents import find_dead_links
 from installed import install
 
-from brigade.cli import edition as edition_command
-from brigade.cli import study
-from brigade.cli.main import main
-from brigade.course import skeletons
-from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.course.cli import edition as edition_command
+from brigade.course.cli import study
+from brigade.course.cli.main import main
+from brigade.course.table import skeletons
+from brigade.course.table.modules import MODULES, ROOT, get_module
 from tools import student_edition
 from tools.course_files import list_files
 from tools.student_edition import BROWSER_NOTEBOOKS
@@ -44,7 +44,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
     lesson = f"lessons/{FIRST.package}"
-    for name in ("secret.md", "docs/secret.md", "brigade/grade/secret.py", "tests/secret.py", f"{lesson}/secret.txt"):
+    for name in ("secret.md", "docs/secret.md", "brigade/grader/secret.py", "tests/secret.py", f"{lesson}/secret.txt"):
         (clone / name).write_text("a planted secret that git tracks\n")
     git("init", "--quiet", cwd=clone)
     git("add", "--all", cwd=clone)

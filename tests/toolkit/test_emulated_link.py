@@ -10,13 +10,13 @@ from given_clock import give_clock
 from hang_guard import HANG_S
 from in_ranks import link as functions
 
-from brigade.course.modules import REFERENCE
-from brigade.course.submission import read
-from brigade.events import count_sent_bytes
-from brigade.ipc.wire import encode
+from brigade.course.table.modules import REFERENCE
+from brigade.course.table.submission import read
 from brigade.lab.emulated_link import Link, Pace, read_link
-from brigade.runner import deadline, monitor
-from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.events import count_sent_bytes
+from brigade.ranks.ipc.wire import encode
+from brigade.ranks.runner import deadline, monitor
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e6)
 

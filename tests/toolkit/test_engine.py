@@ -2,18 +2,18 @@
 
 import re
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 
 NAMES = re.compile("Zero|FullySharded|Prefetched|m0[0-9]_|m1[0-9]_")
 TORCH = re.compile("ZeroRedundancyOptimizer|FullyShardedDataParallel")
-TABLE = "course/modules.py"
+TABLE = "course/table/modules.py"
 TEXT = {  # a sentence for people, and examples in docstrings
-    "cli/plan.py": "ZeroOptimizer keeps fp32 main parameters. ",
-    "course/submission.py": "`from ..m05_grad_buffer.grad_buffer import GradBuffer`",
+    "lab/cli/plan.py": "ZeroOptimizer keeps fp32 main parameters. ",
+    "course/table/submission.py": "`from ..m05_grad_buffer.grad_buffer import GradBuffer`",
     "lab/experiment.py": "`python lessons/m03_overlapped_ddp/order.py`",
     "lab/notebook.py": "`from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`",
-    "rank/api.py": 'such as student("m01_naive_ddp", "NaiveDDP").',
-    "rank/memory.py": "loss = FullyShardedDDP(model, ...)(x)",
+    "ranks/rank/api.py": 'such as student("m01_naive_ddp", "NaiveDDP").',
+    "ranks/rank/memory.py": "loss = FullyShardedDDP(model, ...)(x)",
 }
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import hang_guard
 import pytest
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 
 PAGE = ROOT / "docs" / "errors.md"
 RUN = Path(__file__).parent / "in_ranks" / "errors.py"

@@ -9,11 +9,11 @@ from dataclasses import replace
 import hang_guard
 import pytest
 
-from brigade.course.modules import MODULES, ROOT
-from brigade.course.skeletons import make_skeletons
+from brigade.course.table.modules import MODULES, ROOT
+from brigade.course.table.skeletons import make_skeletons
 from brigade.lab import experiment, ladder
-from brigade.runner import ranks
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.runner import ranks
+from brigade.ranks.runner.ranks import run_ranks
 
 MODULE_FILES = {path for entry in MODULES for path in entry.paths}
 LAUNCH = ROOT / "lessons/m00_ring/launch.py"  # torchrun starts it

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence
-from brigade.checks.expectations import expect_equal, format_distinct
-from brigade.events import Launch
-from brigade.verdict import CheckFailed, Verdict
+from brigade.course.checks.diagnose.evidence import Evidence
+from brigade.course.checks.expectations import expect_equal, format_distinct
+from brigade.ranks.events import Launch
+from brigade.ranks.verdict import CheckFailed, Verdict
 
 Tensors = dict[str, "Tensor | None"]
 

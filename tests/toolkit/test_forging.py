@@ -2,7 +2,7 @@
 
 Each check runs once on the reference. Then it runs again on forged copies of what the ranks returned: each container is
 emptied, shortened, lengthened or of another type, each value has another type, and each value is another one. What a
-form refuses (`brigade/checks/forms.py`) does not reach the check, so only the rest is played.
+form refuses (`brigade/course/checks/forms.py`) does not reach the check, so only the rest is played.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from mutants import read_reference
 from replay import Tape, replace_values
 
-from brigade.checks import run
-from brigade.checks.collect import Check, collect
-from brigade.checks.context import CheckContext
-from brigade.checks.forms import ListOf, OneOf, find_mistake
-from brigade.checks.outcome import Outcome
-from brigade.claims import At
-from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.runner.ranks import RankResults
-from brigade.runner.server import SERVER
-from brigade.verdict import CheckFailed, Verdict
-from brigade.witness.witness import GraderWitness
+from brigade.course.checks import run
+from brigade.course.checks.collect import Check, collect
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.forms import ListOf, OneOf, find_mistake
+from brigade.course.checks.outcome import Outcome
+from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.claims import At
+from brigade.ranks.runner.ranks import RankResults
+from brigade.ranks.runner.server import SERVER
+from brigade.ranks.verdict import CheckFailed, Verdict
 
 # A scenario of training returns more than one check judges, because causes need it. These are the names of the results
 # whose values, or the lengths of whose lists, a check does not judge, because another check of its module does.

@@ -7,7 +7,7 @@ import sys
 import hang_guard
 import pytest
 
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.table.modules import MODULES, ROOT
 from tools import gpu_first_run
 from tools.gpu_first_run import FirstRun, Step
 

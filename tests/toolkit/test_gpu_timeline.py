@@ -12,8 +12,8 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 
-from brigade.checks.tiny_lm import Size
-from brigade.course.modules import CourseError, get_module
+from brigade.course.checks.tiny_lm import Size
+from brigade.course.table.modules import CourseError, get_module
 from brigade.lab import gpu_timeline, ladder, timeline_plot
 from brigade.lab.profiled_step import MARK
 

@@ -17,17 +17,17 @@ import psutil
 import pytest
 from mutants import find_mutant
 
-from brigade.checks.collect import Check
-from brigade.checks.outcome import Outcome
-from brigade.cli import grade as grade_command
-from brigade.cli import main as cli
-from brigade.course.listing import GradedCheck, Part, list_checks
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, get_module, select_modules
-from brigade.course.submission import Snapshot
-from brigade.grade import formats, grading, isolation
-from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
-from brigade.runner import ranks
-from brigade.verdict import NOT_RUN, Verdict
+from brigade.course.checks.collect import Check
+from brigade.course.checks.outcome import Outcome
+from brigade.course.cli import main as cli
+from brigade.course.table.listing import GradedCheck, Part, list_checks
+from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, get_module, select_modules
+from brigade.course.table.submission import Snapshot
+from brigade.grader import formats, grading, isolation
+from brigade.grader.cli import grade as grade_command
+from brigade.grader.outcome import UNFINISHED, Grading, make_empty_grading
+from brigade.ranks.runner import ranks
+from brigade.ranks.verdict import NOT_RUN, Verdict
 
 pytestmark = pytest.mark.usefixtures("few_cases")
 
@@ -605,9 +605,7 @@ def test_interrupted_it_puts_everything_away(number, grader):
     assert not list(grader.out.parent.glob(".*"))
 
 
-IN_C = (
-    "import sys; from brigade.grade.watchdog import watch\nwith watch({}, patience_s=0.1):\n    print('in', flush=True)"
-)
+IN_C = "import sys; from brigade.grader.watchdog import watch\nwith watch({}, patience_s=0.1):\n    print('in', flush=True)"
 DAYS = "\n    sum([[0]] * 10_000_000, [])"
 
 

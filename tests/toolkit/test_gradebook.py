@@ -4,10 +4,10 @@ import csv
 
 import pytest
 
-from brigade.cli import main as cli
-from brigade.course.modules import CourseError, get_module
-from brigade.grade import classroom, gradebook, roster
-from brigade.grade.gradebook_file import GradebookFile
+from brigade.course.cli import main as cli
+from brigade.course.table.modules import CourseError, get_module
+from brigade.grader import classroom, gradebook, roster
+from brigade.grader.gradebook_file import GradebookFile
 
 HAND_MADE = "key,name,email,section\nteam1,Ada L,=ada@x.org,A\n,Jane Doe,jane@x.org,B\n,Carl M,carl@x.org,B\n"
 CANVAS = (

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.cli.study import extract_part
-from brigade.course.modules import MODULES, ROOT
-from brigade.course.submission import read
+from brigade.course.cli.study import extract_part
+from brigade.course.table.modules import MODULES, ROOT
+from brigade.course.table.submission import read
 
 LIBRARY = (builtins, torch, dist, torch.nn.Module, torch.Tensor, torch.optim.Optimizer, dist.Work, list, dict, set, str)
 LIBRARY += (torch.autograd.graph.Node,)

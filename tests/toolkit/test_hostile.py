@@ -30,18 +30,18 @@ from in_ranks import basics as functions
 from mutants import read_reference
 from replay import Tape
 
-from brigade.checks.collect import collect
-from brigade.checks.context import CheckContext, Conditions
-from brigade.checks.reference import Case
-from brigade.course.modules import ROOT, CourseError, get_module
-from brigade.course.submission import read
-from brigade.grade import formats, grading, incoming, isolation
-from brigade.grade.outcome import Grading, make_empty_grading
-from brigade.ipc import wire
-from brigade.runner import monitor, ranks, server
-from brigade.sandbox import enter, users
-from brigade.texts import find_sources
-from brigade.witness.witness import GraderWitness
+from brigade.course.checks.collect import collect
+from brigade.course.checks.context import CheckContext, Conditions
+from brigade.course.checks.reference import Case
+from brigade.course.table.modules import ROOT, CourseError, get_module
+from brigade.course.table.submission import read
+from brigade.grader import formats, grading, incoming, isolation
+from brigade.grader.outcome import Grading, make_empty_grading
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.ipc import wire
+from brigade.ranks.runner import monitor, ranks, server
+from brigade.ranks.sandbox import enter, users
+from brigade.ranks.texts import find_sources
 from helpers import training
 
 CASES = [
@@ -410,7 +410,7 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
     hostile.reference("open('left', 'w')\nos.fork()\nos.setsid() if os.fork() else 0\nwhile True: pass")(submission)
     out = tmp_path / "results.json"
     arguments = ["grade", "--submission", str(submission), "--out", str(out), "--modules", "1"]
-    process = subprocess.Popen([sys.executable, "-m", "brigade.cli", *arguments], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "brigade.course.cli", *arguments], cwd=ROOT)
     try:
         used: set[int] = set()
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course.modules import MODULES, CourseError, get_module
-from brigade.course.submission import MAX_SOURCE_BYTES, find
-from brigade.grade import archives, incoming
+from brigade.course.table.modules import MODULES, CourseError, get_module
+from brigade.course.table.submission import MAX_SOURCE_BYTES, find
+from brigade.grader import archives, incoming
 
 FIRST = get_module(1)
 LESSONS = {entry.path.as_posix(): f"own {entry.number}" for entry in MODULES}

@@ -7,10 +7,10 @@ from dataclasses import replace
 import hang_guard
 import pytest
 
-from brigade.checks.tiny_lm import Size, TinyLM
-from brigade.cli import demo
-from brigade.course.modules import CORE_MODULES, ROOT
+from brigade.course.checks.tiny_lm import Size, TinyLM
+from brigade.course.table.modules import CORE_MODULES, ROOT
 from brigade.lab import ladder
+from brigade.lab.cli import demo
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=2, warmup=0)

@@ -14,11 +14,11 @@ import pytest
 from mutants import read_reference
 from replay import Tape, replace_values
 
-from brigade.checks.collect import Check, collect
-from brigade.course.modules import MODULES, get_module
-from brigade.ipc import wire
-from brigade.runner.options import MOST_LETTERS, MOST_VALUES
-from brigade.runner.ranks import RankResults
+from brigade.course.checks.collect import Check, collect
+from brigade.course.table.modules import MODULES, get_module
+from brigade.ranks.ipc import wire
+from brigade.ranks.runner.options import MOST_LETTERS, MOST_VALUES
+from brigade.ranks.runner.ranks import RankResults
 from m13_post_mortem.scenario import examine
 
 CPU_S = 10.0  # of processor time for one answer, besides what the check needs for the right one

@@ -19,28 +19,28 @@ from typing import Any
 
 import pytest
 
-from brigade.checks.diagnose.evidence import (
+from brigade.course.checks.diagnose.evidence import (
     explain_refusal,
     find_leftover,
     find_repeated_reduction,
     find_skipped_call,
 )
-from brigade.checks.diagnose.exceptions import explain_exception
-from brigade.checks.render import blur
-from brigade.course import written
-from brigade.course.modules import MODULES
-from brigade.course.submission import MAX_SOURCE_BYTES, read_module
-from brigade.grade import archives, formats, gradebook, incoming, similarity, uploads
-from brigade.progress import Progress, RankRecord
-from brigade.runner import monitor
-from brigade.runner.failure import MESSAGE_LIMIT, RankFailure, make_exception_failure, remove_jargon
-from brigade.runner.monitor import MOST_EVENTS, Monitor
-from brigade.runner.options import RunOptions
-from brigade.runner.process import OUTPUT_LIMIT
-from brigade.runner.server import SERVER
-from brigade.runner.witness import Refused
-from brigade.sandbox import enter
-from brigade.witness.switch import Call, Switch
+from brigade.course.checks.diagnose.exceptions import explain_exception
+from brigade.course.checks.render import blur
+from brigade.course.table import written
+from brigade.course.table.modules import MODULES
+from brigade.course.table.submission import MAX_SOURCE_BYTES, read_module
+from brigade.grader import archives, formats, gradebook, incoming, similarity, uploads
+from brigade.grader.witness.switch import Call, Switch
+from brigade.ranks.progress import Progress, RankRecord
+from brigade.ranks.runner import monitor
+from brigade.ranks.runner.failure import MESSAGE_LIMIT, RankFailure, make_exception_failure, remove_jargon
+from brigade.ranks.runner.monitor import MOST_EVENTS, Monitor
+from brigade.ranks.runner.options import RunOptions
+from brigade.ranks.runner.process import OUTPUT_LIMIT
+from brigade.ranks.runner.server import SERVER
+from brigade.ranks.runner.witness import Refused
+from brigade.ranks.sandbox import enter
 
 CPU_S = 5  # of processor time for one input, whatever else the machine does; none needs a tenth of it
 MARKS = "\u0301\u0316"  # accents that NFC and NFKC must exchange

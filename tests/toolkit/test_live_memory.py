@@ -9,8 +9,8 @@ import torch
 from in_ranks import strict as functions
 from torch import nn
 
-from brigade.rank.memory import LiveMemory
-from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.rank.memory import LiveMemory
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
 
 NUMEL, NBYTES = 1000, 4000
 

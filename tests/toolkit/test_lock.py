@@ -10,7 +10,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 from tools import lock
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -1,7 +1,7 @@
 """The counted memory is what the variants need, between steps and during a step."""
 
-from brigade.checks.tiny_lm import Size, TinyLM
-from brigade.course.modules import get_module
+from brigade.course.checks.tiny_lm import Size, TinyLM
+from brigade.course.table.modules import get_module
 from brigade.lab import ladder, memory, plan
 from brigade.lab.ladder import get_variant
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from mutants import list_mutants, read_reference
 
-from brigade.checks import render, run
-from brigade.checks.collect import Check, collect
-from brigade.checks.outcome import Outcome
-from brigade.checks.run import Conditions, run_checks
-from brigade.cli.check import list_urgent
-from brigade.course.listing import Part, list_checks
-from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Verdict
+from brigade.course.checks import render, run
+from brigade.course.checks.collect import Check, collect
+from brigade.course.checks.outcome import Outcome
+from brigade.course.checks.run import Conditions, run_checks
+from brigade.course.cli.check import list_urgent
+from brigade.course.table.listing import Part, list_checks
+from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.ranks.verdict import NOT_RUN, USUAL_CAUSE, CheckFailed, Verdict
 
 
 def make_outcome(place: int, likely_cause: str = "", got: str = "entry 3 is 1, expected 2", **fields: Any) -> Outcome:
@@ -168,7 +168,7 @@ def list_overwritten(text: str) -> list[str]:
 EXAMINE = [*ROOT.glob("tests/test_m*.py"), *ROOT.glob("tests/m*/[ce]*.py"), *ROOT.glob("tests/helpers/*.py")]
 
 
-@pytest.mark.parametrize("path", [*EXAMINE, *ROOT.glob("brigade/checks/**/*.py")], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*EXAMINE, *ROOT.glob("brigade/course/checks/**/*.py")], ids=lambda path: path.name)
 def test_no_loop_overwrites_what_a_check_expects(path):
     """Otherwise, the message of a later failure says what the loop has expected."""
     assert not list_overwritten(path.read_text())

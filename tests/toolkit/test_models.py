@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from brigade.checks.tiny_lm import Size, TinyLM, language_loss, make_tiny_lm
+from brigade.course.checks.tiny_lm import Size, TinyLM, language_loss, make_tiny_lm
 
 
 def test_xl_is_the_benchmarks_to_the_parameter():

@@ -16,13 +16,13 @@ from mutants import (
     run_on_text,
 )
 
-from brigade.checks.collect import collect
-from brigade.checks.context import CheckContext
-from brigade.checks.run import Conditions
-from brigade.course import validation
-from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.course.skeletons import read_given
-from brigade.grade.isolation import isolate_ranks, may_isolate
+from brigade.course.checks.collect import collect
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.run import Conditions
+from brigade.course.table import validation
+from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.course.table.skeletons import read_given
+from brigade.grader.isolation import isolate_ranks, may_isolate
 
 
 def checks(entry):

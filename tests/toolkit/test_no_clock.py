@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time", "sleep", "alarm", "setitimer"}
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}

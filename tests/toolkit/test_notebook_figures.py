@@ -10,9 +10,9 @@ import hang_guard
 import pytest
 from matplotlib.patches import Rectangle
 
-from brigade.course.modules import MODULES, ROOT
-from brigade.events import Event
+from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab.notebook_plots import LargeFigure, draw_bars, draw_launch_order, make_figure
+from brigade.ranks.events import Event
 from tools.notebook_figures import list_faults, list_names, shorten
 
 RANKS = 8

@@ -21,14 +21,14 @@ import pytest
 from given_clock import give_clock
 from nbclient.exceptions import CellExecutionError
 
-from brigade.course.modules import ROOT
-from brigade.events import launches
+from brigade.course.table.modules import ROOT
 from brigade.lab import notebook as lab_notebook
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_plots import draw_bars
 from brigade.lab.quiet import Verdict
-from brigade.runner import deadline, monitor
-from brigade.runner.ranks import SERVER
+from brigade.ranks.events import launches
+from brigade.ranks.runner import deadline, monitor
+from brigade.ranks.runner.ranks import SERVER
 from tools import notebook_files
 from tools.notebook_files import (
     EXECUTED,

@@ -2,10 +2,10 @@
 
 import pytest
 
-from brigade.checks.context import CheckContext
-from brigade.checks.expectations import expect_equal
-from brigade.course.modules import get_module
-from brigade.course.submission import read
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.expectations import expect_equal
+from brigade.course.table.modules import get_module
+from brigade.course.table.submission import read
 from helpers import training
 from m08_zero_optimizer import scenario
 from m08_zero_optimizer.expected import compute_weights

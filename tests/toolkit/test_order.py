@@ -8,7 +8,7 @@ import sys
 import conftest
 import hang_guard
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 
 
 def test_the_longest_tests_exist():

@@ -18,10 +18,10 @@ from in_ranks.gate import Gate
 from mutants import find_mutant
 from packaging.requirements import Requirement
 
-from brigade.cli import main as cli
-from brigade.course import listing
-from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.sandbox import enter
+from brigade.course.cli import main as cli
+from brigade.course.table import listing
+from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.ranks.sandbox import enter
 from tools import gradescope as package
 
 SECRET = "5e1f0c4d"

@@ -10,11 +10,11 @@ import re
 import pytest
 from mutants import run_on_text, take_first_case
 
-from brigade.checks.collect import Check, collect
-from brigade.checks.run import Conditions
-from brigade.course import skeletons
-from brigade.course.listing import find_last_part, list_checks
-from brigade.course.modules import MODULES, ROOT, Module
+from brigade.course.checks.collect import Check, collect
+from brigade.course.checks.run import Conditions
+from brigade.course.table import skeletons
+from brigade.course.table.listing import find_last_part, list_checks
+from brigade.course.table.modules import MODULES, ROOT, Module
 
 
 def write_until(entry: Module, letter: str) -> dict[str, str]:

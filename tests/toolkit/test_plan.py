@@ -11,9 +11,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
-from brigade.cli import main as cli
-from brigade.course.modules import ROOT, TRAINING_MODULES, get_module
+from brigade.course.checks.tiny_lm import SIZES, Block, Size, TinyLM
+from brigade.course.cli import main as cli
+from brigade.course.table.modules import ROOT, TRAINING_MODULES, get_module
 from brigade.lab import ladder, plan
 from brigade.lab.devices import CONTENTION
 from brigade.lab.emulated_link import Link, Pace

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
-from brigade.rank import process_group
-from brigade.runner.machine import find_loopback_interface
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.rank import process_group
+from brigade.ranks.runner.machine import find_loopback_interface
+from brigade.ranks.runner.ranks import run_ranks
 
 COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
 
@@ -58,7 +58,7 @@ def test_grad_scaler_asks_the_optimizer_before_it_decides(factor):
 def test_options_of_gloo(interfaces, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     options = process_group.make_gloo_options(timedelta(seconds=7))
-    needs = "gloo_options in brigade/rank/process_group.py needs "
+    needs = "gloo_options in brigade/ranks/rank/process_group.py needs "
     assert options._timeout == timedelta(seconds=7) and options._threads == 1, needs + "_timeout and _threads"
     assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)

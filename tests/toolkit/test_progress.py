@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from brigade.events import validate
-from brigade.progress import Mismatch, Progress, RankRecord
+from brigade.ranks.events import validate
+from brigade.ranks.progress import Mismatch, Progress, RankRecord
 
 KINDS = {"w": "wait", "d": "done", "c": "call", "e": "called"}
 

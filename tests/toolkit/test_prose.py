@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from documents import documents, find_dead_links, prose
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 
 PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests", "tools")
 GENERATED = ("lessons/measurements.json",)  # not there until somebody makes it
@@ -134,7 +134,7 @@ def names_of_files() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "code", ["Report.add", "check_twice(entry)", "brigade.checks.nothing", "brigade grade --shout"]
+    "code", ["Report.add", "check_twice(entry)", "brigade.course.checks.nothing", "brigade grade --shout"]
 )
 def test_a_name_that_does_not_exist_is_found(code):
     assert is_missing(code) or find_unknown_words(code)

@@ -11,13 +11,13 @@ import pytest
 import test_m17_prove_it
 from mutants import find_mutant, list_variants, run_on_text
 
-from brigade.checks.collect import collect
-from brigade.checks.run import Conditions, run_check
-from brigade.course.modules import ROOT, get_module
-from brigade.course.submission import read
-from brigade.ipc import wire
-from brigade.runner import ranks
-from brigade.texts import compile_code, find_sources
+from brigade.course.checks.collect import collect
+from brigade.course.checks.run import Conditions, run_check
+from brigade.course.table.modules import ROOT, get_module
+from brigade.course.table.submission import read
+from brigade.ranks.ipc import wire
+from brigade.ranks.runner import ranks
+from brigade.ranks.texts import compile_code, find_sources
 from m17_prove_it import blind, faults, implementations
 from m17_prove_it.faults import FAULTS
 from m17_prove_it.hidden import HIDDEN

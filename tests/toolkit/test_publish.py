@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT, CourseError
 from tools import publish
 
 TEXTS = (".md", ".ipynb", ".yml", ".yaml", ".cff", ".json", ".toml", ".mk", "")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from brigade.course.modules import get_module
+from brigade.course.table.modules import get_module
 from brigade.lab import devices, ladder, published
 from brigade.lab.program import Setting, record
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from brigade.course.modules import get_module
+from brigade.course.table.modules import get_module
 from brigade.lab import bench, comparison, ladder, plots
 from brigade.lab.emulated_link import Link
 from brigade.lab.notebook_plots import draw_step_times, draw_timelines

@@ -23,20 +23,20 @@ from given_clock import give_clock
 from hang_guard import HANG_S, wait_until
 from in_ranks import basics as functions
 
-from brigade.course.modules import ROOT, CourseError
-from brigade.ipc import protocol
-from brigade.ipc.temporary import PREFIX, make_locked_directory, sweep
-from brigade.progress import Progress
-from brigade.rank import main
-from brigade.runner import deadline, machine, monitor
-from brigade.runner.failure import make_exception_failure
-from brigade.runner.options import MODES
-from brigade.runner.process import OUTPUT_LIMIT, STACK_LIMIT, RankProcess
-from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
-from brigade.runner.report import describe_exit, describe_rank, locate
-from brigade.runner.server import Server
-from brigade.texts import PACKAGE
-from brigade.witness.witness import GraderWitness
+from brigade.course.table.modules import ROOT, CourseError
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.ipc import protocol
+from brigade.ranks.ipc.temporary import PREFIX, make_locked_directory, sweep
+from brigade.ranks.progress import Progress
+from brigade.ranks.rank import main
+from brigade.ranks.runner import deadline, machine, monitor
+from brigade.ranks.runner.failure import make_exception_failure
+from brigade.ranks.runner.options import MODES
+from brigade.ranks.runner.process import OUTPUT_LIMIT, STACK_LIMIT, RankProcess
+from brigade.ranks.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
+from brigade.ranks.runner.report import describe_exit, describe_rank, locate
+from brigade.ranks.runner.server import Server
+from brigade.ranks.texts import PACKAGE
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
@@ -290,7 +290,7 @@ def test_an_endless_loop_ends_by_the_deadline_with_its_line(patient, monkeypatch
 
 def test_an_endless_loop_at_import_is_named_and_no_gpu_is_blamed(patient, monkeypatch):
     """Events arrive in batches, so the rank may seem to be creating the process group that it created before."""
-    text = 'from brigade.rank import recording\n\nrecording.note("loop")\nwhile True:\n    pass\n'
+    text = 'from brigade.ranks.rank import recording\n\nrecording.note("loop")\nwhile True:\n    pass\n'
     packages = {"submission": {"naive_ddp.naive_ddp": ("/handed in/naive_ddp.py", text)}}
     options = pass_deadline_after(monkeypatch, (0, "loop"), (1, "loop"))
     failure = get_failure(functions.import_submission, "naive_ddp.naive_ddp", packages=packages, **options)
@@ -458,7 +458,7 @@ def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch
 
 PARENT = """
 from in_ranks import basics
-from brigade.runner import ranks
+from brigade.ranks.runner import ranks
 
 def show(rank, event):
     if event["kind"] == "pid":
@@ -472,8 +472,8 @@ ranks.run_ranks(basics.forever, on_event=show, terminal=True)
 
 SIDE_BY_SIDE = """
 import os, signal
-from brigade.rank.fork_server import ForkServer
-from brigade.witness.witness import GraderWitness
+from brigade.ranks.rank.fork_server import ForkServer
+from brigade.grader.witness.witness import GraderWitness
 
 def fork(ends):
     pid = os.fork()

@@ -9,9 +9,9 @@ import torch
 from hang_guard import HANG_S
 from in_ranks import recording as functions
 
-from brigade.events import Event
-from brigade.progress import RankRecord
-from brigade.runner.ranks import run_ranks
+from brigade.ranks.events import Event
+from brigade.ranks.progress import RankRecord
+from brigade.ranks.runner.ranks import run_ranks
 
 # What one rank of two records in each phase of `recorded_calls`. Sizes are those of the full buffer.
 SUM = {"op": "all_reduce", "numel": 15, "parts": 1, "reduce_op": "SUM", "root": None, "dtype": "float32"}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from brigade.borders import list_batches
-from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import MODELS
-from brigade.checks.reference import OPTIMIZERS, Case, compute_loss, copy_gradients, draw_sizes
-from brigade.ipc.wire import encode
+from brigade.course.checks import edge_case_models
+from brigade.course.checks.edge_case_models import MODELS
+from brigade.course.checks.reference import OPTIMIZERS, Case, compute_loss, copy_gradients, draw_sizes
+from brigade.ranks.borders import list_batches
+from brigade.ranks.ipc.wire import encode
 
 
 def case(model: str, world_size: int, seed: int = 0, **options: Any) -> Case:

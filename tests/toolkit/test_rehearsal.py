@@ -14,7 +14,7 @@ from pathlib import Path
 import hang_guard
 import pytest
 
-from brigade.course.modules import ROOT as COURSE
+from brigade.course.table.modules import ROOT as COURSE
 from tools import rehearsal
 from tools.rehearsal import (
     BUSY_PROCESSES,

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from brigade.borders import list_batches
-from brigade.checks.collect import collect
-from brigade.checks.context import CheckContext
-from brigade.checks.run import Conditions, run_check
-from brigade.course.modules import MODULES, ROOT
-from brigade.ipc import wire
-from brigade.runner import ranks
-from brigade.runner.monitor import Monitor
-from brigade.witness.witness import GraderWitness
+from brigade.course.checks.collect import collect
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.run import Conditions, run_check
+from brigade.course.table.modules import MODULES, ROOT
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.borders import list_batches
+from brigade.ranks.ipc import wire
+from brigade.ranks.runner import ranks
+from brigade.ranks.runner.monitor import Monitor
 
 # Equal on all ranks by contract: weights that are equal before the optimizer exists, checkpoints, the weights that all
 # ranks have when they load a checkpoint, and the input of an evaluation.

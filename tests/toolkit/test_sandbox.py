@@ -1,4 +1,4 @@
-"""The protections of `brigade.sandbox`, each by itself. `test_hostile.py` tests them with submissions, as root."""
+"""The protections of the sandbox, each by itself. `test_hostile.py` tests them with submissions, as root."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import hang_guard
 import psutil
 import pytest
 
-from brigade.cli import main as cli
-from brigade.cli.options import resolve_results_file
-from brigade.course.modules import ROOT, CourseError
-from brigade.grade import isolation
-from brigade.runner import ranks
-from brigade.sandbox import enter, users
+from brigade.course.cli import main as cli
+from brigade.course.cli.options import resolve_results_file
+from brigade.course.table.modules import ROOT, CourseError
+from brigade.grader import isolation
+from brigade.ranks.runner import ranks
+from brigade.ranks.sandbox import enter, users
 
 EPERM, EINVAL, ENOSYS = 1, 22, 38
 
@@ -189,7 +189,7 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     assert (tmp_path / "checkout" / "precious").read_text() == "precious"
     assert not result.is_symlink() and result.read_text() == "graded\n"
     setup, grade, hand_over = [line.split("\t")[:-1] for line in (tmp_path / "asked").read_text().splitlines()]
-    chosen = cli.parse(grade[grade.index("brigade.cli") + 1 :])
+    chosen = cli.parse(grade[grade.index("brigade.course.cli") + 1 :])
     assert (chosen.submission, chosen.out, chosen.format) == ([str(tmp_path / "checkout")], str(result), "classroom50")
     assert (chosen.modules, chosen.seed) == ("1-2", 7), "the options that the package was built with"
     assert setup[-1] == str(tmp_path / "setup.sh")
@@ -279,7 +279,7 @@ def test_directories_to_which_a_user_cannot_have_written_are_not_read(tmp_path, 
 
 LOST_IN_A_FORK = """
 import os, signal
-from brigade.sandbox import users
+from brigade.ranks.sandbox import users
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
 try:

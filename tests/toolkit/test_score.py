@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from brigade.cli import score as command
-from brigade.cli.main import main
-from brigade.course.modules import CourseError, get_module
-from brigade.course.submission import read
+from brigade.course.cli.main import main
+from brigade.course.table.modules import CourseError, get_module
+from brigade.course.table.submission import read
 from brigade.lab import score
+from brigade.lab.cli import score as command
 from brigade.lab.ladder import get_variant, read_reference
 from tools import board
 

@@ -13,11 +13,11 @@ import pytest
 from mutants import find_mutant, list_mutants
 from replay import Tape, replace_events
 
-from brigade.checks.collect import collect
-from brigade.course.modules import MODULES, ROOT, get_module
-from brigade.events import Event
-from brigade.runner.server import SERVER
-from brigade.witness.witness import GraderWitness
+from brigade.course.checks.collect import collect
+from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.events import Event
+from brigade.ranks.runner.server import SERVER
 
 PERFORMED = {"launch", "wait", "done", "complete", "connect", "connected", "border", "end", "call", "called"}
 

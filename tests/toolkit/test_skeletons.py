@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course import handout, skeletons, written
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module, select_modules
+from brigade.course.table import handout, skeletons, written
+from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module, select_modules
 
 FIRST = get_module(1)
 PARTS = re.compile(r"### BEGIN SOLUTION (part \(\w\))\n(.*?)### END SOLUTION", re.DOTALL)

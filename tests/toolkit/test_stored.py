@@ -6,12 +6,12 @@ import sys
 import hang_guard
 import pytest
 
-from brigade.checks import run
-from brigade.cli import progress_file, success
-from brigade.course.modules import ROOT, get_module
-from brigade.course.submission import Snapshot, read
-from brigade.grade import grading
-from brigade.grade.outcome import make_empty_grading
+from brigade.course.checks import run
+from brigade.course.cli import progress_file, success
+from brigade.course.table.modules import ROOT, get_module
+from brigade.course.table.submission import Snapshot, read
+from brigade.grader import grading
+from brigade.grader.outcome import make_empty_grading
 
 FIRST = get_module(1)
 RIGHT = (ROOT / "solutions" / FIRST.path).read_text()
@@ -113,16 +113,16 @@ JUDGES = (
     get_module(8).tests / "scenario.py",  # which module 9's imports
     ROOT / "tests" / "helpers" / "zero.py",
     ROOT / "tests" / "helpers" / "training.py",  # which ranks run
-    ROOT / "brigade" / "checks" / "borders.py",
-    ROOT / "brigade" / "rank" / "strict.py",
-    ROOT / "brigade" / "events.py",
+    ROOT / "brigade" / "course" / "checks" / "borders.py",
+    ROOT / "brigade" / "ranks" / "rank" / "strict.py",
+    ROOT / "brigade" / "ranks" / "events.py",
 )
 OTHERS = (
     get_module(14).checks,
     get_module(14).tests / "scenario.py",
     ROOT / "tests" / "mutants.py",
     ROOT / "brigade" / "lab" / "bench.py",
-    ROOT / "brigade" / "cli" / "check.py",
+    ROOT / "brigade" / "course" / "cli" / "check.py",
     NINTH.lesson / "README.md",
 )
 

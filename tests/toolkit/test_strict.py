@@ -11,14 +11,14 @@ from in_ranks import collectives
 from in_ranks import strict as functions
 from torch import Tensor
 
-from brigade.events import launches
-from brigade.ipc.wire import encode
-from brigade.rank.recorder import Recorder
-from brigade.rank.recording_group import RecordingGroup
-from brigade.rank.strict import StrictGroup, get_filler
-from brigade.runner.ranks import RankFailure, run_ranks
-from brigade.runner.server import SERVER
-from brigade.witness.witness import GraderWitness
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.events import launches
+from brigade.ranks.ipc.wire import encode
+from brigade.ranks.rank.recorder import Recorder
+from brigade.ranks.rank.recording_group import RecordingGroup
+from brigade.ranks.rank.strict import StrictGroup, get_filler
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.runner.server import SERVER
 
 WORLD = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

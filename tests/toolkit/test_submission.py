@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from in_ranks import basics as functions
 
-from brigade import syntax
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.course.submission import MAX_SOURCE_BYTES, read, select_files
-from brigade.runner.ranks import RankFailure, run_ranks
-from brigade.texts import prepare_for_ranks
+from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.submission import MAX_SOURCE_BYTES, read, select_files
+from brigade.ranks import syntax
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.texts import prepare_for_ranks
 
 FIRST, SECOND, THIRD, SHARDED = map(get_module, (1, 2, 3, 11))
 NAIVE = "m01_naive_ddp.naive_ddp"

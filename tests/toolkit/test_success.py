@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from brigade.cli import progress_file, success
-from brigade.course.modules import CORE_MODULES, ROOT, get_module
-from brigade.course.submission import read
+from brigade.course.cli import progress_file, success
+from brigade.course.table.modules import CORE_MODULES, ROOT, get_module
+from brigade.course.table.submission import read
 
 FIRST, SECOND = get_module(1), get_module(2)
 

@@ -13,15 +13,15 @@ import pytest
 import switch_functions as functions
 from hang_guard import HANG_S
 
-from brigade.checks.borders import find_contradiction
-from brigade.checks.diagnose.exceptions import explain_deadline, explain_exception
-from brigade.checks.reference import Case
-from brigade.course.submission import read
-from brigade.ipc.channel import ParentChannel
-from brigade.runner.ranks import SERVER, RankFailure, run_ranks
-from brigade.sandbox import enter, users
-from brigade.witness import switch
-from brigade.witness.witness import GraderWitness
+from brigade.course.checks.borders import find_contradiction
+from brigade.course.checks.diagnose.exceptions import explain_deadline, explain_exception
+from brigade.course.checks.reference import Case
+from brigade.course.table.submission import read
+from brigade.grader.witness import switch
+from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.ipc.channel import ParentChannel
+from brigade.ranks.runner.ranks import SERVER, RankFailure, run_ranks
+from brigade.ranks.sandbox import enter, users
 from helpers import training
 from m06_coalesced.causes import UNEQUAL_SHARDS
 

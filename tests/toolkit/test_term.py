@@ -14,17 +14,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from brigade.checks import collect
-from brigade.checks.outcome import Outcome
-from brigade.cli import main as cli
-from brigade.cli import oral
-from brigade.course import listing, written
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.grade import classroom, formats, gradebook, marking, uploads
-from brigade.grade.outcome import make_empty_grading
-from brigade.grade.term import read_term
-from brigade.texts import prepare_for_ranks
-from brigade.verdict import Verdict
+from brigade.course.checks import collect
+from brigade.course.checks.outcome import Outcome
+from brigade.course.cli import main as cli
+from brigade.course.table import listing, written
+from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.grader import classroom, formats, gradebook, marking, uploads
+from brigade.grader.cli import oral
+from brigade.grader.outcome import make_empty_grading
+from brigade.grader.term import read_term
+from brigade.ranks.texts import prepare_for_ranks
+from brigade.ranks.verdict import Verdict
 
 ZONE = timezone(timedelta(hours=1))
 DUE = datetime(2027, 2, 7, 23, 59, tzinfo=ZONE)
@@ -652,7 +652,7 @@ def test_a_sheet_comes_from_running_the_students_code(refuse, tmp_path, capfd, m
 EXTRA = '''import pytest
 from helpers import training
 
-from brigade.checks.expectations import expect_gradients
+from brigade.course.checks.expectations import expect_gradients
 
 MODULE = 1
 
@@ -698,8 +698,8 @@ def test_an_instructors_check_counts_and_ranks_do_not_get_its_text(extra, refuse
 
 def test_an_instructors_check_runs(extra):
     listing.set_extra([extra])
-    from brigade.checks.context import Conditions
-    from brigade.checks.run import run_check
+    from brigade.course.checks.context import Conditions
+    from brigade.course.checks.run import run_check
 
     [check] = [check for check in collect.collect([get_module(1)]) if check.file]
     assert run_check(check, "solutions", Conditions(1)).passed

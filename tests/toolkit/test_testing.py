@@ -11,8 +11,8 @@ import pytest
 import torch
 from in_ranks import claims
 
-from brigade.course.modules import ROOT
-from brigade.runner.ranks import RankResults
+from brigade.course.table.modules import ROOT
+from brigade.ranks.runner.ranks import RankResults
 from brigade.testing import Observed, PerRank, RankFailure, run
 from brigade.testing.plugin import ranks as ranks_fixture
 

@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt
 import pytest
 from lab_files import make_submission
 
-from brigade.checks.tiny_lm import Size, TinyLM
-from brigade.course.listing import Part
-from brigade.course.modules import ROOT, get_module
+from brigade.course.checks.tiny_lm import Size, TinyLM
+from brigade.course.table.listing import Part
+from brigade.course.table.modules import ROOT, get_module
 from brigade.lab import ladder, timeline, timeline_plot
 from brigade.lab.emulated_link import Link
 from brigade.lab.quiet import Verdict

@@ -16,11 +16,11 @@ import test_bench
 import torch
 from in_ranks import last_mile
 
-from brigade.checks.tiny_lm import Size
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.course.skeletons import make_skeletons
+from brigade.course.checks.tiny_lm import Size
+from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.skeletons import make_skeletons
 from brigade.lab import bench, checkpoint, ladder
-from brigade.runner.ranks import RankFailure, run_calls, run_ranks
+from brigade.ranks.runner.ranks import RankFailure, run_calls, run_ranks
 from solutions.m13_post_mortem import post_mortem
 
 PROGRAM = ROOT / "lessons" / "capstone" / "train.py"

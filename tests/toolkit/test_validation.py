@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from brigade.cli import main as cli
-from brigade.course import skeletons, validation
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.cli import main as cli
+from brigade.course.table import skeletons, validation
+from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
 from tools import gradescope, student_edition
 
 FIRST = get_module(1)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from brigade.ipc import wire
-from brigade.ipc.wire import DTYPES, WireError, decode, encode
-from brigade.runner.monitor import MOST_SENT
+from brigade.ranks.ipc import wire
+from brigade.ranks.ipc.wire import DTYPES, WireError, decode, encode
+from brigade.ranks.runner.monitor import MOST_SENT
 
 limited = settings(max_examples=60, deadline=None, database=None, derandomize=True)
 

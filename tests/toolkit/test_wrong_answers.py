@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 from mutants import run_on_text
 
-from brigade.checks.collect import collect
-from brigade.checks.context import CheckContext
-from brigade.checks.run import Conditions
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.checks.collect import collect
+from brigade.course.checks.context import CheckContext
+from brigade.course.checks.run import Conditions
+from brigade.course.table.modules import MODULES, ROOT
 
 MOST = 2  # points that an alias may earn
 

@@ -9,10 +9,10 @@ import time
 
 import psutil
 
-from brigade.course.modules import ROOT
+from brigade.course.table.modules import ROOT
 from tools.gpu_first_run import read_facts
 
-BRIGADE = [sys.executable, "-m", "brigade.cli"]
+BRIGADE = [sys.executable, "-m", "brigade.course.cli"]
 
 
 def read_results(out):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.rank.api import device
-from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.ranks.rank.api import device
+from brigade.ranks.runner.ranks import RankFailure, run_ranks
 
 NCCL = {"backend": "nccl", "share_gpu": True, "deadline": 120}
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.rank import process_group, recording
+from brigade.ranks.rank import process_group, recording
 from in_ranks.gate import wait_at
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
-from brigade.rank.recording import phase
+from brigade.ranks.rank.recording import phase
 
 
 def values(dtype: torch.dtype, *shape: int, rank: int | None = None) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from brigade.checks.tiny_lm import Size, TinyLM
+from brigade.course.checks.tiny_lm import Size, TinyLM
 from brigade.lab import checkpoint, on_ranks
 
 PIECES = 4  # in which a file is written

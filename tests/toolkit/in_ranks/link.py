@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from brigade.lab import emulated_link
-from brigade.rank.api import student
+from brigade.ranks.rank.api import student
 from in_ranks.collectives import every_collective  # noqa: F401
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from brigade.checks.tiny_lm import TinyLM
+from brigade.course.checks.tiny_lm import TinyLM
 from brigade.lab import on_ranks
 
 PLENTY = 2**50

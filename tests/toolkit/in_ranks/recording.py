@@ -11,9 +11,9 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed import all_reduce as imported_by_another_name
 
-from brigade.rank import recording
-from brigade.rank.recording import phase
-from brigade.rank.recording_group import RecordingGroup
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.recording import phase
+from brigade.ranks.rank.recording_group import RecordingGroup
 from in_ranks.collectives import every_collective
 
 

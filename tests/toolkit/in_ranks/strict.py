@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
-from brigade.rank import recording
-from brigade.rank.memory import LiveMemory
+from brigade.ranks.rank import recording
+from brigade.ranks.rank.memory import LiveMemory
 
 
 def deliver(how: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from brigade.checks.expectations import expect_gradients
+from brigade.course.checks.expectations import expect_gradients
 from helpers import training
 
 JOB = {"package": "m99_scratch", "wrapper": "ScratchDDP"}

@@ -1,5 +1,0 @@
-"""python -m brigade.cli"""
-
-from brigade.cli.main import program
-
-program()

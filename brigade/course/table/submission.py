@@ -1,0 +1,274 @@
+"""Read the modules of a submission as text.
+
+A submission consists of the module files in `lessons`, `solutions` or any other directory; other files are ignored.
+A module may have further files beside its main one. They count if the main one imports them.
+`read` reads their text and never imports them. Only a rank imports them (`brigade/ranks/texts.py`), as one package
+called `submission`. Therefore, `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module of the same
+submission, wherever its file is on disk.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import re
+import stat
+import threading
+import tokenize
+from collections.abc import Collection
+from pathlib import Path
+
+from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
+from brigade.ranks.syntax import find_syntax_error
+from brigade.ranks.texts import OWN, Sources
+
+MAX_SOURCE_BYTES = 250_000
+ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "iso8859-15", "cp1252")  # that a file may declare
+DECLARED = re.compile(rb"coding[:=]\s*([-\w.]+)")
+IMPORT = r"^[ \t\f]*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
+PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
+
+
+def find(target: Path, entry: Module) -> Path | None:
+    """Return the main file of a module, or None if there is none.
+
+    `target` is a clone, a lessons directory, a module's directory or a directory with all files.
+    """
+    for path in (target / "lessons" / entry.path, target / entry.path, target / entry.path.name):
+        if path.is_file():
+            return path
+    return None
+
+
+def resolve_target(target: str | Path) -> Path:
+    """Return the directory that "lessons", "solutions" or a path names. Raise CourseError if it does not exist."""
+    if str(target) == "solutions" and not any(find(ROOT / "solutions", entry) for entry in MODULES):
+        raise CourseError(
+            "this edition has no solutions: use --target lessons or another directory with --prior own, or ask your "
+            "instructor to unlock a module"
+        )
+    path = ROOT / target if str(target) in ("lessons", "solutions") else Path(os.path.expanduser(target))
+    if not path.exists():
+        raise CourseError(f"there is no directory {path}")
+    if not path.is_dir():
+        raise CourseError(f"{path} is not a directory; --target takes the directory that contains the module files")
+    return path
+
+
+class Snapshot:
+    """The modules of a submission. Each is read once, when it is asked for first. Threads may share a snapshot.
+
+    All checks that get the same snapshot judge the same text, even if a student saves a file between two checks. With
+    `hides_place`, the path of a file is its module and its name, as in the course: the seed of a grading
+    run does not follow from the names of an upload's directories, so ranks must not learn them.
+    """
+
+    def __init__(self, target: str | Path, hides_place: bool = False):
+        self.name = str(target)  # as a command names it
+        self.target = resolve_target(target)
+        self._hides_place = hides_place
+        self._modules: dict[tuple[Path, Module], Sources | CourseError] = {}
+        self._lock = threading.Lock()
+
+    def read(self, number: int, prior: str = "own", replaced: Collection[int] | None = None) -> Sources:
+        """Return module `number` with the earlier modules that it may import.
+
+        If `prior` is "own", the earlier modules are the submission's. If it is "reference", the reference's modules
+        replace those in `replaced` (default: all), and modules that nothing names are left out. In the student edition,
+        modules of the reference that are not unlocked replace nothing. A replaced module stays available under a second
+        name, which ends with OWN, because later modules may use functions that only this module defines. Importing an
+        earlier module that is missing or broken raises an ImportError with the reason. Raise CourseError, with a
+        message of one line, if module `number` itself is missing, unreadable, outside the directory or not Python.
+        """
+        entry = get_module(number)
+        try:
+            own = self.read_module(entry)
+        except CourseError:
+            if find(self.target, entry):
+                raise
+            advice = "Hand it in under this name; `brigade submit` puts it into the right place of a zip."
+            if self.target == ROOT / "lessons":
+                advice = f"`brigade reset {number}` writes its skeleton."
+            raise CourseError(f"module {number} is missing: there is no {entry.path}. {advice}") from None
+        earlier: Sources = {}
+        for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
+            sources = self.read_earlier(other)
+            if prior == "reference" and (replaced is None or other.number in replaced):
+                solutions = resolve_target("solutions")
+                if find(solutions, other):
+                    own_names = {name + OWN: source for name, source in sources.items()}
+                    sources = own_names | self.read_module(other, solutions)
+            earlier |= sources
+        if prior == "reference":
+            earlier = select_used(entry, join_texts(own), earlier)
+        return own | earlier
+
+    def read_module(self, entry: Module, directory: Path | None = None) -> Sources:
+        """Return the files of one module, from `directory` instead if given. Raise CourseError like `read_source`."""
+        key = (directory or self.target, entry)
+        with self._lock:
+            if key not in self._modules:
+                try:
+                    sources = read_module(*key)
+                    is_hidden = self._hides_place and not directory
+                    self._modules[key] = hide_place(sources, self.target, entry) if is_hidden else sources
+                except CourseError as error:
+                    self._modules[key] = error
+            found = self._modules[key]
+        if isinstance(found, CourseError):
+            raise CourseError(str(found))
+        return found
+
+    def read_earlier(self, entry: Module) -> Sources:
+        """Return the files of a module. The main one is "" and a reason if the module cannot be imported."""
+        try:
+            return self.read_module(entry)
+        except CourseError as error:
+            return {f"{entry.package}.{entry.name}": ("", f"module {entry.number} cannot be imported: {error}")}
+
+
+def hide_place(sources: Sources, target: Path, entry: Module) -> Sources:
+    """Return the files of a module. Those in `target` have the paths that they have in the course."""
+    return {
+        name: (f"{entry.package}/{Path(path).name}" if path and Path(path).is_relative_to(target) else path, text)
+        for name, (path, text) in sources.items()
+    }
+
+
+def take_snapshot(target: str | Path | Snapshot) -> Snapshot:
+    """Return a new snapshot of a directory, or the one that is given."""
+    return target if isinstance(target, Snapshot) else Snapshot(target)
+
+
+def read(target: str | Path, number: int, prior: str = "own") -> Sources:
+    """Return module `number` in `target` with the earlier modules that it may import: see `Snapshot.read`."""
+    return Snapshot(target).read(number, prior)
+
+
+def read_module(target: Path, entry: Module) -> Sources:
+    """Return the main file of a module, and the further files that it imports. Raise CourseError like `read_source`.
+
+    A further file that nobody has to write may be missing: then it is the course's own.
+    """
+    path = find(target, entry)
+    if path is None:
+        raise CourseError(f"there is no {entry.path}")
+    sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
+    left = {Path(name).stem: name for name in entry.more_files}
+    while imported := [stem for stem in left if re.search(IMPORT.format(stem), join_texts(sources), re.MULTILINE)]:
+        for stem in imported:
+            sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left.pop(stem)), target, entry)
+    return sources
+
+
+def read_further(path: Path, target: Path, entry: Module) -> tuple[str, str]:
+    """Return the path and the text of a further file of a module, or "" and the reason why it cannot be imported."""
+    given = ROOT / ("solutions" if HAS_SOLUTIONS else "skeletons") / entry.package / path.name
+    try:
+        if not path.exists() and given.is_file() and not PART.search(text := given.read_text()):
+            return str(given), text
+        return str(path), read_source(path, target)
+    except CourseError as error:
+        return "", f"module {entry.number} cannot be imported: {error}"
+
+
+def join_texts(sources: Sources) -> str:
+    """Return the texts of files, one after the other."""
+    return "\n".join(text for _, text in sources.values())
+
+
+def select_files(entry: Module, sources: Sources) -> Sources:
+    """Return the files of one module."""
+    return {name: source for name, source in sources.items() if name.partition(".")[0] == entry.package}
+
+
+def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
+    """Return the `earlier` modules that the module or its checks name, directly or through other earlier modules."""
+    checks = [entry.checks, *entry.tests.glob("scenario*.py")]
+    return select_named([text, *(path.read_text() for path in checks)], earlier)
+
+
+def list_earlier(snapshot: Snapshot, entry: Module) -> frozenset[int]:
+    """Return the numbers of the modules that a module of the submission may import: none if it names no module.
+
+    If the module cannot be read, it may name all.
+    """
+    earlier = {other.package: other for other in TRAINING_MODULES if other.number < entry.number}
+    with contextlib.suppress(CourseError):
+        if not select_used(entry, join_texts(snapshot.read_module(entry)), dict.fromkeys(earlier, ("", ""))):
+            return frozenset()
+    return frozenset(other.number for other in earlier.values())
+
+
+def select_named(texts: list[str], sources: Sources) -> Sources:
+    """Return the entries of `sources` whose package the texts mention, directly or through other entries."""
+    selected: Sources = {}
+    while texts:
+        text = texts.pop()
+        for name, source in sources.items():
+            if name not in selected and re.search(rf"\b{name.partition('.')[0]}\b", text):
+                selected[name] = source
+                texts.append(source[1])
+    return selected
+
+
+def read_source(path: Path, within: Path) -> str:
+    """Return the text of a Python file. Raise CourseError if it is not Python, or as `read_text` does."""
+    text = read_text(path, within)
+    if message := find_syntax_error(path.name, text):
+        raise CourseError(message)
+    return text
+
+
+def read_text(path: Path, within: Path) -> str:
+    """Return the text of a file. Raise CourseError if it is not text, or as `read_bytes` does for a long file."""
+    content = read_bytes(path, within)
+    if len(content) > MAX_SOURCE_BYTES:
+        raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
+    try:
+        return content.decode(find_encoding(path.name, content)).replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise CourseError(
+            f"{path.name} is not UTF-8: line {line} has a byte {content[error.start]:#x}, as a file saved as Latin-1 "
+            "has; save it as UTF-8"
+        ) from None
+
+
+def find_encoding(name: str, content: bytes) -> str:
+    """Return the encoding of a Python file (PEP 263). Raise CourseError if it is one that the course does not read."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
+        raise CourseError(f"{name} is saved as UTF-16; save it as UTF-8")
+    try:
+        encoding, _ = tokenize.detect_encoding(iter(content.splitlines(keepends=True)[:2]).__next__)
+        encoding = codecs.lookup(encoding).name
+    except SyntaxError:  # the declared encoding is unknown, or the first lines have another one
+        declared = DECLARED.search(b"".join(content.splitlines()[:2]))
+        encoding = declared[1].decode() if declared else "utf-8"
+    if encoding not in ENCODINGS:
+        raise CourseError(f"{name} declares the encoding {encoding[:40]}; save it as UTF-8 and delete this declaration")
+    return encoding
+
+
+def read_bytes(path: Path, within: Path) -> bytes:
+    """Return the first MAX_SOURCE_BYTES + 1 bytes of a file.
+
+    Raise CourseError if it cannot be read, is not an ordinary file, or lies outside the directory `within`.
+    """
+    try:
+        if not path.resolve().is_relative_to(within.resolve()):
+            raise CourseError(f"{path.name} is a link to a file outside of the submission")
+        with open(path.resolve(), "rb", opener=open_no_follow) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CourseError(f"{path.name} is not an ordinary file")
+            return file.read(MAX_SOURCE_BYTES + 1)
+    except OSError as error:
+        raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
+    except RuntimeError as error:  # a link to itself
+        raise CourseError(f"{path.name} cannot be read: {error}") from None
+
+
+def open_no_follow(path: str, flags: int) -> int:
+    """Open a file that was examined before. Refuse a link that has replaced it since, and do not wait for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

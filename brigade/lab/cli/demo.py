@@ -1,0 +1,100 @@
+"""A first look at the course: python -m brigade.lab.cli.demo
+
+Train every variant on real text, print and draw the results, then check a correct and a wrong answer to module 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from brigade.course.checks.course_tests import import_from_tests
+from brigade.course.cli.console import console
+from brigade.course.cli.main import main as brigade
+from brigade.course.table.modules import CORE_MODULES, HAS_SOLUTIONS, REFERENCE, ROOT, get_module
+from brigade.lab.experiment import run_to_status, show_progress
+from brigade.ranks.runner import ranks
+
+ROUNDS = 12  # steps per variant
+MODULE = 3
+MUTANT = "synchronous all-reduce in the hook"  # of module 3: its results are correct, but nothing overlaps
+
+
+def main() -> int:
+    """Run the demo and return its exit status.
+
+    The status is 0 for success, 1 for a failure of the course, 2 if the demo cannot run here, and 130 if it is stopped.
+    """
+    argparse.ArgumentParser(
+        prog="python -m brigade.lab.cli.demo",
+        description="Train a small language model on two ranks with every core module and with torch DDP, compare the "
+        "results, and show how an answer is checked. This takes about a minute on two idle cores and needs no GPU.",
+        epilog="Example: python -m brigade.lab.cli.demo",
+    ).parse_args()
+    return run_to_status("demo", demo)
+
+
+def demo() -> int:
+    """Train, draw and check. Return the exit status."""
+    ranks.SERVER.start()  # imports torch at the same time as this process
+    # Imported here, so that Ctrl-C prints no traceback while torch is loading.
+    from brigade.lab import ladder, plots
+    from brigade.lab.bench import select_written
+    from brigade.lab.notebook_plots import draw_step_times
+
+    workload = replace(ladder.EMULATED, batch_size=12, rounds=ROUNDS, warmup=2)
+    entries, sources, left_out = select_written(REFERENCE, CORE_MODULES)
+    variants = [ladder.get_variant(entry) for entry in entries]
+    console.print(
+        "Bucket Brigade: data-parallel training, built step by step.\n\n"
+        "Two processes on this machine train the same small language model on the source code of Python's\n"
+        "standard library, once with each core module and once with torch DDP. Then one process trains it alone.\n"
+        "The link between the two processes is emulated: an all-reduce of all gradients takes\n"
+        f"{ladder.PACE.comm_ratio:g} times as long as backward."
+    )
+    for sentence in left_out:
+        console.print(sentence)
+    if not HAS_SOLUTIONS:  # finds a deadlock in the student's code within seconds
+        ladder.dry_run(workload, variants, sources, world_size=2)
+    variants = ladder.add_torch_variants(variants)
+    with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
+        results = ladder.run_benchmark(workload, variants, sources, on_step=advance)
+    console.print()
+    console.print(plots.make_time_table(results))
+    if wrong := results.list_wrong_losses():
+        print("\n".join(f"demo: {sentence}" for sentence in wrong), file=sys.stderr)
+        return 1
+    console.print(plots.describe_losses(results))
+    picture = ROOT / "out" / "ladder.png"
+    picture.parent.mkdir(exist_ok=True)
+    draw_step_times(results, plots.describe_ranks(results)).savefig(picture)
+    console.print(f"{picture.relative_to(ROOT)} shows these times as a chart.\n")
+    return show_checks() if HAS_SOLUTIONS else 0
+
+
+def show_checks() -> int:
+    """Run the checks of one module on its solution, then on a mutant of it."""
+    entry = get_module(MODULE)
+    console.print(f"This command checks the reference solution: brigade check {MODULE} --target solutions")
+    status = brigade(["check", str(MODULE), "--target", "solutions"])
+    if status:
+        return status
+    mutant = import_from_tests("mutants").find_mutant(MODULE, MUTANT)
+    directory = ROOT / "out" / "mistake"
+    file = directory / entry.path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(mutant.apply()[entry.path.name])
+    console.print(f"The same solution with one mistake ({mutant.name}) still computes correct numbers:")
+    status = brigade(["check", str(MODULE), "--target", str(directory), "--prior", "reference"])
+    if status != 1:
+        print(f"demo: the checks of module {MODULE} do not catch the mistake", file=sys.stderr)
+        return max(status, 1)
+    console.print(
+        "The checks caught the mistake. Your turn: the readings are in lessons/; `brigade next` shows where to start."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
