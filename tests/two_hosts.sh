@@ -61,7 +61,7 @@ bench() { # ADDRESS, whether it keeps the store (1 or 0), CORE, the command that
     # Both hosts have one name, so that it must not be looked up: not by gloo, and not by torchrun.
     GLOO_SOCKET_IFNAME=wire $4 "${pinned[@]}" "$python" -m torch.distributed.run \
         --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --rdzv-id bench \
-        --rdzv-conf "is_host=$2,join_timeout=60" --local-addr "$1" -m brigade.course.cli bench --target solutions "${@:5}"
+        --rdzv-conf "is_host=$2,join_timeout=60" --local-addr "$1" -m brigade bench --target solutions "${@:5}"
 }
 
 status=0

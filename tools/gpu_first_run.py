@@ -69,7 +69,7 @@ def list_steps(out: Path, backend: str) -> list[Step]:
     def probe(name: str, limit_s: float, *names: str, expects: str = "", beside: bool = True) -> Step:
         return Step(name, limit_s, "probes.log", make_probe_command(out, backend, *names), expects, beside=beside)
 
-    brigade, shared = [sys.executable, "-m", "brigade.course.cli"], ["--backend", backend, "--share-gpu"]
+    brigade, shared = [sys.executable, "-m", "brigade"], ["--backend", backend, "--share-gpu"]
     pytest = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--durations=0"]
     pytest += ["--target", "solutions", "--deadline", "60", *shared]
     grade = [*brigade, "grade", "--submission", "solutions", "--modules", "1", *shared, "--limit", "110"]

@@ -358,7 +358,7 @@ def probe_torchrun(facts: Facts, backend: str) -> None:
         sleep = r"\1if dist.get_rank() == 1:\n\1    __import__('time').sleep(1000)\n\1\2"
         file.write_text(re.sub(r"( +)(dist\.all_reduce\(.*\))", sleep, file.read_text()))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "brigade.course.cli", "bench", "--target", str(target), "--modules", "1", "--rounds", "8"]
+        command += ["-m", "brigade", "bench", "--target", str(target), "--modules", "1", "--rounds", "8"]
         began = time.monotonic()
         done = subprocess.run(
             [*command, "--backend", backend, "--share-gpu", "--deadline", "20"],

@@ -54,7 +54,7 @@ def main() -> int:
     for path, text in files.items():
         (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / path).write_text(text)
-    command = [sys.executable, "-m", "brigade.course.cli", "skeletons"]  # a new process, which reads the new table
+    command = [sys.executable, "-m", "brigade", "skeletons"]  # a new process, which reads the new table
     return subprocess.run(command, cwd=ROOT).returncode
 
 

@@ -414,7 +414,7 @@ def test_a_submission_that_deadlocks_is_stopped_soon(brigade, tmp_path):
 # ---- ranks of torchrun
 
 
-def under_torchrun(tmp_path, *arguments, program=("-m", "brigade.course.cli"), command=("bench",)):
+def under_torchrun(tmp_path, *arguments, program=("-m", "brigade"), command=("bench",)):
     """Run `brigade bench`, or another program, on two ranks of torchrun. Return its exit status, output and errors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails

@@ -118,7 +118,7 @@ def test_a_class_from_beginning_to_end(tmp_path, snapshot):
     command = [
         sys.executable,
         "-m",
-        "brigade.course.cli",
+        "brigade",
         "grade",
         "--class",
         str(directory),

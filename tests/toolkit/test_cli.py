@@ -306,7 +306,7 @@ def test_next_does_not_stop_at_an_optional_module(brigade, lessons, snapshot):
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
     edit(lessons, FINISH, "        breakpoint()\n" + FINISH)
-    command = [sys.executable, "-m", "brigade.course.cli", "check", "1", "--debug", "--only", "gradients_are_averaged"]
+    command = [sys.executable, "-m", "brigade", "check", "1", "--debug", "--only", "gradients_are_averaged"]
     command += ["--target", str(lessons)]
     done = hang_guard.run(command, cwd=ROOT, input="p 6 * 7\nc\n", capture_output=True, text=True)
     assert "(Pdb) 42" in done.stdout, done.stdout + done.stderr

@@ -605,7 +605,8 @@ def test_interrupted_it_puts_everything_away(number, grader):
     assert not list(grader.out.parent.glob(".*"))
 
 
-IN_C = "import sys; from brigade.grader.watchdog import watch\nwith watch({}, patience_s=0.1):\n    print('in', flush=True)"
+IN_C = "import sys; from brigade.grader.watchdog import watch\n"
+IN_C += "with watch({}, patience_s=0.1):\n    print('in', flush=True)"
 DAYS = "\n    sum([[0]] * 10_000_000, [])"
 
 

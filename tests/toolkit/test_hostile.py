@@ -410,7 +410,7 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
     hostile.reference("open('left', 'w')\nos.fork()\nos.setsid() if os.fork() else 0\nwhile True: pass")(submission)
     out = tmp_path / "results.json"
     arguments = ["grade", "--submission", str(submission), "--out", str(out), "--modules", "1"]
-    process = subprocess.Popen([sys.executable, "-m", "brigade.course.cli", *arguments], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "brigade", *arguments], cwd=ROOT)
     try:
         used: set[int] = set()
 

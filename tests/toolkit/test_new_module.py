@@ -53,8 +53,8 @@ def test_a_module_is_added_and_removed(course):
     assert after.keys() - before.keys() == FILES.keys() | {"lessons/m99_scratch/scratch.py"}
     assert {name for name, text in before.items() if after[name] != text} == {TABLE, "README.md", "assignments.md"}
     assert f"`{CHECK.removeprefix('test_')}` 2" in after["assignments.md"].decode()
-    run(course, "-m", "brigade.course.cli", "skeletons", "--check")
-    assert "2 of 2 points" in run(course, "-m", "brigade.course.cli", "check", "99", "--target", "solutions")
+    run(course, "-m", "brigade", "skeletons", "--check")
+    assert "2 of 2 points" in run(course, "-m", "brigade", "check", "99", "--target", "solutions")
 
     # The tests of the module name what its author has to replace.
     pytest_99 = ("-m", "pytest", "-q", "--target", "solutions", "--module", "99")
@@ -66,7 +66,7 @@ def test_a_module_is_added_and_removed(course):
     (course / TABLE).write_bytes(before[TABLE])
     for name in ("solutions", "lessons", "tests"):
         shutil.rmtree(course / name / "m99_scratch")
-    run(course, "-m", "brigade.course.cli", "skeletons")
+    run(course, "-m", "brigade", "skeletons")
     assert read_files(course) == before
 
 

@@ -189,7 +189,7 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     assert (tmp_path / "checkout" / "precious").read_text() == "precious"
     assert not result.is_symlink() and result.read_text() == "graded\n"
     setup, grade, hand_over = [line.split("\t")[:-1] for line in (tmp_path / "asked").read_text().splitlines()]
-    chosen = cli.parse(grade[grade.index("brigade.course.cli") + 1 :])
+    chosen = cli.parse(grade[grade.index("brigade") + 1 :])
     assert (chosen.submission, chosen.out, chosen.format) == ([str(tmp_path / "checkout")], str(result), "classroom50")
     assert (chosen.modules, chosen.seed) == ("1-2", 7), "the options that the package was built with"
     assert setup[-1] == str(tmp_path / "setup.sh")

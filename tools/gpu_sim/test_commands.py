@@ -12,7 +12,7 @@ import psutil
 from brigade.course.table.modules import ROOT
 from tools.gpu_first_run import read_facts
 
-BRIGADE = [sys.executable, "-m", "brigade.course.cli"]
+BRIGADE = [sys.executable, "-m", "brigade"]
 
 
 def read_results(out):

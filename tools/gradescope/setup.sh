@@ -23,4 +23,4 @@ case $index in
     *) run .venv/bin/python -m pip install --quiet --index-url "$index" "$(grep -o '^torch==[^ ]*' torch.txt)" ;;
 esac
 run chmod -R go-rwx tests solutions secret options
-run .venv/bin/python -m brigade.course.cli grade --submission solutions --modules 1 # the build log then shows 8 of 8 points
+run .venv/bin/python -m brigade grade --submission solutions --modules 1 # the build log then shows 8 of 8 points
