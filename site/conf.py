@@ -26,6 +26,9 @@ from brigade.course.table.modules import HAS_SOLUTIONS, MODULES  # noqa: E402
 
 project = "Bucket Brigade"
 LONGEST = 200  # characters of a page's description
+# The address of the site, which `python -m tools.publish` writes.
+CITATION = SITE.parent / "CITATION.cff"
+ADDRESS = "".join(re.findall(r'^url: "(.*)"$', CITATION.read_text() if CITATION.exists() else "", re.MULTILINE))
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "docs/gpu_runs/*.md", "notebooks/*.ipynb"]
@@ -47,7 +50,9 @@ maximum_signature_line_length = 88
 html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_title = project
-html_static_path = ["_static"]
+html_static_path = ["_static", "../lessons/m03_overlapped_ddp/timeline.png"]
+html_favicon = "_static/favicon.svg"
+html_search_scorer = "scorer.js"
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]
 html_extra_path = ["_extra"]
@@ -108,7 +113,7 @@ def describe_plots(app: Sphinx, doctree: nodes.document) -> None:
 def describe_page(
     app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None
 ) -> None:
-    """Add what a chat or a search engine shows of a linked page: its title and its first sentences."""
+    """Add what a chat or a search engine shows of a linked page: its title, its first sentences and a picture."""
     texts = [" ".join(found.astext().split()) for found in doctree.findall(nodes.paragraph)] if doctree else []
     if text := next((text for text in texts if text.endswith((".", "?"))), ""):
         title, text = html.escape(f"{context['title']} - {project}"), html.escape(textwrap.shorten(text, LONGEST))
@@ -116,6 +121,9 @@ def describe_page(
             f'<meta name="description" content="{text}">\n<meta property="og:title" content="{title}">\n'
         )
         context["metatags"] += f'<meta property="og:description" content="{text}">\n'
+    if ADDRESS:  # a chat loads only a picture with a complete address
+        context["metatags"] += f'<meta property="og:image" content="{ADDRESS}_static/timeline.png">\n'
+        context["metatags"] += '<meta name="twitter:card" content="summary_large_image">\n'
 
 
 def check_links(app: Sphinx, error: Exception | None) -> None:

@@ -1,11 +1,14 @@
 """The course's site is complete, and works in a real browser: Debian's chromium, without a window."""
 
+import functools
 import itertools
 import math
 import re
 import shutil
 import sys
+import threading
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import hang_guard
 import pytest
@@ -63,7 +66,7 @@ def page(chromium):
 
 
 def is_error(message):
-    """Return whether a console message is an error. A failed request for the site's icon is not one."""
+    """Return whether a console message is an error. A failed request for the icon of another page is not one."""
     return message.type == "error" and not message.location["url"].endswith("/favicon.ico")
 
 
@@ -91,12 +94,28 @@ def test_every_document_and_notebook_is_a_page(site):
     assert {path for path in pages if not path.exists()} == set()
     assert not list(site.rglob("*hints*"))
     described = re.compile(
-        '<meta name="description" content="[^"]{20,200}">\n<meta property="og:title" content="[^"]+">'
+        '<meta name="description" content="[^"]{20,200}">\n<meta property="og:title" content="[^"]+">.*'
+        '<link rel="[a-z ]*icon" href="[./]*_static/favicon.svg"',
+        re.DOTALL,
     )
+    assert (site / "_static" / "timeline.png").exists(), "a link to a published site shows it"
     assert not [path for path in pages if not described.search(path.read_text())], "a link in a chat shows its text"
     reference = (site / "site" / "api.html").read_text()
     names = [f"lessons.{entry.package}.{entry.name}.{name}" for entry in MODULES for name in entry.public]
     assert [name for name in names if f'id="{name}"' not in reference] == []
+
+
+def test_the_search_shows_the_explanation_of_a_term_first(page, site):
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q=reduce-scatter")
+        page.wait_for_selector("#search-results li:nth-child(9)")
+        found = [link.get_attribute("href") for link in page.locator("#search-results li > a").all()]
+        page.wait_for_load_state("networkidle")
+        server.shutdown()
+    assert found[0].endswith("docs/glossary.html#reduce-scatter"), found[:9]
+    assert any("lessons/" in address for address in found[1:4]), found[:9]
 
 
 # One page of each kind. Without --everything, the browser opens only these.

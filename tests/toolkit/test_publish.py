@@ -1,6 +1,7 @@
 """One command writes the address of a published copy into all links. Until then, the front page has no dead badges."""
 
 import re
+import runpy
 
 import pytest
 
@@ -42,6 +43,15 @@ def test_one_command_sets_the_address_everywhere(course):
     assert 'repository-code: "https://github.com/ada/ddp-2027"\n' in after["CITATION.cff"]
     with pytest.raises(CourseError, match=r"\balready\b"):
         publish.publish("ada/ddp-2027", course)
+
+
+@pytest.mark.parametrize("address", ["", "https://ada.github.io/ddp-2027/"])
+def test_a_link_to_a_published_page_shows_a_picture(address, monkeypatch):
+    describe_page = runpy.run_path(str(ROOT / "site" / "conf.py"))["describe_page"]
+    monkeypatch.setitem(describe_page.__globals__, "ADDRESS", address)
+    context = {"metatags": "", "title": "Search"}
+    describe_page(None, "search", "search.html", context, None)
+    assert (f'og:image" content="{address}_static/timeline.png"' in context["metatags"]) == bool(address)
 
 
 @pytest.mark.parametrize("address", ["ada", "https://github.com/ada/course", "a/b/c"])
