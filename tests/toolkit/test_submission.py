@@ -10,7 +10,7 @@ import pytest
 from in_ranks import basics as functions
 
 from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
-from brigade.course.table.submission import MAX_SOURCE_BYTES, read, select_files
+from brigade.course.table.submission import MAX_SOURCE_BYTES, list_names, read, select_files, select_named
 from brigade.ranks import syntax
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
 from brigade.ranks.texts import prepare_for_ranks
@@ -218,3 +218,12 @@ def test_a_further_file_that_is_missing_or_broken_is_named(tmp_path, texts, reas
     lay_files(tmp_path, fully_sharded="from .plan import plan_units\n", **texts)
     failure = pytest.raises(RankFailure, import_in_ranks, tmp_path, 11, "m11_fully_sharded.fully_sharded").value
     assert failure.error == "ImportError" and reason in str(failure)
+
+
+def test_only_imports_and_names_in_strings_choose_earlier_modules(tmp_path):
+    """A word in a comment or a docstring imports nothing."""
+    sources = read(lay(tmp_path), 3)
+    text = f"'Like {FIRST.package}.'\n# from ..{FIRST.package} import x\n"
+    assert select_named(list_names(text), sources) == {}
+    for text in (f"from ..{FIRST.package} import (\n    naive_ddp,\n)\n", f"x = '..{FIRST.package}.x'\n"):
+        assert [*select_named(list_names(text), sources)] == [NAIVE]

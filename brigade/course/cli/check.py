@@ -24,7 +24,15 @@ from brigade.course.cli.success import handle_success
 from brigade.course.table import skeletons
 from brigade.course.table.listing import GradedCheck, find_last_part
 from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, CourseError, Module, get_module
-from brigade.course.table.submission import Snapshot, find, join_texts, resolve_target, select_files, select_used
+from brigade.course.table.submission import (
+    Snapshot,
+    find,
+    list_names,
+    list_texts,
+    resolve_target,
+    select_files,
+    select_used,
+)
 from brigade.ranks.runner import machine
 from brigade.ranks.texts import Sources
 from brigade.ranks.verdict import NOT_RUN
@@ -236,8 +244,9 @@ def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], 
     if options.prior != "own" or options.debug or not (others or None in parts):
         return ""
     target = Path(options.target)
-    text = join_texts(select_files(entry, sources))
-    used = {name.partition(".")[0] for name in select_used(entry, text, sources)}
+    own = select_files(entry, sources)
+    used = {name.partition(".")[0] for name in select_used(entry, own, sources)}
+    used.update(*map(list_names, list_texts(own)))
     reasons = {
         "fails": "does not pass all its checks",
         "broken": "is missing or broken",
@@ -246,7 +255,7 @@ def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], 
     for other in MODULES[: MODULES.index(entry)]:
         state = find_state(other, target)
         what = reasons.get(state, "is not written yet" if other.number in others else "")
-        if what and (other.package in used or other.package in text):
+        if what and other.package in used:
             advice = f"ask your instructor to unlock module {other.number}."
             if find(ROOT / "solutions", other):
                 advice = "use --prior reference to run these checks with the reference's module instead."

@@ -10,7 +10,7 @@ from typing import Any
 
 from brigade.course.table.listing import find_unwritten_parts
 from brigade.course.table.modules import ROOT, CourseError, Module
-from brigade.course.table.submission import join_texts, read, select_files, select_used
+from brigade.course.table.submission import list_texts, read, select_files, select_used
 from brigade.ranks.texts import Sources, list_imports, read_imported
 
 PROGRESS = ROOT / ".brigade-progress.json"
@@ -47,7 +47,7 @@ def hash_submission(entry: Module, sources: Sources) -> str:
     to the text and to the edition of the checks that gave this result.
     """
     own = select_files(entry, sources)
-    used = own | select_used(entry, join_texts(own), sources)
+    used = own | select_used(entry, own, sources)
     digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, (_, text) in sorted(used.items())).encode())
     for content in list_judges(entry):
         digest.update(hashlib.sha256(content).digest())
@@ -85,7 +85,7 @@ def find_state(entry: Module, target: Path) -> str:
         sources = read(target, entry.number)
     except CourseError:
         return "broken"
-    if find_unwritten_parts(join_texts(select_files(entry, sources))):
+    if any(map(find_unwritten_parts, list_texts(select_files(entry, sources)))):
         return "not written"
     key = hash_submission(entry, sources)
     if recall("passed").get(entry.package) == key:

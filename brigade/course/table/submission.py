@@ -9,8 +9,10 @@ submission, wherever its file is on disk.
 
 from __future__ import annotations
 
+import ast
 import codecs
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -20,13 +22,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
-from brigade.ranks.syntax import find_syntax_error
+from brigade.ranks.syntax import find_syntax_error, parse_tree
 from brigade.ranks.texts import OWN, Sources
 
 MAX_SOURCE_BYTES = 250_000
 ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "iso8859-15", "cp1252")  # that a file may declare
 DECLARED = re.compile(rb"coding[:=]\s*([-\w.]+)")
-IMPORT = r"^[ \t\f]*(?:from|import) .*\b{}\b"  # a line that imports a module with this name
 PART = re.compile(r"### BEGIN SOLUTION|raise NotImplementedError")
 
 
@@ -101,7 +102,7 @@ class Snapshot:
                     sources = own_names | self.read_module(other, solutions)
             earlier |= sources
         if prior == "reference":
-            earlier = select_used(entry, join_texts(own), earlier)
+            earlier = select_used(entry, own, earlier)
         return own | earlier
 
     def read_module(self, entry: Module, directory: Path | None = None) -> Sources:
@@ -156,7 +157,7 @@ def read_module(target: Path, entry: Module) -> Sources:
         raise CourseError(f"there is no {entry.path}")
     sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
     left = {Path(name).stem: name for name in entry.more_files}
-    while imported := [stem for stem in left if re.search(IMPORT.format(stem), join_texts(sources), re.MULTILINE)]:
+    while imported := [stem for stem in left if any(stem in list_names(text) for text in list_texts(sources))]:
         for stem in imported:
             sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left.pop(stem)), target, entry)
     return sources
@@ -173,9 +174,9 @@ def read_further(path: Path, target: Path, entry: Module) -> tuple[str, str]:
         return "", f"module {entry.number} cannot be imported: {error}"
 
 
-def join_texts(sources: Sources) -> str:
-    """Return the texts of files, one after the other."""
-    return "\n".join(text for _, text in sources.values())
+def list_texts(sources: Sources) -> list[str]:
+    """Return the texts of the files that can be imported."""
+    return [text for path, text in sources.values() if path]
 
 
 def select_files(entry: Module, sources: Sources) -> Sources:
@@ -183,10 +184,21 @@ def select_files(entry: Module, sources: Sources) -> Sources:
     return {name: source for name, source in sources.items() if name.partition(".")[0] == entry.package}
 
 
-def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
+def select_used(entry: Module, own: Sources, earlier: Sources) -> Sources:
     """Return the `earlier` modules that the module or its checks name, directly or through other earlier modules."""
     checks = [entry.checks, *entry.tests.glob("scenario*.py")]
-    return select_named([text, *(path.read_text() for path in checks)], earlier)
+    texts = [*list_texts(own), *(path.read_text() for path in checks)]
+    return select_named(frozenset().union(*map(list_names, texts)), earlier)
+
+
+def select_named(packages: Collection[str], sources: Sources) -> Sources:
+    """Return the entries of `sources` in these packages, and those that they import, directly or through others."""
+    selected: Sources = {}
+    names = {*packages}
+    while used := {n: source for n, source in sources.items() if n not in selected and n.partition(".")[0] in names}:
+        selected |= used
+        names.update(*map(list_names, list_texts(used)))
+    return selected
 
 
 def list_earlier(snapshot: Snapshot, entry: Module) -> frozenset[int]:
@@ -196,21 +208,9 @@ def list_earlier(snapshot: Snapshot, entry: Module) -> frozenset[int]:
     """
     earlier = {other.package: other for other in TRAINING_MODULES if other.number < entry.number}
     with contextlib.suppress(CourseError):
-        if not select_used(entry, join_texts(snapshot.read_module(entry)), dict.fromkeys(earlier, ("", ""))):
+        if not select_used(entry, snapshot.read_module(entry), dict.fromkeys(earlier, ("", ""))):
             return frozenset()
     return frozenset(other.number for other in earlier.values())
-
-
-def select_named(texts: list[str], sources: Sources) -> Sources:
-    """Return the entries of `sources` whose package the texts mention, directly or through other entries."""
-    selected: Sources = {}
-    while texts:
-        text = texts.pop()
-        for name, source in sources.items():
-            if name not in selected and re.search(rf"\b{name.partition('.')[0]}\b", text):
-                selected[name] = source
-                texts.append(source[1])
-    return selected
 
 
 def read_source(path: Path, within: Path) -> str:
@@ -272,3 +272,15 @@ def read_bytes(path: Path, within: Path) -> bytes:
 def open_no_follow(path: str, flags: int) -> int:
     """Open a file that was examined before. Refuse a link that has replaced it since, and do not wait for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+@functools.lru_cache(maxsize=128)  # every check reads the same few files
+def list_names(text: str) -> frozenset[str]:
+    """Return the parts of the names that a file imports, and of those in its strings, such as "m02_flat_ddp"."""
+    names = set()
+    for node in ast.walk(parse_tree(text)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {getattr(node, "module", None) or "", *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return frozenset(part for name in names for part in name.split("."))
