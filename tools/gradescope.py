@@ -17,7 +17,8 @@ from pathlib import Path
 from brigade.course.cli.main import parse
 from brigade.course.table import listing, validation
 from brigade.course.table.modules import ROOT, CourseError
-from brigade.grader.cli.grade import read_secret, select_graded_modules
+from brigade.grader.cli.grade import select_graded_modules
+from brigade.grader.request import read_secret
 from brigade.lab.experiment import run_to_status
 from tools import lock, student_edition
 

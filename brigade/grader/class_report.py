@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.table.modules import Module
-from brigade.grader import classroom, formats, gradebook, incoming, roster, similarity, uploads
+from brigade.grader import classroom, formats, gradebook, incoming, roster, similarity, tables, uploads
 from brigade.grader.classroom import Student
-from brigade.grader.gradebook import EXTENSION, LATE, Row, format_points
-from brigade.grader.gradebook_file import GradebookFile
+from brigade.grader.gradebook import Row
 from brigade.grader.roster import Person
+from brigade.grader.tables import format_points
 from brigade.grader.term import Assignment
 from brigade.ranks.verdict import NOT_RUN
 
@@ -27,14 +27,15 @@ def list_lines(
     entries: Sequence[Module],
     people: Sequence[Person],
     before: Mapping[Student, int],
-    book: GradebookFile,
+    rows: Mapping[str, Row],
 ) -> list[str]:
-    """Return lines about the submissions. `before` are the scores of the earlier run."""
-    by_hand = list_graded_by_hand(everyone, book.rows)
+    """Return lines about the submissions. `before` are the scores of the earlier run, `rows` those of the gradebook."""
+    by_hand = list_graded_by_hand(everyone, rows)
+    present = {student.submission for student in everyone}
     groups = {
         "not graded (the gradebook says why)": [s.name for s in everyone if not s.result and s not in by_hand],
         "not graded by the grader, but by a person": [student.name for student in by_hand],
-        "kept with all that you wrote there, although the submission is not there any more": book.removed,
+        "kept, although the submission is not there any more": [name for name in rows if name not in {"", *present}],
         roster.UNKNOWN: [student.name for student in everyone if people and not student.person],
         "no submission": [one["name"] or roster.get_key(one) for one in classroom.list_absent(everyone, people)],
         uploads.LATE: [student.name for student in everyone if uploads.LATE in student.notes],
@@ -44,7 +45,6 @@ def list_lines(
         now = student.result["score"] if student.result else "none"
         if score != now:
             lines.append(f"{student.name}: {score} points before, {now} now")
-    lines += [f"changed by hand, and kept: {correction}" for correction in book.corrections]
     for key, some in group_by_student(everyone).items():
         if len(some) > 1:
             names = AND.join(student.submission for student in some)
@@ -53,8 +53,9 @@ def list_lines(
 
 
 def list_graded_by_hand(everyone: Iterable[Student], rows: Mapping[str, Row]) -> list[Student]:
-    """Return the uploads without a result to which a person gave points in the gradebook. `rows` are by submission."""
-    return [s for s in everyone if not s.result and gradebook.list_modules([rows.get(s.submission, {})])]
+    """Return the uploads without a result to which a person gave points. `rows` are by submission."""
+    found = [(student, rows.get(student.submission)) for student in everyone if not student.result]
+    return [student for student, row in found if row and gradebook.list_modules([row])]
 
 
 def group_by_student(everyone: Iterable[Student]) -> dict[str, list[Student]]:
@@ -143,9 +144,8 @@ def render_page(
     `rows` are those of the gradebook, by submission, and `merged` has one row for each student.
     """
     names = {roster.get_key(one): one["name"] or roster.get_key(one) for one in people}
-    points = [gradebook.parse_number(row.get("score", "")) for row in merged if row["student"] in names]
-    scores = [score for score in points if score is not None]
-    most = max([1, *(int(row["max"]) for row in merged)])
+    scores = [row.score for row in merged if row.student in names and row.score is not None]
+    most = max(1, gradebook.count_points(gradebook.list_modules(merged), gradebook.list_modules(merged, "written")))
     width = -(-most // MOST_BINS)  # the maximum has a bin of its own
     counts = Counter(max(0, min(most, int(score))) // width for score in scores)
     bins = {
@@ -163,8 +163,8 @@ def render_page(
         "Graded by hand": [s.name for s in by_hand],
         "Not graded yet": [s.name for s in everyone if not s.result and not s.unreadable and s not in by_hand],
         "Not in the roster": [s.submission for s in everyone if not s.person],
-        "Late": [f"{s.name}: loses {s.columns[LATE]} %" for s in everyone if s.columns[LATE] not in ("", "0")],
-        "Extension": [f"{s.name}: until {s.columns[EXTENSION]}" for s in everyone if s.columns[EXTENSION]],
+        "Late": [f"{s.name}: loses {format_points(s.timing.late)} %" for s in everyone if s.timing and s.timing.late],
+        "Extension": [f"{s.name}: until {s.timing.extension}" for s in everyone if s.timing and s.timing.extension],
     }
     return formats.load_template("report.html").render(
         title=title,
@@ -184,8 +184,7 @@ def write_similar(path: Path, everyone: Sequence[Student], entries: Sequence[Mod
     similar = classroom.get_similar_path(path)
     owners = {student.name: student.key for student in everyone}
     pairs = similarity.find_pairs({student.name: student.texts for student in everyone}, entries, owners)
-    rows = gradebook.escape_formulas(map(similarity.make_row, pairs))
-    formats.write(similar, gradebook.BOM + gradebook.format_csv(similarity.COLUMNS, rows))
+    formats.write(similar, tables.BOM + tables.format_csv(similarity.COLUMNS, map(similarity.make_row, pairs)))
     return [
         f"near-identical in module {number}, up to {percent} %: {AND.join(names)} (see {similar.name})"
         for number, names, percent in similarity.find_groups(pairs)

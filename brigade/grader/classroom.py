@@ -1,6 +1,6 @@
 """Grade a class (`brigade grade --class`): every submission in a directory, several at a time, into one gradebook.
 
-A separate process, `brigade grade --submission`, grades each submission and writes a results file to the directory
+A separate process grades each submission, as `brigade grade --submission` does, and writes a results file to
 `GRADEBOOK.results`. A second file stores a hash of the modules' text, the course, the options and the conditions, such
 as torch's version. If the hash is unchanged, a repeated run, such as one after an interruption, uses the results.
 """
@@ -14,9 +14,10 @@ import json
 import os
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,23 @@ from typing import Any
 from brigade.course.table.listing import list_checks
 from brigade.course.table.modules import ROOT, CourseError, Module
 from brigade.grader import formats, incoming, roster, uploads
-from brigade.grader.gradebook import Row, get_results_path
+from brigade.grader.gradebook import EXTENSION, LATE, UPLOADED, Row, get_adjustments_path, get_results_path
+from brigade.grader.request import GradeRequest
 from brigade.grader.roster import Person
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
-END_S = 20.0  # limit for a grader to clean up
 NOT_GRADED = "not graded"
 KILLED = "the grader was killed, because it did not stop at its time limit, or because memory ran out"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When an upload came, the student's extension, and the percentage that the upload loses: see `term.py`."""
+
+    uploaded: str
+    extension: str
+    late: float
 
 
 @dataclass(eq=False)
@@ -56,7 +66,7 @@ class Student:
     is_waiting: bool = False  # whether it has to be graded
     result: dict[str, Any] | None = None  # of the last complete grading run
     was_killed: bool = False  # whether the grader was killed in this run
-    columns: Row = field(default_factory=dict)  # of a term: see `term.Assignment.judge`
+    timing: Timing | None = None  # in a term
 
     def __post_init__(self) -> None:
         self.made_from = self.results.with_suffix(".made-from")
@@ -84,7 +94,8 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     Skip the gradebook, the files beside it, and the `others` that do not come from students. `people` is the roster.
     Raise CourseError if there is nothing that can be graded.
     """
-    ours = (gradebook, get_results_path(gradebook), get_similar_path(gradebook), *others)
+    beside = (get_results_path(gradebook), get_adjustments_path(gradebook), get_similar_path(gradebook))
+    ours = (gradebook, *beside, *others)
     found = uploads.list_uploads(directory, ours)
     persons = [roster.find_upload(upload.paths[0].name, upload.owner, people) for upload in found]
     names = [
@@ -170,72 +181,65 @@ def lock_gradebook(gradebook: Path) -> Iterator[int]:
 
 
 def grade_all(
-    waiting: Sequence[Student], command: Sequence[str], *, at_once: int, lock: int, on_finish: Callable[[Student], None]
+    waiting: Sequence[Student],
+    request: GradeRequest,
+    *,
+    at_once: int,
+    lock: int,
+    on_finish: Callable[[Student], None],
 ) -> None:
-    """Run `command` for each student, `at_once` at a time.
-
-    `command` takes the options `--submission` and `--out`. An interrupt ends all graders.
-    """
-    queue = list(waiting)
-    running: dict[Student, subprocess.Popen] = {}
+    """Grade the students as the request says, `at_once` at a time, each in a process. An interrupt ends them all."""
+    lifeline, ours = os.pipe()  # graders end when it closes
+    pool = ThreadPoolExecutor(at_once)
     try:
-        while queue or running:
-            while queue and len(running) < at_once:
-                student = queue.pop(0)
-                running[student] = start_grader(student, command, lock)
-            time.sleep(0.05)
-            for student in [student for student, process in running.items() if process.poll() is not None]:
-                process = running.pop(student)
-                if process.stdin:
-                    process.stdin.close()
-                student.is_waiting, student.result = False, None
-                student.was_killed = process.returncode == -signal.SIGKILL  # by its watchdog, or because of memory
-                if process.returncode == 0:
-                    student.result = json.loads(student.results.read_text())
-                    if is_unchanged(student):  # otherwise the next run grades it again
-                        formats.write(student.made_from, student.fingerprint)
-                on_finish(student)
+        running = {pool.submit(run_grader, student, request, (lock, lifeline)): student for student in waiting}
+        for future in as_completed(running):
+            student, status = running[future], future.result()
+            student.is_waiting, student.result = False, None
+            student.was_killed = status == -signal.SIGKILL  # by its watchdog, or because of memory
+            if status == 0:
+                student.result = json.loads(student.results.read_text())
+                if is_unchanged(student):  # otherwise the next run grades it again
+                    formats.write(student.made_from, student.fingerprint)
+            on_finish(student)
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-            process.kill()
-            process.wait()
+        os.close(ours)
+        pool.shutdown(cancel_futures=True)
+        os.close(lifeline)
 
 
-def start_grader(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
-    """Start the grader of a student. It ends with this process, because its standard input then closes."""
+def run_grader(student: Student, request: GradeRequest, inherited: tuple[int, int]) -> int:
+    """Grade one student in a process. Return its status. It inherits the lock, and the pipe that ends it."""
     student.made_from.unlink(missing_ok=True)
-    files = ["--submission", *map(str, student.paths), "--out", str(student.results)]
+    own = replace(request, submission=tuple(map(str, student.paths)), out=str(student.results))
     with open(student.log, "w") as log:
-        return subprocess.Popen(
-            [*command, *files, "--format", "json"],
+        done = subprocess.run(
+            [sys.executable, "-m", "brigade.grader.cli.grade_student", str(inherited[1])],
+            input=own.encode(),
+            text=True,
             cwd=ROOT,  # a directory in which no student's directory can be imported as a package
-            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            pass_fds=[lock],
+            pass_fds=inherited,
             start_new_session=True,  # Ctrl-C goes to this process only, which then ends the graders
         )
+    return done.returncode
 
 
-def make_table(everyone: Sequence[Student], entries: Sequence[Module], people: Sequence[Person] = ()) -> list[Row]:
-    """Return the grader's rows of the gradebook: one for each submission, and for each student without one.
-
-    The columns are the roster's fields, the total score, the scores of each module and check, and a note.
-    """
+def make_table(everyone: Sequence[Student], people: Sequence[Person] = ()) -> list[Row]:
+    """Return the grader's rows of the gradebook: one for each submission, and for each student without one."""
     fields = roster.list_fields(people)
-    timing = dict.fromkeys(column for student in everyone for column in student.columns)
-    columns = ["student", "submission", *fields, *timing, "score", "max"]
-    columns += [f"module {entry.number}" for entry in entries]
-    columns += [name_column(check.module, check.name) for entry in entries for check in list_checks(entry)]
-    table = [make_row(student, fields) for student in everyone]
-    for person in list_absent(everyone, people):
-        row = {"student": roster.get_key(person), "note": "no submission"}
-        table.append(row | {name: person[name] for name in fields})
-    return [dict.fromkeys([*columns, "note"], "") | row for row in table]
+    absent = [
+        Row(roster.get_key(person), texts={name: person[name] for name in fields} | {"note": "no submission"})
+        for person in list_absent(everyone, people)
+    ]
+    return [make_row(student, fields) for student in everyone] + absent
+
+
+def list_columns(entries: Sequence[Module]) -> list[str]:
+    """Return the columns of points that a gradebook has although nobody may have points."""
+    columns = [f"module {entry.number}" for entry in entries]
+    return columns + [name_column(check.module, check.name) for entry in entries for check in list_checks(entry)]
 
 
 def name_column(module: int, check: str) -> str:
@@ -254,9 +258,12 @@ def make_row(student: Student, fields: Sequence[str]) -> Row:
 
     A student who is still waiting has no score, because earlier results come from other checks, options or modules.
     """
-    row = {"student": student.key, "submission": student.submission}
-    row |= {name: student.person[name] for name in fields if student.person} | student.columns
+    texts = {name: student.person[name] for name in fields if student.person}
     notes = [*([roster.UNKNOWN] if fields and not student.person else []), *student.notes]
+    numbers: dict[str, float] = {}
+    if student.timing:
+        texts |= {UPLOADED: student.timing.uploaded, EXTENSION: student.timing.extension}
+        numbers[LATE] = student.timing.late
     result = student.result
     if student.unreadable:
         notes += [NOT_GRADED, student.unreadable]
@@ -267,9 +274,8 @@ def make_row(student: Student, fields: Sequence[str]) -> Row:
         told += [f"{KILLED}: see {student.log.name}"] * student.was_killed
         notes += [NOT_GRADED, *(told or [f"the grader wrote no results: see {student.log.name}"])[-1:]]
     else:
-        row |= {"score": str(result["score"]), "max": str(result["max_score"])}
-        for entry, _, checks in formats.list_modules(result):
-            row[f"module {entry.number}"] = str(sum(check["score"] for check in checks))
-            row |= {name_column(entry.number, check["name"]): str(check["score"]) for check in checks}
+        for entry, checks in formats.list_modules(result):
+            numbers[f"module {entry.number}"] = sum(check["score"] for check in checks)
+            numbers |= {name_column(entry.number, check["name"]): check["score"] for check in checks}
         notes += result["notes"]
-    return row | {"note": " / ".join(notes)}
+    return Row(student.key, student.submission, numbers, texts | {"note": " / ".join(notes)})

@@ -1,7 +1,7 @@
 """Write what the grader and the instructor have to say to each student: one text and one web page per student.
 
-Every author of an upload gets a page, also if nothing could be read. The points are those of the gradebook, in which a
-person may have corrected them. There are also archives of the pages, which Moodle and Canvas import.
+Every author of an upload gets a page, also if nothing could be read. The points are those of the gradebook with a
+person's adjustments. There are also archives of the pages, which Moodle and Canvas import.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from brigade.grader import formats, gradebook, roster, uploads
+from brigade.course.table.modules import Module
+from brigade.grader import formats, roster, uploads
 from brigade.grader.classroom import Student, limit_name
 from brigade.grader.gradebook import (
     ADJUSTMENT,
     EXTENSION,
     LATE,
+    MODULE,
+    TAKEN_OFF,
     UPLOADED,
     Row,
-    format_points,
-    parse_points,
-    read_points,
+    count_points,
+    list_modules,
+    list_points,
 )
-from brigade.grader.gradebook_file import is_same
 from brigade.grader.roster import Person
+from brigade.grader.tables import format_points
 
 FORBIDDEN = re.compile(r'[\\/:*?"<>|\x00-\x1f]')  # in a file name on some system
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # on Windows, with any ending
-OWN_POINTS = re.compile(r"(module|written) \d+")  # the columns of an upload that can count
 COMMENT = re.compile(r"comment( \d+)?", re.IGNORECASE)  # the columns of an instructor that students see
 MOODLE_ZIP, CANVAS_ZIP = "moodle.zip", "canvas.zip"
 
@@ -65,7 +67,9 @@ def write_feedback(
     for student in sorted(everyone, key=lambda student: uploads.sort_key(student.submission), reverse=True):
         if student.result or student.unreadable:
             groups.setdefault(student.key, []).append(student)
-    totals = {row["student"]: row for row in counting.merged if row["score"]} if counting else {}
+    with_written = list_modules(rows.values(), "written")
+    merged = [row for row in counting.merged if row.score is not None] if counting else []
+    totals, most = {row.student: row for row in merged}, count_points(list_modules(merged), with_written)
     namesakes = Counter(fold_name(make_file_name(get_name(person))) for person in people)
     titles = {key: find_title(group, namesakes) for key, group in groups.items()}
     names = uploads.make_unique(map(make_file_name, titles.values()), fold_name)
@@ -74,13 +78,15 @@ def write_feedback(
     for name, (key, group) in zip(names, groups.items(), strict=True):
         reports = []
         for student in group:
-            row = rows.get(student.submission, {})
+            row = rows.get(student.submission, Row(key, student.submission))
             several = len(group) > 1
-            reports.append(make_report(student, row, several, list_counting(row, counting if several else None)))
-        total = totals.get(key)
-        top = format_counted(total) if total else []
+            counts = list_counting(row, counting if several else None)
+            reports.append(make_report(student, row, with_written, several, counts))
+        counted = totals.get(key)
+        top = format_counted(counted) if counted else []
+        total = counted and {"score": format_points(counted.score or 0), "max": most}
         page = formats.load_template("feedback.html").render(student=titles[key], reports=reports, total=total, top=top)
-        sums = [f"{total['score']} of {total['max']} points count", *top, ""] if total else []
+        sums = [f"{total['score']} of {most} points count", *top, ""] if total else []
         text = "\n".join([titles[key], "", *sums, *map(format_report, reports)])
         written = [content.encode(errors="replace") for content in (text, page)]
         files |= dict(zip((f"{name}.txt", f"{name}.html"), written, strict=True))
@@ -92,26 +98,22 @@ def write_feedback(
 
 def format_counted(row: Row) -> list[str]:
     """Return a sentence on which points count for a student, from the row of all uploads together."""
-    most = {f"module {entry.number}": gradebook.sum_points([entry]) for entry in gradebook.list_modules([row])}
-    for entry in gradebook.list_modules([row], "written"):
-        most[f"written {entry.number}"] = gradebook.sum_points([], [entry])
-    points = [f"{column}: {row[column]} of {possible}" for column, possible in most.items()]
-    points += [f"adjustment: {row[ADJUSTMENT]}"] if row.get(ADJUSTMENT, "0") != "0" else []
-    off = f" (lateness took off {row['taken off']})" if row.get("taken off", "0") != "0" else ""
+    most = list_points([row])
+    points = [f"{column}: {format_points(row.numbers[column])} of {most[column]}" for column in most]
+    points += [f"adjustment: {format_points(added)}"] if (added := row.numbers.get(ADJUSTMENT)) else []
+    off = f" (lateness took off {format_points(lost)})" if (lost := row.numbers.get(TAKEN_OFF)) else ""
     return [f"What counts: {', '.join(points)}{off}."] if points else []
 
 
 def list_counting(row: Row, counting: Counting | None) -> list[str]:
     """Return a sentence on whether one of several uploads counts, unless another one says that it is too late."""
-    if counting is None:
+    own = [column for column in row.numbers if MODULE.fullmatch(column)]
+    if counting is None or row.numbers.get(LATE) == 100 or not own:
         return []
-    counted = counting.columns.get(row.get("submission", ""), ())
-    if read_points(row, LATE) == 100 or not any(OWN_POINTS.fullmatch(column) and row[column] for column in row):
-        return []
+    counted = counting.columns.get(row.submission, ())
     if not counted:
         return [f"This upload does not count. {counting.rule}"]
-    others = [column for column in row if OWN_POINTS.fullmatch(column) and row[column] and column not in counted]
-    return [f"This upload counts{' for ' + ' and '.join(counted) if others else ''}."]
+    return [f"This upload counts{' for ' + ' and '.join(counted) if {*own} - {*counted} else ''}."]
 
 
 def get_name(person: Person) -> str:
@@ -138,18 +140,39 @@ def fold_name(name: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
 
 
-def make_report(student: Student, row: Row, has_heading: bool, counts: Sequence[str]) -> dict[str, Any]:
+def make_report(
+    student: Student, row: Row, with_written: Sequence[Module], has_heading: bool, counts: Sequence[str]
+) -> dict[str, Any]:
     """Return what the template and the text need to know about one submission. `counts` says whether it counts."""
     # In a term, Canvas's marker says less than the columns of the gradebook.
-    notes = [*counts, *(note for note in student.notes if not student.columns or note != uploads.LATE)]
+    notes = [*counts, *(note for note in student.notes if not student.timing or note != uploads.LATE)]
     heading = f"What you handed in: {student.submission}" if has_heading else ""
     if student.unreadable or student.result is None:
         remarks = [*list_remarks(row), *notes]
         return {"heading": heading, "unreadable": student.unreadable, "remarks": remarks, "modules": []}
-    result = correct(student.result, row)
-    result["notes"] = [*notes, *result["notes"]]
-    remarks, modules = formats.list_heading(result)[1:], formats.list_modules(result)
-    return {"heading": heading, "unreadable": "", "result": result, "remarks": remarks, "modules": modules}
+    result, modules = student.result, formats.list_modules(student.result)
+    corrected = []
+    for entry, checks in modules:
+        graded = sum(check["score"] for check in checks)
+        if (points := row.numbers.get(f"module {entry.number}", graded)) != graded:
+            given = f"Module {entry.number}: {format_points(points)} points, corrected by a person"
+            corrected.append(f"{given}; the grader gave {graded}.")
+    if row.score is not None:
+        most = count_points(list_modules([row]), with_written)
+        not_included = result["not_included"] if most == result["max_score"] else ""  # some are included
+        sums = {"score": format_points(row.score), "max_score": most, "not_included": not_included}
+        result = result | sums
+    result = result | {"notes": [*notes, *corrected, *list_remarks(row), *result["notes"]]}
+    remarks = formats.list_heading(result)[1:]
+    headings = [formats.format_module(entry, checks, row.numbers) for entry, checks in modules]
+    return {
+        "heading": heading,
+        "unreadable": "",
+        "result": result,
+        "points": row.numbers,
+        "remarks": remarks,
+        "modules": [(entry, name, checks) for name, (entry, checks) in zip(headings, modules, strict=True)],
+    }
 
 
 def format_report(report: Mapping[str, Any]) -> str:
@@ -158,49 +181,23 @@ def format_report(report: Mapping[str, Any]) -> str:
     if report["unreadable"]:
         lines += [f"We could not grade this upload. {report['unreadable']}.", *report["remarks"], ""]
     else:
-        lines.append(formats.format_result(report["result"]))
+        lines.append(formats.format_result(report["result"], report["points"]))
     return "\n".join(lines)
 
 
-def correct(result: Mapping[str, Any], row: Row) -> dict[str, Any]:
-    """Return a result with the points of a row of the gradebook, and what a person has added there, in remarks."""
-    corrected: dict[int, str] = {}
-    remarks = []
-    for entry, _, checks in formats.list_modules(result):
-        points = parse_points(row.get(f"module {entry.number}", ""))
-        graded = sum(check["score"] for check in checks)
-        if points is not None and points != graded:
-            corrected[entry.number] = format_points(points)
-            given = f"Module {entry.number}: {format_points(points)} points, corrected by a person"
-            remarks.append(f"{given}; the grader gave {graded}.")
-    score, most = parse_points(row.get("score", "")), parse_points(row.get("max", ""))
-    changed = {
-        "score": result["score"] if score is None else format_points(score),
-        "max_score": result["max_score"] if most is None else format_points(most),
-        "not_included": result["not_included"] if most in (None, result["max_score"]) else "",  # some are included
-    }
-    notes = [*remarks, *list_remarks(row), *result["notes"]]
-    return {**result, **changed, "corrected": corrected, "notes": notes}
-
-
 def list_remarks(row: Row) -> list[str]:
-    """Return what a person has added to a row of the gradebook for its student."""
-    entries, written = gradebook.list_modules([row]), gradebook.list_modules([row], "written")
-    remarks = [f"Extension until {row[EXTENSION]}."] if row.get(EXTENSION) else []
-    if late := read_points(row, LATE):
-        came = f"This upload is late ({row[UPLOADED]})" if row.get(UPLOADED) else "This upload is late"
+    """Return what a row of the gradebook tells its student besides the points of modules."""
+    numbers, texts = row.numbers, row.texts
+    remarks = [f"Extension until {texts[EXTENSION]}."] if texts.get(EXTENSION) else []
+    if late := numbers.get(LATE):
+        came = f"This upload is late ({texts[UPLOADED]})" if texts.get(UPLOADED) else "This upload is late"
         remarks.append(f"{came}: {f'it loses {format_points(late)} %' if late < 100 else 'it does not count'}.")
-    for entry in written:
-        points, most = read_points(row, f"written {entry.number}"), gradebook.sum_points([], [entry])
-        remarks.append(f"Written answers to module {entry.number}: {format_points(points or 0)} of {most} points.")
-    if row.get(ADJUSTMENT):
-        remarks.append(f"Adjustment: {row[ADJUSTMENT]} points.")
-    total = gradebook.add_up(row, entries, written)["score"] or "0"
-    if row.get("score") and not is_same(row["score"], total):
-        remarks.append(f"Score: {row['score']}, given by a person; the points add up to {total}.")
-    return remarks + [
-        f"{column.capitalize()}: {cell}" for column, cell in row.items() if cell and COMMENT.fullmatch(column)
-    ]
+    for entry in list_modules([row], "written"):
+        points, most = format_points(numbers[f"written {entry.number}"]), count_points([], [entry])
+        remarks.append(f"Written answers to module {entry.number}: {points} of {most} points.")
+    if ADJUSTMENT in numbers:
+        remarks.append(f"Adjustment: {format_points(numbers[ADJUSTMENT])} points.")
+    return remarks + [f"{column.capitalize()}: {cell}" for column, cell in texts.items() if COMMENT.fullmatch(column)]
 
 
 def add_to_archives(archives: Mapping[str, dict[str, bytes]], upload: Path, text: bytes, page: bytes) -> None:

@@ -10,10 +10,11 @@ import itertools
 import json
 import os
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -21,6 +22,7 @@ from brigade.course.checks import render
 from brigade.course.table import written
 from brigade.course.table.modules import CourseError, Module, get_module
 from brigade.grader.outcome import UNFINISHED, Grading
+from brigade.grader.tables import format_points
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -40,6 +42,7 @@ CLASSROOM50_FIELDS = {
     "release": "RELEASE_URL",
     "review": "REVIEW_URL",
 }
+EMPTY: Mapping[str, float] = MappingProxyType({})
 INSTANT = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -153,18 +156,17 @@ def clean(value: Any) -> Any:
     return value
 
 
-def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, str, list[Mapping[str, Any]]]]:
-    """Return the modules of a result, each with a heading and its checks.
+def list_modules(result: Mapping[str, Any]) -> list[tuple[Module, list[Mapping[str, Any]]]]:
+    """Return the modules of a result with their checks."""
+    grouped = itertools.groupby(result["checks"], key=lambda check: check["module"])
+    return [(get_module(number), list(checks)) for number, checks in grouped]
 
-    A heading has the points that a person has corrected, if there are any.
-    """
-    modules = []
-    for number, grouped in itertools.groupby(result["checks"], key=lambda check: check["module"]):
-        entry, checks = get_module(number), list(grouped)
-        earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
-        earned = result.get("corrected", {}).get(number, earned)
-        modules.append((entry, f"Module {number}: {entry.title}, {earned} of {possible} points", checks))
-    return modules
+
+def format_module(entry: Module, checks: Sequence[Mapping[str, Any]], points: Mapping[str, float]) -> str:
+    """Return the heading of a module: see `format_result`."""
+    earned, possible = (sum(check[key] for check in checks) for key in ("score", "points"))
+    earned = points.get(f"module {entry.number}", earned)
+    return f"Module {entry.number}: {entry.title}, {format_points(earned)} of {possible} points"
 
 
 def list_heading(result: Mapping[str, Any], shows_seed: bool = False) -> list[str]:
@@ -177,12 +179,15 @@ def list_heading(result: Mapping[str, Any], shows_seed: bool = False) -> list[st
     return [score, *filter(None, [result["not_included"]]), *result["notes"]]
 
 
-def format_result(result: Mapping[str, Any], shows_seed: bool = False) -> str:
-    """Return the text of a result for people: the score, then every module, with the feedback on failed checks."""
+def format_result(result: Mapping[str, Any], points: Mapping[str, float] = EMPTY, shows_seed: bool = False) -> str:
+    """Return the text of a result for people: the score, then every module, with the feedback on failed checks.
+
+    `points` are those of the modules if a person may have corrected them, by the columns of a gradebook.
+    """
     instant = result["started"].replace("T", " ").replace("Z", " UTC")
     lines = [*list_heading(result, shows_seed), f"Graded on {instant}.", ""]
-    for _, heading, checks in list_modules(result):
-        lines.append(heading)
+    for entry, checks in list_modules(result):
+        lines.append(format_module(entry, checks, points))
         for check in checks:
             mark = "+" if check["status"] == "passed" else "-"
             lines.append(f"  {mark} {check['score']}/{check['points']}  {check['number']:<5} {check['title']}")
@@ -252,7 +257,7 @@ def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
     result = encode_grading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{result['seconds']:.3f}")
-    for module, _, checks in list_modules(result):
+    for module, checks in list_modules(result):
         failed = [check for check in checks if check["status"] != "passed"]
         counts = {"tests": str(len(checks)), "failures": str(len(failed)), "errors": "0", "skipped": "0"}
         seconds = sum(check["seconds"] for check in checks)

@@ -1,41 +1,58 @@
-"""Read and write gradebooks, which are CSV files with one row for each submission, and add up their points."""
+"""Gradebooks: CSV files with one row for each submission. The grader writes one, and a person writes beside it.
+
+The grader overwrites its file, such as `week2.csv`, in every run. What a person corrects or adds is in
+`week2-adjustments.csv` (for `grades.csv`, in `adjustments.csv`), which the grader only reads. `read_gradebook` joins
+both. If anybody else has changed the grader's file, it is neither read nor overwritten.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
-import math
+import copy
+import hashlib
 import re
-import unicodedata
+import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from brigade.course.table import listing, written
 from brigade.course.table.modules import CourseError, Module, get_module
+from brigade.grader import formats, roster
+from brigade.grader.tables import BOM, escape, format_csv, format_points, parse_number, read_table
 
-BOM = "\ufeff"  # without it, Excel does not read a CSV file as UTF-8
-# A spreadsheet evaluates cells that begin with one of these. It may read separators as the beginning of another cell.
-FORMULA = re.compile(r"(^|[;,|\t\r\n])(\s*)(?=[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])")
-NUMBER = re.compile(r"-?\d+([.,]\d+)?")
-OURS = re.compile(r"score|max|note|module \d+|\d+\..*")  # the columns that the grader computes
+MODULE = re.compile(r"(module|written) (\d{1,9})")  # the columns whose points count
+CHECK = re.compile(r"(\d{1,9})\.\w+")  # the columns of checks, such as "1.subgroups"
 UPLOADED, EXTENSION, LATE = "uploaded", "extension", "late"  # the columns of a term: see term.py
-ADJUSTMENT = "adjustment"  # a person's column: points to add, or below zero, to take off
-MOST_NAMED = 8  # columns in one message
+ADJUSTMENT = "adjustment"  # points to add, or below zero, to take off
+TAKEN_OFF = "taken off"  # the points that lateness has taken off those that count
+SIGNED = (ADJUSTMENT, TAKEN_OFF)
 KEYS = ("student", "submission")  # the columns that say whose a row is
-SEPARATOR = re.compile(r"sep=(.)\r?\n")  # a first line that tells Excel the delimiter
+SUMS = ("score", "max")  # the columns that follow from others
+FIRST = [*KEYS, *roster.FIELDS, UPLOADED, EXTENSION, LATE, *SUMS]
+MOST_NAMED = 8  # columns in one message
 
-Row = dict[str, str]
 
+@dataclass(eq=False)
+class Row:
+    """One submission, or a student without one. Points and percentages are numbers by column, all other cells texts."""
 
-class Table(NamedTuple):
-    """A CSV file: its columns, its rows, its delimiter, and its first line if that only names the delimiter."""
+    student: str
+    submission: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
-    columns: list[str]
-    rows: list[Row]
-    delimiter: str
-    first_line: str
+    @property
+    def score(self) -> float | None:
+        """The sum of all points that count, or None if no module has points, and there is no adjustment."""
+        counted = [column for column in self.numbers if column == ADJUSTMENT or MODULE.fullmatch(column)]
+        is_graded = any(not column.startswith("written") for column in counted)
+        return sum(self.numbers[column] for column in counted) if is_graded else None
+
+    @property
+    def name(self) -> str:
+        """The student, and the submission if it has another name."""
+        return self.student + (f" ({self.submission})" if self.submission not in ("", self.student) else "")
 
 
 def get_results_path(gradebook: Path) -> Path:
@@ -43,96 +60,29 @@ def get_results_path(gradebook: Path) -> Path:
     return gradebook.with_name(gradebook.name + ".results")
 
 
-def get_record_path(gradebook: Path) -> Path:
-    """Return the file that contains what the grader wrote to the gradebook: see `gradebook_file.py`."""
-    return get_results_path(gradebook) / "grader.csv"
+def get_adjustments_path(gradebook: Path) -> Path:
+    """Return the file in which a person writes. The grader never changes it."""
+    return gradebook.with_name("adjustments.csv" if gradebook.stem == "grades" else f"{gradebook.stem}-adjustments.csv")
 
 
-def escape_formulas(table: Iterable[Row]) -> list[Row]:
-    """Return the table with cells that a spreadsheet does not evaluate as formulas."""
-    return [
-        {column: cell if NUMBER.fullmatch(cell) else FORMULA.sub(r"\1\2'", cell) for column, cell in row.items()}
-        for row in table
-    ]
+def count_points(entries: Iterable[Module], with_written: Iterable[Module] = ()) -> int:
+    """Return the maximum of the points for these modules, and for the written answers to `with_written`."""
+    return listing.count_points(entries) + written.count_points(with_written)
 
 
-def list_columns(table: Sequence[Row]) -> list[str]:
-    """Return the columns of all rows, in the order of the longest row, which contains most checks."""
-    return list(dict.fromkeys(column for row in sorted(table, key=len, reverse=True) for column in row))
-
-
-def format_csv(columns: Sequence[str], table: Sequence[Row], delimiter: str = ",") -> str:
-    """Return these columns of the table as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", delimiter=delimiter)
-    writer.writeheader()
-    writer.writerows(table)
-    return text.getvalue()
-
-
-def format_table(table: Sequence[Row]) -> str:
-    """Return a table as the text of a CSV file that Excel reads as UTF-8."""
-    return BOM + format_csv(list_columns(table), table)
-
-
-def read_table(path: Path) -> Table:
-    """Return the content of a CSV file with commas, semicolons or tabs.
-
-    Raise CourseError for any other file, or if a cell does not belong to exactly one column, because it would be lost.
-    """
-    try:
-        content = path.read_bytes()
-        text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-        separator = SEPARATOR.match(text)
-        text = text[separator.end() :] if separator else text
-        delimiter = separator[1] if separator else max(",;\t", key=text.partition("\n")[0].count)
-        lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise CourseError(f"{path} is not a CSV file in UTF-8 ({error}); save it as 'CSV UTF-8'") from None
-    lines = [[unicodedata.normalize("NFC", cell.strip()) for cell in line] for line in lines]
-    columns = list(filter(any, itertools.zip_longest(*filter(any, lines), fillvalue="")))
-    headings = [column[0] for column in columns]
-    if wrong := [heading for heading in headings if not heading or headings.count(heading) > 1]:
-        problem = f"the heading {wrong[0]!r} is there twice" if wrong[0] else "a column has no heading"
-        raise CourseError(f"{path}: {problem}; give each column a name of its own")
-    rows = [dict(zip(headings, cells, strict=True)) for cells in list(zip(*columns, strict=True))[1:]]
-    return Table(headings, rows, delimiter, separator[0] if separator else "")
-
-
-def check_columns(path: Path, columns: Sequence[str], needed: Iterable[str]) -> None:
-    """Raise CourseError if a column is missing without which the rows or the points would be misunderstood."""
-    if missing := [column for column in needed if column not in columns]:
-        raise CourseError(
-            f"{path} has no column {missing[0]!r}, so nothing was changed; if it has been renamed, give it back this "
-            f"name. The file begins with the columns {', '.join(columns[:MOST_NAMED])}"
-        )
-
-
-def list_needed(path: Path) -> list[str]:
-    """Return the columns that the grader has written to a gradebook and that nobody may rename."""
-    record = get_record_path(path)
-    known = read_table(record).columns if record.exists() else []
-    return [column for column in known if column in KEYS or re.fullmatch(r"module \d+", column)]
-
-
-def read_gradebook(path: Path) -> list[Row]:
-    """Return the rows of a gradebook. Raise CourseError for any other file."""
-    columns, rows, *_ = read_table(path)
-    check_columns(path, columns, ["student", *list_needed(path)])
-    if not rows or not any(re.fullmatch(r"module \d+", column) for column in columns):
-        raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
-    if anonymous := [number for number, row in enumerate(rows, 2) if not row["student"]]:
-        raise CourseError(f"{path}: row {anonymous[0]} has no student; write one into it, or delete the row")
-    return rows
-
-
-def list_modules(table: Iterable[Row], kind: str = "module") -> list[Module]:
-    """Return the modules for which the table has points, or "written" points.
+def list_modules(rows: Iterable[Row], kind: str = "module") -> list[Module]:
+    """Return the modules for which rows have points, or "written" points.
 
     Raise CourseError if the course has no such module.
     """
-    found = {match[1] for row in table for c in row if row[c] and (match := re.fullmatch(rf"{kind} (\d+)", c))}
+    found = {column.removeprefix(f"{kind} ") for row in rows for column in row.numbers if column.startswith(f"{kind} ")}
     return [get_module(number) for number in sorted(found, key=int)]
+
+
+def list_points(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the columns of points that rows have, with the maximum of each."""
+    found = {f"module {entry.number}": count_points([entry]) for entry in list_modules(rows)}
+    return found | {f"written {entry.number}": count_points([], [entry]) for entry in list_modules(rows, "written")}
 
 
 def refuse_several_parts(entries: Sequence[Module]) -> None:
@@ -142,47 +92,196 @@ def refuse_several_parts(entries: Sequence[Module]) -> None:
         raise CourseError(f"the {' and the '.join(parts)} modules have separate totals; grade them separately")
 
 
-def parse_number(cell: str) -> float | None:
-    """Return the finite number in a cell, or None. A spreadsheet may write a decimal comma."""
-    try:
-        return value if math.isfinite(value := float(cell.replace(",", "."))) else None
-    except ValueError:
-        return None
+# ---- text
 
 
-def parse_points(cell: str) -> float | None:
-    """Return the number in a cell, or None if it does not contain a finite number from 0 on."""
-    value = parse_number(cell)
-    return value if value is not None and value >= 0 else None
+def rank(column: str) -> tuple[int, int]:
+    """Return the key that sorts columns: whose a row is, sums, modules, checks, what a person wrote, and the note."""
+    if column in FIRST:
+        return 0, FIRST.index(column)
+    if match := MODULE.fullmatch(column) or CHECK.fullmatch(column):
+        return {"module": 1, "written": 2}.get(match[1], 3), int(match[match.lastindex or 1])
+    return 4 + (column not in SIGNED) + (column == "note"), 0
 
 
-def read_points(row: Row, column: str) -> float | None:
-    """Return a student's points in a column, if there are any. Raise CourseError if the cell is not a number."""
-    cell = row.get(column, "")
-    points = parse_number(cell) if column == ADJUSTMENT else parse_points(cell)
-    if cell and points is None:
-        raise CourseError(f"{row['student']}: {column} has {cell!r} instead of points")
-    return points
+def format_rows(rows: Sequence[Row], columns: Iterable[str] = (), is_merged: bool = False) -> str:
+    """Return rows, which have at least these columns, as the text of a CSV file that Excel reads as UTF-8.
 
-
-def format_points(points: float) -> str:
-    """Return the points with at most two decimals."""
-    return f"{round(points, 2) + 0:.2f}".rstrip("0").rstrip(".")
-
-
-def add_up(row: Row, entries: Sequence[Module], with_written: Sequence[Module]) -> Row:
-    """Return the score and the maximum for the modules of a row, and for the written answers to `with_written`.
-
-    An adjustment counts in the score. Return empty cells if there is none, and no module has points.
+    The maximum of a row is that of its modules. If `is_merged`, it is that of all modules, for everybody.
     """
-    graded = [entry for entry in entries if row.get(f"module {entry.number}")]
-    columns = [f"module {entry.number}" for entry in graded] + [f"written {entry.number}" for entry in with_written]
-    score = sum(read_points(row, column) or 0 for column in [*columns, ADJUSTMENT])
-    if not graded and not row.get(ADJUSTMENT):
-        return {"score": "", "max": ""}
-    return {"score": format_points(score), "max": sum_points(graded, with_written)}
+    found = [column for row in rows for column in (*row.texts, *row.numbers)]
+    every = list_modules(rows)
+    with_written = list_modules(rows, "written")
+    cells = []
+    for row in rows:
+        entries = every if is_merged else list_modules([row])
+        most = str(count_points(entries, with_written)) if is_merged or row.score is not None else ""
+        score = "" if row.score is None else format_points(row.score)
+        own = {column: format_points(number) for column, number in row.numbers.items()}
+        whose = {"student": row.student, "submission": row.submission}
+        cells.append(own | row.texts | whose | {"score": score, "max": most})
+    return BOM + format_csv(sorted(dict.fromkeys([*KEYS, *SUMS, *columns, *found, "note"]), key=rank), cells)
 
 
-def sum_points(entries: Sequence[Module], with_written: Sequence[Module] = ()) -> str:
-    """Return the maximum of the points for these modules, and for the written answers to `with_written`."""
-    return str(listing.count_points(entries) + written.count_points(with_written))
+def read_number(column: str, cell: str, who: str) -> float:
+    """Return the number in a cell. Raise CourseError if there is none, or if it is below zero."""
+    number = parse_number(cell)
+    if number is None or (number < 0 and column not in SIGNED):
+        raise CourseError(f"{who}: {column} has {cell!r} instead of points")
+    if column == LATE and number > 100:
+        raise CourseError(f"{who}: {LATE} is {cell}, but it is a percentage, at most 100")
+    return number
+
+
+def fill_in(row: Row, cells: Iterable[tuple[str, str]], who: str) -> None:
+    """Put the cells that are not empty into a row, as numbers or as texts."""
+    for column, cell in cells:
+        if cell and column not in (*KEYS, *SUMS):
+            if column in (LATE, *SIGNED) or MODULE.fullmatch(column) or CHECK.fullmatch(column):
+                row.numbers[column] = read_number(column, cell, who)
+            else:
+                row.texts[column] = cell
+
+
+def read_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """Return the rows of a gradebook alone, and a line for each score that is not the sum of its points.
+
+    Raise CourseError for any other file.
+    """
+    columns, cells = read_table(path)
+    if "student" not in columns:
+        raise CourseError(
+            f"{path} has no column 'student', so nothing was changed; if it has been renamed, give it back this "
+            f"name. The file begins with the columns {', '.join(columns[:MOST_NAMED])}"
+        )
+    if not cells or not any(re.fullmatch(r"module \d+", column) for column in columns):
+        raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
+    rows, lines = [], []
+    for number, one in enumerate(cells, 2):
+        if not one["student"]:
+            raise CourseError(f"{path}: row {number} has no student; write one into it, or delete the row")
+        row = Row(one["student"], one.get("submission", ""))
+        fill_in(row, one.items(), row.student)
+        rows.append(row)
+        score, total = one.get("score", ""), row.score or 0.0
+        given = parse_number(score)
+        if not score or given == round(total, 2):
+            continue
+        line = f"{row.name}: the score {score} is not the sum of the points, {format_points(total)}"
+        if given is None:
+            lines.append(f"{line}, and it is not a number, so the sum counts")
+            continue
+        difference = format_points(given - total)
+        lines.append(f"{line}, which counts; if the score is right, write {difference} into a column `{ADJUSTMENT}`")
+    return rows, lines
+
+
+def read_gradebook(path: Path) -> tuple[list[Row], list[str]]:
+    """Return the rows of a gradebook with what a person wrote beside it, and lines about scores: see `read_rows`.
+
+    Raise CourseError if somebody has changed the grader's file, or if nobody knows to whom a row of the person belongs.
+    """
+    if get_record_path(path).exists():
+        require_unchanged(path)
+    rows, lines = read_rows(path)
+    return join(rows, get_adjustments_path(path)), lines
+
+
+def join(rows: Iterable[Row], adjustments: Path) -> list[Row]:
+    """Return copies of rows, in which the cells that a person wrote into a file replace those of the grader.
+
+    A row of this file names its submission. If the student has only one row, the student is enough, by any value of the
+    roster. Raise CourseError if it fits to no row or to several, or if a column is not for people.
+    """
+    joined = copy.deepcopy([*rows])
+    columns, cells = read_table(adjustments) if adjustments.exists() else ([], [])
+    seen: set[Row] = set()
+    for one in cells:
+        student, submission = (escape(one.get(key, "")) for key in KEYS)
+        filled = [column for column in columns if one[column] and column not in KEYS]
+        who = f"{adjustments.name}, {submission or student or 'a row without a student'}"
+        if wrong := [column for column in filled if column in SUMS or CHECK.fullmatch(column)]:
+            raise CourseError(f"{who}: {wrong[0]} follows from other points; correct those of a module instead")
+        found = [row for row in joined if escape(row.submission) == submission or not submission]
+        found = [row for row in found if student in list_names(row) or (submission and not student)]
+        if filled and len(found) > 1:
+            several = "; ".join(row.name for row in found)
+            raise CourseError(f"{who}: several rows fit; write the submission or the student of one of them: {several}")
+        if filled and (not found or found[0] in seen):
+            raise CourseError(f"{who}: {'there are two rows for it' if found else 'the gradebook has no such row'}")
+        if filled:
+            seen.add(found[0])
+            fill_in(found[0], one.items(), who)
+    return joined
+
+
+def list_names(row: Row) -> list[str]:
+    """Return the values by which a person may name the student of a row, as they are in a file."""
+    return [escape(name) for name in (row.student, *map(row.texts.get, roster.IDENTIFYING)) if name]
+
+
+# ---- the grader's file
+
+
+def get_record_path(path: Path) -> Path:
+    """Return the file with the hashes of the grader's last two versions of its gradebook."""
+    return get_results_path(path) / "written"
+
+
+def require_unchanged(path: Path) -> None:
+    """Raise CourseError if a gradebook is not what the grader wrote."""
+    record = get_record_path(path)
+    known = record.read_text().split() if record.exists() else []
+    if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() not in known:
+        raise CourseError(
+            f"{path} is not what the grader wrote, so it is neither read nor overwritten; write corrections into "
+            f"{get_adjustments_path(path).name}, rename {path.name}, and grade again"
+        )
+
+
+class GraderFile:
+    """The gradebook that the grader writes. Raise CourseError if somebody else has written or changed it.
+
+    `backups` contains the gradebook as it was before each run.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.earlier, self.columns = path, list[Row](), list[str]()
+        require_unchanged(path)
+        if path.exists():
+            self.earlier, self.columns = read_rows(path)[0], read_table(path).columns
+            (get_results_path(path) / "backups").mkdir(exist_ok=True)
+            changed = datetime.fromtimestamp(path.stat().st_mtime)
+            shutil.copy(path, get_results_path(path) / "backups" / f"{path.stem} {changed:%Y-%m-%d %H.%M.%S.%f}.csv")
+
+    def write(self, rows: Sequence[Row], graded: Sequence[Module], columns: Iterable[str] = ()) -> list[Row]:
+        """Write the rows of a run that has graded these modules. Return them with what other runs wrote.
+
+        That is points of other modules, and rows of submissions that are not there any more.
+        """
+        refuse_several_parts([*graded, *list_modules(self.earlier)])
+        numbers = {str(entry.number) for entry in graded}
+        fresh = {escape(row.submission): row for row in rows if row.submission}
+        kept = []
+        for row in self.earlier:
+            others = {}
+            for column, points in row.numbers.items():
+                match = MODULE.fullmatch(column) or CHECK.fullmatch(column)
+                if match and match[1] != "written" and match[match.lastindex or 1] not in numbers:
+                    others[column] = points
+            if (new := fresh.get(row.submission)) is not None:
+                new.numbers = others | new.numbers
+            elif row.submission:
+                kept.append(row)
+        every = [*rows, *kept]
+        text = format_rows(every, columns)
+        before = self.path.read_bytes() if self.path.exists() else b""
+        if before != (content := text.encode(errors="replace")):
+            hashes = [hashlib.sha256(version).hexdigest() for version in (before, content)]
+            formats.write(get_record_path(self.path), "\n".join(hashes))  # first, in case that we are killed
+            formats.write_bytes(self.path, content)
+        if not (path := get_adjustments_path(self.path)).exists():
+            own = [f"module {entry.number}" for entry in graded]
+            own += [f"written {entry.number}" for entry in graded if written.count_points([entry])]
+            formats.write(path, BOM + format_csv([*KEYS, *own, LATE, ADJUSTMENT, "comment"], []))
+        return every

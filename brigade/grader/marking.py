@@ -18,11 +18,11 @@ from typing import Any
 from brigade.course.table import written
 from brigade.course.table.modules import MODULES, CourseError, Module
 from brigade.course.table.submission import read_bytes
-from brigade.grader import archives, formats, gradebook, incoming, uploads
+from brigade.grader import archives, formats, incoming, uploads
 from brigade.grader.classroom import Student, lock_gradebook
-from brigade.grader.gradebook import UPLOADED, Row, get_results_path
-from brigade.grader.gradebook_file import GradebookFile, is_same
+from brigade.grader.gradebook import UPLOADED, GraderFile, Row, get_results_path
 from brigade.grader.merging import get_rest
+from brigade.grader.tables import escape
 
 TWICE = 0.05  # of the answers to each question
 AGAIN = "-2"  # ends the name of an answer that is there a second time
@@ -58,20 +58,17 @@ def read_secret(book: Path) -> str:
 
 def make_id(secret: str, submission: str, task: written.Task) -> str:
     """Return the name of an answer on the page."""
-    message = f"{task['module']}/{task['number']}/{submission}"
+    message = f"{task['module']}/{task['number']}/{escape(submission)}"
     return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()[:16]
 
 
 def choose_uploads(everyone: Iterable[Student], rows: Mapping[str, Row]) -> list[Student]:
     """Return one upload with answers of each student: the last of the least late ones. `rows` are by submission."""
     chosen: dict[str, Student] = {}
-
-    def rank(student: Student) -> tuple:
-        row = rows[student.submission]
-        return get_rest(row), row.get(UPLOADED, ""), uploads.sort_key(student.submission)
-
-    for student in sorted((student for student in everyone if student.submission in rows), key=rank):
-        if get_rest(rows[student.submission]) and read_answers(student.paths):
+    graded = [(student, rows[escape(student.submission)]) for student in everyone if escape(student.submission) in rows]
+    graded.sort(key=lambda one: (get_rest(one[1]), one[1].texts.get(UPLOADED, ""), uploads.sort_key(one[0].submission)))
+    for student, row in graded:
+        if get_rest(row) and read_answers(student.paths):
             chosen[student.key] = student
     return list(chosen.values())
 
@@ -123,26 +120,39 @@ def read_marks(paths: Iterable[Path]) -> tuple[dict[str, tuple[int, str]], set[s
     return marks, known
 
 
+def get_marks_path(book: Path) -> Path:
+    """Return the file with the points and comments of all uploads that pages of marks gave, by submission."""
+    return get_results_path(book) / "marks.json"
+
+
+def add_marks(book: Path, rows: Iterable[Row]) -> None:
+    """Add the columns `written N` and `comment N` to the grader's rows of a gradebook."""
+    path = get_marks_path(book)
+    marks: dict[str, dict[str, tuple[float, str]]] = json.loads(path.read_text()) if path.exists() else {}
+    for row in rows:
+        for number, (points, comment) in marks.get(escape(row.submission), {}).items():
+            row.numbers[f"written {number}"], row.texts[f"comment {number}"] = points, comment
+
+
 def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
     """Write marks to the columns `written N` and `comment N` of a gradebook. Return lines about what to know.
 
-    A module of a student gets points once all its answers on the pages are marked. Empty answers get none. What a
-    person wrote is kept. Raise CourseError, and change nothing, if a file or a mark does not fit.
+    A module of a student gets points once all its answers on the pages are marked. Empty answers get none. Raise
+    CourseError, and change nothing, if a file or a mark does not fit.
     """
-    (marks, known), secret, results = read_marks(paths), read_secret(book), get_results_path(book)
+    (marks, known), secret, record = read_marks(paths), read_secret(book), get_marks_path(book)
     tasks = {entry.number: written.list_tasks([entry]) for entry in MODULES}
-    lines, pairs, record = [], [], results / "marks.json"  # what an earlier run wrote
+    lines, pairs = [], []
     with lock_gradebook(book):
-        columns, rows, *_ = gradebook.read_table(book)
-        gradebook.check_columns(book, columns, gradebook.KEYS)
-        ours: dict[str, Row] = json.loads(record.read_text()) if record.exists() else {}
+        file = GraderFile(book)
+        saved: dict[str, dict[str, Any]] = json.loads(record.read_text()) if record.exists() else {}
         strange = {name.removesuffix(AGAIN) for name in known}
-        for row, module in ((row, module) for row in rows for module in tasks):
-            named = [(task, make_id(secret, row["submission"], task)) for task in tasks[module]]
+        for row, module in ((row, module) for row in file.earlier for module in tasks):
+            named = [(task, make_id(secret, row.submission, task)) for task in tasks[module]]
             if known.isdisjoint(name for _, name in named):
                 continue
             strange -= {name for _, name in named}
-            who = f"{row['student']} ({row['submission']}), module {module}"
+            who = f"{row.student} ({row.submission}), module {module}"
             for task, name in named:
                 if name in marks and name + AGAIN in marks:
                     pairs.append((f"{who}, question {task['number']}", marks[name][0], marks[name + AGAIN][0]))
@@ -153,20 +163,13 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
             if any(not 0 <= points <= task["points"] for task, points, _ in given):
                 raise CourseError(f"{who}: a mark is below 0, or above the points of its question")
             told = [f"{task['number']}: {n} of {task['points']}{text and f' ({text})'}" for task, n, text in given]
-            new = {f"written {module}": str(sum(points for _, points, _ in given))}
-            new[f"comment {module}"] = f"By question: {'; '.join(told)}"
-            mine = ours.setdefault(row["submission"], {})
-            for column, value in new.items():
-                cell = row.get(column, "")
-                if cell and not is_same(cell, mine.get(column, "")) and not is_same(cell, value):
-                    lines.append(f"{who}: kept what you wrote into {column}, {cell}; the marks say {value}")
-                    continue
-                row[column] = mine[column] = value
-                columns += [column] * (column not in columns)
+            points = sum(points for _, points, _ in given)
+            saved.setdefault(row.submission, {})[str(module)] = (points, f"By question: {'; '.join(told)}")
         if len(strange) == len({name.removesuffix(AGAIN) for name in known}):
             raise CourseError(f"no answer in these files belongs to an upload of {book}")
-        formats.write(record, json.dumps(ours))
-        lines += GradebookFile(book, results).add_up(columns, rows)
+        formats.write(record, json.dumps(saved))
+        add_marks(book, file.earlier)
+        file.write(file.earlier, [], file.columns)
     lines += [f"answers that belong to no upload of this gradebook: {len(strange)}"] * bool(strange)
     equal = sum(first == second for _, first, second in pairs)
     lines += [f"marked twice: {len(pairs)} answers, {equal} of them with equal points"] * bool(pairs)

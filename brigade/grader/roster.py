@@ -15,7 +15,7 @@ from pathlib import Path
 
 from brigade.course.table.modules import CourseError
 from brigade.grader import formats
-from brigade.grader.gradebook import read_table
+from brigade.grader.tables import read_table
 
 # The fields that identify a student, in the order in which they are tried, and their headings in lower case.
 IDENTIFYING = {

@@ -1,7 +1,7 @@
 """Read the file of a term, `term.toml`, and say which upload counts and how much lateness takes off its points.
 
 The file contains the roster, the assignments with their deadlines, and the extensions. The gradebook shows what follows
-in columns of their own: `uploaded`, `extension` and `late` (percent). `merging.py` applies `late` once.
+in columns of their own: `uploaded`, `extension` and `late` (percent). `merging.get_rest` applies `late`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 
 from brigade.course.table.modules import CourseError, Module, select_modules
 from brigade.grader import merging, roster
-from brigade.grader.classroom import Student
-from brigade.grader.gradebook import EXTENSION, LATE, UPLOADED, Row, format_points, refuse_several_parts
+from brigade.grader.classroom import Student, Timing
+from brigade.grader.gradebook import LATE, refuse_several_parts
 from brigade.grader.roster import Person
+from brigade.grader.tables import format_points
 
 try:
     import tomllib
@@ -36,7 +37,7 @@ KEYS: dict[str, dict[str, tuple[Any, str]]] = {
     "extensions": {"student": TEXT, "assignment": TEXT, "until": TIME},
     "late": {"percent": NUMBER, "days": NUMBER},
 }  # fmt: skip
-TAKEN = ("-final", "-canvas", "-moodle", "-feedback")  # ends a file or a directory that we write for an assignment
+TAKEN = ("-final", "-canvas", "-moodle", "-feedback", "-adjustments")  # ends the name of a file that we write
 RULES = {
     "last": "the last one before the deadline, or else the last late one",
     "best": "for each module, the one with the best points, after what lateness takes off",
@@ -66,7 +67,7 @@ class Assignment:
             f"Late work {late if self.days else ''}does not count{' after that' if self.days else ''}.",
         ]
 
-    def judge(self, key: str, uploaded: datetime | None, is_marked: bool | None) -> Row:
+    def judge(self, key: str, uploaded: datetime | None, is_marked: bool | None) -> Timing:
         """Return when a student's upload came, the student's extension, and the percentage that the upload loses.
 
         `is_marked` tells whether Canvas marked the upload as late. It is None for other uploads, for which the time
@@ -81,22 +82,23 @@ class Assignment:
             is_late = uploaded > deadline
         uploaded = uploaded if is_marked is None else None
         is_too_late = not self.days or (uploaded and uploaded > deadline + timedelta(days=self.days))
-        return {
-            UPLOADED: format_time(uploaded.astimezone(self.due.tzinfo)) if uploaded else "",
-            EXTENSION: format_time(until) if until else "",
-            LATE: "" if not is_late else "100" if is_too_late else format_points(self.percent),
-        }
+        return Timing(
+            format_time(uploaded.astimezone(self.due.tzinfo)) if uploaded else "",
+            format_time(until) if until else "",
+            0.0 if not is_late else 100.0 if is_too_late else self.percent,
+        )
 
     def judge_all(self, everyone: Sequence[Student]) -> list[str]:
-        """Add the columns to all uploads. Return lines about those that an instructor should look at."""
+        """Judge all uploads. Return lines about those that an instructor should look at."""
+        lines = []
         for student in everyone:
-            student.columns = self.judge(student.key, student.uploaded, student.is_marked)
-        return [
-            f"{student.name}: please decide: Canvas marks this upload as late, and the extension ended before the "
-            f"download; if Canvas shows a time before {student.columns[EXTENSION]}, write 0 into the column {LATE}"
-            for student in everyone
-            if student.is_marked and student.columns[EXTENSION] and student.columns[LATE]
-        ]
+            student.timing = timing = self.judge(student.key, student.uploaded, student.is_marked)
+            if student.is_marked and timing.extension and timing.late:
+                lines.append(
+                    f"{student.name}: please decide: Canvas marks this upload as late, and the extension ended before "
+                    f"the download; if Canvas shows a time before {timing.extension}, write 0 into the column {LATE}"
+                )
+        return lines
 
 
 @dataclass(frozen=True)

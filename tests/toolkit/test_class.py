@@ -22,8 +22,10 @@ from brigade.course.checks.outcome import Outcome
 from brigade.course.cli import main as cli
 from brigade.course.table.listing import list_checks
 from brigade.course.table.modules import MODULES, ROOT, get_module
-from brigade.grader import class_report, classroom, feedback, formats, gradebook, isolation, similarity
+from brigade.grader import class_report, classroom, feedback, formats, isolation, similarity, tables
+from brigade.grader.gradebook import read_gradebook
 from brigade.grader.outcome import UNFINISHED, Grading
+from brigade.grader.request import GradeRequest
 from brigade.ranks.verdict import Verdict
 
 
@@ -56,14 +58,14 @@ def gradebook_rows(path):
 
 STUB = """if True:
     import json, os, select, signal, sys
-    points = int(sys.argv[1])
+    points, lifeline = int(sys.argv[1]), int(sys.argv[3])
     if points < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     if "STUB_GATE" in os.environ:  # wait until the test lets one pass, or until the process for the class has ended
         gate = open(os.environ["STUB_GATE"], "rb", buffering=0)
         os.set_blocking(gate.fileno(), False)
         while not gate.read(1):
-            if sys.stdin in select.select([gate, sys.stdin], [], [])[0]:
+            if lifeline in select.select([gate, lifeline], [], [])[0]:
                 sys.exit(1)
     check = {"module": 1, "name": "test_subgroups", "score": points, "points": 8}
     checks = [check | {"number": "1.1", "title": "A stub.", "status": "passed", "feedback": ""}]
@@ -73,19 +75,20 @@ STUB = """if True:
 """
 
 
-def start_stub(student, options, lock):
-    """Start a fast grader instead of the real one. It gives the points in the file `points`."""
+def run_stub(student, request, inherited):
+    """Run a fast grader instead of the real one. It gives the points in the file `points`."""
     student.made_from.unlink(missing_ok=True)
     points = (student.path / "points").read_text()
-    return subprocess.Popen([sys.executable, "-c", STUB, points, str(student.results)], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", STUB, points, str(student.results), str(inherited[1])]
+    return subprocess.run(command, pass_fds=inherited, start_new_session=True).returncode
 
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Use the graders of `start_stub` in this process. Return the names of the graded students."""
+    """Use the graders of `run_stub` in this process. Return the names of the graded students."""
     graded = []
     monkeypatch.setattr(
-        classroom, "start_grader", lambda student, *rest: graded.append(student.name) or start_stub(student, *rest)
+        classroom, "run_grader", lambda student, *rest: graded.append(student.name) or run_stub(student, *rest)
     )
     return graded
 
@@ -157,9 +160,7 @@ def stop_after(process, results, gate, count, number):
 
 def test_interrupted_it_goes_on_where_it_was(tmp_path):
     """The run is killed after the second submission, and its repetition is interrupted after the fourth."""
-    program = (
-        "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.start_grader = t.start_stub; "
-    )
+    program = "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.run_grader = t.run_stub; "
     program += "sys.exit(t.cli.main(sys.argv[3:]))"
     options = small_class(tmp_path / "class", **{f"student{n}": n for n in range(7)})
     command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "toolkit"), *options]
@@ -183,16 +184,22 @@ def test_interrupted_it_goes_on_where_it_was(tmp_path):
 
 
 def test_a_grader_ends_with_its_class(tmp_path):
-    """A grader's standard input is a pipe from the process for the class, and closes when that process ends."""
+    """A grader has the end of a pipe from the process for the class, which closes when that process ends."""
     scratch, out = tmp_path / "scratch", tmp_path / "results.json"
     scratch.mkdir()
-    command = [sys.executable, "-m", "brigade.grader.cli.grade_student", "--submission", "solutions", "--out", str(out)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(scratch)}
-    )
+    lifeline, ours = os.pipe()
+    command = [sys.executable, "-m", "brigade.grader.cli.grade_student", str(lifeline)]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "pass_fds": [lifeline]}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(scratch)}, **pipes)
+    request = GradeRequest((1,), submission=("solutions",), out=str(out), form="gradescope")
+    process.stdin.write(request.encode().encode())
+    process.stdin.close()
+    process.stdin = None
     hang_guard.wait_until(lambda: out.exists() or process.poll() is not None)
     children = psutil.Process(process.pid).children(recursive=True)
-    _, errors = hang_guard.communicate(process)  # closes the pipe
+    os.close(ours)
+    _, errors = hang_guard.communicate(process)
+    os.close(lifeline)
     assert process.returncode == 130 and b"Traceback" not in errors
     assert UNFINISHED in json.loads(out.read_text())["output"]
     hang_guard.wait_for_end(children)
@@ -224,7 +231,7 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     table = {row["student"]: row for row in gradebook_rows(tmp_path / "grades.csv")}
     assert sorted(table) == ["ada", "bob", "carl", "dora", "emil"]
     assert table["bob"]["score"] == "3"
-    assert "there, although the submission is not there any more: bob\n" in capfd.readouterr().out
+    assert "kept, although the submission is not there any more: bob\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["root", "filter", "torch", "Python"])
@@ -252,9 +259,9 @@ def test_a_submission_that_changes_while_it_is_graded_is_graded_again(stub, tmp_
     file = directory / "ada" / get_module(1).path.name
     file.write_text("one = 1\n")
     with monkeypatch.context() as patch:
-        started = classroom.start_grader
-        saving = lambda student, *rest: file.write_text("two = 2\n") and started(student, *rest)  # noqa: E731
-        patch.setattr(classroom, "start_grader", saving)
+        graded = classroom.run_grader
+        saving = lambda student, *rest: file.write_text("two = 2\n") and graded(student, *rest)  # noqa: E731
+        patch.setattr(classroom, "run_grader", saving)
         assert cli.main(command) == 0
     file.write_text("one = 1\n")
     stub.clear()
@@ -264,14 +271,14 @@ def test_a_submission_that_changes_while_it_is_graded_is_graded_again(stub, tmp_
 def test_a_class_has_a_secret(stub, tmp_path, capfd, monkeypatch):
     """It is drawn once, used again by a regrade, and not in what students or other users can read."""
     command, used = small_class(tmp_path / "class", ada=8), []
-    monkeypatch.setattr(classroom, "grade_all", lambda waiting, command, **options: used.append(command[-2:]))
+    monkeypatch.setattr(classroom, "grade_all", lambda waiting, request, **options: used.append(request.secret))
     for options in ([], [], ["--seed", "70000007"], []):
         assert cli.main([*command, *options, "--feedback", str(tmp_path / "feedback")]) == 1
-        option, name = used[-1]
-        used[-1] = Path(name).read_text()
-        assert option == "--secret" and used[-1] not in capfd.readouterr().out
+        assert used[-1] not in capfd.readouterr().out
+        path = tmp_path / "grades.csv.results" / ".secret"
+        assert path.read_text() == used[-1]
     assert used[0] == used[1] and len(used[0]) == 64 and used[2:] == ["70000007"] * 2
-    assert Path(name).parent.stat().st_mode & 0o077 == 0
+    assert path.parent.stat().st_mode & 0o077 == 0
 
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
@@ -282,15 +289,15 @@ def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, mon
     for name, points in (("ada", 7), ("bob", 2)):
         (tmp_path / "class" / name / "points").write_text(str(points))
     small_class(tmp_path / "class", dora=1)
-    regrade, started = [*command, "--seed", "2"], classroom.start_grader
+    regrade, graded = [*command, "--seed", "2"], classroom.run_grader
     with monkeypatch.context() as patch:
 
         def interrupted(student, *rest):
             if student.name == "bob":
                 raise KeyboardInterrupt
-            return started(student, *rest)
+            return graded(student, *rest)
 
-        patch.setattr(classroom, "start_grader", interrupted)
+        patch.setattr(classroom, "run_grader", interrupted)
         assert cli.main(regrade) == 130
     earlier = "not graded yet"
     table = gradebook_rows(tmp_path / "grades.csv")
@@ -321,14 +328,14 @@ HANGS = "from brigade.grader.watchdog import watch\nwith watch(0.0, reserve_s=0.
 
 def test_graders_that_do_not_stop_are_killed_and_the_others_get_their_turn(stub, tmp_path, monkeypatch):
     """Half of the graders are in one call of C code, which would take days. They occupy every worker at first."""
-    start = classroom.start_grader
+    graded = classroom.run_grader
 
-    def start_some(student, *rest):
+    def run_some(student, *rest):
         if student.name.startswith("bad"):
-            return subprocess.Popen([sys.executable, "-c", HANGS], cwd=ROOT, stdin=subprocess.PIPE)
-        return start(student, *rest)
+            return subprocess.run([sys.executable, "-c", HANGS], cwd=ROOT).returncode
+        return graded(student, *rest)
 
-    monkeypatch.setattr(classroom, "start_grader", start_some)
+    monkeypatch.setattr(classroom, "run_grader", run_some)
     monkeypatch.setattr(classroom, "GRADING_BYTES", 2_000_000_000)  # two of them fit into 4 GB
     command = small_class(tmp_path / "class", bad1=0, bad2=0, bad3=0, good1=8, good2=8, good3=8)
     assert cli.main(command) == 1
@@ -341,7 +348,8 @@ def test_graders_that_do_not_stop_are_killed_and_the_others_get_their_turn(stub,
 
 
 def test_the_roster_says_who_is_missing(stub, tmp_path, capfd):
-    command = [*small_class(tmp_path / "class", ada=8, eve=3), "--roster", str(tmp_path / "roster.csv")]
+    path, command = tmp_path / "grades.csv", small_class(tmp_path / "class", ada=8, eve=3)
+    command += ["--roster", str(tmp_path / "roster.csv")]
     (tmp_path / "roster.csv").write_text("login,name\nada,Ada L\nyan,\nzoe,Zoe M\n")
     assert cli.main(command) == 0
     printed = capfd.readouterr().out
@@ -350,138 +358,108 @@ def test_the_roster_says_who_is_missing(stub, tmp_path, capfd):
     seen = [(row["student"], row["submission"], row["name"], row["score"]) for row in table]
     assert seen[:2] == [("ada", "ada", "Ada L", "8"), ("eve", "eve", "", "3")]
     assert seen[2:] == [("yan", "", "", ""), ("zoe", "", "Zoe M", "")]
-    rows = [row | {"remark": "was ill" * (row["student"] in ("yan", "zoe"))} for row in table]
-    (tmp_path / "grades.csv").write_text(gradebook.format_csv([*rows[0]], rows))
+    mine = "student,remark\nyan,was ill\nzoe,was ill\n"
+    (tmp_path / "adjustments.csv").write_text(mine)
     (tmp_path / "roster.csv").write_text("login,name,submission\nada,Ada L,\nyan,,\nzoe,Zoe M,eve\n")
     small_class(tmp_path / "class", yan=2)
     assert cli.main(command) == 0
-    table = gradebook_rows(tmp_path / "grades.csv")
-    seen = [(row["student"], row["submission"], row["score"], row["remark"]) for row in table]
-    assert seen[:2] == [("ada", "ada", "8", ""), ("eve", "eve", "3", "")]
-    assert seen[2:] == [("yan", "yan", "2", "was ill"), ("zoe", "", "", "was ill")]
+    rows = [(row.student, row.submission, row.score, row.texts.get("remark")) for row in read_gradebook(path)[0]]
+    ill = [("eve", "eve", 3, "was ill"), ("yan", "yan", 2, "was ill")]  # eve is Zoe's upload
+    assert rows == [("ada", "ada", 8, None), *ill]
+    assert (tmp_path / "adjustments.csv").read_text() == mine
 
 
-# What a person wrote in the gradebook
+# What a person writes beside the gradebook
+
+MINE = """sep=;
+student;module 1;written 1;adjustment;comment;comment 1;remark
+carl;;;2,5;for carl;;=1
+bob;6;;;;see line 3;talked to him
+ada;;5;-2,5;;;
+"""
 
 
 @pytest.fixture
-def hand_made(stub, tmp_path, monkeypatch):
-    """Grade a class of three. Then edit the gradebook as a person with a spreadsheet does.
+def adjusted(stub, tmp_path, monkeypatch):
+    """Grade a class of three. Then write adjustments as a person does. Return the command and a function.
 
-    Add columns and a row, correct points, sort the rows, and save with semicolons. Return the command, a function that
-    reads the gradebook by student, and what the person wrote.
+    The function returns the scores of a merged gradebook.
     """
     monkeypatch.setattr("brigade.ranks.runner.machine.count_cores", lambda: 1)
     command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
     assert cli.main(command) == 0
-    path = tmp_path / "grades.csv"
-    rows = gradebook_rows(path)
-    for row in rows:
-        row |= {"written 1": {"ada": "5"}.get(row["student"], ""), "remark": f"=1; said by {row['student']}", "x": "-1"}
-    rows[1] |= {"module 1": "6", "note": "talked to him"}
-    rows[2] |= {"score": "7,50"}  # as a German spreadsheet writes it
-    rows = [{"student": "mean", "remark": "by hand"}, *reversed(rows)]
-    path.write_text(gradebook.format_csv(["x", *(column for column in rows[1] if column != "x")], rows, ";"))
-    mine = {row["student"]: {c: row.get(c, "") for c in ("x", "remark", "written 1")} for row in rows}
-    mine["bob"] |= {"module 1": "6", "note": "talked to him", "score": "6"}
-    mine["carl"] |= {"score": "7,50"}
+    (tmp_path / "adjustments.csv").write_text(MINE, encoding="utf-8-sig")
 
-    def read():
-        text = path.read_text(encoding="utf-8-sig")
-        return {row["student"]: row for row in csv.DictReader(text.splitlines(), delimiter=";")}
+    def merge():
+        out = tmp_path / "merged.csv"
+        assert cli.main(["gradebook", "merge", str(tmp_path / "grades.csv"), "--keep", "last", "--out", str(out)]) == 0
+        return {row["student"]: row for row in gradebook_rows(out)}
 
-    return command, read, mine
+    return command, merge
 
 
-def list_changes(table, mine):
-    """Return what a person wrote and what is now in its place, for each cell that has changed."""
-    return [
-        (name, c, old, table[name][c]) for name, row in mine.items() for c, old in row.items() if table[name][c] != old
-    ]
-
-
-@pytest.mark.parametrize("how", ["again", "late student", "feedback", "other seed", "other points", "killed", "roster"])
-def test_what_a_person_wrote_survives_every_run(how, hand_made, stub, tmp_path, capfd, monkeypatch):
-    """Every later run keeps own columns, own rows and corrections, makes a copy first, and adds the written points."""
-    command, read, mine = hand_made
+@pytest.mark.parametrize("how", ["again", "late student", "feedback", "other seed", "other points", "killed", "gone"])
+def test_what_a_person_wrote_survives_every_run(how, adjusted, stub, tmp_path, monkeypatch):
+    """No run changes the person's file, each has all that is written there, and makes a copy of the gradebook first."""
+    command, merge = adjusted
     before = (tmp_path / "grades.csv").read_bytes()
     options = {"other seed": ["--seed", "2"], "feedback": ["--feedback", str(tmp_path / "out")]}.get(how, [])
-    expected = {"ada": ("13", "14"), "bob": ("6", "14"), "carl": ("7,50", "14")}
+    expected = {"ada": "10.5", "bob": "6", "carl": "7.5"}
     if how == "late student":
         small_class(tmp_path / "class", dora=1)
-        expected["dora"] = ("1", "14")
+        expected["dora"] = "1"
     elif how == "other points":
         for name in ("ada", "bob", "carl"):
-            (tmp_path / "class" / name / "points").write_text("5")
+            (tmp_path / "class" / name / "points").write_text("4")
         options = ["--seed", "2"]
-        expected["ada"] = ("10", "14")
-    elif how == "roster":
-        (tmp_path / "roster.csv").write_text("name,email\nada,ada\nbob,bob\ncarl,carl\nzoe,zoe\n")
-        options, expected["zoe"] = ["--roster", str(tmp_path / "roster.csv")], ("", "")
+        expected |= {"ada": "6.5", "carl": "6.5"}
+    elif how == "gone":
+        shutil.rmtree(tmp_path / "class" / "bob")
     elif how == "killed":
-        write, written = formats.write, []
+        write = formats.write_bytes
         with monkeypatch.context() as patch:
 
-            def kill_before_the_record(path, text, **options):
-                if path.name == "grader.csv" and written.count("grades.csv") == 2 and written[-1] == "grades.csv":
+            def kill_before_the_gradebook(path, content, **options):
+                if path.name == "grades.csv":
                     raise KeyboardInterrupt
-                written.append(path.name)
-                write(path, text, **options)
+                write(path, content, **options)
 
-            patch.setattr(formats, "write", kill_before_the_record)
+            patch.setattr(formats, "write_bytes", kill_before_the_gradebook)
             assert cli.main([*command, "--seed", "2"]) == 130
         options = ["--seed", "2"]
-    capfd.readouterr()
     for _ in range(2):
         assert cli.main([*command, *options]) == 0
-        table = read()
-        assert list_changes(table, mine) == []
-        assert {name: (row["score"], row["max"]) for name, row in table.items() if name != "mean"} == expected
-        assert list(table)[:4] == ["mean", "carl", "bob", "ada"], "the person's order"
-    printed = capfd.readouterr().out
-    assert "  changed by hand, and kept: bob: module 1 is 6; the grader gave " in printed
-    assert ("  ada: 8 points before, 5 now\n" in printed) == (how == "other points")
+        assert (tmp_path / "adjustments.csv").read_text(encoding="utf-8-sig") == MINE
+        merged = merge()
+        assert {name: row["score"] for name, row in merged.items()} == expected
+        assert {row["max"] for row in merged.values()} == {"14"}
+        assert (merged["carl"]["comment"], merged["carl"]["remark"]) == ("for carl", "'=1")
     copies = [path.read_bytes() for path in (tmp_path / "grades.csv.results" / "backups").iterdir()]
     assert before in copies and len(copies) <= (3 if how == "killed" else 2), len(copies)
 
 
-def test_an_empty_cell_belongs_to_the_grader(hand_made, tmp_path):
-    command, read, _ = hand_made
-    path = tmp_path / "grades.csv"
-    path.write_text(path.read_text().replace("talked to him", ""))
-    assert cli.main(command) == 0
-    assert read()["bob"]["note"] == "Note one / Note two"
-
-
-def test_a_correction_remains_one_if_the_grader_agrees_for_a_while(hand_made, tmp_path):
-    command, read, _ = hand_made
-    for seed, points in ((2, 6), (3, 2)):
-        (tmp_path / "class" / "bob" / "points").write_text(str(points))
-        assert cli.main([*command, "--seed", str(seed)]) == 0
-        assert read()["bob"]["module 1"] == "6"
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "text", "message"),
     [
-        (None, "has no record of it, so the grader cannot tell which cells a person changed; rename it"),
-        (b"student;note\nada;J\xf6rg\n", "is not a CSV file in UTF-8"),
-        (b"student,remark,remark\nada,a,b\n", "the heading 'remark' is there twice"),
-        (b"student,,score\nada,mine,8\n", "a column has no heading"),
-        (b"student,submission,module 1,written 1\nada,ada,8,five\n", "ada: written 1 has 'five' instead of points"),
-        (b"sep=;\nstudent;file\nada;ada\n", "grades.csv has no column 'submission', so nothing was changed"),
-        (b"Student,submission\nada,ada\n", "grades.csv has no column 'student', so nothing was changed"),
-        (b"student,module 9\nada,1\n", "the core and the advanced modules have separate totals"),
+        ("grades.csv", None, "is not what the grader wrote, so it is neither read nor overwritten"),
+        ("grades.csv", b"student,submission,score\nada,ada,7\n", "write corrections into adjustments.csv, rename"),
+        ("adjustments.csv", b"student;comment\nada;J\xf6rg\n", "is not a CSV file in UTF-8"),
+        ("adjustments.csv", b"student,remark,remark\nada,a,b\n", "the heading 'remark' is there twice"),
+        ("adjustments.csv", b"student,,module 1\nada,mine,8\n", "a column has no heading"),
+        ("adjustments.csv", b"student,written 1\nada,five\n", "ada: written 1 has 'five' instead of points"),
+        ("adjustments.csv", b"Name,module 1\nada,8\n", "a row without a student: the gradebook has no such row"),
+        ("adjustments.csv", b"student,module 9\nada,1\n", "the core and the advanced modules have separate totals"),
     ],
 )
-def test_a_gradebook_that_cannot_be_updated_is_not_touched(text, message, stub, tmp_path, capfd):
+def test_a_file_that_cannot_be_used_stops_the_run_before_it_grades(name, text, message, stub, tmp_path, capfd):
     command = small_class(tmp_path / "class", ada=8)
-    path = tmp_path / "grades.csv"
+    path = tmp_path / name
     if text:
         assert cli.main(command) == 0
     path.write_bytes(text or b"student,module 1\nada,8\n")
     before = path.read_bytes()
-    assert cli.main([*command, "--seed", "3"]) == 2
+    stub.clear()
+    assert cli.main([*command, "--seed", "3"]) == 2 and stub == []
     assert message in capfd.readouterr().err and path.read_bytes() == before
 
 
@@ -511,10 +489,9 @@ def test_strange_names_get_a_row_each(stub, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-A1", "@A1", "\t=1", "\r=1", "x;=1+1;y", "\uff1dSUM(A1)", "a, -b"])
 def test_a_name_is_no_formula(name):
-    text = gradebook.format_csv(["student"], gradebook.escape_formulas([{"student": name}]))
+    text = tables.format_csv(["student"], [{"student": name}])
     assert not re.search(r"(^|[;,\t\r\n])\s*[=+@\uff1d-]", text.replace('"', ""))
-    harmless = [{"one": "-1", "two": "o=o", "three": "2 - 1"}]
-    assert gradebook.escape_formulas(harmless) == harmless
+    assert [tables.escape(cell) for cell in ("-1", "o=o", "2 - 1")] == ["-1", "o=o", "2 - 1"]
 
 
 # What students get
@@ -599,16 +576,13 @@ def test_canvas_uploads_of_single_files_are_one_submission(stub, tmp_path, capfd
     (tmp_path / "roster.csv").write_text('Student,ID,SIS Login ID\n"Young, Yara",124,yy\n"York, Zoe",125,yz\n')
     started = []
 
-    def start(student, *rest):
+    def run(student, *rest):
         started.append((student.name, [path.name for path in student.paths]))
         (lay / "points").write_text("6")
-        return (
-            start_stub(student, *rest)
-            if student.path.is_dir()
-            else start_stub(SimpleNamespace(**vars(student), path=lay), *rest)
-        )
+        return run_stub(student if student.path.is_dir() else SimpleNamespace(**vars(student), path=lay), *rest)
 
-    monkeypatch.setattr(classroom, "start_grader", start)
+    monkeypatch.setattr("brigade.ranks.runner.machine.count_cores", lambda: 1)
+    monkeypatch.setattr(classroom, "run_grader", run)
     assert cli.main([*command, "--feedback", str(tmp_path / "out")]) == 1  # the tar file is damaged
     yara = [
         "youngyara_124_5000_flat_ddp.py",
@@ -670,25 +644,17 @@ def test_pages_that_a_run_does_not_write_again_are_removed_if_they_are_ours(stub
     assert "an old page that somebody has changed, and that stays: carl.txt\n" in capfd.readouterr().out
 
 
-def test_feedback_has_the_points_of_the_gradebook(hand_made, tmp_path):
+def test_feedback_has_the_points_of_the_gradebook_and_the_adjustments(adjusted, tmp_path):
     """Corrections, written points, adjustments and the column `comment` are on the page; other columns are not."""
-    command, read, _ = hand_made
-    path = tmp_path / "grades.csv"
-    rows = [
-        row | {"comment": f"for {row['student']}", "adjustment": "-2,5" * (row["student"] == "ada")}
-        for row in read().values()
-    ]
-    path.write_text("sep=;\n" + gradebook.format_csv([*rows[-1]], rows, ";"))
+    command, _ = adjusted
     assert cli.main([*command, "--feedback", str(tmp_path / "out")]) == 0
-    assert path.read_text(encoding="utf-8-sig").startswith("sep=;\nx;") and "\ufeff" in path.read_text()[:1]
     texts = {name: (tmp_path / "out" / f"{name}.txt").read_text() for name in ("ada", "bob", "carl")}
     assert texts["ada"].startswith("ada\n\n10.5 of 14 points\nWritten answers to module 1: 5 of 6 points.\n")
-    assert "\nAdjustment: -2,5 points.\nComment: for ada\n" in texts["ada"] and "said by" not in texts["ada"]
+    assert "\nAdjustment: -2.5 points.\n" in texts["ada"]
     assert "\nModule 1: 6 points, corrected by a person; the grader gave 3.\n" in texts["bob"]
     assert "\nModule 1: Naive data parallelism, 6 of 8 points\n" in texts["bob"] and "talked" not in texts["bob"]
-    assert texts["carl"].startswith(
-        "carl\n\n7.5 of 14 points\nScore: 7,50, given by a person; the points add up to 5.\n"
-    )
+    assert texts["carl"].startswith("carl\n\n7.5 of 14 points\nAdjustment: 2.5 points.\nComment: for carl\n")
+    assert "\nComment 1: see line 3\n" in texts["bob"]
     assert not any("Not included" in text for text in texts.values()), "the maximum includes written points"
     assert "<b>10.5</b> of 14 points" in (tmp_path / "out" / "ada.html").read_text()
 

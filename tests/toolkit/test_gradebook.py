@@ -1,4 +1,4 @@
-"""Gradebooks of a term: the roster, merging, and the files for Canvas and Moodle. No submission is graded here."""
+"""Gradebooks of a term: the roster, merging, and what a person adjusts. No submission is graded here."""
 
 import csv
 
@@ -6,8 +6,8 @@ import pytest
 
 from brigade.course.cli import main as cli
 from brigade.course.table.modules import CourseError, get_module
-from brigade.grader import classroom, gradebook, roster
-from brigade.grader.gradebook_file import GradebookFile
+from brigade.grader import classroom, gradebook, merging, roster
+from brigade.grader.gradebook import GraderFile, Row, read_gradebook
 
 HAND_MADE = "key,name,email,section\nteam1,Ada L,=ada@x.org,A\n,Jane Doe,jane@x.org,B\n,Carl M,carl@x.org,B\n"
 CANVAS = (
@@ -96,8 +96,8 @@ def test_a_gradebook_gets_the_rosters_columns(read, tmp_path, snapshot):
     everyone = classroom.list_students(tmp_path / "class", tmp_path / "grades.csv", people=people)
     for student in everyone[1:]:
         student.is_waiting = True
-    done = classroom.make_table(everyone, [], people)
-    snapshot("gradebook", gradebook.format_csv(gradebook.list_columns(done), done).replace("\r\n", "\n"))
+    table = gradebook.format_rows(classroom.make_table(everyone, people))
+    snapshot("gradebook", table.lstrip("\ufeff").replace("\r\n", "\n"))
 
 
 # Merging and exporting
@@ -130,13 +130,17 @@ def term(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "ada", "bob"),
     [
-        (["--keep", "best"], ("21", "8", "1"), ("8", "8", "1")),  # Ada has 5 written points
-        (["--keep", "best", "--late", "late.csv=20"], ("20", "7", "0"), ("6.4", "6.4", "1")),
-        (["--keep", "last", "--late", "late.csv=20"], ("19.4", "6.4", "1"), ("6.4", "6.4", "1")),
+        (("best", ""), ("21", "8", "1"), ("8", "8", "1")),  # Ada has 5 written points
+        (("best", "20"), ("20", "7", "0"), ("6.4", "6.4", "1")),
+        (("last", "20"), ("20", "7", "0"), ("2", "2", "0")),  # the least late one is the last that counts
     ],
 )
-def test_gradebooks_are_merged_module_by_module(options, ada, bob, term):
-    table = {row["student"]: row for row in term("merge", "week1.csv", "late.csv", "week2.csv", *options)}
+def test_gradebooks_are_merged_module_by_module(options, ada, bob, term, tmp_path):
+    keep, late = options
+    lines = LATE.splitlines()
+    with_late = [f"{lines[0]},late", *(f"{line},{late}" for line in lines[1:])]
+    (tmp_path / "late.csv").write_text("\n".join(with_late) + "\n")
+    table = {row["student"]: row for row in term("merge", "week1.csv", "late.csv", "week2.csv", "--keep", keep)}
     assert list(table) == ["ada", "bob", "carl", "eve"]
     seen = [tuple(table[name][key] for key in ("score", "module 1", "1.subgroups")) for name in ("ada", "bob")]
     assert seen == [ada, bob]
@@ -144,8 +148,9 @@ def test_gradebooks_are_merged_module_by_module(options, ada, bob, term):
     assert table["ada"]["written 1"] == "5" and table["ada"]["2.volume"] == "2"
     assert (table["carl"]["score"], table["carl"]["note"]) == ("", "week1.csv: absent")
     assert [table["eve"][key] for key in ("score", "module 1", "note")] == ["4", "", "week2.csv: stranger"]
-    note, _, late = table["bob"]["note"].partition(" / ")
-    assert note == "late.csv: again" and ("20 %" in late and "late.csv" in late) == bool(late) == ("--late" in options)
+    counts = "" if table["bob"]["score"] != "2" else "not counted, "
+    off = " / module 1: 1.6 points off (late)" if table["bob"]["score"] == "6.4" else ""
+    assert table["bob"]["note"] == f"{counts}late.csv: again{off}"
 
 
 def test_what_lateness_took_off_is_added_up_over_the_rows_that_count(term, tmp_path):
@@ -155,20 +160,30 @@ def test_what_lateness_took_off_is_added_up_over_the_rows_that_count(term, tmp_p
     assert (ada["taken off"], ada["score"]) == ("2.25", "11")
 
 
-def test_canvas_gets_its_columns(term):
-    rows = term("export", "week1.csv", "--to", "canvas")
+@pytest.fixture
+def export(tmp_path):
+    def export(name, platform="canvas", keep="best"):
+        """Export a gradebook as `brigade term export` does. Return the rows and the lines about what to know."""
+        text, _, lines = merging.export(read_gradebook(tmp_path / name)[0], platform, keep, "week1")
+        return list(csv.DictReader(text.splitlines())), lines
+
+    return export
+
+
+def test_canvas_gets_its_columns(term, export):
+    rows, _ = export("week1.csv")
     assert list(rows[0]) == ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", "Module 1", "Written 1"]
     assert list(rows[0].values()) == ["Points Possible", "", "", "", "", "8", "6"]
     assert list(rows[1].values()) == ["Ada L", "", "S1", "ada", "A", "7", "5"]
     assert list(rows[3].values()) == ["'=Carl", "", "S3", "carl", "B", "", ""]
 
 
-def test_moodle_gets_one_identifier_and_the_grades(term, capfd):
+def test_moodle_gets_one_identifier_and_the_grades(term, export):
     term("merge", "week1.csv", "week2.csv", "--keep", "best")
-    (rows, printed) = term("export", "out.csv", "--to", "moodle"), capfd.readouterr().out
+    rows, lines = export("out.csv", "moodle")
     assert rows[0] == {"ID number": "S1", "Module 1": "7", "Module 2": "8", "Written 1": "5"}
     assert [row["ID number"] for row in rows] == ["S1", "S2", "S3"]
-    assert printed.endswith(": eve\n")  # she is left out
+    assert lines[-1].endswith(": eve")  # she is left out
 
 
 HEAD = "student,submission,login,score,max,module 1,module 2,1.subgroups,comment,note\n"
@@ -182,40 +197,22 @@ carl,carl.zip,carl,16,16,"5,5",8,1,,
 
 @pytest.fixture
 def edited(term, tmp_path):
-    """Write a gradebook that the grader wrote and a person has edited: sorted, corrected and commented."""
+    """Write a gradebook that is not the grader's, sorted, corrected and commented."""
     (tmp_path / "edited.csv").write_text(EDITED)
-    record = EDITED.replace(",10,16,8,8", ",16,16,8,8").replace('"5,5"', "8").replace("superseded", "")
-    (tmp_path / "edited.csv.results").mkdir()
-    (tmp_path / "edited.csv.results" / "grader.csv").write_text(record)
     return term
 
 
 @pytest.mark.parametrize(("keep", "ada"), [("best", ("8", "5")), ("last", ("4", "5"))])
-def test_an_export_has_one_row_for_each_student(keep, ada, edited, capfd):
+def test_an_export_has_one_row_for_each_student(keep, ada, edited, export):
     """The rows may be sorted in any order: the names of the uploads tell which is the last."""
-    rows = edited("export", "edited.csv", "--to", "canvas", "--keep", keep)
-    printed = capfd.readouterr().out
+    rows, lines = export("edited.csv", keep=keep)
     assert [row["SIS Login ID"] for row in rows] == ["", "ada", "bob", "carl"]
     assert (rows[1]["Module 1"], rows[1]["Module 2"]) == ada
-    assert f": {SECOND}; {FIRST}\n" in printed and f"(--keep {keep})" in printed
+    assert any(line.endswith(f": {SECOND}; {FIRST}") for line in lines)
 
 
-def test_a_corrected_score_is_an_adjustment(edited, capfd, snapshot):
-    """Bob's score was written by a person. Carl's is the grader's, from before a person corrected his points."""
-    rows = {row["SIS Login ID"]: row for row in edited("export", "edited.csv", "--to", "canvas")}
-    exported = capfd.readouterr().out
-    assert [rows[name]["Adjustment"] for name in ("", "ada", "bob", "carl")] == ["0", "", "-6", ""]
-    assert (rows["bob"]["Module 1"], rows["carl"]["Module 1"]) == ("8", "5.5")
-    merged = {row["student"]: row for row in edited("merge", "edited.csv", "--keep", "best")}
-    snapshot("gradebook.corrected", exported + capfd.readouterr().out)
-    assert [merged[name]["score"] for name in ("ada", "bob", "carl")] == ["13", "10", "13.5"]
-    again = edited("merge", "out.csv", "--keep", "best")  # a merged gradebook has no record
-    assert {row["student"]: row["score"] for row in again} == {name: row["score"] for name, row in merged.items()}
-    assert "bob" not in capfd.readouterr().out
-
-
-def test_a_score_without_a_record_is_named_and_the_sum_counts(term, tmp_path, capfd, snapshot):
-    (tmp_path / "edited.csv").write_text(EDITED.replace("4,5,0,,", "4,5,0,,").replace(",9,16,4", ",excused,16,4"))
+def test_a_score_that_is_not_the_sum_is_named_and_the_sum_counts(term, tmp_path, capfd, snapshot):
+    (tmp_path / "edited.csv").write_text(EDITED.replace(",9,16,4", ",excused,16,4"))
     term("merge", "edited.csv", "--keep", "last")
     snapshot("gradebook.unrecorded", capfd.readouterr().out)
 
@@ -238,55 +235,141 @@ def test_a_comment_stays_with_its_row(edited):
     assert ada["comment"] == f"edited.csv, {FIRST}: superseded"
 
 
-@pytest.mark.parametrize("action", [["merge", "--keep", "best"], ["export", "--to", "canvas"]])
-@pytest.mark.parametrize("column", ["student", "submission", "module 2"])
-def test_a_renamed_column_stops_and_changes_nothing(action, column, edited, refuse, tmp_path):
-    (tmp_path / "edited.csv").write_text(EDITED.replace(column, "other", 1))
-    refusal = refuse("gradebook", *action, "edited.csv", "--out", "none.csv")
-    assert f"'{column}'" in refusal and not (tmp_path / "none.csv").exists()
+# What a person writes beside the grader's file
 
 
-def test_grading_again_does_not_write_beside_a_renamed_column(tmp_path):
-    path = tmp_path / "gradebook.csv"
-    results = gradebook.get_results_path(path)
-    results.mkdir()
-    row = {"student": "ada", "submission": "a", "score": "8", "max": "8", "module 1": "8"}
-    GradebookFile(path, results).update([row], [get_module("1")])
-    path.write_text(renamed := path.read_text().replace("module 1", "naive DDP"))
-    with pytest.raises(CourseError, match="'module 1'"):
-        GradebookFile(path, results).update([row], [get_module("1")])
-    assert path.read_text() == renamed
+@pytest.fixture
+def graded(tmp_path):
+    """Write a gradebook as the grader does. Return a function that reads it with the adjustments of a person."""
+    path = tmp_path / "grades.csv"
+    gradebook.get_results_path(path).mkdir()
+    rows = [Row("ada", FIRST, {"module 1": 8}), Row("ada", SECOND, {"module 1": 4}), Row("=bob", "=bob.zip")]
+    rows += [Row("carl", texts={"note": "no submission"})]
+    GraderFile(path).write(rows, [get_module("1")])
+
+    def read(text, encoding="utf-8"):
+        (tmp_path / "adjustments.csv").write_bytes(text.encode(encoding))
+        found, lines = read_gradebook(path)
+        assert lines == []
+        return {row.submission or row.student: row for row in found}
+
+    return read
+
+
+def test_the_grader_makes_a_file_for_a_person_once(graded, tmp_path):
+    path = tmp_path / "adjustments.csv"
+    columns = "student,submission,module 1,written 1,late,adjustment,comment"
+    assert path.read_text(encoding="utf-8-sig").strip() == columns
+    path.write_text(mine := columns + "\ncarl,,7,,,,\n")
+    GraderFile(tmp_path / "grades.csv").write([Row("eve", "eve.zip")], [get_module("1")])
+    assert path.read_text() == mine
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_persons_cells_replace_the_graders(encoding, graded, tmp_path):
+    before = (tmp_path / "grades.csv").read_bytes()
+    text = "sep=;\nstudent;submission;module 1;written 1;late;comment;remark\n"
+    text += f"ada;{SECOND};5,5;2;20;Well döne.;\ncarl;;3;;;;ill\n;'=bob.zip;1;;;;\n;;;;;;\n"
+    rows = graded(text, encoding)
+    assert (rows[SECOND].numbers, rows[FIRST].numbers) == (
+        {"module 1": 5.5, "written 1": 2, "late": 20},
+        {"module 1": 8},
+    )
+    assert (rows[SECOND].score, rows[SECOND].texts) == (7.5, {"comment": "Well döne."})
+    assert (rows["carl"].score, rows["carl"].texts["remark"], rows["'=bob.zip"].score) == (3, "ill", 1)
+    assert (tmp_path / "grades.csv").read_bytes() == before
+
+
+NOT_JOINED = [
+    "student,module 1\nada,7",
+    "student,module 1\ndora,7",
+    f"student,submission,module 1\ncarl,{FIRST},7",
+    "student,submission,module 1\nada,old.zip,7",
+    "student,module 1\ncarl,7\ncarl,6",
+    "student,score\ncarl,7",
+    "student,1.subgroups\ncarl,1",
+    "student,late\ncarl,120",
+    "module 1,comment\n,lost?",
+    "student,module 1\ncarl,1e999",
+    "student,module 1\ncarl,-1",
+    "student,module 99\ncarl,1",
+]
+
+
+def test_what_fits_to_no_row_gets_one_line_and_is_never_lost(graded, snapshot):
+    refusals = []
+    for text in NOT_JOINED:
+        with pytest.raises(CourseError) as caught:
+            gradebook.format_rows([*graded(text).values()])
+        refusals.append(f"{caught.value}\n")
+    snapshot("refusals.adjustments", "".join(refusals))
+
+
+def test_a_grader_s_file_that_somebody_changed_is_neither_read_nor_overwritten(graded, term, refuse, tmp_path):
+    path = tmp_path / "grades.csv"
+    path.write_bytes(changed := path.read_bytes().replace(b",8,", b",7,", 1))
+    for command in (["merge", path, "--keep", "best", "--out", "x.csv"], ["marks", path, "x.json"]):
+        refuse("gradebook", *command)
+    for action in (GraderFile, read_gradebook):
+        with pytest.raises(
+            CourseError, match=r"grades\.csv is not what the grader wrote.* corrections into adjustments"
+        ):
+            action(path)
+    assert path.read_bytes() == changed
+
+
+def test_the_file_stays_the_graders_if_it_is_killed_between_the_record_and_the_file(graded, tmp_path, monkeypatch):
+    path = tmp_path / "grades.csv"
+    with monkeypatch.context() as patch:
+        patch.setattr(gradebook.formats, "write_bytes", lambda *_: 1 / 0)
+        patch.setattr(gradebook.formats, "write", lambda path, text: path.write_text(text))
+        with pytest.raises(ZeroDivisionError):
+            GraderFile(path).write([Row("eve", "eve.zip")], [get_module("1")])
+    for _ in range(2):
+        GraderFile(path).write([Row("eve", "eve.zip")], [get_module("1")])
+        assert [row.student for row in read_gradebook(path)[0]] == ["eve", "ada", "ada", "'=bob"]
+
+
+def test_another_run_with_other_modules_keeps_the_points(graded, tmp_path):
+    file = GraderFile(tmp_path / "grades.csv")
+    file.write(
+        [Row("ada", FIRST, {"module 2": 3}), Row("ada", SECOND, {"module 1": 5, "module 2": 2})], [get_module("2")]
+    )
+    rows = graded("student\n")
+    assert rows[FIRST].numbers == {"module 1": 8, "module 2": 3} and rows[SECOND].numbers["module 1"] == 5
 
 
 def test_a_first_line_that_names_the_delimiter_is_read(term, tmp_path):
     (tmp_path / "excel.csv").write_text("sep=;\n" + WEEK1.replace(",", ";"), encoding="utf-8-sig")
-    assert term("export", "excel.csv", "--to", "canvas") == term("export", "week1.csv", "--to", "canvas")
+    assert term("merge", "excel.csv", "--keep", "best")[0] == term("merge", "week1.csv", "--keep", "best")[0] | {
+        "note": ""
+    }
     assert term("merge", "excel.csv", "--keep", "best")[0]["score"] == "12"
 
 
 REFUSED = [
-    ["export", "twins.csv", "--to", "canvas"],
     ["merge", "nobody.csv", "--keep", "best"],
     ["merge", "week1.csv", "advanced.csv", "--keep", "best"],
     ["merge", "other.csv", "--keep", "best"],
     ["merge", "words.csv", "--keep", "best"],
     ["merge", "endless.csv", "--keep", "best"],
     ["merge", "below.csv", "--keep", "best"],
-    ["merge", "week1.csv", "--keep", "best", "--late", "late.csv=20"],
-    ["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"],
-    ["export", "week2.csv", "--to", "canvas"],
-    ["export", "nowhere.csv", "--to", "moodle"],
+    ["merge", "nowhere.csv", "--keep", "best"],
     ["merge", "renamed.csv", "--keep", "best"],
 ]
 
 
-def test_wrong_input_gets_one_line(term, refuse, tmp_path, snapshot):
+def test_wrong_input_gets_one_line(term, export, refuse, tmp_path, snapshot):
     cells = {"words": "many", "endless": "1e999", "below": "-1", "advanced": 1, "other": 40}
     for name, cell in cells.items():
         column = {"advanced": "module 9", "other": "shoe size"}.get(name, "module 1")
         (tmp_path / f"{name}.csv").write_text(f"student,{column}\nada,{cell}\n")
-    (tmp_path / "twins.csv").write_text("student,login,module 1\nada,ada,8\neve,ada,8\n")
     (tmp_path / "nobody.csv").write_text("student,module 1\nada,8\n,8\n")
     (tmp_path / "renamed.csv").write_text("name,submission,module 1\nada,ada,8\n")
     refusals = [refuse("gradebook", *options, "--out", "out.csv") for options in REFUSED]
+    (tmp_path / "twins.csv").write_text("student,login,module 1\nada,ada,8\neve,ada,8\n")
+    for name in ("twins.csv", "week2.csv"):
+        with pytest.raises(CourseError) as caught:
+            export(name)
+        refusals.append(f"brigade: {caught.value}\n")
     snapshot("refusals.gradebook", "".join(refusals))

@@ -30,7 +30,7 @@ from brigade.course.checks.render import blur
 from brigade.course.table import written
 from brigade.course.table.modules import MODULES
 from brigade.course.table.submission import MAX_SOURCE_BYTES, read_module
-from brigade.grader import archives, formats, gradebook, incoming, similarity, uploads
+from brigade.grader import archives, formats, incoming, similarity, tables, uploads
 from brigade.grader.witness.switch import Call, Switch
 from brigade.ranks.progress import Progress, RankRecord
 from brigade.ranks.runner import monitor
@@ -94,8 +94,8 @@ TEXTS: dict[str, tuple[Callable[..., Any], Any]] = {
     "question": (written.split_answers, "## Question " + fill("1")),
     "questions": (written.parse_questions, "## Question 1 (" + fill("a ")),
     "empty answers": (written.split_answers, "## Question 1\n" + fill("\n")),
-    "formula": (lambda text: gradebook.escape_formulas([{"note": text}]), fill("\t") + "x"),
-    "spaces": (lambda text: gradebook.escape_formulas([{"note": text}]), fill("; ") + "x"),
+    "formula": (tables.escape, fill("\t") + "x"),
+    "spaces": (tables.escape, fill("; ") + "x"),
     "a name's accents": (lambda name: incoming.format_names([name]), fill(MARKS, 65_535)),
     "owner": (uploads.find_owner, fill("a_1_assignsubmission_", 255)),
     "number": (uploads.sort_key, fill("-1", 255)),

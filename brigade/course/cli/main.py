@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from brigade.course.cli.errors import run_safely
 from brigade.course.table.modules import HAS_SOLUTIONS, CourseError
 from brigade.ranks.runner import machine, ranks
 
 OTHERS_FIRST_S = 5.0
-SETUP = "Run `make setup` once, then `source .venv/bin/activate` in each new terminal."
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ COMMANDS = (
     Command("submit", "study", "Create the zip file that you hand in, in the current directory.", "brigade submit"),
     Command("grade", "grade", "Grade one submission, or a directory of submissions.",
             "brigade grade --submission DIR --out results.json", needs_solutions=True),
-    Command("gradebook", "gradebook", "Merge gradebooks, or export one for Canvas or Moodle.",
+    Command("gradebook", "gradebook", "Merge gradebooks, or take marks for written answers into one.",
             "brigade gradebook merge week1.csv week2.csv --keep best --out grades.csv", needs_solutions=True),
     Command("term", "term", "Run the assignments of a term from one file.", "brigade term check", needs_solutions=True),
     Command("mark", "term", "Make a page on which a person marks written answers.", "brigade mark week1",
@@ -110,24 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not HAS_SOLUTIONS and any(command.needs_solutions for command in COMMANDS if command.name in arguments[:1]):
         print(f"brigade: this edition has no solutions, which `brigade {arguments[0]}` needs", file=sys.stderr)
         return 2
-    try:
+
+    def run() -> int:
         options = parse_silently(arguments) if is_other_rank() else parse(arguments)
         return options.run(options)
-    except CourseError as error:
-        print(f"brigade: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        print(f"brigade: {sys.executable} has no torch. {SETUP}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else error  # such as a library of torch
-        print(f"brigade: {reason}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbrigade: stopped", file=sys.stderr)
-        return 130
+
+    return run_safely(run)
 
 
 def program() -> None:

@@ -1,16 +1,14 @@
-"""brigade gradebook: merge the gradebooks of a term, and export them for a platform."""
+"""brigade gradebook: merge the gradebooks of a term, and take marks into one."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from brigade.course.cli.options import add, resolve_results_file
 from brigade.course.table import listing
-from brigade.course.table.modules import CourseError
 from brigade.grader import formats, gradebook, marking, merging
 
 
@@ -21,30 +19,15 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
         "merge",
         help="merge gradebooks into one",
         description="Merge gradebooks into one, with one row per student and the points of all modules.",
-        epilog="Example: brigade gradebook merge week2.csv week2-late.csv --keep best --late week2-late.csv=20 "
-        "--out grades.csv",
+        epilog="Example: brigade gradebook merge week1-final.csv week2-final.csv --keep best --out grades.csv",
     )
     merge.add_argument("gradebooks", nargs="+", metavar="FILE.csv", help="gradebooks, the earliest first")
     keep = "which points to keep if several rows of a student have points for a module"
     add(merge, "--keep", keep, required=True, choices=("best", "last"))
-    late = "take this percentage off the points in a gradebook; you can repeat this option"
-    add(merge, "--late FILE.csv=PERCENT", late, action="append", default=[])
     merge.set_defaults(action=merge_gradebooks)
-    export = actions.add_parser(
-        "export",
-        help="write a gradebook for Canvas or Moodle",
-        description="Write the points of each module in the format that Canvas or Moodle imports. The gradebook needs "
-        "the columns of a roster: grade the class with --roster.",
-        epilog="Example: brigade gradebook export grades.csv --to canvas --out canvas.csv",
-    )
-    export.add_argument("gradebook", metavar="FILE.csv", help="a gradebook, merged or not")
-    add(export, "--to", "the platform", required=True, choices=tuple(merging.PLATFORMS))
-    add(export, "--keep", f"{keep} (default: best)", default="best", choices=("best", "last"))
-    export.set_defaults(action=export_gradebook)
-    for action in (merge, export):
-        add(action, "--out FILE.csv", "the file to write", required=True)
-        extra = "files with checks of yours with which the class was graded, for the maximum of points"
-        add(action, "--extra FILE.py", extra, nargs="+", default=[])
+    add(merge, "--out FILE.csv", "the file to write", required=True)
+    extra = "files with checks of yours with which the class was graded, for the maximum of points"
+    add(merge, "--extra FILE.py", extra, nargs="+", default=[])
     marks = actions.add_parser(
         "marks",
         help="take the points for written answers from the pages of `brigade mark`",
@@ -74,45 +57,19 @@ def take_marks(options: argparse.Namespace, _: None, console: Console) -> None:
 
 
 def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -> None:
-    """Merge the gradebooks into `out`. Raise CourseError if a file is not a gradebook, or if --late is malformed."""
-    penalties = dict(parse_penalty(text, options.gradebooks) for text in options.late)
+    """Merge the gradebooks into `out`. Raise CourseError if a file is not a gradebook."""
     tables, lines = {}, []
     for name in options.gradebooks:
-        tables[name], told = merging.read_gradebook(Path(name))
+        tables[name], told = gradebook.read_gradebook(Path(name))
         lines += [f"{name}: {line}" for line in [*told, *merging.list_duplicates(tables[name])]]
-    table, told = merging.merge(tables, options.keep, penalties)
-    formats.write(out, gradebook.format_table(table))
+    table, told = merging.merge(tables, options.keep)
+    formats.write(out, gradebook.format_rows(table, is_merged=True))
     console.print(f"{count(len(table), 'student')} from {count(len(tables), 'gradebook')}: {out}")
-    print_lines(console, [*lines, *told], options.keep)
+    console.print(f"  one row for each student, with the {options.keep} points for each module (--keep {options.keep})")
+    for line in [*lines, *told]:
+        console.print(f"  {line}")
 
 
 def count(number: int, noun: str) -> str:
     """Return text such as "1 student" or "2 students"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def print_lines(console: Console, lines: Sequence[str], keep: str) -> None:
-    """Print by which rule points were chosen, and the lines about what to know."""
-    console.print(f"  one row for each student, with the {keep} points for each module (--keep {keep})")
-    for line in lines:
-        console.print(f"  {line}")
-
-
-def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
-    """Return the gradebook and the percentage in text such as "week2-late.csv=20". Raise CourseError for other text."""
-    name, _, percent = text.rpartition("=")
-    value = gradebook.parse_points(percent)
-    if name not in names or value is None or value > 100:
-        raise CourseError(
-            f"--late {text}: write it as FILE.csv=PERCENT, with one of the gradebooks to merge and at most 100 percent"
-        )
-    return name, value
-
-
-def export_gradebook(options: argparse.Namespace, out: Path, console: Console) -> None:
-    """Export the gradebook to `out`, and list what the instructor should know."""
-    table, lines = merging.read_gradebook(Path(options.gradebook))
-    text, number, told = merging.export(table, options.to, options.keep)
-    formats.write(out, text)
-    console.print(f"{count(number, 'student')} for {options.to.capitalize()}: {out}")
-    print_lines(console, [*lines, *told], options.keep)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ def run_oral(options: argparse.Namespace) -> int:
         questions = find_questions(directory, [entry for entry in entries if find(directory, entry)], seed)
     if not questions:
         raise CourseError(f"{options.submission}: no module passes a check that fails without one of its lines")
-    sheet = formats.make_printable(format_sheet(Path(options.submission).name, questions, seed))
+    target = f" --target {shlex.quote(options.submission)}" if Path(options.submission).is_dir() else ""
+    sheet = formats.make_printable(format_sheet(Path(options.submission).name, questions, seed, target))
     if out:
         formats.write(out, sheet)
     else:
@@ -145,8 +147,8 @@ def remove(text: str, first: int, last: int) -> str:
     return "\n".join([*lines[: first - 1], f"{indent}pass", *[""] * (last - first), *lines[last:], ""])
 
 
-def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:
-    """Return the sheet as text. What happens without the line is for the examiner."""
+def format_sheet(title: str, questions: Sequence[Question], seed: int, target: str = "") -> str:
+    """Return the sheet as text. What happens without the line is for the examiner. `target` ends the commands."""
     lines = [
         f"Oral exam: {title}. The student may read the whole module.",
         f"To write this sheet again: --seed {seed}",
@@ -178,7 +180,7 @@ def format_sheet(title: str, questions: Sequence[Question], seed: int) -> str:
             f"   - Fail: {fail}. Still pass: {still_pass or 'none'}. Check {outcome.check.number}:",
             *(f"       {line}" for line in str(outcome.verdict).splitlines()),
             f"   - To see it again, write `pass` there, and run: brigade check {number} --only "
-            f"{outcome.check.name.removeprefix('test_')} --seed {seed}",
+            f"{outcome.check.name.removeprefix('test_')} --seed {seed}{target}",
             "",
         ]
     return "\n".join(lines)

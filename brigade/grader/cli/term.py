@@ -8,23 +8,26 @@ import io
 import json
 import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from brigade.course.cli import main
 from brigade.course.cli.options import AT_LEAST_ONE, add, resolve_results_file
 from brigade.course.table import listing
 from brigade.course.table.modules import CourseError
 from brigade.grader import class_report, classroom, formats, gradebook, marking, merging, roster
 from brigade.grader.classroom import Student
-from brigade.grader.cli.grade import read_secret, run_grade
+from brigade.grader.cli.grade import add_grade_arguments, make_request
+from brigade.grader.cli.grade_class import ClassRequest, grade_class
 from brigade.grader.cli.gradebook import count
+from brigade.grader.request import read_secret
+from brigade.grader.tables import escape
 from brigade.grader.term import Assignment, Term, format_time, read_term
 
 CONSOLE = Console(highlight=False, soft_wrap=True, markup=False)
 PASSED_ON = {"prior", "limit", "memory_gb", "backend", "share_gpu", "extra"}  # options of `brigade grade` in a term
-STATES = {"": "on time", "100": "late and not counted"}
+STATES = {0.0: "on time", 100.0: "late and not counted"}
 
 
 def add_term_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,25 +65,29 @@ def locate(term: Term, assignment: Assignment, ending: str) -> Path:
     return resolve_results_file(str(term.path.parent / f"{assignment.name}{ending}"))
 
 
-def parse_grade_options(term: Term, assignment: Assignment) -> argparse.Namespace:
-    """Return the options of `brigade grade` for an assignment. Raise CourseError if those of the file are wrong."""
-    modules, book = ",".join(str(entry.number) for entry in assignment.entries), locate(term, assignment, ".csv")
-    words = ["grade", "--class", str(assignment.uploads), "--gradebook", str(book), "--modules", modules]
-    words += ["--roster", str(term.roster), "--feedback", str(book.with_name(f"{assignment.name}-feedback"))]
-    words += ["--secret", str(term.secret)]
-    said, given = io.StringIO(), vars(main.parse(words))
+def make_class_request(term: Term, assignment: Assignment) -> ClassRequest:
+    """Return the request to grade an assignment. Raise CourseError if the options of the file are wrong."""
+    parser = argparse.ArgumentParser(prog="brigade grade")
+    add_grade_arguments(parser)
+    given: dict[str, object] = {"class_directory": str(assignment.uploads), "secret": term.secret}
+    words, said = ["--class", str(assignment.uploads), "--secret", str(term.secret)], io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            options = main.parse([*words, *shlex.split(term.options)])
+            options = parser.parse_args([*words, *shlex.split(term.options)])
     except (CourseError, ValueError, SystemExit) as error:
         reason = said.getvalue().rpartition("error: ")[2].strip() or error
         term.reader.fail(f"options = {term.options!r}: {reason}", key="options")
-    if {name for name, value in vars(options).items() if value != given[name]} - PASSED_ON:
+    changed = {name for name, value in vars(options).items() if value != given.get(name, parser.get_default(name))}
+    if changed - PASSED_ON:
         allowed = ", ".join(sorted(PASSED_ON))
         term.reader.fail(f"options = {term.options!r}: only {allowed} are possible", key="options")
-    options.assignment, options.extra = assignment, [term.path.parent / path for path in options.extra]
+    options.modules = ",".join(str(entry.number) for entry in assignment.entries)
+    options.extra, options.secret = [term.path.parent / path for path in options.extra], None
     listing.set_extra(options.extra)
-    return options
+    book = locate(term, assignment, ".csv")
+    pages = book.with_name(f"{assignment.name}-feedback")
+    paths = (options.class_directory, str(book), str(term.roster), str(pages))
+    return ClassRequest(make_request(options), *paths, options.memory_gb, assignment)
 
 
 def list_uploads(term: Term, assignment: Assignment) -> list[Student]:
@@ -97,16 +104,16 @@ def list_uploads(term: Term, assignment: Assignment) -> list[Student]:
 
 def read_book(term: Term, assignment: Assignment) -> tuple[list[gradebook.Row], list[str]]:
     """Return the rows of an assignment's gradebook, and lines about them. Raise CourseError if there is none."""
-    book = Path(parse_grade_options(term, assignment).gradebook)
+    book = Path(make_class_request(term, assignment).gradebook)
     if not book.exists():
         raise CourseError(f"there is no {book}; run `brigade term grade {assignment.name}` first")
-    return merging.read_gradebook(book)
+    return gradebook.read_gradebook(book)
 
 
 def check(term: Term) -> None:
     """Show the rules and the uploads of every assignment, and change nothing."""
     for assignment in term.assignments.values():
-        parse_grade_options(term, assignment)  # refuses wrong options
+        make_class_request(term, assignment)  # refuses wrong options
     CONSOLE.print(f"{term.title}: {count(len(term.people), 'student')}, to export for {term.platform.capitalize()}")
     for assignment in term.assignments.values():
         CONSOLE.print("\n" + " ".join(assignment.describe()))
@@ -116,7 +123,7 @@ def check(term: Term) -> None:
             CONSOLE.print(f"  extension: {who} until {format_time(assignment.extensions[key])}")
         is_there = assignment.uploads.is_dir() and any(assignment.uploads.iterdir())
         everyone = list_uploads(term, assignment) if is_there else []
-        states = Counter(STATES.get(student.columns[gradebook.LATE], "late") for student in everyone)
+        states = Counter(STATES.get(student.timing.late, "late") for student in everyone if student.timing)
         told = [f"{number} {state}" for state, number in states.items()]
         CONSOLE.print(f"  {', '.join([count(len(everyone), 'upload'), *told])}: {assignment.uploads}")
         if unknown := [student.submission for student in everyone if not student.person]:
@@ -136,20 +143,20 @@ def grade(term: Term, assignment: Assignment) -> int:
     """Grade the uploads of an assignment, and write its gradebook and the feedback."""
     if not assignment.uploads.is_dir():
         raise CourseError(f"there is no directory {assignment.uploads} with the uploads of {assignment.name}")
-    options = parse_grade_options(term, assignment)  # refuses wrong options before a secret is drawn
-    read_secret(resolve_results_file(str(term.secret)), draws_one=True)
+    request = make_class_request(term, assignment)  # refuses wrong options before a secret is drawn
+    secret = read_secret(resolve_results_file(str(term.secret)), draws_one=True).decode(errors="surrogateescape")
     check_secret(term.secret)
     CONSOLE.print("\n".join(assignment.describe()))
-    return run_grade(options)
+    return grade_class(replace(request, grade=replace(request.grade, secret=secret)))
 
 
 def export(term: Term, assignment: Assignment) -> None:
     """Write the points of an assignment for the platform, with one row for each student."""
     rows, lines = read_book(term, assignment)
-    merged, told = merging.merge({f"{assignment.name}.csv": rows}, assignment.counts, {})
+    merged, told = merging.merge({f"{assignment.name}.csv": rows}, assignment.counts)
     text, number, more = merging.export(rows, term.platform, assignment.counts, assignment.name)
     out, final = locate(term, assignment, f"-{term.platform}.csv"), locate(term, assignment, "-final.csv")
-    formats.write(final, gradebook.format_table(merged))
+    formats.write(final, gradebook.format_rows(merged, is_merged=True))
     formats.write(out, text)
     CONSOLE.print(f"{count(number, 'student')} for {term.platform.capitalize()}: {out}")
     CONSOLE.print(f"the same points, with notes and what lateness took off: {final}")
@@ -160,11 +167,13 @@ def export(term: Term, assignment: Assignment) -> None:
 def report(term: Term, assignment: Assignment) -> None:
     """Write what the class did in an assignment as a web page for the instructor."""
     rows, _ = read_book(term, assignment)
-    everyone, merged = list_uploads(term, assignment), merging.merge({"": rows}, assignment.counts, {})[0]
-    written = {row.get("submission", ""): row for row in rows}
+    everyone, merged = list_uploads(term, assignment), merging.merge({"": rows}, assignment.counts)[0]
+    names = {escape(student.submission): student.submission for student in everyone}
+    written = {names.get(row.submission, row.submission): row for row in rows}
     for student in everyone:
-        row = written.get(student.submission, {})
-        student.columns = {column: row.get(column, "") for column in student.columns}  # a person may have changed them
+        if student.timing and student.submission in written:  # a person may have changed it
+            late = written[student.submission].numbers.get(gradebook.LATE, 0.0)
+            student.timing = replace(student.timing, late=late)
         with classroom.explain_unreadable(student):
             classroom.read_texts(student)
     page = class_report.render_page(
@@ -177,7 +186,7 @@ def report(term: Term, assignment: Assignment) -> None:
 
 def mark(term: Term, assignment: Assignment, num_markers: int) -> None:
     """Write the pages on which people mark the written answers of an assignment."""
-    rows = {row.get("submission", ""): row for row in read_book(term, assignment)[0]}
+    rows = {row.submission: row for row in read_book(term, assignment)[0]}
     everyone, book = marking.choose_uploads(list_uploads(term, assignment), rows), locate(term, assignment, ".csv")
     pages = marking.make_pages(assignment.name, assignment.entries, everyone, marking.read_secret(book), num_markers)
     for number, page in enumerate(pages, 1):
