@@ -1,4 +1,4 @@
-"""Write the tables of docs/board.md again: python -m tools.board"""
+"""Write the tables of the board in assignments.md again: python -m tools.board"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from brigade.course.table.modules import ROOT, TRAINING_MODULES
 from brigade.lab.ladder import PLANNED_TORCH, get_variant
 from brigade.lab.score import format_rows, plan_rows
 
-BOARD = ROOT / "docs" / "board.md"
+BOARD = ROOT / "assignments.md"
 BEGIN, END = "<!-- made by python -m tools.board -->", "<!-- end -->"
 
 

@@ -18,7 +18,7 @@ from brigade.lab.experiment import run_to_status
 
 PLACEHOLDER = "YOUR-ORGANISATION"
 NAME = "bucket-brigade"
-LINKED = ("docs/*.md", "notebooks/*.ipynb", ".github/ISSUE_TEMPLATE/config.yml")
+LINKED = ("assignments.md", "docs/*.md", "notebooks/*.ipynb", ".github/ISSUE_TEMPLATE/config.yml")
 BADGES = """
 [![tests](https://github.com/{owner}/{name}/actions/workflows/tests.yml/badge.svg)](https://github.com/{owner}/{name}/actions/workflows/tests.yml)
 [![site](https://github.com/{owner}/{name}/actions/workflows/site.yml/badge.svg)](https://{owner}.github.io/{name}/)

@@ -1,6 +1,7 @@
 """The ladder measures the modules, and the demo fails when one of them trains differently."""
 
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -72,3 +73,17 @@ def test_figures_need_no_home_directory():
     how = {"cwd": ROOT, "env": environment | {"HOME": "/proc/nowhere"}, "capture_output": True, "text": True}
     done = hang_guard.run([sys.executable, "-c", "import brigade.lab.timeline_plot"], **how)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_readme_shows_what_the_demo_prints(capsys):
+    """The README leaves out some lines. Numbers may differ in their last digits."""
+    picture = (ROOT / "README.md").read_text().partition("```\n")[2].partition("```\n")[0]
+    command, *shown = round_numbers(picture).splitlines()
+    assert command == f"$ brigade check {demo.MODULE} {' '.join(demo.CHECKS)}"
+    assert demo.check_mistake() == 1
+    printed = round_numbers(capsys.readouterr().out).splitlines()
+    assert [line for line in printed if line in shown] == shown
+
+
+def round_numbers(text):
+    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.3g}", text)

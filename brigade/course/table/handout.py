@@ -14,7 +14,7 @@ import re
 
 from brigade.course.table import written
 from brigade.course.table.listing import list_checks
-from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, Module, get_module
+from brigade.course.table.modules import CORE_MODULES, MODULES, Module, get_module
 
 DOCUMENTS = ("README.md", "assignments.md", "docs/term.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
@@ -26,7 +26,6 @@ def fill_in(text: str) -> str:
     makers = {
         "modules": lambda _: make_module_table(),
         "assignments": lambda _: "\n".join(map(make_assignment, MODULES)),
-        "students": lambda _: read_student_section(),
         "schedule": fill_in_schedule,
     }
     return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]](match[3])}\n{match[4]}", text)
@@ -70,11 +69,6 @@ def make_module_table() -> str:
     sums = (points, written.count_points(CORE_MODULES), minutes)
     lines.append(("", "**total of the core**", "", *(f"**{number}**" for number in sums), ""))
     return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def read_student_section() -> str:
-    """Return the README's section for students. The student edition's README contains it too."""
-    return (ROOT / "README.md").read_text().partition("\n## Students\n\n")[2].partition("\n## ")[0]
 
 
 def make_assignment(entry: Module) -> str:

@@ -1,6 +1,6 @@
 """A first look at the course: python -m brigade.lab.cli.demo
 
-Train every variant on real text, print and draw the results, then check a correct and a wrong answer to module 3.
+Train every variant on real text, print and draw the results, then check a correct and a wrong answer to module 8.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from brigade.lab.experiment import run_to_status, show_progress
 from brigade.ranks.runner import ranks
 
 ROUNDS = 12  # steps per variant
-MODULE = 3
-MUTANT = "synchronous all-reduce in the hook"  # of module 3: its results are correct, but nothing overlaps
+# The mistake of 11 of 20 public answers (docs/bugs.md). The README shows what the checks print.
+MODULE = 8
+MUTANT = "a rank's own gradients clipped, then reduced"
+CHECKS = ("--until", "e", "--seed", "2026")
 
 
 def main() -> int:
@@ -74,19 +76,12 @@ def demo() -> int:
 
 
 def show_checks() -> int:
-    """Run the checks of one module on its solution, then on a mutant of it."""
-    entry = get_module(MODULE)
-    console.print(f"This command checks the reference solution: brigade check {MODULE} --target solutions")
-    status = brigade(["check", str(MODULE), "--target", "solutions"])
-    if status:
+    """Run the checks of one module on its solution, then on a mutant of it. Return the exit status."""
+    console.print(f"This command checks the reference solution: brigade check {MODULE} --until e --target solutions")
+    if status := brigade(["check", str(MODULE), *CHECKS, "--target", "solutions"]):
         return status
-    mutant = import_from_tests("mutants").find_mutant(MODULE, MUTANT)
-    directory = ROOT / "out" / "mistake"
-    file = directory / entry.path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(mutant.apply()[entry.path.name])
-    console.print(f"The same solution with one mistake ({mutant.name}) still computes correct numbers:")
-    status = brigade(["check", str(MODULE), "--target", str(directory), "--prior", "reference"])
+    console.print("In the same solution, each rank now clips its own gradients before they are averaged:")
+    status = check_mistake()
     if status != 1:
         print(f"demo: the checks of module {MODULE} do not catch the mistake", file=sys.stderr)
         return max(status, 1)
@@ -94,6 +89,17 @@ def show_checks() -> int:
         "The checks caught the mistake. Your turn: the readings are in lessons/; `brigade next` shows where to start."
     )
     return 0
+
+
+def check_mistake() -> int:
+    """Write the mutant to out/mistake, and run the checks on it. Return the exit status of `brigade check`."""
+    entry = get_module(MODULE)
+    mutant = import_from_tests("mutants").find_mutant(MODULE, MUTANT)
+    directory = ROOT / "out" / "mistake"
+    file = directory / entry.path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(mutant.apply()[entry.path.name])
+    return brigade(["check", str(MODULE), *CHECKS, "--target", str(directory), "--prior", "reference"])
 
 
 if __name__ == "__main__":
