@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from brigade.course.cli.options import give_to_caller
 from brigade.course.table.modules import Module
 from brigade.grader import formats, roster, uploads
 from brigade.grader.classroom import Student, limit_name
@@ -231,7 +232,7 @@ def replace_files(directory: Path, files: Mapping[str, bytes], record: Path) -> 
     """
     if not directory.exists():
         directory.mkdir(mode=0o700, parents=True)
-        formats.give_to_caller(directory)
+        give_to_caller(directory)
     remembered = json.loads(record.read_text()) if record.exists() else {}
     before: dict[str, str] = remembered.get(str(directory), {})
     now = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from brigade.course.checks import render
+from brigade.course.cli.options import give_to_caller
 from brigade.course.table import written
 from brigade.course.table.modules import CourseError, Module, get_module
 from brigade.grader.outcome import UNFINISHED, Grading
@@ -70,12 +71,6 @@ def write_bytes(path: Path, content: bytes, *, is_secret: bool = False) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def give_to_caller(path: Path | int) -> None:
-    """Give a file or directory that root has made to the user who has called `sudo`, if one has."""
-    if os.geteuid() == 0 and "SUDO_UID" in os.environ and "SUDO_GID" in os.environ:
-        os.chown(path, int(os.environ["SUDO_UID"]), int(os.environ["SUDO_GID"]))
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 
 from brigade.course.table.modules import ROOT, CourseError
-from brigade.grader.witness.witness import GraderWitness
 from brigade.ranks.runner import machine, ranks
 from brigade.ranks.sandbox import enter, users
 
@@ -38,6 +37,8 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
             "as the grader, so it could read the tests and write the results."
         ]
         return
+    from brigade.grader.witness.witness import GraderWitness  # which imports torch
+
     private = [str(ROOT)]
     private += [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
     with users.reserve_user() as (uid, reservation):

@@ -163,7 +163,7 @@ def test_a_right_answer_passes_and_is_handed_in_and_reset(edition, written):
 
 
 def test_what_needs_solutions_says_in_one_sentence_that_there_are_none(edition):
-    for command in ("check 1 --target solutions", "check 2 --prior reference", "skeletons --check"):
+    for command in ("check 1 --target solutions", "check 2 --prior reference"):
         said = run_command(edition, f"brigade {command}", status=2)
         assert said.startswith("brigade: this edition has no solutions") and said.count("\n") == 1
 

@@ -85,8 +85,6 @@ def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes
             raise CourseError(f"{part} is a link; results cannot be written to or through a link")
     out = given.parent.resolve() / given.name
     if makes_parent and out.parent.parent.is_dir() and not out.parent.exists():
-        from brigade.grader.formats import give_to_caller  # only `brigade grade` needs it
-
         out.parent.mkdir(mode=0o700, exist_ok=True)
         give_to_caller(out.parent)
     if not out.parent.is_dir():
@@ -94,3 +92,9 @@ def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes
     if out.exists() and not out.is_file():
         raise CourseError(f"{out} is not an ordinary file, so the results cannot replace it")
     return out
+
+
+def give_to_caller(path: Path | int) -> None:
+    """Give a file or directory that root has made to the user who has called `sudo`, if one has."""
+    if os.geteuid() == 0 and "SUDO_UID" in os.environ and "SUDO_GID" in os.environ:
+        os.chown(path, int(os.environ["SUDO_UID"]), int(os.environ["SUDO_GID"]))

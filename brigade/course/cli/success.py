@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from brigade.course.cli.console import console
 from brigade.course.cli.progress_file import find_state, recall, remember
-from brigade.course.table.listing import find_part
-from brigade.course.table.modules import CORE_MODULES, ROOT, Module, get_module
-from brigade.course.table.submission import find, read
-from brigade.ranks.runner.ranks import RankFailure
+from brigade.course.table.modules import CORE_MODULES, Module
 from brigade.ranks.texts import Sources
 
 
@@ -28,34 +26,8 @@ def handle_success(entry: Module, sources: Sources, key: str, target: Path, show
 
 
 def compare(entry: Module, sources: Sources) -> bool:
-    """Print the comparison with the previous module, or the reason why it failed. Return whether it succeeded.
-
-    With --prior reference, `sources` lack a previous module that this one does not import: take the reference's.
-    """
-    from brigade.lab import comparison
-    from brigade.lab.experiment import show_progress
-
-    previous = get_module(entry.number - 1)
-    is_missing = previous.is_core and f"{previous.package}.{previous.name}" not in sources
-    if is_missing and find(ROOT / "solutions", previous):
-        sources = read("solutions", previous.number) | sources
-    try:
-        with show_progress("training steps", comparison.count_steps(entry)) as advance:
-            results = comparison.compare_with_previous(entry, sources, advance)
-    except RankFailure as failure:
-        if find_part(failure):  # of the previous module, which is not written yet
-            return False
-        why = f"The comparison of step times failed: {failure.summary}."
-        if failure.kind == "deadline":
-            why = f"The comparison of step times was {failure.summary}."
-        again = f"The next `brigade check {entry.number}` tries again."
-        console.print(f"  Your points are safe. {why} {again}\n", markup=False)
-        return False
-    console.print(comparison.make_table(results, previous=entry.number - 1))
-    console.print()
-    if doubts := comparison.describe_doubts(results):
-        console.print(doubts + "\n", markup=False)
-    return True
+    """Let the lab compare the module with the previous one, if the lab is installed. Return whether that succeeded."""
+    return all(point.load()(entry, sources) for point in entry_points(group="brigade.comparison"))
 
 
 def list_next_steps(entry: Module, target: Path) -> list[str]:

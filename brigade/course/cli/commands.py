@@ -1,0 +1,44 @@
+"""The commands of students, and what describes a command.
+
+Each house has such a table. An entry point of the group "brigade.commands" in pyproject.toml names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command. Its file has `run_NAME(options)` and `add_NAME_arguments(parser)`.
+
+    The file is imported only when the command is used, so that each command imports only what it needs.
+    """
+
+    name: str
+    file: str  # the full name of a module
+    summary: str
+    example: str
+
+    def load(self) -> ModuleType:
+        return import_module(self.file)
+
+
+PLACE = "brigade.course.cli"
+COMMANDS = (
+    Command("init", f"{PLACE}.edition", "Write the course to a new directory.", "brigade init my-course"),
+    Command("update", f"{PLACE}.edition", "Renew a course, and keep your work.", "brigade update my-course"),
+    Command("check", f"{PLACE}.check", "Run the checks of one module or of all modules.", "brigade check 3 --watch"),
+    Command("next", f"{PLACE}.check", "Show what to do next.", "brigade next"),
+    Command("hint", f"{PLACE}.study", "Show the next hint for a part of a module.", "brigade hint 3"),
+    Command("reset", f"{PLACE}.study", "Restore a module's skeleton, and keep your version beside it.",
+            "brigade reset 3"),
+    Command("submit", f"{PLACE}.study", "Create the zip file that you hand in, in the current directory.",
+            "brigade submit"),
+    Command("post-mortem", f"{PLACE}.post_mortem",
+            "Name the rank that broke a job, from the flight recorders of its ranks.", "brigade post-mortem dumps"),
+    Command("break", f"{PLACE}.mistake", "Put a known mistake into a copy of a module that passes.",
+            "brigade break 3"),
+)  # fmt: skip

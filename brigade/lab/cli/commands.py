@@ -1,0 +1,13 @@
+"""The commands of the lab: see `brigade/course/cli/commands.py`."""
+
+from brigade.course.cli.commands import Command
+
+PLACE = "brigade.lab.cli"
+COMMANDS = (
+    Command("bench", f"{PLACE}.lab", "Compare all core modules with torch in one run.",
+            "brigade bench --comm-ratio 0.8"),
+    Command("trace", f"{PLACE}.lab", "Draw one training step of a module as a timeline.", "brigade trace 4"),
+    Command("score", f"{PLACE}.score", "Score a module that passes, on three fixed problems.", "brigade score 8"),
+    Command("plan", f"{PLACE}.plan", "Predict step time, launches and memory.",
+            "brigade plan --model gpt3-175b --dp 1024"),
+)  # fmt: skip
