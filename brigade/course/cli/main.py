@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 from brigade.course.cli.commands import Command
 from brigade.course.cli.errors import run_safely
+from brigade.course.table.modules import CourseError
 from brigade.ranks.runner import machine, ranks
 
 HOUSES = ("course", "lab", "grader")
