@@ -129,6 +129,13 @@ def test_the_tolerance_is_relative_to_the_largest_entry(dtype, limit):
             verdict([{"w": shifted}], expected)
 
 
+def test_a_hypothesis_that_gives_the_right_values_explains_nothing():
+    """Values that are wrong by little more than rounding agree with the right ones, and with such a hypothesis."""
+    nearly_right = [times(1 + 5e-5)] * 2
+    assert not verdict(nearly_right, hypotheses={"each rank still has its own.": [RIGHT] * 2}).likely_cause
+    assert verdict(nearly_right, hypotheses={"it is scaled.": nearly_right}).likely_cause == "it is scaled."
+
+
 def test_a_tensor_that_cancels_may_keep_the_rounding_of_its_terms():
     expected = {"large": torch.tensor([1000.0]), "small": torch.tensor([1e-6])}
     actual = {"large": torch.tensor([1000.0]), "small": torch.tensor([6e-5])}

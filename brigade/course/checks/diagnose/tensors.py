@@ -82,10 +82,20 @@ def early_read(compared: Comparison) -> str:
 
 
 def hypothesis_values(compared: Comparison) -> str:
+    """Return a cause whose values agree with all wrong tensors, and are much nearer to them than the right values."""
     for cause, values in compared.hypotheses.items():
-        if all(agree(entry.actual, values[entry.index].get(entry.name)) for entry in compared.wrong):
+        if all(is_explained(entry, values[entry.index].get(entry.name)) for entry in compared.wrong):
             return cause
     return ""
+
+
+def is_explained(entry: Difference, value: Tensor | None) -> bool:
+    """Return whether a wrong tensor agrees with `value`, which differs from the expected tensor, too."""
+    if not agree(entry.actual, value):
+        return False
+    zeros = torch.zeros_like(entry.expected)
+    actual, value = (zeros if each is None else each for each in (entry.actual, value))
+    return not float((actual.double() - value.double()).abs().max()) > entry.error / 2  # NaN agrees with NaN
 
 
 def rounded_values(compared: Comparison) -> str:
