@@ -136,4 +136,5 @@ def require_flat(results, case, steps=1):
         return len(launched) <= len(dtypes)
 
     kind = "at most one all_reduce per dtype"
-    require_launches(results.events, case.group, kind, accepts, steps, in_backward=False)
+    why = partial(causes.explain_split, case)
+    require_launches(results.events, case.group, kind, accepts, steps, in_backward=False, cause=why)

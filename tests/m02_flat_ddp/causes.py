@@ -1,5 +1,7 @@
 """Likely causes when a check of module 2 fails."""
 
+from collections import Counter
+
 import torch
 
 from brigade.course.checks.diagnose.exceptions import Symptom
@@ -89,6 +91,15 @@ def reorder(gradient, stride, is_inverse):
         return in_memory.clone()
     in_memory.copy_(gradient)
     return in_order.view(gradient.shape).clone()
+
+
+def explain_split(case, launched):
+    """Explain why a step has several launches of one dtype, if not every parameter is reduced by itself."""
+    split = [dtype for dtype, count in Counter(launch.dtype for launch in launched).items() if count > 1]
+    count = sum(parameter.requires_grad for parameter in case.parameters().values())
+    if not split or len(launched) >= count:
+        return ""
+    return f"gradients of {join_names(split)} are in several flat tensors. All gradients of a dtype share one."
 
 
 def explain_volume(case, launched):

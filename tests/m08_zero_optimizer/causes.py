@@ -107,6 +107,7 @@ MASTERS_NOT_FROM_WEIGHTS = "without masters, they are not taken from the weights
 NOT_CONSECUTIVE = (
     "the parameters must be numbered consecutively across all groups, even if the rank has no part of some of them."
 )
+LATE_OPTIONS = "a step uses the options of the step before. Copy them to the inner optimizer before it steps."
 OLD_OPTIONS = "the options differ from the current options in param_groups."
 WRONG_NUMBERS = (
     "the state is stored under the numbers of other parameters. A parameter's number is its place in the param_groups, "
@@ -279,10 +280,12 @@ def suspect_scheduling(kind, job, names):
             ignored.format("learning rate"): {"scheduler": "none"},
             f"{own}the first group's options are used for all groups.": {"params": [first]},
             f"{own}only the defaults are used.": {"params": "list"} | {"scheduler": "none"},
+            LATE_OPTIONS: {"is_late": True},
         }
     if kind == "one cycle":
         only = "only the learning rate is updated. A scheduler may change any option; this one also changes the betas."
-        return {ignored.format("options"): {"scheduler": "none"}, only: {"scheduler": "one cycle of lr"}}
+        mistakes = {ignored.format("options"): {"scheduler": "none"}, only: {"scheduler": "one cycle of lr"}}
+        return mistakes | {LATE_OPTIONS: {"is_late": True}}
     return {NEVER_UPDATED: {"late": job["late"] | {"options": {"lr": 0.0}}}}
 
 
@@ -563,6 +566,7 @@ def suspect_groups(case, recipe):
                 "change": {}
             },
             f"changed options, such as the learning rate, do not reach {inner}": {"gamma": 1.0, "change": {}},
+            LATE_OPTIONS: {"is_late": True},
             "the groups' own options are lost.": {"groups": [g | {"options": {}} for g in groups]},
             "all groups have the options of the first group.": {
                 "groups": [g | {"options": groups[0]["options"]} for g in groups]

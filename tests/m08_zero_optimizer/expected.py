@@ -23,8 +23,30 @@ def train_unsharded(case, job, ranks=None, steps=None, forget=False):
 
     for part in [[step] for step in batches] if forget else [batches]:
         optimizer = getattr(torch.optim, job["optimizer"])(m08_sharded.select_params(job, model), **job["options"])
+        if job.get("is_late"):
+            use_old_options(optimizer)
         outcome = m08_sharded.run_loop(job, model, optimizer, part, clip)
     return outcome
+
+
+def use_old_options(optimizer):
+    """Let each step use the options of the step before, and the first step those of the construction."""
+    old, now = [dict(group) for group in optimizer.param_groups], []
+
+    def update(all_options):
+        for group, options in zip(optimizer.param_groups[: len(all_options)], all_options, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
+    def take_old(*_):
+        now[:] = [dict(group) for group in optimizer.param_groups]
+        update(old)
+
+    def restore(*_):
+        update(now)
+        old[:] = now
+
+    optimizer.register_step_pre_hook(take_old)
+    optimizer.register_step_post_hook(restore)
 
 
 def find_wrong_root(case, events):
@@ -68,6 +90,8 @@ def take_steps_alone(recipe, model, steps, gradients, load=None):
     groups = m08_zero.make_groups(recipe, model)
     optimizer_cls = getattr(torch.optim, recipe["optimizer"])
     optimizer = optimizer_cls(model.parameters() if groups is None else groups, **recipe["options"])
+    if recipe.get("is_late"):
+        use_old_options(optimizer)
     if load is not None:
         optimizer.load_state_dict(copy.deepcopy(load))  # it may keep the tensors that it gets
     clip = recipe.get("clip", torch.nn.utils.clip_grad_norm_)

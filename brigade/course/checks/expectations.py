@@ -126,6 +126,8 @@ def expect_gradients(
             why = "nothing is reduced."
         elif lost := find_unreduced(results.events, case, padded):
             why = lost
+        elif any(not x.sync and x.step == 0 and 0 not in x.wait_steps for x in launched):
+            why = "the step ends without a wait for its collectives. Wait in finish_grad_sync."
         elif any(all(map(agree_by_name, own, values)) for values in (local, divided)):
             why = "only a copy of it is reduced, or the result is not copied back."
         present = {name: sum(grads[name] is not None for grads in local) or size for name in local[0]}
