@@ -35,10 +35,8 @@ MAIN_GRAD_AS_GRAD = (
 SYMPTOMS = [Symptom("assigned gradient", "RuntimeError", OTHER_DTYPE, MAIN_GRAD_AS_GRAD, file="main_grad")]
 
 
-def explain_place(name, when, is_planned):
-    """Return why p.main_grad or p.data is not at its position in a GradBuffer; `is_planned` if the plan is right."""
-    if not is_planned:
-        return SEE_LAYOUT
+def explain_place(name, when):
+    """Return why p.main_grad or p.data is not at its position in a GradBuffer."""
     if when == "after reallocate()":
         return f"attach_views does not set parameter.{name} again when reallocate calls it."
     return f"attach_views does not set parameter.{name} to the parameter's own range of the flat tensor."
@@ -48,6 +46,8 @@ def explain_values(name, value, expected):
     """Return why p.main_grad, p.grad or p.data has other values or another shape than before attach_views."""
     if value.shape != expected.shape:
         return f"attach_views does not give the view the shape of the parameter before it sets parameter.{name}."
+    if value.dtype != expected.dtype:
+        return f"the flat tensor that contains parameter.{name} has another dtype than it should have."
     if name == "main_grad":
         return "attach_views writes to main_grad, or reallocate does not copy the buffer."
     return f"attach_views does not copy parameter.{name} into the buffer before it sets parameter.{name} to the view."
