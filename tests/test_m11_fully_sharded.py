@@ -1,6 +1,7 @@
 """Graded checks of module 11: weights that are gathered only while their unit computes."""
 
-from functools import partial
+from functools import partial, wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from brigade.ranks.claims import At, each_step, in_phase, is_unchanged, show
 from brigade.ranks.events import launches, list_step_events, summarize
 from brigade.ranks.runner.ranks import PerRank
 from brigade.ranks.verdict import join_names
+from brigade.ranks.verdict import CheckFailed, join_names
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.steps import expect_interface
 from helpers.units import expect_freed, expect_orders, expect_trained, make_jobs, run_each
@@ -117,8 +119,41 @@ def test_each_rank_has_its_part(submission):
 # ---- parts (f) to (n): the wrapper
 
 
+def blames_plan(check):
+    """Let a check of the wrapper, which performs the plan, say which function of the plan does not follow its rule."""
+
+    @wraps(check)
+    def run(submission):
+        with replace_cause(partial(find_wrong_plan, submission)):
+            check(submission)
+
+    return run
+
+
+def find_wrong_plan(submission, failed):
+    """Return which function of the plan is wrong, or "" if that cannot be found out."""
+
+    def run(*args, **options):
+        if results := submission.try_run(*args, **options):
+            return results
+        raise failed
+
+    checks = {
+        "plan_units": (test_units_are_the_outermost_submodules, test_tied_parameters_belong_to_the_root),
+        "plan_schedule": (test_forward_schedule, test_backward_schedule),
+    }
+    for name, own in () if failed.verdict.part else checks.items():
+        for check in own:
+            try:
+                check(SimpleNamespace(rng=submission.rng, run=run))
+            except CheckFailed as wrong:
+                return "" if wrong is failed else causes.WRONG_PLAN.format(name)
+    return ""
+
+
 @pytest.mark.parts("Parts (f) to (n): the wrapper")
 @pytest.mark.points(1)
+@blames_plan
 def test_shards_have_average_gradients(submission):
     """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
     for world, counts in submission.pair_worlds((3, 1), ((1, 2), (2,))):
@@ -164,6 +199,7 @@ def test_parameters_stay_views(submission):
 
 
 @pytest.mark.points(2)
+@blames_plan
 def test_weights_equal_plain_training(submission):
     """After 5 or 20 steps on 1 to 4 ranks, weights equal plain training's, even with tied weights and sub-groups."""
     groups = [[1, 3], [0, 2]]
@@ -186,6 +222,7 @@ def test_weights_equal_plain_training(submission):
 
 
 @pytest.mark.points(3)
+@blames_plan
 def test_weights_are_freed(submission):
     """Even in evaluations, at most the root, the current unit and `prefetch` more have full weights. None is a copy."""
     [world] = submission.worlds(2)
@@ -224,7 +261,7 @@ def test_weights_are_freed(submission):
 
 
 @pytest.mark.points(2)
-@pytest.mark.needs("test_backward_schedule")
+@blames_plan
 def test_gathers_and_reductions_overlap(submission):
     """A rank waits for a gather only when it needs the unit, and for a reduction only after the next unit computes."""
     [world] = submission.worlds(2)
@@ -242,7 +279,7 @@ def test_gathers_and_reductions_overlap(submission):
 
 
 @pytest.mark.points(1)
-@pytest.mark.needs("test_backward_schedule")
+@blames_plan
 def test_volume(submission):
     """A step gathers the root once and other units twice (once without resharding), and reduces every unit once.
 
@@ -264,6 +301,7 @@ def test_volume(submission):
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_weights_equal_plain_training")
+@blames_plan
 def test_accumulation(submission):
     """Inside no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
     [world], micro, crossed = submission.worlds(2), 3, 2
@@ -283,6 +321,7 @@ def test_accumulation(submission):
 
 
 @pytest.mark.points(1)
+@blames_plan
 def test_clipping(submission):
     """clip_grad_norm_ returns the norm of all gradients, and multiplies every shard's gradient by the same factor."""
     [world] = submission.worlds(3)
@@ -315,6 +354,7 @@ def test_clipping(submission):
 
 
 @pytest.mark.points(1)
+@blames_plan
 def test_checkpoints(submission):
     """full_state_dict equals the plain module's state dict. The plain module and any number of ranks can load it.
 
@@ -355,6 +395,7 @@ def test_checkpoints(submission):
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_weights_equal_plain_training")
+@blames_plan
 def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
@@ -372,6 +413,7 @@ def test_frozen_parameters(submission):
 
 
 @pytest.mark.points(1)
+@blames_plan
 def test_skipped_units(submission):
     """A rank that skips a unit still joins its gathers and reductions. A missing gradient counts as zero."""
     [world] = submission.worlds(3)
@@ -391,6 +433,7 @@ def test_skipped_units(submission):
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_weights_equal_plain_training")
+@blames_plan
 def test_unusual_orders(submission):
     """An evaluation changes nothing at any place of a step. Discarded forwards and more backwards work or are refused.
 
