@@ -261,7 +261,8 @@ def expect_finding(submission, kinds):
         places = jobs.list_places(traces) if has_place else []
         group, number, row = jobs.choose(places) or (None, None, {})
         if kind != "unseen":
-            At().equal(f"group and number of the finding {kind!r} are {{}}", place, [group, number])
+            why = causes.FIRST_WAIT * (kind == "stuck")
+            At().equal(f"group and number of the finding {kind!r} are {{}}", place, [group, number], why)
         calls = [call for call in row.values() if call]
         if kind == "circular":  # both places are in groups of two ranks, which wait for each other
             circle = [row for group, _, row in places if group != "0"]
@@ -274,7 +275,8 @@ def expect_finding(submission, kinds):
         if kind in ("ended", "behind"):
             lines = {t["calls"][-1]["line"] for t in traces if t["rank"] in culprits and t["calls"]}
             what = f"the text names the line of a culprit's last call, one of {sorted(lines)}"
-            At().claim(what, not lines or any(line in text for line in lines), f"the text is {text!r}")
+            has_line = not lines or any(line in text for line in lines)
+            At().claim(what, has_line, f"the text is {text!r}", causes.NO_LAST)
         expect_words(text, words, f"the text of the finding {kind!r}")
 
 

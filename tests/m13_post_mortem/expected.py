@@ -109,14 +109,20 @@ def align(traces):
     return {key: row for key, row in calls.items() if is_kept(*key, next(iter(row.values()))["ranks"])}
 
 
+def agree(calls):
+    """Return whether calls are equal in all that counts."""
+    return len({tuple(call[key] for key in CONTENTS) for call in calls}) == 1
+
+
 def find_divergences(traces):
     """Return {group: (number, {member: call or None})}."""
     living = {trace["rank"] for trace in traces}
     found = {}
     for (group, number), row in sorted(align(traces).items()):
         members = next(iter(row.values()))["ranks"]
-        differs = len({tuple(call[key] for key in CONTENTS) for call in row.values()}) > 1
-        if group not in found and (differs or any(rank in living and rank not in row for rank in members)):
+        if group not in found and (
+            not agree(row.values()) or any(rank in living and rank not in row for rank in members)
+        ):
             found[group] = (number, {rank: row.get(rank) for rank in members})
     return found
 
@@ -138,13 +144,14 @@ def list_unfinished(traces):
     ]
 
 
+def waits_for(first, second):
+    """Return whether a member has not come to the first place (group, number, calls), but to the second."""
+    return any(call is None and second[2].get(rank) for rank, call in first[2].items())
+
+
 def choose(places):
     """Return the place (group, number, {member: call or None}) that waits for no other, or None without any."""
-
-    def waits(first, second):
-        return any(call is None and second[2].get(rank) for rank, call in first[2].items())
-
-    free = [one for one in places if not any(waits(one, other) for other in places)]
+    free = [one for one in places if not any(waits_for(one, other) for other in places)]
     return min(free or places, key=lambda place: (place[1], place[0]), default=None)
 
 
@@ -324,11 +331,15 @@ def queue_in_a_circle(rng):
 
 
 def stay_healthy(rng):
-    """Return a job without a fault. In some, all ranks have ended, although calls were not complete at that time."""
+    """Return a job without a fault. In some, all ranks have ended, although calls were not complete at that time.
+
+    One rank makes a call at another line than the others.
+    """
     world_size = rng.randint(1, 6)
     groups, program = make_program(rng, world_size, num_groups=rng.choice((1, 2, 3)))
     program[-1]["group"] = "0"  # so that every rank has a call
     traces = make_traces(groups, dict.fromkeys(range(world_size), program))
+    rng.choice(rng.choice(traces)["calls"])["line"] = "first_rank.py:5"
     if rng.random() < 0.5:
         for trace in traces:
             trace["has_ended"] = True
