@@ -22,6 +22,10 @@ EARLY_GATHER = "an all-gather is awaited while other groups still have to be ort
 LATE_GATHERS = "the all-gathers are launched only after all matrices are orthogonalized."
 ONE_GROUP = "most matrices are in one group, so nothing can travel while the next group is orthogonalized."
 TRANSPOSE = "G has the long side. Transpose a matrix with more rows than columns, and no other."
+UNCHANGED = "the weights do not change: step does not copy what it has gathered to the matrices."
+MEMORY_ORDER = "gradients of transposed matrices are flattened in the order of memory. `copy_` keeps their order."
+UNEVEN_ROWS = "the rows of a group are unequally long. Put a matrix where the row of its owner is shortest."
+DIVERGES = "the iteration diverges. Divide by the Frobenius norm, so that no singular value is above 1."
 RECOMPUTED = "an iteration makes more than three matrix products, or G is multiplied with X twice."
 CONSTRUCTOR = "step uses the options of the constructor. Read them from param_groups in each step."
 OLD_GROUPS = "the options are those from before load_state_dict, which replaces the dicts in param_groups."
@@ -58,6 +62,8 @@ MISTAKES = {  # causes: options that replace a part of FORMULA
 
 def explain_result(matrix, result, steps=5):
     """Return why orthogonalize returns another matrix."""
+    if not result.isfinite().all():
+        return DIVERGES * bool(matrix.any())  # a matrix of zeros, divided by its norm
     guesses = {BARE_NORM: orthogonalize(matrix, steps, epsilon=0), STEPS: orthogonalize(matrix)}
     for cause, guess in guesses.items():
         if torch.allclose(result.double(), guess, rtol=1e-10, atol=1e-12):
@@ -82,9 +88,14 @@ def explain_owners(shapes, num_ranks, owners):
         return max(sums) - min(sums)
 
     numels = [rows * columns for rows, columns in shapes]
-    is_balanced = compute_spread(numels) <= max(numels)
-    if is_balanced and compute_spread([n * min(shape) for n, shape in zip(numels, shapes, strict=True)]) > max(numels):
+    products = [n * min(shape) for n, shape in zip(numels, shapes, strict=True)]
+    has_numels, has_products = (compute_spread(numbers) <= max(numbers) for numbers in (numels, products))
+    if has_numels and not has_products:
         return "the elements are balanced, but not the costs: a square needs more FLOPs per element."
+    if has_products and not has_numels:
+        return "long · short² is balanced, but not the cost, short² · (2 · long + short)."
+    if list(owners) == sorted(owners):
+        return "the list is cut into consecutive pieces. Begin with the largest cost, and choose the lightest rank."
     if list(owners) == [i % num_ranks for i in range(len(shapes))]:
         return "matrices are dealt in the given order. Begin with the largest cost."
     return ""
@@ -97,11 +108,13 @@ def explain_groups(groups, num_ranks, num_groups):
     return "groups without a matrix are not removed." if len(groups) <= num_groups else ""
 
 
-def explain_buffers(groups):
-    """Return why buffers are too large."""
+def explain_buffers(groups, what):
+    """Return why `what`, all buffers or the largest one, is too large."""
     members = [sorted(i for row in rows for i in row) for rows in groups]
     is_cut = [*chain(*members)] == list(range(sum(map(len, members))))
-    return "the matrices are cut into consecutive groups regardless of their owners." if is_cut else ""
+    if is_cut:
+        return "the matrices are cut into consecutive groups regardless of their owners."
+    return UNEVEN_ROWS if what.startswith("all buffers") else ""
 
 
 def explain_failed_run(failed):
@@ -132,11 +145,22 @@ def suspect_weights(problem, step, right, weights_by_rank):
         changes[CONSTRUCTOR] = {"scheduler": None}
         changes[FIRST_GROUP] = {"param_groups": [(range(len(problem.shapes)), job["param_groups"][0][1])]}
     guesses = {cause: replace(problem, job=job | change).train()[0][step] for cause, change in changes.items()}
+    guesses[UNCHANGED] = job["start"]
+    guesses[MEMORY_ORDER] = replace(problem, gradients=flatten_in_memory_order(problem)).train()[0][step]
     return {
         cause: [guess] * len(job["group"])
         for cause, guess in guesses.items()
         if any(not torch.allclose(guess[name], right[name], rtol=1e-3) for name in right)
     }
+
+
+def flatten_in_memory_order(problem):
+    """Return the gradients if those of transposed matrices are flattened in the order of their memory."""
+    moved = problem.job["transposed"]
+    return [
+        [[g.T.reshape(g.shape) if i in moved and g is not None else g for i, g in enumerate(step)] for step in steps]
+        for steps in problem.gradients
+    ]
 
 
 def suspect_momentum(problem, numbers, right, events):
