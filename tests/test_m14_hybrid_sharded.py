@@ -149,7 +149,6 @@ def test_collectives(submission):
 
 
 @pytest.mark.points(3)
-@pytest.mark.needs("test_weights_equal_plain_training")
 def test_overlap(submission):
     """An all-reduce starts after its reduction, before the next unit but one computes, and runs until that has."""
     options = DOUBLE | {"steps": 2, "hidden_layers": 6, "forward_borders": True, "proven": 1}

@@ -89,8 +89,10 @@ def explain_gathered(members):
         torch.cat([sum(chunks[(c + k) % size][c] for k in range((rank - c) % size + 1)) for c in range(size)])
         for rank in range(size)
     ]
+    others = torch.cat([chunks[(c - 1) % size][c] for c in range(size)]).view(members[0].shape)
     return name_tensors(
         {
+            "each chunk r comes from rank r − 1. Every rank r must first send its own chunk, chunk r.": [others] * size,
             "no chunk was replaced. Write each received chunk into the tensor.": members,
             "received chunks are added to the rank's own chunks. They must replace those chunks.": [
                 tensor.view(members[0].shape) for tensor in added

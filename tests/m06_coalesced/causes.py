@@ -9,6 +9,8 @@ from brigade.course.checks.diagnose.exceptions import Symptom
 from brigade.course.checks.diagnose.tensors import agree
 from brigade.ranks.events import follow_steps, launches
 from brigade.ranks.progress import Progress
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged, join_names
+from brigade.progress import Progress
 
 # coalesce
 MADE_BY_WAIT = (
@@ -206,6 +208,10 @@ def explain_groups(made, expected, op, is_ddp, launched):
         return (
             "buckets are launched one by one instead of one group at a time. Make the calls inside coalesce, on its "
             "process group. buckets_per_group=None means all buckets of a buffer."
+        )
+    if lost := sorted({dtype for dtype, _ in expected} - {dtype for dtype, _ in made}) if made else []:
+        return (
+            f"no launch carries {join_names(lost)}. A group belongs to one buffer, and each buffer has its own groups."
         )
     if total > expected_total:
         return "some elements are in two launches, or the buckets have more padding than module 5's rule gives them."

@@ -57,7 +57,10 @@ def explain_failed_run(failed):
             missed = next((launched[fewest] for launched in in_call if len(launched) > fewest), None)
             if missed is None or len(in_call[failing]) > fewest:
                 return ""
-            return NOT_TOLD if missed.nbytes <= SMALL else NOT_HEARD
+            if missed.nbytes > SMALL:
+                return NOT_HEARD
+            is_first = all(x.op != "all_reduce" for x in in_call[failing])  # before the first sum, only iter() raises
+            return "iter(batches) raises: " * is_first + NOT_TOLD
         launched, num_batches = launches(own, noted[-1]["step"]), noted[-1]["num_batches"]
         passes, large = list_backward_passes(own, noted[-1]["step"]), [x for x in launched if x.nbytes > SMALL]
         if large and passes and large[0].place > passes[0] and len(passes) < num_batches and noted[-1]["is_step"]:
@@ -105,10 +108,19 @@ def suspect_weights(case, job, step):
     def train(**options):
         return [expected.train_alone(case, job | options.pop("job", {}), steps=step, **options)["weights"][-1]] * size
 
-    weighings = {}
+    def count(ranks, function):
+        """Return an iterator over the steps: the sum of function(batches) over these ranks."""
+        return iter([sum(sum(function(case.batches[rank][k])) for rank in ranks) for k in range(step)])
+
+    targets = count(case.group, lambda batches: [batch["y"].numel() for batch in batches])
+    weighings = {
+        "the sum is divided by the number of all targets. Targets that are IGNORED are no tokens.": (
+            lambda tokens: expected.weigh_tokens(tokens, sum(map(sum, tokens)) / next(targets, math.nan))
+        )
+    }
     if size < case.world_size:
-        totals = iter([sum(sum(expected.count_tokens(own[k])) for own in case.batches) for k in range(step)])
-        weighings = {
+        totals = count(range(case.world_size), expected.count_tokens)
+        weighings |= {
             "the factor is the size of the world instead of the size of the group.": (
                 lambda tokens: expected.weigh_tokens(tokens, case.world_size / size)
             ),
@@ -119,7 +131,11 @@ def suspect_weights(case, job, step):
     hypotheses = {cause: train(weigh=weigh) for cause, weigh in (weighings | WEIGHINGS).items()}
     stale = "a rank without micro-batches does not clear its gradients, so they count again."
     hypotheses[stale] = train(is_stale=True)
-    if "options" in job:
+    if "options" not in job:
+        hypotheses["gradients are clipped to a norm of 1, although there is no max_norm."] = train(
+            job={"options": {"max_norm": 1.0}}
+        )
+    else:
         summed = "the gradient is clipped before it is divided by the number of tokens."
         hypotheses |= {summed: train(is_sum_clipped=True), NO_EFFECT: train(job={"options": {}})}
     return hypotheses
@@ -146,11 +162,15 @@ def explain_result(name, returned, right, index, reason):
             return "every rank decides from its own part. All must decide from the same numbers."
         what = "the loss" if "loss" in reason else "the gradient" if "gradient" in reason else ""
         return f"the decision does not test whether {what} is finite, which excludes NaN and infinity." if what else ""
-    total = sum(values) / (right[1] if name == "loss" else 1)
+    total = sum(values) / (max(right[1], 1) if name == "loss" else 1)
     if len(set(values)) > 1 and any(math.isclose(total * n, right[place], rel_tol=1e-4) for n in (1, right[1])):
         return f"{name} is that of this rank's own tokens."
-    is_sum = name == "loss" and math.isclose(values[index], right[0] * right[1], rel_tol=1e-4)
-    return "it is the sum over the tokens, not their mean." if is_sum else ""
+    factors = {  # what a wrong loss is, relative to the right one
+        right[1]: "it is the sum over the tokens, not their mean.",
+        1 / len(values): "it is divided by the number of ranks, too. The mean is the sum over all ranks / all tokens.",
+    }
+    fitting = [why for f, why in factors.items() if math.isclose(values[index], f * right[0], rel_tol=1e-4)]
+    return fitting[0] if fitting and name == "loss" else ""
 
 
 def explain_added(added, plain):

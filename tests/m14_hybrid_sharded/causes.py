@@ -20,6 +20,7 @@ SUMMED = "gradients are summed over the replicas, not averaged."
 DIVIDED_TWICE = "gradients are divided once too often. Module 11 has averaged over the shard group already."
 BY_WORLD = "gradients are divided by a number of ranks of the world. Divide by the size of the replica group."
 UNAWAITED = "a step does not wait for {} of {} all-reduces across nodes, whose results are NaN until then."
+CHANGED = "shard.grad is changed, for example divided, while its all-reduce across nodes is in flight."
 OTHER_GROUP = "all collectives except the all-reduce belong to the shard group, and this is another one."
 NO_REPLICAS = "with one replica there is nothing to average across nodes, so launch nothing."
 ON_SHARD_GROUP = "the gradient is all-reduced in the shard group. Use the replica group."
@@ -121,6 +122,8 @@ def find_mistake(events, grid):
         unawaited = [x for x in crossing if not x.sync and x.step not in x.wait_steps]
         if unawaited:
             return Evidence(mistake=UNAWAITED.format(len(unawaited), len(crossing)))
+        if any(x.raced for x in crossing):
+            return Evidence(mistake=CHANGED)
     return Evidence()
 
 

@@ -29,6 +29,8 @@ WIDE_GATHER = "the averages are gathered in float32."
 
 def explain_error(output, values, index, world, wire=torch.bfloat16):
     """Return why the output of the rank at `index` of a group is not the average of the values. `world` counts all."""
+    if output.isnan().any():
+        return "the output contains NaN, as the result of an all_to_all does until you wait on its handle."
     size = len(values)
     parts = [value.chunk(size)[index] for value in values]
     sent = [part.to(wire) for part in parts]
@@ -44,6 +46,8 @@ def explain_error(output, values, index, world, wire=torch.bfloat16):
         return "the values travel in bfloat16, because wire_dtype is ignored."
     is_rounded = torch.equal(output, output.to(wire).float()) and not torch.equal(average, average.to(wire).float())
     is_near = torch.allclose(output, average, rtol=0.02, atol=0.01 * scale)
+    if size == 1 and torch.equal(output, sent[0].float()):
+        return "a rank that is alone in its group rounds its values. Nothing travels, so copy them."
     if size > 1 and (is_rounded and is_near or torch.equal(output, total.float() / size)):
         return "the sum, or its average, is rounded to 16 bits. Add in float32, and round nothing after the wire."
     for cause, wrong in (
