@@ -18,8 +18,8 @@ from brigade.course.checks.expectations import (
 )
 from brigade.course.checks.reference import draw_generators
 from brigade.ranks.claims import At, each_step, show
-from brigade.ranks.runner.ranks import PerRank
 from brigade.ranks.events import launches
+from brigade.ranks.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_members, expect_zeroed, judge_order
 from helpers.easier import explain_late_launches

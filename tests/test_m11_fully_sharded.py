@@ -18,7 +18,6 @@ from brigade.course.checks.expectations import (
 from brigade.ranks.claims import At, each_step, in_phase, is_unchanged, show
 from brigade.ranks.events import launches, list_step_events, summarize
 from brigade.ranks.runner.ranks import PerRank
-from brigade.ranks.verdict import join_names
 from brigade.ranks.verdict import CheckFailed, join_names
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.steps import expect_interface

@@ -4,13 +4,11 @@ from collections import Counter
 
 import torch
 
-from brigade.course.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged
+from brigade.course.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged, join_names
 from brigade.course.checks.diagnose.exceptions import Symptom
 from brigade.course.checks.diagnose.tensors import agree
 from brigade.ranks.events import follow_steps, launches
 from brigade.ranks.progress import Progress
-from brigade.course.checks.diagnose.evidence import TOO_LARGE, find_leftover, is_averaged, join_names
-from brigade.progress import Progress
 
 # coalesce
 MADE_BY_WAIT = (
