@@ -276,7 +276,7 @@ def open_no_follow(path: str, flags: int) -> int:
 
 @functools.lru_cache(maxsize=128)  # every check reads the same few files
 def list_names(text: str) -> frozenset[str]:
-    """Return the parts of the names that a file imports, and of those in its strings, such as "m02_flat_ddp"."""
+    """Return the parts of the names that a file imports, and of those in its strings."""
     names = set()
     for node in ast.walk(parse_tree(text)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -16,7 +16,7 @@ def compare(entry: Module, sources: Sources) -> bool:
 
     With --prior reference, `sources` lack a previous module that this one does not import: take the reference's.
     """
-    from brigade.lab import comparison  # which imports torch
+    from brigade.lab import comparison
 
     previous = get_module(entry.number - 1)
     is_missing = previous.is_core and f"{previous.package}.{previous.name}" not in sources
