@@ -1,6 +1,6 @@
 # An image with the course, ready to use: `docker build -t bucket-brigade .`, then `docker run -it bucket-brigade`.
 # It contains the CPU build of torch. For the CUDA build, add `--build-arg TORCH_INDEX=`.
-# docs/containers.md explains how to give the image to a class.
+# docs/platforms.md explains how to give the image to a class.
 FROM python:3.12-slim@sha256:dddfd7e07f9d15aeeca61529320492139d21cac7f0070c00609243e51e4e0016
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 

@@ -5,7 +5,7 @@ the logs, and the files of `brigade trace`. Every line is written at once, so a 
 found. One GPU is enough: ranks share it. The command needs this repository and a Python with torch, pytest and rich; it
 needs no set-up and no network.
 
-docs/gpu_runs/README.md says how a report gets into the repository.
+docs/gpus.md says how a report gets into the repository.
 """
 
 from __future__ import annotations

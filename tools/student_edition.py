@@ -34,7 +34,7 @@ BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", "brigade/lab/*.js", *CHECKS)
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", ".github/workflows/site.yml")
-DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "privacy", "testing")
+DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
 INCLUDED += (
     *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "hints.md", "*.png", "*.svg", "*.py")),

@@ -117,7 +117,7 @@ def find_world_sizes(text):
 def test_the_default_batch_fits_all_ranks_that_the_documents_start():
     sizes = {path.name: find_world_sizes(path.read_text()) for path in DOCUMENTS}
     assert sizes["bench.sbatch"] == [16]
-    assert sizes["clusters.md"] == [8, 8, 8, 16]
+    assert sizes["gpus.md"] == [8, 8, 8, 16]
     for world_size in {*range(1, 65), *(size for found in sizes.values() for size in found)}:
         for workload in (ladder.Workload(), ladder.EMULATED):
             batch_size = ladder.fit_batch(workload, world_size).batch_size

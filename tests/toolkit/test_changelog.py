@@ -63,7 +63,7 @@ def run_git(*arguments):
 
 
 def test_every_edition_has_a_tag():
-    """A new edition gets its tag before it is pushed, as "An edition" in docs/contributing.md says."""
+    """A new edition gets its tag before it is pushed, as "An edition" in docs/new_module.md says."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         pytest.skip("this is not a clone")
     answer = run_git("tag")

@@ -154,7 +154,7 @@ def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
 @pytest.mark.parametrize("sandbox", [None, "some"])
 def test_ranks_of_one_machine_use_its_loopback_interface(sandbox, monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "eth0")  # as docs/clusters.md tells users of several machines
+        monkeypatch.setenv(name, "eth0")  # as docs/gpus.md tells users of several machines
     server = Server()
     server.sandbox = sandbox
     environment = server._make_environment()

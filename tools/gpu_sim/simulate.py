@@ -1,7 +1,7 @@
 """Run everything that uses NCCL on simulated GPUs, and print one table: python3 -m tools.gpu_sim.simulate
 
 `build.sh` first creates a virtual environment with the CUDA build of torch and fake NVIDIA libraries, which takes a
-download of 0.6 GB and a few minutes. The simulation shows neither times nor kernel counts: see docs/gpu_check.md.
+download of 0.6 GB and a few minutes. The simulation shows neither times nor kernel counts: see docs/gpus.md.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from brigade.ranks.rank import api
 from brigade.ranks.rank.recorder import Recorder
 from brigade.ranks.rank.recording_group import BACKEND, RecordingGroup
 
-GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/gloo_memory.md
+GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/core.md
 
 
 def start(

@@ -1,6 +1,6 @@
 """Isolate a rank that runs a stranger's code. This needs Linux, and a grader that was started as root.
 
-A rank calls `enter` before it receives the submission. docs/isolation.md lists what this protects, and what it does
+A rank calls `enter` before it receives the submission. docs/security.md lists what this protects, and what it does
 not.
 
 If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
