@@ -24,6 +24,14 @@ def test_reading_agrees_with_the_course(entry):
 
 
 @every_module
+def test_the_reading_ends_with_a_takeaway(entry):
+    """The takeaway is one bold sentence with a number, where nobody has to open anything."""
+    reading = re.sub(r"<details>.*?</details>", "", (entry.lesson / "README.md").read_text(), flags=re.DOTALL)
+    [takeaway] = re.findall(r"^\*\*Takeaway: (.+)\.\*\*$", reading.partition("\n## What is left\n")[2], re.MULTILINE)
+    assert re.search(r"\d", takeaway) and ". " not in takeaway
+
+
+@every_module
 def test_every_question_has_an_answer_with_a_rubric(entry):
     answers = (ROOT / "solutions" / entry.package / "answers.md").read_text()
     questions = written.list_questions(entry)
