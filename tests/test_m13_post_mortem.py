@@ -36,6 +36,12 @@ FAULTS = (
     jobs.run_ahead,
     jobs.record_nothing,
     jobs.wait_elsewhere,
+    jobs.stand_between,
+    jobs.leave_a_stuck_call,
+    jobs.wait_for_a_gpu,
+    jobs.wait_in_a_message,
+    jobs.keep_running,
+    jobs.keep_an_old_dump,
 )
 
 
@@ -97,20 +103,28 @@ def test_ranks_that_stop(submission):
 
 @pytest.mark.points(1)
 def test_circles(submission):
-    """If groups wait for each other, diagnose names the members through which they wait, and both places."""
-    expect_finding(submission, [jobs.wait_in_a_circle, jobs.queue_in_a_circle])
+    """If groups wait for each other, diagnose names the few members who hold up the others, and the circle's places."""
+    expect_finding(submission, [jobs.wait_in_a_circle, jobs.queue_in_a_circle, jobs.stand_between])
 
 
 @pytest.mark.points(1)
 def test_stuck(submission):
-    """If all members have launched the call that ranks wait in, diagnose says so instead of "healthy"."""
-    expect_finding(submission, [jobs.get_stuck, jobs.run_ahead, jobs.stay_healthy])
+    """If all members have launched the call that ranks wait in, diagnose says so instead of "healthy" or "behind"."""
+    expect_finding(
+        submission,
+        [jobs.get_stuck, jobs.run_ahead, jobs.leave_a_stuck_call, jobs.wait_for_a_gpu, jobs.wait_in_a_message]
+        + [jobs.stay_healthy],
+    )
 
 
 @pytest.mark.points(1)
 def test_unseen(submission):
-    """A rank without a record is neither accused nor healthy: diagnose says that it was not seen."""
-    expect_finding(submission, [jobs.record_nothing, jobs.stay_healthy])
+    """A rank without a record, or with a dump of another time, is neither accused nor healthy. A job may be running."""
+    expect_finding(
+        submission,
+        [jobs.record_nothing, jobs.stay_healthy, jobs.keep_running, jobs.keep_an_old_dump, jobs.leave_a_stuck_call]
+        + [jobs.fall_behind, jobs.wait_in_a_circle],
+    )
 
 
 @pytest.mark.parts("Part (i): the program")
@@ -259,15 +273,15 @@ def expect_finding(submission, kinds):
         At().claim(what, (found, ranks) == (kind, culprits), f"it found {found!r} and the culprits {ranks}", why)
         has_place, words = kind not in ("dead", "unseen", "healthy"), [str(rank) for rank in culprits]
         places = jobs.list_places(traces) if has_place else []
-        group, number, row = jobs.choose(places) or (None, None, {})
+        circle = [] if jobs.list_free(places) else jobs.find_circle(places)
+        group, number, row = circle[0] if circle else jobs.choose(places) or (None, None, {})
         if kind != "unseen":
             why = causes.FIRST_WAIT * (kind == "stuck")
             At().equal(f"group and number of the finding {kind!r} are {{}}", place, [group, number], why)
         calls = [call for call in row.values() if call]
-        if kind == "circular":  # both places are in groups of two ranks, which wait for each other
-            circle = [row for group, _, row in places if group != "0"]
-            calls = [call for row in circle for call in row.values() if call]
-        if has_place:
+        if kind == "circular":
+            calls = [call for *_, row in circle for call in row.values() if call]
+        if row:
             words += [str(number), *(word for call in calls for word in (call["op"], call["line"]))]
             words += [call["description"] or call["group"] for call in calls]
         if kind in ("behind", "missing"):

@@ -24,7 +24,8 @@ import os
 import pickle
 import re
 import sys
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,12 +37,13 @@ from typing import Any
 # Operations whose ranks may pass different shapes.
 SIZES_MAY_DIFFER = ("gather", "scatter", "alltoall", "all_to_all", "all_gather_v", "reduce_scatter_v")
 RECORDED = ("process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "profiling_name", "input_sizes",
-            "input_dtypes", "output_dtypes", "state", "retired", "line")  # fmt: skip
+            "input_dtypes", "output_dtypes", "state", "retired", "time_created_ns", "line")  # fmt: skip
 FOREIGN = re.compile(
     r"^<|[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3|[/\\]torch[/\\](distributed|nn|autograd)"
     r"|[/\\]brigade[/\\]rank[/\\]"
 )  # the standard library, torch, and what records the course's own ranks
 MAX_RANKS = 1_000_000  # more are an error in a file
+PATIENCE_S = 1.0  # a call that waits for a shorter time proves no hang
 COLOURS = ("#b3cde3", "#fbb4ae", "#ccebc5", "#decbe4", "#fed9a6", "#ffffcc", "#e5d8bd", "#fddaec")
 
 
@@ -53,7 +55,8 @@ class Call:
     from 1. `sizes` contains the shape of each input tensor; it is empty for operations whose ranks may pass different
     shapes. If a rank launches several operations together, they are one call, and `op`, `sizes` and `dtype` list them
     all. `line` is the place of the call, such as "train.py:17"; it is "" if the record does not contain it.
-    `description` is the group's name for people, such as "dp", or "".
+    `description` is the group's name for people, such as "dp", or "". `has_started`: the GPU came to this call. `time`
+    is when the rank launched it, in seconds since 1970, or 0 if the record does not contain it.
     """
 
     group: str
@@ -65,6 +68,8 @@ class Call:
     line: str
     is_complete: bool = True
     description: str = ""
+    has_started: bool = True
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Trace:
     many of its first calls are not in the record, because its ring buffer has overwritten them. `messages`: the sends
     and receives, in program order. They have numbers of their own and are not aligned. `job` is equal on all ranks of a
     job, or "" if the file does not contain it. `ends_with_message`: the rank launched its last message after its last
-    call.
+    call. `time` is when the dump was written, in seconds since 1970, or 0 if the file does not contain it.
     """
 
     rank: int
@@ -86,14 +91,15 @@ class Trace:
     messages: tuple[Call, ...] = ()
     job: str = ""
     ends_with_message: bool = False
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
 class Divergence:
     """A place where ranks of a group may wait: the first number where their calls differ, or a call of all of them.
 
-    `calls` has every member of the group, also those without a trace: the member's call, or None if it has not come to
-    this place.
+    `calls` has the members of the group, also those without a trace: the member's call, or None if it has not come to
+    this place. It does not have members that have completed a call of all of them.
     """
 
     group: str
@@ -105,7 +111,8 @@ class Divergence:
 class Finding:
     """What broke the job: the kind, the culprits (sorted), the place, and the text.
 
-    `group` and `number` are the place, or None without one. For "unseen", `ranks` are those without a record.
+    `group` and `number` are the place, or None without one. For "unseen", `ranks` are those without a record, and for
+    "stale" those whose dump is too old. "running" names nobody.
     """
 
     kind: str
@@ -144,6 +151,7 @@ def dump_trace(path: str | Path, has_ended: bool = False) -> None:
         "has_ended": has_ended,
         "num_lost": sum(map(_count_lost, records)),
         "job": _identify_job(),
+        "time_ns": time.time_ns(),
         "groups": groups,
         "entries": [{name: entry[name] for name in RECORDED} for entry in entries],
     }
@@ -255,6 +263,7 @@ def _make_trace(record: dict, name: str) -> Trace:
         messages=tuple(messages),
         job=str(record.get("job", "")),
         ends_with_message=ends_with_message,
+        time=int(record.get("time_ns", 0)) / 1e9,
     )
 
 
@@ -322,6 +331,8 @@ def _make_call(entries: Sequence[dict], group: str, ranks: tuple[int, ...], numb
         _find_line(entries[0].get("frames", [])) if line is None else str(line),
         is_complete,
         "" if description == "undefined" else str(description),
+        has_started=is_complete or any(entry["state"] == "started" for entry in entries),
+        time=int(entries[0].get("time_created_ns", 0)) / 1e9,
     )
 
 
@@ -373,7 +384,9 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
         found = [own for own in named.values() if any(_begins_like_a_dump(file) for _, file in own)]
         if not found:
             raise ValueError(
-                f"the folder {path} contains no dump: a pickle or JSON whose name ends in its rank, as dump_0.json"
+                f"the folder {path} contains no dump: a pickle or JSON whose name ends in its rank, as dump_0.json. If "
+                "the job ended before its timer or its time-out, it did not hang: it crashed. Find the first error in "
+                "the logs of all ranks, and its text in docs/errors.md: with gloo, calls that differ end a job so."
             )
         files += [file for _, file in sorted(chain(*found))]
     return files
@@ -395,11 +408,14 @@ VERBS = {
     "different_dtype": "launched a call with a different dtype",
     "dead": "left no trace: the process died, or its trace is not among these files",
     "stuck": "did not complete a call that all members of the group launched",
+    "not_started": "launched a call that did not start on the GPU, while it waits on other ranks' GPUs",
+    "stale": "wrote the dump before other ranks launched a later call of the group",
     "unexplained": "did not complete a call or a message, and no record says why",
     "unseen": "recorded no call",
     "circular": "wait for each other in a circle and hold up calls",
+    "alone": "alone stands between calls that wait for each other in a circle",
     "ended": "ended without a call that other ranks wait in",
-    "behind": "did not launch a call that other ranks wait in",
+    "behind": "{are} not there yet, and other ranks wait",
 }
 NEXT = {  # what to look at next
     "missing": "Look for a branch before this line that not every rank takes: an if, an exception, a shorter loop.",
@@ -410,16 +426,23 @@ NEXT = {  # what to look at next
     "dead": "Read the end of these ranks' logs, and the kernel's log: out of memory, a signal, a lost node.",
     "stuck": "The calls agree in all that a recorder shows. It does not show the root, the reduce operation, split "
     "sizes, the network and the GPU: compare the arguments at this line on all ranks, then test network and GPUs.",
+    "not_started": "Look at what these GPUs do before this line: another kernel, a copy, or a stream that waits.",
+    "stale": "What these ranks lack proves nothing. Remove old dumps before a job starts, and write those of all ranks "
+    "at one time. If the dumps are of one time, the clocks of the hosts differ.",
+    "running": "Nobody had waited for long, so this is no hang: the calls show a moment of a job that works. Raise the "
+    "timer above the slowest step (evaluation, a checkpoint), or stop the job before it writes its dumps.",
     "unexplained": "Look at what the other rank of a message does. If calls of these ranks' groups are overwritten, "
     "a larger TORCH_FR_BUFFER_SIZE keeps more of them.",
-    "unseen": "Either these ranks have not come to their first call, or their recorder is off. Switch it on before "
-    "init_process_group with TORCH_FR_BUFFER_SIZE=2000 (0 is off). Only gloo, NCCL and nccl2 record their calls.",
-    "circular": "Use groups in one order on all ranks, or complete the calls of one group before those of another.",
+    "unseen": "Either these ranks have not come to their first call (they import, or make the model: raise the timer), "
+    "or their recorder is off. Switch it on before init_process_group with TORCH_FR_BUFFER_SIZE=2000 (0 is off). Only "
+    "gloo, NCCL and nccl2 record their calls.",
+    "circular": "Either a rank uses the groups in another order than the others, or it skipped a call in one of them. "
+    "Compare these lines with those of ranks that have the same role in other groups.",
     "ended": "Compare the number of batches on all ranks, and look for a return or a break.",
     "healthy": "If the job hangs all the same, it waits in something that is not recorded: with gloo, send, recv and "
     "monitored_barrier; with NCCL, the first call of a group, until all of its members have launched it.",
-    "behind": "Print the stacks of these ranks (py-spy dump). If none of their calls is unfinished, they compute, load "
-    "data, or wait in a call that is not recorded: with gloo, send, recv and monitored_barrier.",
+    "behind": "This alone is no mistake: a rank that is not there computes, loads data, or waits in a call that is not "
+    "recorded (with gloo, send, recv and monitored_barrier). Print the stacks of these ranks (py-spy dump).",
 }
 
 
@@ -440,7 +463,9 @@ def conclude(
         text = f"No call is missing or different, and none is unfinished.\n{NEXT[kind]}"
         return Finding(kind, ranks, group, number, text)
     advice = kind if place or kind != "stuck" else "unexplained"
-    text = f"{'Rank' if len(ranks) == 1 else 'Ranks'} {shorten(ranks)} {VERBS[advice]}"
+    is_one = len(ranks) == 1
+    verb = VERBS["alone" if kind == "circular" and is_one else advice].format(are="is" if is_one else "are")
+    text = f"{'Rank' if is_one else 'Ranks'} {shorten(ranks)} {verb}"
     if place:
         named = {(call.group, *contents(call), call.line): call for call in calls}.values()
         groups = {call.group: call for call in named}
@@ -494,6 +519,85 @@ def find_last(trace: Trace) -> Call | None:
     """Return what a rank launched last: a call or a message, or None."""
     last = trace.messages[-1:] if trace.ends_with_message else trace.calls[-1:]
     return last[0] if last else None
+
+
+def describe_last(trace: Trace) -> str:
+    """Return what a rank launched last as text, and how long before its dump, such as "all_reduce at train.py:17"."""
+    last = find_last(trace)
+    text = f"{last.op} at {last.line}" if last else "no call"
+    if last and last.time and trace.time:
+        clock = time.strftime("%H:%M:%S", time.gmtime(trace.time))
+        text += f", {trace.time - last.time:.3f} s before its dump at {clock} UTC"
+    return text + " (ended)" * trace.has_ended
+
+
+def check_times(traces: Sequence[Trace], place: Divergence) -> Finding | None:
+    """Return the finding "stale" or "running" if the dumps are too early to prove that somebody waits at `place`.
+
+    "stale": a member wrote its dump before another one launched a later call of the group, so the files are not of one
+    time. "running": the call had waited for less than PATIENCE_S when a member that has not completed it wrote its
+    dump. It waits from its first launch if a member has not launched it, and from its last launch otherwise. A rank
+    that has ended comes no more. Times that are unknown (0) prove nothing.
+    """
+    row, latest, lack = {}, 0.0, False
+    members = next(call.ranks for call in place.calls.values() if call)
+    for trace in traces:
+        calls = [call for call in trace.calls if call.group == place.group]
+        latest = max(latest, *(call.time for call in calls), 0)
+        row |= {call.time: call for call in calls if call.number == place.number}
+        lack |= trace.rank in members and all(call.number != place.number for call in calls)
+    dumps = {trace.rank: trace.time for trace in traces if trace.rank in place.calls and not trace.has_ended}
+    if stale := sorted(rank for rank, dump in dumps.items() if 0 < dump < latest - PATIENCE_S):
+        return conclude("stale", stale, place, row.values())
+    since = min(row) if lack else max(row)
+    wait_s = min((dump - since for dump in dumps.values() if dump and since), default=PATIENCE_S)
+    if wait_s >= PATIENCE_S:
+        return None
+    call = next(iter(row.values()))
+    what = f"call {place.number} of group {label_group(call, [call])}, {describe(call)},"
+    text = f"The job was running: {what} had waited for {max(wait_s, 0) * 1000:.0f} ms when a rank wrote its dump."
+    return Finding("running", [], place.group, place.number, f"{text}\n{NEXT['running']}")
+
+
+def list_places(traces: Sequence[Trace]) -> list[Divergence]:
+    """Return the places at which the cause may be: divergences, and calls that ranks wait in (`list_unfinished`).
+
+    If the calls of the chosen divergence do not agree, these are all divergences: a difference is a proof. Otherwise
+    they are both, because an absent rank may wait in a call that all members have launched. But if then every place
+    waits for another, they are the divergences alone, or those of `list_unfinished` if there are none. If all ranks
+    have ended, nobody waits.
+    """
+    divergences = list_divergences(traces)
+    chosen = choose_place(divergences)
+    if chosen and len({contents(call) for call in chosen.calls.values() if call}) > 1:
+        return divergences
+    unfinished = [] if all(trace.has_ended for trace in traces) else list_unfinished(traces)
+    both = [*divergences, *unfinished]
+    chosen = choose_place(both)
+    is_free = chosen and not any(list_waiting_members(chosen, other) for other in both)
+    return both if is_free else divergences or unfinished
+
+
+def find_circle(places: Sequence[Divergence]) -> list[Divergence]:
+    """Return the shortest circle: each place waits for the next one, and the last one for the first.
+
+    The first place has the smallest (number, group) of the circle. Of several shortest circles, return the one whose
+    first place is smallest. Return [] if there is no circle.
+    """
+    ordered = sorted(places, key=lambda one: (one.number, one.group))
+    arrows = [[j for j, other in enumerate(ordered) if list_waiting_members(one, other)] for one in ordered]
+    shortest: list[int] = []
+    for start in range(len(ordered)):
+        paths, seen = deque([[start]]), {start}
+        while paths:
+            path = paths.popleft()
+            if start in arrows[path[-1]]:
+                shortest = path if not shortest or len(path) < len(shortest) else shortest
+                break
+            later = [place for place in arrows[path[-1]] if place > start and place not in seen]
+            seen.update(later)
+            paths.extend([*path, place] for place in later)
+    return [ordered[place] for place in shortest]
 
 
 def write_page(path: str | Path, finding: Finding, traces: Sequence[Trace]) -> None:
@@ -618,11 +722,11 @@ def find_difference(calls: Iterable[Call]) -> str:
 
 
 def list_unfinished(traces: Sequence[Trace]) -> list[Divergence]:
-    """Return the calls that ranks wait in although all members with a trace launched them, if nothing diverges.
+    """Return the calls that ranks wait in although all members with a trace launched them, and agree.
 
-    A rank waits in its first call, in program order, that is aligned and not complete. Each such call is one place.
-    `calls` has the members with a trace. A member has come to the place if it waits there or has completed the call;
-    otherwise, its entry is None.
+    A rank waits in its first call, in program order, that is aligned and not complete. If this call is before the
+    divergence of its group, or if its group has none, it is one place. `calls` has the members with a trace that have
+    not completed it: the call of a member that waits there, and None for one that waits elsewhere.
     """
     # A member may have launched a call, and yet not have come to it: it waits in an earlier call, of any group.
     # TODO: part (g)
@@ -632,8 +736,7 @@ def list_unfinished(traces: Sequence[Trace]) -> list[Divergence]:
 def diagnose(traces: Sequence[Trace]) -> Finding:
     """Return what broke the job, or "healthy" if nothing is missing, different or unfinished.
 
-    The places are the divergences. If there are none and some rank has not ended, they are the calls of
-    `list_unfinished`. The finding's place is the one that `choose_place` chooses. "dead", "unseen" and "healthy" have
+    The place is the one that `choose_place` chooses among those of `list_places`. "dead", "unseen" and "healthy" have
     none. The first kind that applies:
 
     - The calls at the place do not agree. The culprits are the ranks with a call outside the largest set of agreeing
@@ -641,25 +744,33 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
       `compare_tails` says so. Otherwise it is "different_op", "different_size" or "different_dtype", the first that
       differs.
     - "dead": some ranks of the world, or members of a group, have no trace. They are the culprits.
-    - "circular": every place waits for another. The culprits are the members through which they wait.
-    - "stuck": the place is one of `list_unfinished`. The culprits are the members on which the call is not complete.
+    - "circular": every place waits for another. The place is the first of `find_circle`. In the circle, each place
+      waits for the next one because of some members. The culprits are those of the smallest set: if rank 1 alone holds
+      up one place, and seven ranks hold up the other, rank 1. If several sets are smallest, all of their ranks.
+    - "stuck": no member is absent, so the place is one of `list_unfinished`. The culprits are the members that wait
+      there. But if the call has started on some of them, and not on others, the kind is "not_started", and the culprits
+      are the others.
     - "unseen": some ranks with a trace have recorded neither a call nor a message. They are named.
     - "healthy": nothing diverges. But if a call or a message is unfinished (`find_wait`) and some rank has not ended,
       the kind is "stuck", without a place, and these ranks are named.
     - "ended": members without the call have ended. They are the culprits.
     - "behind": the culprits are the members without the call.
 
+    "circular", "stuck", "not_started" and "behind" hold only if the dumps were written late enough: return the finding
+    of `check_times` instead, if there is one.
+
     The text contains the culprits and, with a place, its number, its group's description (or its name without one), and
-    op and line of each different call; for "circular", those of all places. It also contains the line of what a culprit
-    launched last (`find_last`; "ended", "behind"), and where a culprit waits itself ("behind", "missing").
+    op and line of each different call; for "circular", those of all places of the circle. It also contains the line of
+    what a culprit launched last (`find_last`; "ended", "behind"), and where a culprit waits itself ("behind",
+    "missing").
     """
-    # `traces` may come in any order. In a circle, name the ranks that have not come to one place because of another.
+    # `traces` may come in any order. Absence is weak evidence: the member may have come after its dump was written.
     # TODO: part (h)
     raise NotImplementedError("module 13, part (h)")
 
 
 def main(paths: Sequence[str], html: str | None = None) -> int:
-    """Print the text of the finding for these dumps and, for each trace, the rank with op and line of `find_last`.
+    """Print the text of the finding for these dumps and, for each trace, the rank and `describe_last`.
 
     A path may be a folder with dumps (`list_files`). With `html`, also write the page with the finding (`write_page`).
     Return 0 if the finding is "healthy" and 1 for any other. Return 2 after one sentence with the file's name if a dump

@@ -5,9 +5,11 @@ from collections import namedtuple
 from itertools import groupby
 from pathlib import Path
 
-FIELDS = "group ranks number op sizes dtype line is_complete description"
-Call = namedtuple("Call", FIELDS, defaults=(True, ""))
-Trace = namedtuple("Trace", "rank world_size calls has_ended num_lost messages job", defaults=(False, 0, (), ""))
+FIELDS = "group ranks number op sizes dtype line is_complete description has_started time"
+Call = namedtuple("Call", FIELDS, defaults=(True, "", True, 0))
+Trace = namedtuple(
+    "Trace", "rank world_size calls has_ended num_lost messages job time", defaults=(False, 0, (), "", 0)
+)
 Divergence = namedtuple("Divergence", "group number calls")
 Finding = namedtuple("Finding", "kind ranks group number text")
 
@@ -87,48 +89,93 @@ def all_waits(traces):
         queue = [c for c in trace.calls if not c.is_complete and c.number in table.get(c.group, ())]
         for call in queue[:1]:
             heads.setdefault((call.group, call.number), set()).add(trace.rank)
-    for (group, number), waiting in heads.items():
-        done = {rank for rank, call in table[group][number].items() if call.is_complete}
-        row = {rank: call if rank in waiting | done else None for rank, call in table[group][number].items()}
+    broken = {
+        (one.group, number) for one in all_divergences(traces) for number in table[one.group] if number >= one.number
+    }
+    for group, number in heads.keys() - broken:
+        pending = {rank: call for rank, call in table[group][number].items() if not call.is_complete}
+        row = {rank: call if rank in heads[group, number] else None for rank, call in pending.items()}
         yield Divergence(group, number, row)
+
+
+def rings(places):
+    """All circles of places as lists that begin with their first place, the shortest first."""
+    places.sort(key=lambda one: (one.number, one.group))
+    after = {i: [j for j, b in enumerate(places) if absentees(a) & callers(b)] for i, a in enumerate(places)}
+    chains = [[i] for i in after]
+    while chains:
+        yield from ([places[i] for i in chain] for chain in chains if chain[0] in after[chain[-1]])
+        chains = [[*chain, j] for chain in chains for j in after[chain[-1]] if j > chain[0] and j not in chain]
+
+
+def is_differing(place):
+    return place and len({call[3:6] for call in place.calls.values() if call}) > 1
+
+
+def too_early(traces, place):
+    """stale or running, if the dumps were written too early."""
+    own = {trace.rank: [call for call in trace.calls if call.group == place.group] for trace in traces}
+    members = {rank for calls in own.values() for call in calls for rank in call.ranks}
+    row = [
+        next((call.time for call in own[rank] if call.number == place.number), None) for rank in own if rank in members
+    ]
+    start = min(time for time in row if time) if None in row else max(row)
+    dumps = {trace.rank: trace.time for trace in traces if trace.rank in place.calls and not trace.has_ended}
+    newest = max(call.time for calls in own.values() for call in calls)
+    old = sorted(rank for rank, time in dumps.items() if time + 1 < newest)
+    if old:
+        return finish("stale", old, place, [place])
+    if any(time - start < 1 for time in dumps.values()):
+        return finish("running", [], place, [place])
 
 
 def diagnose(traces):
     alive = {trace.rank: trace for trace in traces}
-    differing = list(all_divergences(traces))
-    over = all(trace.has_ended for trace in traces)
-    found = differing if differing or over else list(all_waits(traces))
+    found = list(all_divergences(traces))
     place = first_cause(found)
-    if differing:
+    if not is_differing(place):
+        waits = [] if all(trace.has_ended for trace in traces) else list(all_waits(traces))
+        everything = found + waits
+        is_circle = everything and all(any(absentees(a) & callers(b) for b in everything) for a in everything)
+        found = (found or waits) if is_circle else everything
+        place = first_cause(found)
+    if is_differing(place):
         by_contents = {}
         for rank in sorted(callers(place)):
             by_contents.setdefault(place.calls[rank][3:6], []).append(rank)
-        if len(by_contents) > 1:
-            ordered = sorted(by_contents.values(), key=len)
-            most = ordered.pop() if len(ordered[-1]) > len(ordered[-2]) else []
-            guilty = sorted(rank for ranks in ordered for rank in ranks)
-            kind = kind_of(alive, place, most, guilty)
-            return finish(kind, guilty, place, [place], list_waits(alive, guilty if kind == "missing" else []))
+        ordered = sorted(by_contents.values(), key=len)
+        most = ordered.pop() if len(ordered[-1]) > len(ordered[-2]) else []
+        guilty = sorted(rank for ranks in ordered for rank in ranks)
+        kind = kind_of(alive, place, most, guilty)
+        return finish(kind, guilty, place, [place], list_waits(alive, guilty if kind == "missing" else []))
     known = {rank for trace in traces for call in trace.calls for rank in call.ranks}
     silent = sorted(known.union(range(traces[0].world_size)) - set(alive))
     if silent:
         return Finding("dead", silent, None, None, f"No trace of {silent}.")
-    through = [{r for other in found for r in absentees(one) & callers(other)} for one in found]
-    if found and all(through):
-        return finish("circular", sorted(set.union(*through)), place, found)
-    if place and not differing:
-        slow = sorted(rank for rank in callers(place) if not place.calls[rank].is_complete)
-        return finish("stuck", slow, place, [place])
+    if found and all(any(absentees(one) & callers(other) for other in found) for one in found):
+        ring = next(rings(found))
+        through = sorted((absentees(a) & callers(b) for a, b in zip(ring, ring[1:] + ring[:1])), key=len)
+        few = set().union(*(ranks for ranks in through if len(ranks) == len(through[0])))
+        return too_early(traces, ring[0]) or finish("circular", sorted(few), ring[0], ring)
+    if place and not absentees(place):
+        begun = {call.has_started for call in place.calls.values()}
+        kind = "not_started" if len(begun) > 1 else "stuck"
+        slow = sorted(rank for rank, call in place.calls.items() if len(begun) == 1 or not call.has_started)
+        return too_early(traces, place) or finish(kind, slow, place, [place])
     blank = sorted(rank for rank, trace in alive.items() if not trace.calls + trace.messages)
     if blank:
         return Finding("unseen", blank, None, None, f"TORCH_FR_BUFFER_SIZE must be above 0 on ranks {blank}.")
     if place is None:
+        pending = {r: t for r, t in sorted(alive.items()) if not all(c.is_complete for c in t.messages + t.calls)}
+        if pending and not all(trace.has_ended for trace in traces):
+            return Finding("stuck", list(pending), None, None, f"Ranks {list(pending)} wait, and no record says why.")
         return Finding("healthy", [], None, None, "Nothing is wrong.")
     gone = sorted(rank for rank in absentees(place) if alive[rank].has_ended)
     guilty = gone or sorted(absentees(place))
     last = [f"rank {rank} last called at {alive[rank].calls[-1].line}" for rank in guilty if alive[rank].calls]
-    last += list_waits(alive, [] if gone else guilty)
-    return finish("ended" if gone else "behind", guilty, place, [place], last)
+    if gone:
+        return finish("ended", gone, place, [place], last)
+    return too_early(traces, place) or finish("behind", guilty, place, [place], last + list_waits(alive, guilty))
 
 
 def kind_of(alive, place, most, guilty):

@@ -22,6 +22,9 @@ NO_TRACE = "a rank of the world, or a member of a group, has no trace, and the c
 VICTIM = "calls that do not agree come before dead ranks: the dead rank may be a victim."
 ACCUSED = "a rank that has recorded nothing is accused, although nobody knows what it did."
 UNSEEN = "a rank that has recorded nothing was not seen, so nobody knows whether it broke the job."
+TIMES = "the finding of check_times, which says that the dumps are too early, is not returned."
+AT_A_CALL = "an absent member waits in a call that all members have launched, so this call is the place."
+NO_PLACE = "a call that a member has not launched is a divergence, and no place of list_unfinished."
 DIFFERENT = [*jobs.DIFFERENCES.values()]
 
 
@@ -79,7 +82,12 @@ OTHER_KIND = {  # the right kind and the returned one
     ("ended", "behind"): "some of the members without the call have ended. The kind is ended.",
     **dict.fromkeys(product(["unseen"], ["behind", "ended"]), ACCUSED),
     **dict.fromkeys(product(["unseen"], ["healthy", "stuck"]), UNSEEN),
-    **dict.fromkeys(product(["dead"], ["healthy", "stuck", "unseen", "ended", "behind", "circular"]), NO_TRACE),
+    **dict.fromkeys(product(["dead"], ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]), NO_TRACE),
+    **dict.fromkeys(product(["running", "stale"], ["circular", "stuck", "not_started", "behind", "healthy"]), TIMES),
+    **dict.fromkeys(product(["stuck"], ["behind", "ended"]), AT_A_CALL),
+    **dict.fromkeys(product(["behind", "ended"], ["stuck", "not_started"]), NO_PLACE),
+    ("not_started", "stuck"): "the call has started on some members only.",
+    ("stuck", "not_started"): "the call has started on all members that wait in it, or on none of them.",
     **dict.fromkeys(product(DIFFERENT, ["dead"]), VICTIM),
     **dict.fromkeys(product(["missing", "extra"], DIFFERENT), PROVEN),
     **dict.fromkeys(product(DIFFERENT, ["missing", "extra"]), EVIDENCE),
@@ -88,7 +96,7 @@ OTHER_KIND = {  # the right kind and the returned one
 OTHER_RANKS = (  # for one kind, why other ranks are named: kinds, whether too many are, and the sentence
     (("stuck",), True, "members that have completed the call are named together with those that wait."),
     (("ended",), True, "members that are only slow are named together with those that have ended."),
-    (("circular",), True, "ranks that only wait for the circle are named."),
+    (("circular",), True, "only the smallest set of members through whom a place of the circle waits is named."),
     (("unseen",), True, "a rank that has recorded a call, or a message, is named."),
     (("unseen",), False, "a rank that has recorded neither a call nor a message is not named."),
     (DIFFERENT, False, "a rank outside the largest set of agreeing calls is not named."),

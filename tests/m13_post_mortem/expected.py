@@ -5,10 +5,12 @@ the reference.
 """
 
 from collections import Counter
+from itertools import permutations
 
 OPS = ("all_reduce", "broadcast", "all_gather", "barrier")
 DTYPES = ("Float", "BFloat16", "Double")
 CONTENTS = ("op", "sizes", "dtype")
+START_S = 1_800_000_000.0
 DIFFERENCES = dict(zip(CONTENTS, ("different_op", "different_size", "different_dtype"), strict=True))
 
 
@@ -42,7 +44,8 @@ def make_program(rng, world_size, num_groups=1, length=12):
 def make_traces(groups, programs):
     """Return a trace for each rank of `programs`, {rank: its calls}. Calls of other ranks' groups are left out.
 
-    A call is complete if all members have made it.
+    A call is complete if all members have made it. A rank makes a call each 10 ms, and writes its dump half a minute
+    after the start.
     """
     world_size = len(groups["0"])
     traces = []
@@ -55,8 +58,9 @@ def make_traces(groups, programs):
                 numbers[group] += 1
                 description = f"mesh_{group}" if int(group) % 2 else ""
                 calls.append(dict(call, ranks=groups[group], number=numbers[group], description=description))
+                calls[-1] |= {"time": START_S + 0.01 * len(calls), "has_started": True}
         traces.append({"rank": rank, "world_size": world_size, "calls": calls, "has_ended": False, "num_lost": 0})
-        traces[-1] |= {"messages": [], "job": "a job"}
+        traces[-1] |= {"messages": [], "job": "a job", "time": START_S + 30}
     made = Counter((call["group"], call["number"]) for trace in traces for call in trace["calls"])
     for call in (call for trace in traces for call in trace["calls"]):
         call["is_complete"] = made[call["group"], call["number"]] == len(call["ranks"])
@@ -128,37 +132,62 @@ def find_divergences(traces):
 
 
 def list_unfinished(traces):
-    """Return (group, number, {member: call, or None if it waits elsewhere}) of each call that a rank waits in."""
-    table, waits = align(traces), {}
+    """Return (group, number, {member: call, or None if it waits elsewhere}) of each call that a rank waits in.
+
+    Calls from their group's divergence on are left out, and members that have completed a call.
+    """
+    table, waits, ends = align(traces), {}, find_divergences(traces)
     for trace in traces:
         for call in trace["calls"]:
             if not call["is_complete"] and (call["group"], call["number"]) in table:
                 waits.setdefault(trace["rank"], (call["group"], call["number"]))
 
-    def has_come(rank, call, key):
-        return call["is_complete"] or waits[rank] == key
+    def keep(key):
+        row = {rank: call for rank, call in table[key].items() if not call["is_complete"]}
+        return {rank: call if waits[rank] == key else None for rank, call in row.items()}
 
-    keys = sorted(set(waits.values()))
-    return [
-        (*key, {rank: call if has_come(rank, call, key) else None for rank, call in table[key].items()}) for key in keys
-    ]
+    return [(*key, keep(key)) for key in sorted(set(waits.values())) if key[1] < ends.get(key[0], (key[1] + 1,))[0]]
+
+
+def list_absent(first, second):
+    """Return the members that are not at the first place, but at the second."""
+    return {rank for rank, call in first[2].items() if call is None and second[2].get(rank)}
+
+
+def list_free(places):
+    """Return the places that wait for no other."""
+    return [one for one in places if not any(list_absent(one, other) for other in places)]
 
 
 def waits_for(first, second):
     """Return whether a member has not come to the first place (group, number, calls), but to the second."""
-    return any(call is None and second[2].get(rank) for rank, call in first[2].items())
+    return bool(list_absent(first, second))
 
 
 def choose(places):
     """Return the place (group, number, {member: call or None}) that waits for no other, or None without any."""
-    free = [one for one in places if not any(waits_for(one, other) for other in places)]
-    return min(free or places, key=lambda place: (place[1], place[0]), default=None)
+    return min(list_free(places) or places, key=lambda place: (place[1], place[0]), default=None)
 
 
 def list_places(traces):
-    """Return the divergences, or without any the calls that ranks wait in."""
+    """Return the divergences and the calls that ranks wait in, or only one of them, from the definition."""
     divergences = [(group, *found) for group, found in find_divergences(traces).items()]
-    return divergences or list_unfinished(traces)
+    calls = [call for call in (choose(divergences) or (0, 0, {}))[2].values() if call]
+    if len({tuple(call[key] for key in CONTENTS) for call in calls}) > 1:
+        return divergences
+    unfinished = [] if all(trace["has_ended"] for trace in traces) else list_unfinished(traces)
+    both = divergences + unfinished
+    return both if list_free(both) else divergences or unfinished
+
+
+def find_circle(places):
+    """Return the shortest circle of places that wait for each other, and of several the smallest."""
+    ordered = sorted(places, key=lambda place: (place[1], place[0]))
+    for length in range(2, len(ordered) + 1):
+        for circle in permutations(ordered, length):
+            if all(list_absent(one, other) for one, other in zip(circle, (*circle[1:], circle[0]), strict=True)):
+                return circle
+    return ()
 
 
 def choose_divergence(traces):
@@ -299,10 +328,13 @@ def make_circle(rng, length):
     groups, program = make_program(rng, world_size, length=length)
     pair = tuple(sorted((first, second)))
     groups |= {"1": pair, "2": pair}
+    others = [rank for rank in range(world_size) if rank not in pair]
     for call in rng.sample(program[:6], 3):
         call["group"] = rng.choice("12")
     program[6]["group"], program[7]["group"], program[8]["group"] = "1", "2", "0"
     program[0]["group"] = "0"  # every rank has a call
+    if others and rng.random() < 0.5:  # another rank waits for the pair in a group of its own
+        groups["3"], program[8]["group"], program[9]["group"] = tuple(sorted((first, others[-1]))), "3", "0"
     swapped = [*program[:6], program[7], program[6], *program[8:]]
     programs = {rank: swapped if rank == second else program for rank in range(world_size)}
     return groups, program, programs
@@ -320,7 +352,7 @@ def wait_in_a_circle(rng):
 def queue_in_a_circle(rng):
     """Return a job like that of `wait_in_a_circle` on GPUs: all ranks have launched all calls, which wait in queues."""
     groups, program, programs = make_circle(rng, length=12)
-    for call in program[9:]:
+    for call in program[10:]:
         call["group"] = rng.choice("012")
     reached = run_blocking(groups, programs)
     traces = make_traces(groups, programs)
@@ -328,6 +360,87 @@ def queue_in_a_circle(rng):
         for call in trace["calls"][len(reached[trace["rank"]]) - 1 :]:
             call["is_complete"] = False
     return "circular", [*groups["1"]], traces
+
+
+def stand_between(rng):
+    """Return a job in which one rank alone uses a group and the world in another order than all others."""
+    world_size = rng.randint(3, 6)
+    groups, program = make_program(rng, world_size, length=12)
+    groups["1"] = tuple(sorted(rng.sample(range(world_size), rng.randint(3, world_size))))
+    odd = rng.choice(groups["1"])
+    for call in rng.sample(program[1:6], 2):
+        call["group"] = "1"
+    program[6]["group"], program[7]["group"] = "1", "0"
+    swapped = [*program[:6], program[7], program[6], *program[8:]]
+    programs = {rank: swapped if rank == odd else program for rank in range(world_size)}
+    reached = run_blocking(groups, programs)
+    if rng.random() < 0.5:
+        return "circular", [odd], make_traces(groups, reached)
+    traces = make_traces(groups, programs)  # on GPUs: launches return at once
+    for trace in traces:
+        for call in trace["calls"][len(reached[trace["rank"]]) - 1 :]:
+            call["is_complete"] = False
+    return "circular", [odd], traces
+
+
+def leave_a_stuck_call(rng):
+    """Return a job with two roots: all have launched a call, one rank left it early, and waits in the next one."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size)
+    leaver, stop = rng.randrange(world_size), rng.randint(2, len(program) - 2)
+    traces = make_traces(groups, {r: program[: stop + (r == leaver)] for r in range(world_size)})
+    for trace in traces:
+        trace["calls"][-1]["is_complete"] = False
+    return "stuck", [rank for rank in range(world_size) if rank != leaver], traces
+
+
+def wait_for_a_gpu(rng):
+    """Return a job on GPUs in which all ranks have launched a call that has not started on some of them."""
+    _, _, traces = run_ahead(rng)
+    ranks = sorted(trace["rank"] for trace in traces)
+    late = sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1)))
+    for trace in traces:
+        waiting = [call for call in trace["calls"] if not call["is_complete"]]
+        for call in waiting[trace["rank"] not in late :]:
+            call["has_started"] = False
+    return "not_started", late, traces
+
+
+def wait_in_a_message(rng):
+    """Return a job whose calls are all complete, but in which some ranks wait in a message, and some have ended."""
+    _, _, traces = stay_healthy(rng)
+    waiting = sorted(rng.sample(range(len(traces)), rng.randint(1, len(traces))))
+    for trace in traces:
+        trace["calls"][-1]["is_complete"] = True
+        trace["has_ended"] = trace["rank"] not in waiting and rng.random() < 0.5
+        if trace["rank"] in waiting:
+            add_message(trace, "recv", "pipe.py:8", False)
+    return "stuck", waiting, traces
+
+
+def keep_running(rng):
+    """Return a job that works, but whose ranks wrote their dumps some milliseconds after one launched a call."""
+    kind = rng.choice((leave_a_stuck_call, fall_behind, wait_in_a_circle, stand_between))
+    _, _, traces = kind(rng)
+    last = max(call["time"] for trace in traces for call in trace["calls"])
+    for trace in traces:
+        trace["time"] = last + rng.uniform(0.1, 0.4)
+    return "running", [], traces
+
+
+def keep_an_old_dump(rng):
+    """Return a job with a dump from an earlier time: its rank had completed its calls, or waited in the last one."""
+    world_size = rng.randint(2, 6)
+    groups, program = make_program(rng, world_size)
+    old, stop = rng.randrange(world_size), rng.randint(1, len(program) - 1)
+    traces = make_traces(groups, {rank: program[: stop if rank == old else None] for rank in range(world_size)})
+    for trace in traces:
+        for call in trace["calls"][stop:]:
+            call["time"] += 600
+        trace["time"] += 0 if trace["rank"] == old else 600
+        if trace["rank"] == old:
+            trace["calls"][-1]["is_complete"] = rng.random() < 0.5
+    return "stale", [old], traces
 
 
 def stay_healthy(rng):
@@ -403,7 +516,7 @@ def record_nothing(rng):
 
 
 def wait_elsewhere(rng):
-    """Return a job in which a rank is behind because it waits in a message, or in a call that the others completed."""
+    """Return a job in which a rank waits in a message (behind), or in a call that the others completed (stuck)."""
     world_size = rng.randint(2, 6)
     groups, program = make_program(rng, world_size)
     culprit, stop = rng.randrange(world_size), rng.randint(2, len(program) - 1)
@@ -417,6 +530,7 @@ def wait_elsewhere(rng):
             add_message(trace, "send", "pipe.py:9", False)
         else:
             trace["calls"][-1]["is_complete"] = False
+            return "stuck", [culprit], traces
     return "behind", [culprit], traces
 
 
