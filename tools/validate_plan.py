@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from brigade.lab.published import COLLECTIVE, Error, list_errors, measure_error_bars, read_rows
+from tools.planner.runs import COLLECTIVE, read_rows
+from tools.planner.study import Error, list_errors, make_table
 
 
 def format_error(error: Error) -> str:
@@ -13,8 +14,9 @@ def format_error(error: Error) -> str:
     size = f"{row.gpus}" if row.kind != COLLECTIVE else f"{row.subject} {row.sequence:,} B on {row.gpus}"
     if row.family.startswith("sequence"):
         size = f"{row.sequence:,} tokens"
-    calibrated = "-" if error.calibrated is None else f"{error.calibrated:+.0%}"
-    return f"  {size:>40}  {error.raw:+7.0%}" + ("" if row.kind == COLLECTIVE else f"  {calibrated:>10}")
+    columns = [f"{'-' if value is None else f'{value:+.0%}':>10}" for value in (error.calibrated, error.null)]
+    share = "" if error.share is None else f"  {error.share:4.0%}"
+    return f"  {size:>40}  {error.raw:+7.0%}" + ("" if row.kind == COLLECTIVE else f"  {'  '.join(columns)}{share}")
 
 
 def main() -> None:
@@ -23,16 +25,11 @@ def main() -> None:
     families: dict[str, list[Error]] = defaultdict(list)
     for error in errors:
         families[error.row.family + (" (held back)" if error.row.held_back == "yes" else "")].append(error)
-    print("error of predicted times: with the device's typical utilisation, and calibrated on a smaller run")
+    print("error of predicted times: guessed, calibrated on a smaller run, of the null model; share of communication")
     for family, members in families.items():
         print(family)
         print("\n".join(map(format_error, members)))
-    print(f"\n{'kind of prediction':<40} rows   median   nine of ten within")
-    for kind, bar in measure_error_bars(errors).items():
-        print(f"{kind:<40} {bar.count:>4}  {bar.median:>6.1%}  {bar.most:>6.1%}")
-    held_back = measure_error_bars(error for error in errors if error.row.held_back == "yes")
-    for kind, bar in held_back.items():
-        print(f"{'held back: ' + kind:<40} {bar.count:>4}  {bar.median:>6.1%}  {bar.most:>6.1%}")
+    print(f"\n{make_table(errors)}")
 
 
 if __name__ == "__main__":

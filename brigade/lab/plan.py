@@ -4,7 +4,7 @@
 
 A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives as
 the variant's own code does (`program.py`). A collective starts when all earlier ones are complete, and takes as long as
-NCCL's tuner expects (`nccl.py`). `published.py` compares plans with published runs.
+NCCL's tuner expects (`nccl.py`). `error_bars.py` says how wrong plans of published runs are.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 
 from brigade.course.table.modules import TRAINING_MODULES
 from brigade.lab import nccl
+from brigade.lab.error_bars import LARGE_BYTES
 from brigade.lab.ladder import PLANNED_TORCH, TORCH_DDP, Variant, get_variant
 from brigade.lab.nccl import AMPERE, BLACKWELL, HOPPER, PCIE3, PCIE4, Fabric
 from brigade.lab.program import Machine, Network, Program, simulate
-from brigade.lab.published import LARGE_BYTES
 from brigade.ranks.events import count_sent_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}  # of parameters, by that of matrix products
 FABRICS: dict[str, Fabric] = {
     "nvlink3": AMPERE,
     "nvlink4": HOPPER,
@@ -41,7 +41,7 @@ class PlannedStep:
     """The predicted step of one variant. `outer_bytes` are those of `sent_bytes` that go to other nodes.
 
     A ring over r ranks of each node sends one of r messages to another node. `exposed_s` is how much longer the step
-    takes than this variant's own computation, slowed down by collectives under way.
+    takes than this variant's own computation, slowed down by collectives under way. `own_s` is its computation alone.
     """
 
     label: str
@@ -50,6 +50,12 @@ class PlannedStep:
     exposed_s: float
     sent_bytes: float
     outer_bytes: float
+    own_s: float
+
+    @property
+    def communication_share(self) -> float:
+        """Which part of the step communication costs: waits, copies, and slower computation."""
+        return 1 - min(self.own_s / self.step_s, 1.0)
 
     @property
     def memory_bytes(self) -> int:
@@ -97,7 +103,7 @@ def plan(programs: dict[str, Program | str], machine: Machine, network: Network)
             outer += nbytes * num_nodes / launch.num_ranks if num_nodes > 1 else 0
         (step_s, slowed_s), (own_s, _) = (simulate(program.instructions, machine, one) for one in (network, None))
         exposed_s = max(0.0, step_s - slowed_s - own_s)  # rounding could make it negative
-        steps.append(PlannedStep(label, program, step_s, exposed_s, sent, outer))
+        steps.append(PlannedStep(label, program, step_s, exposed_s, sent, outer, own_s))
     return steps
 
 

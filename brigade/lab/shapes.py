@@ -58,28 +58,29 @@ class Shape:
         ends = (False, [[vocabulary, d]])
         return [ends, *[(True, block)] * self.layers, (False, [[d]]), ends]
 
-    def count_forward_flops(self, tokens: int, sequence: int) -> list[float]:
+    def count_forward_flops(self, tokens: int, sequence: int, attention: float = 1.0) -> list[float]:
         """Return the operations of forward for each parameter, in the order of registration.
 
         A matrix of n elements takes 2n operations per token, and backward twice as many. Attention over sequences of
         `sequence` tokens takes 4 d_model per token and position, which counts before the gradient of v. This includes
         masked positions, as in definitions of MFU (arXiv 2204.02311, appendix B). Everything else counts as zero.
+        An operation of attention counts as `attention` operations of a matrix: more, if matrices have a faster dtype.
         """
         flops = [0.0]  # the embedding
         for is_unit, shapes in self.make_groups()[1:]:
             flops += [2.0 * math.prod(shape) * tokens if len(shape) == 2 else 0.0 for shape in shapes]
             if is_unit:
-                flops[-6] += 4.0 * self.d_model * sequence * tokens  # v is the sixth parameter from the end
+                flops[-6] += attention * 4.0 * self.d_model * sequence * tokens  # v is the sixth parameter from the end
         return flops
 
-    def count_recomputed_flops(self, tokens: int, sequence: int) -> list[float]:
+    def count_recomputed_flops(self, tokens: int, sequence: int, attention: float = 1.0) -> list[float]:
         """Return the operations that recomputing each block adds to backward, as `count_forward_flops` does."""
         flops = [0.0]
         for is_unit, shapes in self.make_groups()[1:]:
             flops += [2.0 * math.prod(shape) * tokens * (is_unit and len(shape) == 2) for shape in shapes]
             if is_unit:
                 flops[-1] -= 2.0 * (self.block_numel - self.recomputed_numel) * tokens
-                flops[-6] += ATTENTION_AGAIN * 4.0 * self.d_model * sequence * tokens
+                flops[-6] += attention * ATTENTION_AGAIN * 4.0 * self.d_model * sequence * tokens
         return flops
 
     def count_activation_bytes(self, tokens: int, nbytes: int, recomputes: bool) -> float:
@@ -99,7 +100,8 @@ class Shape:
 # GPT-3: layers, d_model, heads and context of arXiv 2005.14165, table 2.1. The feed-forward networks of GPT-3 and MPT
 # have two matrices of width 4 d_model. SwiGLU has three, which have the same total size if each is 8/3 d_model wide.
 # The head and the embedding of GPT-3 are not tied here. MPT: llm-foundry scripts/train/yamls/pretrain/mpt-*.yaml;
-# Llama 2: arXiv 2307.09288; Llama 3: arXiv 2407.21783, table 3; TinyLlama: arXiv 2401.02385.
+# Llama 2: arXiv 2307.09288; Llama 3: arXiv 2407.21783, table 3; TinyLlama: arXiv 2401.02385;
+# InternLM: configs/7B_sft.py of InternLM; KempnerForge's model of 14.8 billion parameters: its benchmarks/mfu_scaling.
 MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 24, 16),
@@ -123,6 +125,8 @@ PUBLISHED = {
     "llama2-13b": Shape(5120, 13_824, 40, 40, 32_000, 4096),
     "llama2-34b": Shape(8192, 22_016, 48, 64, 32_000, 4096, kv_heads=8),
     "llama2-70b": Shape(8192, 28_672, 80, 64, 32_000, 4096, kv_heads=8),
+    "internlm-7b": Shape(4096, 11_008, 32, 32, 103_168, 2048),
+    "kempner-14.8b": Shape(5120, 17_920, 40, 40, 128_256, 4096, kv_heads=8),
     "llama3-8b": Shape(4096, 14_336, 32, 32, 128_256, 8192, kv_heads=8),
     "llama3-70b": Shape(8192, 28_672, 80, 64, 128_256, 8192, kv_heads=8),
 }

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from brigade.lab.shapes import Shape
 
 WIDTH = 80  # columns
-PRECISION = {"fp32": "fp32 without TF32", "bf16": "bf16"}  # of the device's peak
-NBYTES = {"fp32": 4, "bf16": 2}
+PRECISION = {"fp32": "fp32 without TF32", "bf16": "bf16", "fp8": "fp8"}  # of the device's peak
+NBYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 MAX_RANKS = 4096
 RANKS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} ranks")
+EFFICIENCY = Range(float, lambda value: 0 < value <= 1, "above 0 and at most 1")
 CARDS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} cards")
 NETWORKS = "nvlink3, nvlink4, nvlink5, pcie3, pcie4, 100gbe, 10gbe, or a rate in Gbit/s"
 RATES = 0.01, 100_000.0  # in Gbit/s
@@ -43,13 +44,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--micro-batches N", micro, AT_LEAST_ONE, default=1)
     add(parser, "--recompute", "recompute the activations of each block during backward", action="store_true")
     add(parser, "--bucket-mb MB", "the size of the buckets in MiB (default: 25)", ABOVE_ZERO, default=25.0)
-    dtype = "the dtype of the parameters; in bf16, module 11 keeps fp32 shards (default: fp32)"
-    add(parser, "--dtype", dtype, default="fp32", choices=("fp32", "bf16"))
+    dtype = "the dtype of the parameters; in bf16, module 11 keeps fp32 shards; fp8: products of a bf16 model"
+    add(parser, "--dtype", f"{dtype} (default: fp32)", default="fp32", choices=("fp32", "bf16", "fp8"))
     device = "the GPU: h100, h200, b200, a100, l40s or t4 (default: h100)"
     add(parser, "--device", device, default="h100", choices=("h100", "h200", "b200", "a100", "l40s", "t4"))
     add(parser, "--link LINK", f"the network: {NETWORKS} of each card (default: 100gbe)", default="100gbe")
     nodes = "the ranks of a node; --link then connects nodes, and module 14 keeps a replica in each (default: no nodes)"
     add(parser, "--node-size N", nodes, RANKS)
+    shards = "the ranks that share one replica with module 14 (default: the ranks of a node)"
+    add(parser, "--shard-size N", shards, RANKS)
+    efficiency = "the part of the cards' rate that collectives reach (default: 1; docs/plan.md says what was measured)"
+    add(parser, "--network-efficiency X", efficiency, EFFICIENCY, default=1.0)
     add(parser, "--cards N", "the network cards of a node (default: one for each rank)", CARDS)
     add(parser, "--node-link LINK", "the link inside a node, as for --link (default: the device's)")
     peak = "the peak rate of a rank's device in TFLOPS (default: the device's; for an H100 with TF32, pass 494.7)"
@@ -76,6 +81,8 @@ def run_plan(options: argparse.Namespace) -> int:
         )
     if options.dp % (options.node_size or 1):
         raise CourseError(f"--node-size {options.node_size}: {options.dp} ranks do not form such nodes")
+    if options.shard_size and (not options.node_size or options.dp % options.shard_size):
+        raise CourseError(f"--shard-size {options.shard_size}: pass --node-size, and a --dp that it divides")
     if options.tokens % options.micro_batches:
         raise CourseError(f"--micro-batches {options.micro_batches}: {options.tokens} tokens cannot be split so")
     micro_tokens = options.tokens // options.micro_batches
@@ -84,9 +91,10 @@ def run_plan(options: argparse.Namespace) -> int:
     network = make_network(options, device)
     sequence = min(micro_tokens, options.sequence or shape.context)
     tflops = options.tflops or device.tflops[options.dtype]
-    utilisation = device.utilisation
-    flops = shape.count_forward_flops(micro_tokens, sequence)
-    recomputed = shape.count_recomputed_flops(micro_tokens, sequence) if options.recompute else []
+    utilisation = device.get_utilisation(options.dtype)
+    attention = tflops / device.tflops["bf16"] if options.dtype == "fp8" else 1.0  # it is computed in bf16
+    flops = shape.count_forward_flops(micro_tokens, sequence, attention)
+    recomputed = shape.count_recomputed_flops(micro_tokens, sequence, attention) if options.recompute else []
 
     def make_machine(fraction: float) -> plan.Machine:
         backward_s = options.backward_ms and options.backward_ms / 1e3
@@ -96,7 +104,7 @@ def run_plan(options: argparse.Namespace) -> int:
     machine = make_machine(utilisation.typical)
     dtype = plan.DTYPES[options.dtype]
     compute_dtype = dtype if options.dtype != "fp32" else None
-    sizes = options.dp, options.bucket_mb, dtype, options.node_size
+    sizes = options.dp, options.bucket_mb, dtype, options.shard_size or options.node_size
     setting = Setting(shape.make_groups(), *sizes, compute_dtype=compute_dtype, micro_batches=options.micro_batches)
     has_nodes = options.node_size is not None
     programs = record([one for one in plan.list_variants() if has_nodes or not one.needs_nodes], setting)
@@ -134,9 +142,9 @@ def run_plan(options: argparse.Namespace) -> int:
     ]
     if options.link.startswith("nvlink") and options.dp > 8 and not has_nodes:
         assumptions.append("NVLink connects the 8 GPUs of a node. A ring of more ranks also crosses a slower network.")
-    if options.dtype == "bf16":
+    if options.dtype != "fp32":
         assumptions.append(
-            "In bf16, module 11 keeps its shards in fp32, 16/N bytes per parameter, and gathers weights in bf16. "
+            f"In {options.dtype}, module 11 keeps its shards in fp32, 16/N bytes per parameter, and gathers bf16. "
             "Modules 5 to 8 accumulate and reduce gradients in fp32, and ZeroOptimizer keeps fp32 main parameters. "
             "Everything else, including the optimizer state, is in bf16, which saves memory but loses precision."
         )
@@ -151,7 +159,9 @@ def run_plan(options: argparse.Namespace) -> int:
     fastest = min(steps, key=lambda step: step.step_s)
     changes = plan.rank_assumptions(fastest, plan.list_assumptions(machine, network, utilisations))
     for text in (
-        describe_error(network.count_nodes(range(options.dp)), options.backward_ms is not None),
+        describe_error(
+            fastest.communication_share, network.count_nodes(range(options.dp)), options.backward_ms is not None
+        ),
         f"What matters most for the fastest variant ({fastest.label}): "
         + "; ".join(f"with {text}, its step is {change:+.0%}" for change, text in changes[:3]).replace("-", "−")
         + ".",
@@ -167,7 +177,7 @@ def make_network(options: argparse.Namespace, device: Device) -> Network:
     """Return the network that the options describe. Raise CourseError for an unknown link, or one that has no use."""
     from brigade.lab.nccl import Network
 
-    link = read_link("--link", options.link)
+    link, efficiency = read_link("--link", options.link), options.network_efficiency
     if options.node_link and not options.node_size:
         raise CourseError(f"--node-link {options.node_link}: pass --node-size too, or there are no nodes")
     if options.cards and not options.node_size and not isinstance(link, float):
@@ -179,9 +189,9 @@ def make_network(options: argparse.Namespace, device: Device) -> Network:
         fabric = device.fabric if options.node_link is None else read_fabric(options.node_link, "--node-link")
         if not isinstance(link, float):
             link = 8 * link.gbps
-        return Network(fabric, options.node_size, link / 8, options.cards or options.node_size)
+        return Network(fabric, options.node_size, efficiency * link / 8, options.cards or options.node_size)
     if isinstance(link, float):  # each rank is a node
-        return Network(device.fabric, 1, link / 8, options.cards or 1)
+        return Network(device.fabric, 1, efficiency * link / 8, options.cards or 1)
     return Network(link, options.dp)
 
 
@@ -243,25 +253,38 @@ def describe_activations(shape: Shape, tokens: int, options: argparse.Namespace)
     return f"Activations need {kept:,.1f} GB more ({other:,.1f} GB {without} --recompute)."
 
 
-def describe_error(num_nodes: int, is_calibrated: bool) -> str:
-    """Return a sentence about the error of such plans, compared with published runs."""
-    from brigade.lab.published import ERROR_BARS, LARGE, SMALL, name_nodes
+def describe_error(share: float, num_nodes: int, is_calibrated: bool) -> str:
+    """Return a sentence about the error of plans in which communication costs `share` of the step."""
+    from brigade.lab.error_bars import ERROR_BARS, FEW, LARGE, SMALL, name_calibrated, name_nodes
 
-    nodes, large, small = name_nodes(num_nodes), ERROR_BARS[LARGE], ERROR_BARS[SMALL]
-    guessed, calibrated = (ERROR_BARS[f"{kind}, {nodes}"] for kind in ("guessed", "calibrated"))
-    if is_calibrated:
-        bar, how, advice = calibrated, "measured on fewer GPUs with the same micro-batch and sequence length", ""
+    large, small = ERROR_BARS[LARGE], ERROR_BARS[SMALL]
+    kind = name_calibrated(share, num_nodes)
+    bar = ERROR_BARS[kind]
+    costs = f"Communication costs {share:.0%} of the fastest variant's step"
+    runs = f"{bar.count} published run{'s' * (bar.count != 1)} like this ({kind.removeprefix('calibrated, ')})"
+    if bar.count >= FEW:
+        calibrated = (
+            f"{costs}. Of {runs}, measured on fewer GPUs with the same micro-batch and sequence length, "
+            f"{bar.too_short} were planned too short. The median error of a step is {bar.median:.0%}, and nine of ten "
+            f"are within {bar.most:.0%}."
+        )
     else:
-        bar, how = guessed, "guessed"
-        advice = (
-            " Measure backward on one node with your micro-batch and sequence length, and pass --backward-ms: then it "
-            f"is {calibrated.median:.0%} ({calibrated.most:.0%})."
+        calibrated = (
+            f"{costs}. This is outside of what we compared: we have {runs}, planned up to {bar.most:.0%} too short. "
+            "Expect the step to take longer, and measure it."
+        )
+    if is_calibrated:
+        text = calibrated
+    else:
+        guessed = ERROR_BARS[f"guessed, {name_nodes(num_nodes)}"]
+        text = (
+            f"Of {guessed.count} published runs on {name_nodes(num_nodes)} whose computation was guessed, the median "
+            f"error of a step is {guessed.median:.0%}, and nine of ten are within {guessed.most:.0%}. Measure backward "
+            f"on one node with your micro-batch and sequence length, and pass --backward-ms. Then: {calibrated}"
         )
     return (
-        f"How wrong is this? Of {bar.count} published runs on {nodes} whose computation was {how}, the median error "
-        f"of a step is {bar.median:.0%}, and nine of ten are within {bar.most:.0%}.{advice} Collectives of 256 MiB or "
-        f"more: {large.median:.0%} ({large.most:.0%}); smaller ones: {small.median:.0%} ({small.most:.0%}), nearly "
-        "always slower than planned (docs/plan.md)."
+        f"How wrong is this? {text} Collectives of 256 MiB or more: {large.median:.0%} ({large.most:.0%}); smaller "
+        f"ones: {small.median:.0%} ({small.most:.0%}), nearly always slower than planned (docs/plan.md)."
     )
 
 

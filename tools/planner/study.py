@@ -1,0 +1,180 @@
+"""What the planner predicts for published runs and collectives: how wrong is it?
+
+    errors = list_errors(read_rows())                         one for each row: predicted / measured - 1
+    print(make_table(errors))                                 `make validate-plan`, quoted in docs/plan.md
+
+A training run is predicted twice: from the device's typical utilisation, and *calibrated*. Another run of the family
+then tells how fast the GPUs compute this model: the smallest one with the same recomputation and micro-batch, as if
+somebody had measured `--backward-ms` on fewer GPUs, or else the smallest one. Runs with other sequence lengths are also
+*calibrated on two* runs, because attention has a rate of its own. Nothing else is fitted: the network is that of NCCL's
+tuner (`nccl.py`), and peaks and memory bandwidths are those of datasheets.
+
+The *null model* knows no network: each GPU computes as many tokens per second as in the run that calibrates. Where it
+is as good as the plan, the comparison says nothing about how the plan describes the network.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from brigade.lab.error_bars import (
+    ERROR_BARS,
+    LARGE,
+    LARGE_BYTES,
+    OTHER,
+    PAIR,
+    SEQUENCE,
+    SMALL,
+    ErrorBar,
+    name_calibrated,
+    name_nodes,
+)
+from tools.planner.programs import Run, calibrate_two, make_rates, predict
+from tools.planner.runs import COLLECTIVE, TRAINING, Row
+
+SEQUENCES = "sequence"  # how the name of a family begins whose runs differ in sequence length
+
+
+class Error(NamedTuple):
+    """The error of a prediction, relative to what was measured: 0.1 means 10 % too long.
+
+    `calibrated`, `share` (which part of the calibrated step communication costs) and `calibrator`, the run that
+    calibrates it, are None for collectives and for a family's smallest run. `null` is the error of the null model, or
+    None if the calibrator has another model. `paired` is the error of a run that is calibrated on two sequence lengths,
+    or None. `in_range`: the step is between those with the highest and the lowest published utilisation.
+    """
+
+    row: Row
+    raw: float
+    calibrated: float | None = None
+    share: float | None = None
+    calibrator: Row | None = None
+    null: float | None = None
+    paired: float | None = None
+    in_range: bool | None = None
+
+
+def list_errors(rows: Iterable[Row]) -> list[Error]:
+    """Return the errors of all rows, in their order."""
+    families: dict[str, list[Row]] = defaultdict(list)
+    rows = [*rows]
+    for row in rows:
+        if row.kind == TRAINING:
+            families[row.family].append(row)
+    calibrate = functools.cache(lambda row: Run(row).calibrate())
+    calibrate_pair = functools.cache(lambda short, long: calibrate_two(Run(short), Run(long)) or calibrate(short))
+    errors = []
+    for row in rows:
+        error = Error(row, predict(row) / row.measured_s - 1)
+        if row.kind == TRAINING:
+            error = error._replace(in_range=is_in_range(row))
+        if calibrator := find_calibrator(row, families[row.family]):
+            run, rates = Run(row), calibrate(calibrator)
+            null = None
+            if calibrator.subject == row.subject and calibrator.sequence == row.sequence:
+                null = row.tokens_per_s / calibrator.tokens_per_s - 1
+            calibrated = run.predict(rates) / row.measured_s - 1
+            error = error._replace(
+                calibrated=calibrated, share=run.measure_share(rates), calibrator=calibrator, null=null
+            )
+        if (pair := find_pair(families[row.family])) and row not in pair:
+            error = error._replace(paired=predict(row, calibrate_pair(*pair)) / row.measured_s - 1)
+        errors.append(error)
+    return errors
+
+
+def is_in_range(row: Row) -> bool:
+    """Return whether the measured step is in the range that `brigade plan` prints."""
+    utilisation = row.gpu.get_utilisation(row.precision)
+    fast, slow = (predict(row, make_rates(row, end)) for end in (utilisation.high, utilisation.low))
+    return fast <= row.measured_s <= slow
+
+
+def find_pair(family: Sequence[Row]) -> tuple[Row, Row] | None:
+    """Return the runs that tell how fast GPUs compute matrix products and attention, or None if the family has none.
+
+    They are the run with the shortest sequences, and the one with the shortest of those that are at least four times as
+    long: with a smaller difference, an error of 1 % in both throughputs would be a large one of attention's rate.
+    """
+    if not family or not family[0].family.startswith(SEQUENCES):
+        return None
+    short = min(family, key=lambda one: one.sequence)
+    long = min(
+        (one for one in family if one.sequence >= 4 * short.sequence), key=lambda one: one.sequence, default=None
+    )
+    return (short, long) if long else None
+
+
+def find_calibrator(row: Row, family: Sequence[Row]) -> Row | None:
+    """Return the run that tells how fast the GPUs of another run compute: the smallest with the same micro-batch.
+
+    If there is none, return the smallest of the family, or None for this one. Runs that recompute as much come first.
+    """
+    alike: Sequence[Row] = [one for one in family if one.recompute == row.recompute]
+    if min(alike, key=lambda one: one.gpus, default=row) is row:
+        alike = family
+    smallest = min(alike, key=lambda one: one.gpus, default=row)
+    if row is smallest:
+        return None
+    same = [one for one in alike if one.gpus < row.gpus and one.micro_batch == row.micro_batch]
+    return min(same, key=lambda one: one.gpus, default=smallest)
+
+
+def name_kinds(error: Error) -> dict[str, float]:
+    """Return the errors of a row by the kind of prediction."""
+    row = error.row
+    if row.kind == COLLECTIVE:
+        return {LARGE if row.sequence >= LARGE_BYTES else SMALL: error.raw}
+    kinds = {f"guessed, {name_nodes(row.num_nodes)}": error.raw}
+    if error.calibrated is not None and error.calibrator is not None and error.share is not None:
+        is_same = error.calibrator.micro_batch == row.micro_batch
+        calibrated = name_calibrated(error.share, row.num_nodes) if is_same else OTHER
+        kinds[SEQUENCE if row.family.startswith(SEQUENCES) else calibrated] = error.calibrated
+    if error.paired is not None:
+        kinds[PAIR] = error.paired
+    return kinds
+
+
+def group_by_kind(errors: Iterable[Error]) -> dict[str, list[tuple[Error, float]]]:
+    """Return the rows of each kind of prediction, with their errors, in the order of `ERROR_BARS`."""
+    kinds: dict[str, list[tuple[Error, float]]] = defaultdict(list)
+    for error in errors:
+        for kind, value in name_kinds(error).items():
+            kinds[kind].append((error, value))
+    order = list(ERROR_BARS)
+    return dict(sorted(kinds.items(), key=lambda one: order.index(one[0])))
+
+
+def measure_error_bars(errors: Iterable[Error]) -> dict[str, ErrorBar]:
+    """Return the error bar of each kind of prediction."""
+    bars = {}
+    for kind, rows in group_by_kind(errors).items():
+        sizes = sorted(abs(value) for _, value in rows)
+        most = sizes[math.ceil(0.9 * len(sizes)) - 1]
+        bars[kind] = ErrorBar(len(sizes), median(sizes), most, sum(value < 0 for _, value in rows))
+    return bars
+
+
+def make_table(errors: Iterable[Error]) -> str:
+    """Return the table of docs/plan.md: each kind with its error bar, the share inside of it, and the null model.
+
+    Of guessed steps, the share is that of rows inside the printed range.
+    """
+    lines = ["| prediction | rows | too short | median error | nine of ten within | inside | null model |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for kind, rows in group_by_kind(errors).items():
+        bar = ERROR_BARS[kind]
+        if kind.startswith("guessed"):
+            inside = sum(bool(error.in_range) for error, _ in rows)
+        else:
+            inside = sum(abs(value) <= bar.most + 0.0005 for _, value in rows)
+        nulls = [abs(error.null) for error, _ in rows if error.null is not None] if kind.startswith("calib") else []
+        null = f"{median(nulls):.1%} of {len(nulls)}" if nulls and kind not in (PAIR, SEQUENCE) else "-"
+        cells = [kind, f"{bar.count}", f"{bar.too_short}", f"{bar.median:.1%}", f"{bar.most:.1%}"]
+        lines.append(f"| {' | '.join([*cells, f'{inside / len(rows):.0%}', null])} |")
+    return "\n".join(lines)
