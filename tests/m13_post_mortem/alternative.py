@@ -154,7 +154,7 @@ def diagnose(traces):
         return Finding("dead", silent, None, None, f"No trace of {silent}.")
     if found and all(any(absentees(one) & callers(other) for other in found) for one in found):
         ring = next(rings(found))
-        through = sorted((absentees(a) & callers(b) for a, b in zip(ring, ring[1:] + ring[:1])), key=len)
+        through = sorted((absentees(a) & callers(b) for a, b in zip(ring, ring[1:] + ring[:1], strict=True)), key=len)
         few = set().union(*(ranks for ranks in through if len(ranks) == len(through[0])))
         return too_early(traces, ring[0]) or finish("circular", sorted(few), ring[0], ring)
     if place and not absentees(place):

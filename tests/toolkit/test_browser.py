@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import math
 import re
 import shutil
@@ -116,6 +117,14 @@ def test_the_search_shows_the_explanation_of_a_term_first(page, site):
         server.shutdown()
     assert found[0].endswith("docs/glossary.html#reduce-scatter"), found[:9]
     assert any("lessons/" in address for address in found[1:4]), found[:9]
+
+
+def test_the_search_of_the_site_finds_every_error_by_its_text(site):
+    """Sphinx's index has the headings of docs/errors.md, which are the texts that people search for."""
+    index = (site / "searchindex.js").read_text()
+    titles = json.loads(index[index.index("{") : index.rindex("}") + 1])["alltitles"]
+    headings = re.findall(r"^### (.*)$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
+    assert len(headings) >= 45 and {heading.replace("`", "") for heading in headings} <= titles.keys()
 
 
 # One page of each kind. Without --everything, the browser opens only these.

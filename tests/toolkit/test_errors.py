@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 def read_entries():
     """Return the lines before each program, and the entries of the page."""
-    before, *parts = PAGE.read_text().split("\n### ")
+    before, *parts = PAGE.read_text().partition("\n## More texts\n")[0].split("\n### ")
     [begin] = re.findall(r"```python\n(.*?)```", before, re.DOTALL)
     entries = []
     for part in parts:
@@ -48,6 +48,72 @@ def test_every_entry_is_complete():
         compile(begin + entry.program, entry.error, "exec")
         assert len(entry.program.splitlines()) <= 15, entry.error
         assert "**What to do:** " in entry.text and "](../lessons/m" in entry.text, entry.error
+
+
+PUBLIC = """\
+Expected to have finished reduction in the prior iteration
+Expected to mark a variable ready only once
+DDP expects same model across all ranks
+DistributedDataParallel is not needed when a module doesn't have any parameter
+Modules with uninitialized parameters can't be used with
+Unexpected key(s) in state_dict
+Missing key(s) in state_dict
+'DistributedDataParallel' object has no attribute
+modified by an inplace operation
+module must have its parameters and buffers on device
+Default process group has not been initialized
+trying to initialize the default process group twice
+No backend type associated with device type
+invalid output tensor list at index 0
+invalid tensor size at index 0
+for recv operation to complete
+Connection closed by peer
+Connection reset by peer
+Received data size doesn't match expected size
+Detected mismatch between collectives on ranks
+failed to pass monitoredBarrier in
+Detected at least one rank that exhausted inputs
+Watchdog caught collective operation timeout
+Some NCCL operations have failed or timed out
+Heartbeat monitor
+Duplicate GPU detected
+unhandled system error
+unhandled cuda error
+ncclInternalError
+ncclInvalidUsage
+ncclRemoteError
+remote process exited or there was a network error
+The client socket has timed out after
+address family mismatch
+Address already in use
+EADDRINUSE
+store based barrier
+DistStoreError
+ChildFailedError
+RendezvousConnectionError
+has already been reduced
+Gradient computed twice for this partition
+torch.Size([0])
+'weight' must be 2-D
+Optimizer state has not been consolidated on this rank
+FSDP expects uniform original parameter dtype
+fully_shard doesn't support scalar parameters
+got mixed torch.Tensor and DTensor
+""".splitlines()
+
+
+def test_public_texts_are_found_by_a_search_in_the_page():
+    """What people search for, exactly as torch, NCCL and DeepSpeed print it. A browser's search ignores case."""
+    assert len(PUBLIC) >= 40 and len({*PUBLIC}) == len(PUBLIC)
+    page = " ".join(PAGE.read_text().split()).lower()
+    assert not [text for text in PUBLIC if text.lower() not in page]
+
+
+def test_texts_without_a_program_say_what_to_do():
+    entries = PAGE.read_text().partition("\n## More texts\n")[2].split("\n### ")[1:]
+    assert len(entries) >= 15
+    for entry in entries:
+        assert re.match(r"`.+`\n\n.+\n\n\*\*What to do:\*\* .+", entry), entry
 
 
 @pytest.mark.extended
