@@ -470,11 +470,12 @@ def get_stuck(rng):
     last = sum(call["group"] == group for call in program)
     waiting = rng.sample(groups[group], rng.randint(1, len(groups[group])))
     waits = {rank: max(1, last - rng.choice((0, 0, 2))) for rank in waiting}  # rank -> number
+    has_started = rng.random() < 0.5  # on all ranks, or on none: gloo does not record it
     for trace in traces:
         if trace["rank"] in waits:
             for call in trace["calls"]:
                 if call["group"] == group and call["number"] >= waits[trace["rank"]]:
-                    call["is_complete"] = False
+                    call |= {"is_complete": False, "has_started": has_started}
         elif rng.random() < 0.3:
             trace["has_ended"] = True
     return "stuck", sorted(rank for rank, number in waits.items() if number == min(waits.values())), traces
