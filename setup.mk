@@ -1,5 +1,5 @@
 # The virtual environment, for the course and for the student edition. requirements.txt contains the hash of each package.
-#   PYTHON=python3.12              the Python that creates it (3.10 or newer)
+#   PYTHON=python3.12              the Python that creates it (3.10 to 3.14: torch 2.13 has no wheel for others)
 #   TORCH_INDEX=https://...        the package index for torch, such as one with CPU builds only
 #   TORCH=2.15.0                   another version of torch
 #   BRIGADE_VENV=/opt/venv         the directory of the environment instead of .venv; can also be an environment variable
@@ -31,7 +31,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 	@echo "  brigade next"
 
 define make-environment
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info < (3, 15) else "Python 3.10 to 3.14 is needed; choose one with PYTHON=...")'
 	@echo "Creating $(VENV), then installing torch and other packages: 0.2 GB for torch without CUDA, and more with it."
 	@echo "This takes 2 minutes from a fast index, and 8 or more on a slow or busy machine."
 	@$(OPEN) $(PYTHON) -m venv $(VENV)

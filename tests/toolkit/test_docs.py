@@ -82,3 +82,10 @@ def test_the_site_s_contents_list_every_document():
     listed = set((ROOT / "site/index.md").read_text().split())
     paths = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "docs").rglob("*.md"))
     assert {f"../{path.as_posix()}" for path in paths} <= listed
+
+
+def test_all_readings_quote_one_commit_of_megatron():
+    """A claim about Megatron-LM holds for one commit, so that a reader can check all of them in one clone."""
+    texts = [path.read_text() for folder in ("lessons", "docs") for path in (ROOT / folder).rglob("*.md")]
+    pins = {pin for text in texts for pin in re.findall(r"Megatron-LM/(?:tree|blob)/([0-9a-f]{7,40})", text)}
+    assert len(pins) == 1

@@ -14,7 +14,7 @@ run() {
 
 run apt-get update
 run apt-get install --yes python3 python3-venv
-run python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: use a newer base image")'
+run python3 -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info < (3, 15) else "Python 3.10 to 3.14 is needed: use another base image")'
 run python3 -m venv .venv
 run .venv/bin/python -m pip install --quiet --require-hashes --requirement requirements.txt
 index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
