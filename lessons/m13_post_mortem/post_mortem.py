@@ -521,16 +521,6 @@ def find_last(trace: Trace) -> Call | None:
     return last[0] if last else None
 
 
-def describe_last(trace: Trace) -> str:
-    """Return what a rank launched last as text, and how long before its dump, such as "all_reduce at train.py:17"."""
-    last = find_last(trace)
-    text = f"{last.op} at {last.line}" if last else "no call"
-    if last and last.time and trace.time:
-        clock = time.strftime("%H:%M:%S", time.gmtime(trace.time))
-        text += f", {trace.time - last.time:.3f} s before its dump at {clock} UTC"
-    return text + " (ended)" * trace.has_ended
-
-
 def check_times(traces: Sequence[Trace], place: Divergence) -> Finding | None:
     """Return the finding "stale" or "running" if the dumps are too early to prove that somebody waits at `place`.
 
@@ -770,7 +760,7 @@ def diagnose(traces: Sequence[Trace]) -> Finding:
 
 
 def main(paths: Sequence[str], html: str | None = None) -> int:
-    """Print the text of the finding for these dumps and, for each trace, the rank and `describe_last`.
+    """Print the text of the finding for these dumps and, for each trace, the rank with op and line of `find_last`.
 
     A path may be a folder with dumps (`list_files`). With `html`, also write the page with the finding (`write_page`).
     Return 0 if the finding is "healthy" and 1 for any other. Return 2 after one sentence with the file's name if a dump
