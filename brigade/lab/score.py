@@ -58,7 +58,7 @@ def plan_rows(variants: Sequence[Variant], sources: Sources | None = None) -> di
     for problem in PROBLEMS:
         shape = MODELS[problem.model]
         setting = Setting(shape.make_groups(), problem.world_size, BUCKET_MB, node_size=problem.node_size)
-        rate = H100.utilisation.typical * H100.tflops["fp32"] * 1e12
+        rate = H100.get_utilisation("fp32").typical * H100.tflops["fp32"] * 1e12
         flops = shape.count_forward_flops(TOKENS, shape.context)
         machine = make_machine(flops, rate, H100.memory_gbps * 1e9, contention=CONTENTION)
         programs = record(variants, setting, sources)

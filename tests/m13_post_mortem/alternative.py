@@ -113,7 +113,9 @@ def is_differing(place):
 
 
 def too_early(traces, place):
-    """stale or running, if the dumps were written too early."""
+    """stale or running, if the dumps were written too early. Records without times say nothing."""
+    if not all(trace.time for trace in traces):
+        return None
     own = {trace.rank: [call for call in trace.calls if call.group == place.group] for trace in traces}
     members = {rank for calls in own.values() for call in calls for rank in call.ranks}
     row = [
@@ -127,6 +129,7 @@ def too_early(traces, place):
         return finish("stale", old, place, [place])
     if any(time - start < 1 for time in dumps.values()):
         return finish("running", [], place, [place])
+    return None
 
 
 def diagnose(traces):

@@ -388,7 +388,7 @@ def test_the_rate_of_a_link_and_the_time_of_backward_can_be_given(capsys):
     printed = print_plan("--model tiny --dp 2 --dtype bf16 --link 8 --backward-ms 40", capsys)
     assert "one network card of 1 GB/s in each direction" in printed and "fp32 main parameters" in printed
     assert "Backward takes 40 ms, as measured." in printed
-    assert "published runs on 1 to 4 nodes whose computation was measured on fewer GPUs with the same" in printed
+    assert "(communication below 10%, 1 to 4 nodes), measured on fewer GPUs with the same micro-batch" in printed
 
 
 def test_a_plan_for_another_device_in_micro_batches_that_recompute(capsys):

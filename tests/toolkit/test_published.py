@@ -214,4 +214,5 @@ def test_the_devices_are_those_of_their_datasheets():
     assert devices.DEVICES["h100"].tflops == {"fp32": 67.0, "bf16": 989.4, "fp8": 1978.9}
     for device in devices.DEVICES.values():
         assert device.page.startswith(devices.NVIDIA)
-        assert 0 < device.utilisation.low <= device.utilisation.typical <= device.utilisation.high < 1
+        for one in (device.get_utilisation(dtype) for dtype in device.tflops):
+            assert 0 < one.low <= one.typical <= one.high < 1
