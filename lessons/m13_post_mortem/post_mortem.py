@@ -40,7 +40,7 @@ RECORDED = ("process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "profi
             "input_dtypes", "output_dtypes", "state", "retired", "time_created_ns", "line")  # fmt: skip
 FOREIGN = re.compile(
     r"^<|[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python3|[/\\]torch[/\\](distributed|nn|autograd)"
-    r"|[/\\]brigade[/\\]rank[/\\]"
+    r"|[/\\]brigade[/\\]ranks[/\\]"
 )  # the standard library, torch, and what records the course's own ranks
 MAX_RANKS = 1_000_000  # more are an error in a file
 PATIENCE_S = 1.0  # a call that waits for a shorter time proves no hang
