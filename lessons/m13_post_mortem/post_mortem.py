@@ -136,6 +136,7 @@ def dump_trace(path: str | Path, has_ended: bool = False) -> None:
     world = dist.distributed_c10d._world
     processes = {name: group for group, name in world.pg_names.items()}
     groups: dict[str, list[int]] = {}
+    time_ns = time.time_ns()  # before the records are read: to make the texts of their frames may take seconds
     records = list(_read_recorders())
     for entry in (entry for record in records for entry in record.get("entries", [])):
         name, description = entry["process_group"]
@@ -151,7 +152,7 @@ def dump_trace(path: str | Path, has_ended: bool = False) -> None:
         "has_ended": has_ended,
         "num_lost": sum(map(_count_lost, records)),
         "job": _identify_job(),
-        "time_ns": time.time_ns(),
+        "time_ns": time_ns,
         "groups": groups,
         "entries": [{name: entry[name] for name in RECORDED} for entry in entries],
     }
