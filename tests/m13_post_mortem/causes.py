@@ -82,7 +82,9 @@ OTHER_KIND = {  # the right kind and the returned one
     ("ended", "behind"): "some of the members without the call have ended. The kind is ended.",
     **dict.fromkeys(product(["unseen"], ["behind", "ended"]), ACCUSED),
     **dict.fromkeys(product(["unseen"], ["healthy", "stuck"]), UNSEEN),
-    **dict.fromkeys(product(["dead"], ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]), NO_TRACE),
+    **dict.fromkeys(
+        product(["dead"], ["healthy", "stuck", "not_started", "unseen", "ended", "behind", "circular"]), NO_TRACE
+    ),
     **dict.fromkeys(product(["running", "stale"], ["circular", "stuck", "not_started", "behind", "healthy"]), TIMES),
     **dict.fromkeys(product(["stuck"], ["behind", "ended"]), AT_A_CALL),
     **dict.fromkeys(product(["behind", "ended"], ["stuck", "not_started"]), NO_PLACE),
