@@ -86,7 +86,7 @@ DEVICES = {
         180,
         8000,
         BLACKWELL,
-        ASSUMED_UTILISATION,
+        {},
         f"{NVIDIA}hgx/",
     ),
     "a100": Device("A100", {"fp32": 19.5, "bf16": 312.0}, 80, 2039, AMPERE, AMPERE_UTILISATION, f"{NVIDIA}a100/"),
