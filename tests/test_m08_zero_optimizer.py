@@ -10,6 +10,7 @@ import torch
 
 from brigade.course.checks.diagnose.evidence import Evidence
 from brigade.course.checks.expectations import MANY_STEPS, expect_equal, explain_failures, format_ranks, replace_cause
+from brigade.course.checks.forms import DictOf, Like, OneOf, find_mistake
 from brigade.course.checks.reference import draw_generators
 from brigade.ranks.claims import At, Step, each_step, in_phase, is_unchanged, show
 from brigade.ranks.runner.ranks import PerRank
@@ -120,7 +121,8 @@ def test_sharded_launches(submission):
     """A step reduces and broadcasts each trainable parameter once, with the same root, and waits on every handle."""
     for world, model in submission.pair_worlds((2, 3), ("Tied", "Frozen")):
         case = submission.case(model, world, steps=3, dtype=torch.float64)
-        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **SGD), world_size=world)
+        jobs = case.make_jobs(start=case.start(), parts=[], **SGD)
+        results = submission.run(m08_sharded.train, jobs, world_size=world)
         parameters = case.parameters().values()
         trained, frozen = ([p.numel() for p in parameters if p.requires_grad == own] for own in (True, False))
         what = f"a step launches one reduce and one broadcast for each trainable parameter of the {model} model"
@@ -154,12 +156,15 @@ def test_sharded_groups_and_schedulers(submission):
             late = {"names": names[-2:], "options": {"lr": 0.03}}
             first = {"names": names[:-2], "options": {}}
             job = {"optimizer": "AdamW", "options": {"lr": 0.01}, "params": [first], "late": late, "at": 2}
-        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
+        parts = [*m08_sharded.TRAINED, "sizes", "num_others", *["losses", "returned"] * ("closure" in job)]
+        jobs = case.make_jobs(start=case.start(), parts=parts, **job)
+        results = submission.run(m08_sharded.train, jobs, world_size=world)
         expected, sizes = train_unsharded(case, job)["sizes"], [list_sizes(result) for result in results]
         for rank, own in enumerate(sizes):
             why = partial(causes.explain_sizes, sizes, expected)
             At(rank).equal("the groups in param_groups have {} parameters", own, expected, why)
-        expect_closures(results, 6, "closure" in job)
+        if "closure" in job:
+            expect_closures(results, 6)
         expect_unsharded(results, case, job, partial(causes.suspect_scheduling, kind, job, names))
 
 
@@ -178,7 +183,8 @@ def test_sharded_clipping(submission):
             expected = train_unsharded(case, job)["norms"]
             if all(2 * max_norm < norm < 5 for norm in expected if math.isfinite(norm)):
                 break
-        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
+        jobs = case.make_jobs(start=case.start(), parts=[*m08_sharded.TRAINED, "norms", "norm_dtypes"], **job)
+        results = submission.run(m08_sharded.train, jobs, world_size=world)
         for step in each_step(results.events, 5, groups[0]):
             early, late = (step.launches("reduce").where(in_phase(phase)) for phase in ("clip", "step"))
             cause = causes.SKIPPED if step.number == 4 else causes.NOT_REDUCED
@@ -235,7 +241,8 @@ def test_zero_equals_unsharded(submission):
         groups, case = draw_training(submission, model, world, branches)
         recipe, is_moving = make_recipe(name), world == 3
         arguments = ZERO["arguments"] | {"buckets_per_group": {1: None, 2: 1}.get(world, 2)}
-        jobs = make_zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=is_moving)
+        parts = [*m08_zero.TRAINED, *["state_bytes"] * (len(case.group) > 1)]
+        jobs = make_zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=is_moving, parts=parts)
         results = submission.run(m08_zero.train, jobs, world_size=world)
         steps = len(case.batches[0])
         what = f"{steps} steps of {name} on {format_ranks(case.group)} give the same weights as the plain optimizer"
@@ -268,7 +275,13 @@ def test_zero_state_is_shared(submission):
         case = draw_case(submission, model, world, steps=2, dtype=dtype)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         bound = compute_padded_numel(trainable, world) * 4 // world
-        results = submission.run(m08_zero.train, make_zero_jobs(case, make_recipe(name)), world_size=world)
+        parts = [
+            "weights",
+            "state_bytes",
+            *(["fp32_bytes", "grad_bytes"] if dtype == torch.bfloat16 else ["copied_bytes"]),
+        ]
+        jobs = make_zero_jobs(case, make_recipe(name), parts=parts)
+        results = submission.run(m08_zero.train, jobs, world_size=world)
         whole = MOMENTS[name] * 4 * sum(p.numel() for p in trainable)
         part = f"1/{world} of the buckets in fp32 has {bound} bytes"
         for rank, result in enumerate(results):
@@ -297,7 +310,7 @@ def test_zero_volume(submission):
     for world, dtype in submission.pair_worlds((2, 3), (torch.float32, torch.bfloat16)):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         arguments = ZERO["arguments"] | {"grad_dtype": torch.float32, "buckets_per_group": 2}
-        jobs = make_zero_jobs(case, make_recipe("AdamW"), arguments=arguments)
+        jobs = make_zero_jobs(case, make_recipe("AdamW"), arguments=arguments, parts=["weights", "gather_grads"])
         results = submission.run(m08_zero.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
         name = str(dtype).removeprefix("torch.")
@@ -329,13 +342,15 @@ def test_zero_groups_and_schedulers(submission):
             recipe = make_recipe(
                 "AdamW", groups=[first, second], gamma=0.9, at=steps // 2, change={"weight_decay": 0.4}
             )
-        results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
+        parts = [*m08_zero.TRAINED, "state_bytes", "groups", "num_foreign", *["losses", "returned"] * late]
+        results = submission.run(m08_zero.train, make_zero_jobs(case, recipe, parts=parts), world_size=world)
         for rank, result in enumerate(results):
             named = list_groups(result)
             what = "param_groups contain the model's whole parameters, in the groups that the user passed"
             is_right = named == [first["names"], second["names"]]
             At(rank).claim(what, is_right, f"the groups contain {'; '.join(map(show, named))}", causes.INNER_GROUPS)
-        expect_closures(results, steps, late)
+        if late:
+            expect_closures(results, steps)
         how = (
             f"closures and a second group, added before step {steps // 2}"
             if late
@@ -359,7 +374,8 @@ def test_zero_clipping(submission):
         case = draw_case(submission, model, world, steps=steps, dtype=torch.float64)
         norms = train_alone(case, recipe | {"max_norm": float("inf")})[2]
         recipe["max_norm"] = sorted(norms)[steps // 2]  # this clips about half of the steps
-        results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
+        parts = [*m08_zero.TRAINED, "state_bytes", "norms", "norm_dtypes"]
+        results = submission.run(m08_zero.train, make_zero_jobs(case, recipe, parts=parts), world_size=world)
         weights, _, norms = train_alone(case, recipe)
         rounding = get_rounding(results)
         why = partial(causes.explain_norms, len(case.parameters()))
@@ -379,7 +395,7 @@ def test_zero_clipping(submission):
         require_shared_state(results, case, "SGD")
     for world, value in submission.pair_worlds((2, 3), (float("inf"), float("nan"))):
         case = submission.case("Plain", world, dtype=torch.float64)
-        jobs = make_zero_jobs(case, make_recipe("SGD", max_norm=1.0))
+        jobs = make_zero_jobs(case, make_recipe("SGD", max_norm=1.0), parts=["weights", "norms"])
         name = submission.rng.choice(list(case.parameters()))
         jobs[submission.rng.randrange(world)]["poison"] = [name, value]
         results = submission.run(m08_zero.train, jobs, world_size=world)
@@ -393,7 +409,8 @@ def test_zero_clipping(submission):
     starts = [{"weights.0": torch.zeros(400, dtype=dtype)} for dtype in (torch.float16, torch.bfloat16)]
     recipe = make_recipe("SGD", max_norm=1.0)
     inputs = [torch.full_like(start["weights.0"], 1024) for start in starts]  # their squares overflow in fp16
-    jobs = [make_dots_jobs(recipe, start, [[[x]]] * world) for start, x in zip(starts, inputs, strict=True)]
+    make = partial(make_dots_jobs, recipe, parts=["weights", "norms", "norm_dtypes"])
+    jobs = [make(start, [[[x]]] * world) for start, x in zip(starts, inputs, strict=True)]
     for start, results in zip(starts, submission.run_each(m08_zero.train_dots, jobs), strict=True):
         norms, rounding = [result["norms"] for result in results], max(get_rounding(results), NORMS[torch.float32])
         expect_norms(norms, [1024 * math.sqrt(400)], rounding, why=causes.explain_overflow)
@@ -430,7 +447,8 @@ def test_zero_checkpoints(submission):
         recipe = make_recipe(name, groups=groups)
         saving = recipe | {"gamma": 0.8}
         weights, state, _ = train_alone(case, saving, range(before), range(half))
-        jobs = make_zero_jobs(case, saving, before, slice(half), save=True)
+        parts = [*m08_zero.TRAINED, "state_bytes", "state_dict"]
+        jobs = make_zero_jobs(case, saving, before, slice(half), parts=parts)
         with replace_cause(causes.find_skipped_shard):
             saved = submission.run(m08_zero.train, jobs, world_size=before)
         expect_trained(
@@ -457,7 +475,7 @@ def test_zero_checkpoints(submission):
                 misfitting = otherwise = causes.MISNUMBERED_MOMENTS
                 hypotheses = dict
             with replace_cause(partial(causes.find_misfitting_moments, cause=misfitting)):
-                at_once = PerRank(job | {"batches": [], "save": True} for job in jobs)
+                at_once = PerRank(job | {"batches": [], "parts": ["state_dict"]} for job in jobs)
                 results, again = submission.run_each(m08_zero.train, [jobs, at_once])
             expect_trained(
                 f"after loading {source}, {half} steps of {name} on {after} ranks give the plain optimizer's weights",
@@ -503,19 +521,23 @@ def test_zero_masters(submission):
     recipe = {"optimizer": "Adam", "options": {"lr": 0.09 * GAP}}
     before, after = (*submission.worlds(3), *submission.worlds(2))
     inputs = [[draw_descent(start)] * 5] * 3
-    jobs = make_dots_jobs(recipe, start, inputs[:before], grad_dtype=torch.float32, save=True)
+    parts = [*m08_zero.TRAINED, "state_dict"]
+    jobs = make_dots_jobs(recipe, start, inputs[:before], grad_dtype=torch.float32, parts=parts)
     saved = submission.run(m08_zero.train_dots, jobs, world_size=before)
     masters, state = train_dots_alone(recipe, widen(start), inputs)
     exact = {torch.bfloat16: GAP / 8, torch.float16: GAP / 64, torch.float32: 1e-5}
     what = "after 5 small steps of Adam, the weights equal the rounded fp32 main parameters"
     expect_trained(what, saved, round_like(masters, start), start, tolerance=exact)
+    for rank, result in enumerate(saved):
+        expect_state_dict(result["state_dict"], state, list(start), rank, before, tolerance=1e-5)
+        expect_masters(result["state_dict"], masters, start, rank)
     rounded, state_dict = saved[0]["weights"], saved[0]["state_dict"]
     plain = {key: state_dict[key] for key in ("state", "param_groups")}
     make = partial(make_dots_jobs, recipe, inputs=inputs[:after], grad_dtype=torch.float32)
     jobs_per_call = [
         make(rounded, load=state_dict),
         make(start, load=plain, late_weights=list(rounded.values())),
-        make(rounded, inputs=[[]] * after, load=state_dict, save=True),  # no steps
+        make(rounded, inputs=[[]] * after, load=state_dict, parts=["state_dict"]),  # no steps
     ]
     with replace_cause(causes.find_misfitting_moments):
         results, without, again = submission.run_each(m08_zero.train_dots, jobs_per_call)
@@ -537,9 +559,10 @@ def test_zero_masters(submission):
         otherwise=causes.MASTERS_NOT_FROM_WEIGHTS,
     )
     for rank, result in enumerate(again):
-        with replace_cause(partial(causes.find_rounded_moments, result["state_dict"], state_dict, start)):
+        with replace_cause(partial(find_rounded_moments, result["state_dict"], state_dict, start)):
             when = "after load_state_dict, with fp32 moments, "
             expect_state_dict(result["state_dict"], state_dict, list(start), rank, after, when)
+            expect_masters(result["state_dict"], masters, start, rank, when)
 
 
 # ---- what the checks use
@@ -593,6 +616,8 @@ def expect_reloaded(submission):
         ("before the first step", all_results[0], second, causes.OLD_STATE),
         ("after a step and loaded twice", all_results[1], again[-1], causes.SHARED_CHECKPOINT),
     ):
+        for rank, result in enumerate(results):
+            At(rank).claim(f"{why}{what}", result is not None, "RuntimeError", cause)
         expect_equal(why + what, list(results), expected, tolerance=MANY_STEPS, evidence=Evidence(cause))
 
 
@@ -609,15 +634,14 @@ def list_groups(result):
     return named + [[f"{result['num_foreign']} tensors outside the model"]] * bool(result["num_foreign"])
 
 
-def expect_closures(results, steps, has_closure):
+def expect_closures(results, steps):
     """Expect one call of the closure per step, whose result step returns."""
     for rank, result in enumerate(results):
         at, count = At(rank), len(result["losses"])
         got, why = f"calls of the closure in {steps} steps: {count}", partial(causes.explain_calls, count, steps)
         at.claim("each call of step calls the closure once", count == steps, got, why)
-        is_returned = result["returned"] == (result["losses"] if has_closure else [])
         what = "step(closure) returns the result of the closure, the loss"
-        at.claim(what, is_returned, "step returned something else", causes.CLOSURE)
+        at.claim(what, result["returned"] == result["losses"], "step returned something else", causes.CLOSURE)
 
 
 def expect_unsharded(results, case, job, changes=dict, tolerance=MANY_STEPS):
@@ -687,7 +711,33 @@ def expect_plain_loads(resume):
         At().claim("a plain optimizer can load the state_dict", False, f"{type(error).__name__}: {error}")
 
 
-def expect_state_dict(actual, expected, params, rank, size, when=""):
+def expect_masters(state_dict, masters, weights, rank, when=""):
+    """Expect the main parameters of all 16-bit weights in a state_dict, and no others."""
+    kept = {f"weights.{number}": value for number, value in state_dict["masters"].items()}
+    narrow = {name: value for name, value in masters.items() if weights[name].itemsize == 2}
+    what = f"{when}in every state_dict(), masters has the fp32 main parameters of all 16-bit weights"
+    At(rank).equal(f"{what}, {{}}", show(sorted(kept)), show(sorted(narrow)))
+    expect_equal(what, [kept], narrow, ranks=[rank], tolerance=1e-5)
+
+
+def find_rounded_moments(state_dict, saved, weights, failed):
+    """Return the cause of this name if a state_dict has the form of the one that was saved."""
+    has_other_form = find_mistake(form_like(saved), state_dict)
+    return "" if has_other_form else causes.find_rounded_moments(state_dict, saved, weights, failed)
+
+
+def form_like(value):
+    """Return the form of values such as those in a plain optimizer's state_dict. Its `step` may be a number."""
+    if isinstance(value, dict):
+        return {key: form_like(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(form_like, value))
+    if isinstance(value, torch.Tensor):
+        return value if value.dim() else OneOf(value, int, float)
+    return None if value is None else type(value)
+
+
+def expect_state_dict(actual, expected, params, rank, size, when="", tolerance=MANY_STEPS):
     """Expect the plain optimizer's state_dict, plus "masters", on one of `size` ranks.
 
     `params` are the names of its parameters in their order.
@@ -699,8 +749,9 @@ def expect_state_dict(actual, expected, params, rank, size, when=""):
     got = show([f"{key} (a {kind})" for key, kind in kinds.items()]) if kinds else f"it is {actual!r}"
     at.claim(what, is_right, got, partial(causes.explain_keys, kinds))
     for index, plain in enumerate(expected["param_groups"]):
-        group = dict(enumerate(actual["param_groups"])).get(index, {})
-        for key in {"params", "lr", "weight_decay", "betas", "momentum"} & set(plain):
+        group = dict(enumerate(actual["param_groups"])).get(index)
+        group = group if isinstance(group, dict) else {}
+        for key in plain:
             cause = causes.NOT_CONSECUTIVE if key == "params" else causes.OLD_OPTIONS
             what, got = f"{of}{key} of group {index} is {plain[key]}", f"it is {group.get(key)}"
             at.claim(what, group.get(key) == plain[key], got, cause)
@@ -719,7 +770,10 @@ def expect_state_dict(actual, expected, params, rank, size, when=""):
                 actual_moments[name], expected_moments[name] = entry.double(), value.double()
     with replace_cause(lambda failed: causes.OWN_PARTS):
         what = f"{of}moments are those of the plain optimizer"
-        expect_equal(what, [actual_moments], expected_moments, ranks=[rank], tolerance=MANY_STEPS)
+        expect_equal(what, [actual_moments], expected_moments, ranks=[rank], tolerance=tolerance)
+    form = form_like(expected) | {"masters": DictOf(Like(torch.float32), int)}
+    mistake = find_mistake(form, actual)
+    at.claim(f"{of}there are the plain optimizer's entries, masters, and nothing else", not mistake, mistake)
 
 
 def draw_descent(weights, generator=None):

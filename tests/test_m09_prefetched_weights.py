@@ -46,8 +46,10 @@ def test_equals_unsharded(submission):
         # Where no evaluation awaits the weights, a forward must find weights that are still on the way.
         visits = training.VISITS if world == 4 else ()
         limits = (None if world == 1 else 1, bucket_numel)
-        jobs = make_jobs(case, recipe, *limits, groups=groups, finish=True, visits=visits)
-        judge = partial(expect_unsharded, submission, jobs, case, recipe, bucket_numel == BUCKET_NUMEL)
+        is_shared = bucket_numel == BUCKET_NUMEL and len(case.group) > 1
+        parts = [*m08_zero.TRAINED, *["state_bytes"] * is_shared]
+        jobs = make_jobs(case, recipe, *limits, groups=groups, finish=True, visits=visits, parts=parts)
+        judge = partial(expect_unsharded, submission, jobs, case, recipe, is_shared)
         with blame_visits(submission, jobs, judge, m08_zero.train):
             judge(submission.run(m08_zero.train, jobs, world_size=world))
     expect_clipped_main_parameters(submission)
@@ -183,6 +185,7 @@ def expect_clipped_main_parameters(submission):
     [world] = submission.worlds(2)
     start, recipe = torch.zeros(400, dtype=torch.bfloat16), make_recipe("SGD", max_norm=1.0)
     job = {"weights": [start], "batches": [[torch.full_like(start, 8)]], "recipe": recipe, "finish": True}
+    job["parts"] = ["weights"]
     arguments = {"bucket_numel": BUCKET_NUMEL, "buckets_per_group": 1}
     results = submission.run(m08_zero.train_dots, JOB | job | {"arguments": arguments}, world_size=world)
     lr = recipe["options"]["lr"]  # the norm of 400 equal numbers is 20 times one of them

@@ -50,7 +50,9 @@ def test_equals_unsharded(submission):
         )
         recipe = make_recipe(name, **({"max_norm": 0.5} if world == 2 else {}))
         visits = training.VISITS if world == 2 else ()
-        jobs = make_jobs(case, world, recipe=recipe, groups=groups, micro_batches=1, finish_each=False, visits=visits)
+        parts = [*m08_zero.TRAINED, "copied_bytes", *["norms", "norm_dtypes"] * ("max_norm" in recipe)]
+        common = {"groups": groups, "micro_batches": 1, "finish_each": False, "visits": visits, "parts": parts}
+        jobs = make_jobs(case, world, recipe=recipe, **common)
         for job in jobs[1:]:
             job["visits"] = ()  # only one rank evaluates
         judge = partial(expect_unsharded, submission, jobs, case, recipe)
@@ -196,7 +198,8 @@ def test_volume_and_dtypes(submission):
     dtypes = ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32))
     for world, (dtype, grad_dtype) in submission.pair_worlds((2, 3), dtypes):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
-        jobs = make_jobs(case, 2, grad_dtype, recipe=make_recipe("AdamW"), finish_each=False, micro_batches=1)
+        common = {"finish_each": False, "micro_batches": 1, "parts": ["weights"]}
+        jobs = make_jobs(case, 2, grad_dtype, recipe=make_recipe("AdamW"), **common)
         results = submission.run(scenario.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
         weights, is_wider = str(dtype).removeprefix("torch."), grad_dtype.itemsize > dtype.itemsize

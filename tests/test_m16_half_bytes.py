@@ -209,7 +209,7 @@ def test_zero_optimizer(submission):
     recipe = make_recipe("SGD") | {"options": {"lr": 0.01}}
     for world, model in submission.pair_worlds((2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world, steps=4, micro_batches=2)
-        jobs = case.make_jobs(recipe=recipe, **make_job(2))
+        jobs = case.make_jobs(recipe=recipe, parts=["weights"], **make_job(2))
         results = submission.run(m08_zero.train, jobs, world_size=world)
         expected, start = compute_weights(case, recipe), case.start()
         scale = 0.01 * 4 * max(case.gradients_and_scale()[1].values())
@@ -227,7 +227,7 @@ def test_zero_optimizer(submission):
         # Gradients that are whole numbers: 256 on rank 0, 255 on rank 1, ...
         inputs = [[[torch.full((200,), 256.0 - rank)]] for rank in range(world)]
         weights = {"weights": [torch.zeros(200)], "recipe": recipe | {"options": {"lr": 1.0}}}
-        jobs = PerRank(make_job() | weights | {"batches": own} for own in inputs)
+        jobs = PerRank(make_job() | weights | {"batches": own, "parts": ["weights"]} for own in inputs)
         mean = 256 - (world - 1) / 2
         for rank, result in enumerate(submission.run(m08_zero.train_dots, jobs, world_size=world)):
             [weight] = result["weights"].values()

@@ -71,15 +71,6 @@ def build_param_group(group: dict, model: nn.Module, as_generator: bool = False)
     return group["options"] | {"params": params if as_generator else list(params)}
 
 
-def form_steps(recipe: dict, steps: int) -> dict:
-    """Return the form of what `take_steps` returns."""
-    has_closure = bool(recipe.get("closure"))
-    num_norms = 0 if has_closure or "max_norm" not in recipe else steps
-    losses = ListOf(float) if has_closure else [float] * steps  # a submission may call the closure too often
-    norms = {"norms": [float] * num_norms, "norm_dtypes": [Maybe(torch.dtype)] * num_norms}
-    return norms | {"losses": losses, "returned": [Maybe(float)] * steps * has_closure}
-
-
 def take_steps(
     recipe: dict,
     model: nn.Module,
@@ -146,22 +137,34 @@ def make_zero_optimizer(job: dict, ddp: nn.Module, model: nn.Module) -> torch.op
         )
 
 
+TRAINED = ("weights", "is_optimizer", "gather_grads")  # the parts that `train_wrapped` usually returns
+
+
 def form_wrapped(job: dict, weights: dict) -> dict:
     """Return the form of what `train_wrapped` returns for a model with weights of this form."""
-    nbytes = dict.fromkeys(("fp32_bytes", "grad_bytes", "copied_bytes", "num_foreign"), int)
-    results = {"weights": weights, "is_optimizer": bool, "gather_grads": bool, "state_bytes": Maybe(int)}
-    groups = dict.fromkeys(weights, int)
-    saved = {"groups": groups, "state_dict": Anything() if job.get("save") else None}
-    return form_steps(job["recipe"], len(job["batches"])) | results | nbytes | saved
+    steps = len(job["batches"])
+    forms = dict.fromkeys(("fp32_bytes", "grad_bytes", "copied_bytes", "num_foreign"), int) | {
+        "weights": weights,
+        "is_optimizer": bool,
+        "gather_grads": bool,
+        "state_bytes": Maybe(int),
+        "groups": dict.fromkeys(weights, int),
+        "norms": [float] * steps,
+        "norm_dtypes": [Maybe(torch.dtype)] * steps,
+        "losses": ListOf(float),  # a submission may call the closure too often
+        "returned": [Maybe(float)] * steps,
+        "state_dict": Anything(),
+    }
+    return {part: forms[part] for part in job.get("parts", TRAINED)}
 
 
 @returns(lambda job: form_wrapped(job, like_weights(job)))
 def train(job: dict) -> dict:
-    """Wrap the model, make the optimizer, load job["load"] and take all steps.
+    """Wrap the model, make the optimizer, load job["load"], take all steps and return job["parts"].
 
     job["reallocate"] moves the buffers before every step. job["poison"] is a parameter and a value, which replaces one
-    entry of its gradient on this rank. With job["save"], return the state_dict too. With job["finish"], call
-    `finish_param_sync` before reading the weights. job["visits"] has forwards that do not belong to a step.
+    entry of its gradient on this rank. With job["finish"], call `finish_param_sync` before reading the weights.
+    job["visits"] has forwards that do not belong to a step.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -241,7 +244,7 @@ def train_dots(job: dict) -> dict:
 
 
 def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
-    """Make the optimizer, take all steps, and return the values that a check compares.
+    """Make the optimizer, take all steps, and return the values that a check compares: those that job["parts"] names.
 
     "groups" has, for each parameter, 1000 times the number of its group plus its place there, or -1, and "num_foreign"
     counts other tensors.
@@ -270,7 +273,8 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
     places = dict(listed)
     grouped = {name: places.get(id(parameter), -1) for name, parameter in model.named_parameters()}
     groups = [] if inner is None else inner.param_groups
-    return outcome | {
+    parts = job.get("parts", TRAINED)
+    outcome |= {
         "weights": weights,
         "is_optimizer": isinstance(optimizer, torch.optim.Optimizer),
         "gather_grads": bool(getattr(ddp, "gather_grads", False)),
@@ -280,8 +284,9 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
         "fp32_bytes": sum(p.nbytes for group in groups for p in group["params"] if p.dtype == torch.float32),
         "grad_bytes": count_gradient_bytes(groups, ddp),
         "copied_bytes": max(copied),
-        "state_dict": optimizer.state_dict() if job.get("save") else None,
+        "state_dict": optimizer.state_dict() if "state_dict" in parts else None,
     }
+    return {part: outcome[part] for part in parts}
 
 
 def replace_last_entry(grad: Tensor, value: float) -> Tensor:

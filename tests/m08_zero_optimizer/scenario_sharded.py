@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from brigade.course.checks.edge_case_models import compute_loss
-from brigade.course.checks.forms import Maybe, returns
+from brigade.course.checks.forms import ListOf, Maybe, returns
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import device, student
 from brigade.ranks.rank.recording import phase
 from helpers.training import build, create_group, draw, follow, like_weights, move_to_device
-from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, form_steps, take_steps
+from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, take_steps
 
 
 def make_sharded_optimizer(job: dict, params: Iterable[Any]) -> torch.optim.Optimizer:
@@ -84,20 +84,33 @@ def count_groups(job: dict) -> int:
     return (len(job["params"]) if isinstance(job["params"], list) else 1) + ("late" in job)
 
 
+TRAINED = ("weights", "left")  # the parts that `train` usually returns
+
+
 def form_training(job: dict) -> dict:
     """Return the form of what `train` returns."""
     weights, steps = like_weights(job), len(job["batches"])
-    groups = {"sizes": [Maybe(int)] * count_groups(job), "num_others": int}
-    return form_steps(job, steps) | groups | {"weights": [weights] * steps, "left": dict.fromkeys(weights, bool)}
+    forms = {
+        "weights": [weights] * steps,
+        "left": dict.fromkeys(weights, bool),
+        "sizes": [Maybe(int)] * count_groups(job),
+        "num_others": int,
+        "norms": [float] * steps,
+        "norm_dtypes": [Maybe(torch.dtype)] * steps,
+        "losses": ListOf(float),  # a submission may call the closure too often
+        "returned": [Maybe(float)] * steps,
+    }
+    return {part: forms[part] for part in job.get("parts", TRAINED)}
 
 
 @returns(form_training)
 def train(job: dict) -> dict:
-    """Train this rank's replica on its own batches. All ranks start with job["start"]."""
+    """Train this rank's replica on its own batches, and return job["parts"]. All ranks start with job["start"]."""
     model = build(job | {"state": job["start"]})
     optimizer = make_sharded_optimizer(job, select_params(job, model))
     batches = [[move_to_device(batch) for batch in step] for step in job["batches"]]
-    return run_loop(job, model, optimizer, batches, lambda max_norm: optimizer.clip_grad_norm_(max_norm))
+    outcome = run_loop(job, model, optimizer, batches, lambda max_norm: optimizer.clip_grad_norm_(max_norm))
+    return {part: outcome[part] for part in job.get("parts", TRAINED)}
 
 
 @returns(lambda job: Maybe(like_weights(job)))
