@@ -21,7 +21,7 @@ from brigade.ranks.runner.ranks import PerRank
 from brigade.ranks.verdict import CheckFailed, join_names
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.steps import expect_interface
-from helpers.units import expect_freed, expect_orders, expect_trained, make_jobs, run_each
+from helpers.units import expect_freed, expect_optimizer_state, expect_orders, expect_trained, make_jobs, run_each
 from m11_fully_sharded import causes, scenario
 from m11_fully_sharded.expected import find_units, join_shards, lay_out, list_units, train_mixed, train_plain
 from m11_fully_sharded.scenario import PASSES, UNIT_TYPES, join_words
@@ -157,7 +157,7 @@ def test_shards_have_average_gradients(submission):
     """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
     for world, counts in submission.pair_worlds((3, 1), ((1, 2), (2,))):
         cases = [submission.case("Blocks", world, **DOUBLE, hidden_layers=4, micro_batches=n) for n in counts]
-        jobs = [make_jobs(case, finish_each=True) for case in cases]
+        jobs = [make_jobs(case, ("numels", "gradients"), finish_each=True) for case in cases]
         for finishes, case, results in zip(counts, cases, run_each(submission, scenario.train, jobs), strict=True):
             expect_nothing_whole(results, case)
             expect_shapes(results, case)
@@ -213,7 +213,8 @@ def test_weights_equal_plain_training(submission):
     ):
         steps = 20 if world == 2 else 5
         case = submission.case(model, world, steps=steps, **DOUBLE, hidden_layers=3, **options)
-        [results] = run_each(submission, scenario.train, [make_jobs(case, arguments=arguments, **more)])
+        jobs = make_jobs(case, ("numels", "weights", "interface"), arguments=arguments, **more)
+        [results] = run_each(submission, scenario.train, [jobs])
         own = [results[rank] for rank in case.group]
         expect_shapes(own, case)
         expect_plain(own, case, f"weights after {steps} steps of {case.optimizer} ({model})")
@@ -268,7 +269,8 @@ def test_gathers_and_reductions_overlap(submission):
     more = DOUBLE | {"hidden_layers": 5, "forward_borders": True}
     cases = [submission.case("Blocks", world, steps=2, **more) for _ in prefetches]
     settings = [*zip(prefetches, cases, strict=True)]
-    jobs = [make_jobs(case, arguments={"prefetch": p}, proven=1, reports=True) for p, case in settings]
+    parts = ("reports", "early", "trained")
+    jobs = [make_jobs(case, parts, arguments={"prefetch": p}, proven=1) for p, case in settings]
     for (prefetch, case), results in zip(settings, run_each(submission, scenario.train, jobs), strict=True):
         units = list_units(case)
         for step in each_step(results.events, 2):
@@ -305,7 +307,7 @@ def test_accumulation(submission):
     """Inside no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
     [world], micro, crossed = submission.worlds(2), 3, 2
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, **DOUBLE, hidden_layers=4)
-    jobs = make_jobs(case, zero="ddp", drop=True, interrupted=1, crossed=crossed)
+    jobs = make_jobs(case, ("weights", "accumulated"), zero="ddp", drop=True, interrupted=1, crossed=crossed)
     [results] = run_each(submission, scenario.train, [jobs])
     names = [name for name, p in case.parameters().items() if p.requires_grad]
     for step in each_step(results.events, 3):
@@ -329,24 +331,29 @@ def test_clipping(submission):
     limit = sorted(train_plain(case, max_norm=float("inf"))[1])[2]  # this clips about half of the steps
     mixed = submission.case("MixedDtypes", world, hidden_layers=3, group=groups[0])
     half = train_plain(mixed, max_norm=float("inf"))[1][0] / 2
-    jobs = [make_jobs(case, clip=limit, groups=groups), make_jobs(mixed, clip=half, groups=groups)]
+    jobs = [
+        make_jobs(case, ("gradients", "norm", "weights"), clip=limit, groups=groups),
+        make_jobs(mixed, ("gradients", "norm", "clipped"), clip=half, groups=groups),
+    ]
     results, mixed_results = run_each(submission, scenario.train, jobs)
     weights, norms, _ = train_plain(case, max_norm=limit)
     own = [results[rank] for rank in case.group]
     expect_nothing_whole(own, case)
     expect_all_shards(own, results.events, case)
-    gradients = [[grad.double() for grad in result["gradients"]] for result in results]
     for rank, result in zip(case.group, own, strict=True):
-        got, dtype = result["norm"]
-        rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
+        got = result["norm"]
+        rounding = 1e-5 if got == float(torch.tensor(got, dtype=torch.float32)) else MANY_STEPS
         exact, shown = format_distinct(norms[0], got)
         what = f"clip_grad_norm_ returns the norm of all gradients, {exact}"
-        why = partial(causes.explain_norm, gradients, case.group, got, results.events)
+        why = partial(causes.explain_norm, case, groups, got, results.events)
         At(rank).claim(what, abs(got - norms[0]) <= rounding * norms[0], f"it returned {shown}", why)
     what = f"weights after 4 steps with gradients clipped to the norm {limit:.4g}"
     # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
     suspects = partial(causes.suspect_clipping, case, limit)
     expect_plain(own, case, what, weights, tolerance=1e-5, otherwise=causes.NOT_SCALED, hypotheses=suspects)
+    gradients = join_shards([result["gradients"] for result in own], lay_out(case), case)
+    what, scale = "before clipping, the shards have the average of the gradients", case.largest_entries()
+    expect_equal(what, [gradients], case.gradients(), scale=scale, tolerance=ONE_STEP)
     own = [mixed_results[rank] for rank in mixed.group]
     expect_all_shards(own, mixed_results.events, mixed)
     expect_scaled(own, mixed, half)
@@ -363,23 +370,22 @@ def test_checkpoints(submission):
     half, stored = 2, []
     common = DOUBLE | {"steps": 2 * half, "hidden_layers": 3, "optimizer": "adam"}
     cases = [submission.case(model, 3, **common) for model in ("Buffers", "TiedBlocks", "FrozenBlocks")]
-    jobs = [select_jobs(case, first, slice(half)) for case in cases]
+    parts = ("state", "optimizer", "is_shared")
+    jobs = [select_jobs(case, first, slice(half), parts=parts) for case in cases]
     for case, saved in zip(cases, run_each(submission, scenario.train, jobs), strict=True):
         plain = case.build()
         for rank, result in enumerate(saved):
-            expect_state_dict(result["weights"], plain.state_dict(), rank)
+            expect_state_dict(result["state"], plain.state_dict(), rank)
         weights, _, optimizer = train_plain(case, range(half), range(first))
-        expect_plain(saved, case, f"the state dict after {half} steps", weights)
+        trained = [result | {"weights": result["state"]} for result in saved]
+        expect_plain(trained, case, f"the state dict after {half} steps", weights)
         own = saved[0]["optimizer"]  # None if the wrapper has no full_optimizer_state_dict
-        for rank, result in enumerate(saved):
-            is_same = (result["optimizer"] is None) == (own is None)
-            At(rank).claim("all ranks have the same method full_optimizer_state_dict", is_same, "some have none")
-        expect_optimizer_state([result["optimizer"] for result in saved if own is not None], optimizer["state"])
+        expect_optimizer_state([result["optimizer"] for result in saved], optimizer["state"])
         what = "in full_optimizer_state_dict, no two parameters share a tensor such as `step`"
         got = "some do, so a plain optimizer that loads it counts a step several times"
         At().claim(what, not any(result["is_shared"] for result in saved), got)
-        plain.load_state_dict(saved[0]["weights"])
-        stored.append((case, plain, saved[0]["weights"], own and optimizer | {"state": own}, optimizer))
+        plain.load_state_dict(saved[0]["state"])
+        stored.append((case, plain, saved[0]["state"], own and optimizer | {"state": own}, optimizer))
     pairs = zip(
         others, (False, True)[: len(others)], stored[1 : 1 + len(others)], strict=True
     )  # of which some may lack
@@ -399,7 +405,7 @@ def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
     case = submission.case("FrozenBlocks", world, steps=4, **DOUBLE, hidden_layers=4)
-    [results] = run_each(submission, scenario.train, [make_jobs(case, reports=True)])
+    [results] = run_each(submission, scenario.train, [make_jobs(case, ("numels", "weights", "reports", "early"))])
     expect_shapes(results, case)
     trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
     for step in each_step(results.events, 1):
@@ -472,13 +478,15 @@ def test_mixed_precision(submission):
                 start = case.build().state_dict() | {"scale": torch.linspace(0.5, 1.5, case.sizes[1])}
                 more |= {"load": (start, None)}
             checkpointed = ", checkpointed" * ("load" in more)
-            jobs.append(make_jobs(case, forward=f"scaled{checkpointed}", **more))
+            parts = ("numels", "gradients", "weights")
+            jobs.append(make_jobs(case, parts, forward=f"scaled{checkpointed}", **more))
         outcomes += zip(cases, mixed, jobs, run_each(submission, scenario.train, jobs), strict=True)
     for case, dtypes, jobs, results in outcomes:
         compute, reduce = (dtype or torch.float32 for dtype in dtypes)
         what = "(compute_dtype={}, reduce_dtype={})".format(*dtypes)
         expect_dtypes(results, compute, reduce, what)
         expect_shapes(results, case)
+        gradients = join_shards([result["gradients"] for result in results], lay_out(case), case)
         for rank, result in enumerate(results):
             at, dtypes = At(rank), name_dtypes(result["gradients"])
             sentence = f"the gradients of shards are {{}}, as the parameters were {what}"
@@ -495,13 +503,12 @@ def test_mixed_precision(submission):
         with replace_cause(partial(causes.explain_garbage, results.events)):
             expect_equal(
                 f"gradients of the shards after two backward passes and finishes {what}",
-                [join_shards([result["gradients"] for result in results], lay_out(case), case)],
+                [gradients],
                 first,
                 hypotheses=suspects[1],
                 tolerance=exact if reduce != torch.bfloat16 else max(exact, 2**-7),
             )
         tolerance = exact if reduce != torch.bfloat16 else max(exact, 1e-3)
-        weights |= {"scale": results[0]["weights"]["scale"]}
         what = f"weights after 2 steps {what}"
         expect_plain(results, case, what, weights, tolerance=tolerance, hypotheses=suspects[0])
 
@@ -641,7 +648,7 @@ def expect_scaled(results, case, limit):
     gradients = [[grad.double() for grad in result["gradients"]] for result in results]
     norm = sum(float(grad.square().sum()) for grads in gradients for grad in grads) ** 0.5
     for rank, grads, result in zip(case.group, gradients, results, strict=True):
-        at, returned, clipped = At(rank), result["norm"][0], result["clipped"]
+        at, returned, clipped = At(rank), result["norm"], result["clipped"]
         what = f"clip_grad_norm_ returns the norm of the gradients of all dtypes, {norm:.4g}"
         at.claim(what, abs(returned - norm) <= 2**-6 * norm, f"it returned {returned:.4g}")
         pairs = zip(grads, clipped, strict=True)
@@ -656,7 +663,8 @@ def expect_little_memory(results, case, jobs, prefetch, itemsize, directions=("f
 
     Construction may leave memory for one more set of shards, but no copy of the weights.
     """
-    unit_of = {name: unit for unit, names in enumerate(list_units(case)) for name in names}
+    units = {name: unit for unit, names in enumerate(list_units(case)) for name in names}
+    unit_of = {name: units[name] for name in case.parameters()}
     whole = [sum(layout["numel"] * itemsize for layout, _ in unit.values()) for unit in lay_out(case)]
     total = sum(p.nbytes for p in case.build().parameters())
     for rank, result in enumerate(results):
@@ -681,7 +689,7 @@ def expect_bounded(at, place, entry, alone, unit_of, whole, prefetch, why):
     direction, name, kind = place
     is_backward = direction != "forward"
     unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
-    alive = sorted({unit_of[parameter] for parameter in entry["alive"]} - {0})
+    alive = sorted({unit for place, unit in enumerate(unit_of.values()) if entry["alive"] >> place & 1} - {0})
     window = range(unit - prefetch, unit + 1) if is_backward else range(unit, unit + prefetch + 1)
     direction = "backward" if is_backward else direction
     where = join_words(f"in {direction}, at {name} in {f'unit {unit}' if unit else 'the root'},", kind and f"{kind},")
@@ -793,20 +801,6 @@ def expect_volume(step, case, gathers, passes=1):
         f"{sum(map(sum, made.values()))} elements: {summarize(launched, 20)}",
         partial(causes.explain_volume, expected),
     )
-
-
-def expect_optimizer_state(states, expected):
-    """Expect the state of each rank's optimizer to have the entries of a plain optimizer's, `expected`."""
-    actual, wanted = [flatten_state(state) for state in states], flatten_state(expected)
-    for rank, entries in enumerate(actual):
-        At(rank).equal("the entries of full_optimizer_state_dict are {}", sorted(entries), sorted(wanted))
-    expect_equal("full_optimizer_state_dict has a plain optimizer's state", actual, wanted, tolerance=MANY_STEPS)
-
-
-def flatten_state(state):
-    """Return the tensors of an optimizer's state by text such as "exp_avg of parameter 3"."""
-    entries = sorted(state.items())
-    return {f"{key} of parameter {number}": value for number, entry in entries for key, value in entry.items()}
 
 
 def expect_state_dict(state, plain, rank):

@@ -9,7 +9,7 @@ from brigade.course.checks.expectations import MANY_STEPS, ONE_STEP, expect_equa
 from brigade.ranks.claims import At, before, each_step, is_unchanged, show
 from brigade.ranks.events import list_backward_passes
 from brigade.ranks.runner.ranks import PerRank
-from helpers.units import make_jobs
+from helpers.units import expect_optimizer_state, make_jobs
 from m11_fully_sharded import scenario as fully_sharded
 from m11_fully_sharded.expected import join_shards, lay_out, list_units, train_plain
 from m14_hybrid_sharded import causes, scenario
@@ -114,7 +114,8 @@ def test_weights_equal_plain_training(submission):
         ("Blocks", [1, 3], 1, {}),
         ("Blocks", [1, 2], 2, {}),
     ]
-    for case, grid, results in run_cases(submission, scenario.train, settings, **DOUBLE, steps=2):
+    parts = ("gradients", "weights")
+    for case, grid, results in run_cases(submission, scenario.train, settings, **DOUBLE, steps=2, parts=parts):
         for rank in case.group:
             what, is_right = "after finish_grad_sync every shard has a gradient", not any(results[rank]["missing"])
             At(rank).claim(what, is_right, "shard.grad is None for some shards")
@@ -143,7 +144,9 @@ def test_collectives(submission):
         ("FrozenBlocks", ALL, 1, {}),
         ("Buffers", [0, 2], 1, {}),
     ]
-    for case, grid, results in run_cases(submission, scenario.train, settings, steps=2, hidden_layers=4):
+    for case, grid, results in run_cases(
+        submission, scenario.train, settings, steps=2, hidden_layers=4, parts=("trained",)
+    ):
         for step in each_step(results.events, 2, case.group):
             expect_collectives(step, grid, results.events)
 
@@ -151,7 +154,7 @@ def test_collectives(submission):
 @pytest.mark.points(3)
 def test_overlap(submission):
     """An all-reduce starts after its reduction, before the next unit but one computes, and runs until that has."""
-    options = DOUBLE | {"steps": 2, "hidden_layers": 6, "forward_borders": True, "proven": 1}
+    options = DOUBLE | {"steps": 2, "hidden_layers": 6, "forward_borders": True, "proven": 1, "parts": ("trained",)}
     settings = [
         ("Blocks", ALL, 2, {}),
         ("Blocks", ALL, 1, {"arguments": {"prefetch": 0}}),
@@ -186,19 +189,27 @@ def test_unusual_orders(submission):
 @pytest.mark.needs("test_weights_equal_plain_training")
 def test_clipping_and_checkpoints(submission):
     """clip_grad_norm_ returns the norm of all gradients. State dicts equal the plain module's and fit every grid."""
-    settings = [("TiedBlocks", ALL, 2, {"clip": 0.1}), ("Blocks", ALL, 2, {"steps": 4, "optimizer": "adam", "part": 0})]
-    [(case, _, clipped), (whole, _, saved)] = run_cases(submission, scenario.train, settings, **DOUBLE, steps=2)
+    settings = [
+        ("TiedBlocks", ALL, 2, {"clip": 0.1, "parts": ("gradients", "norm", "weights")}),
+        ("Blocks", ALL, 2, {"steps": 4, "optimizer": "adam", "part": 0, "parts": ("weights", "optimizer")}),
+    ]
+    [(case, grid, clipped), (whole, _, saved)] = run_cases(submission, scenario.train, settings, **DOUBLE, steps=2)
     weights, norms, _ = train_plain(case, max_norm=0.1)
     for rank, result in enumerate(clipped):
-        norm, _ = result["norm"]
+        norm = result["norm"]
         wanted, got = format_distinct(norms[0], norm)
         what = f"clip_grad_norm_ returns the norm of all gradients, {wanted}"
         At(rank).claim(what, abs(norm - norms[0]) <= 1e-5 * norms[0], f"it returned {got}", causes.NORM)
     # torch adds 1e-6 to the norm. It is right to add it or not.
     expect_trained(clipped, case, "weights after 2 steps with gradients clipped to 0.1", weights, 1e-4)
+    gradients = [grid.join([clipped[rank]["gradients"] for rank in node]) for node in grid.nodes]
+    what, scale = "before clipping, the shards of each node have the average of the gradients", case.largest_entries()
+    expect_equal(what, gradients, case.gradients(), scale=scale, tolerance=ONE_STEP)
     expect_trained(saved, whole, "weights in a state dict after 2 steps", train_plain(whole, range(2))[0])
     own = saved[0]["optimizer"]  # None if the wrapper has no full_optimizer_state_dict
-    state = None if own is None else train_plain(whole, range(2))[2] | {"state": own}
+    plain = train_plain(whole, range(2))[2]
+    expect_optimizer_state([saved[rank]["optimizer"] for rank in whole.group], plain["state"])
+    state = None if own is None else plain | {"state": own}
     jobs = Grid(whole, 1).make_jobs(part=1, load=(saved[0]["weights"], state))
     [resumed] = submission.run_each(scenario.train, [jobs])
     expect_trained(resumed, whole, "weights after shard groups of one rank load it and take 2 steps")
@@ -217,7 +228,7 @@ def test_no_replica_sync(submission):
         for step in each_step(results.events, len(case.batches[0]), case.group):
             expect_accumulation(step, orders[step.number], grid)
         evidence = partial(causes.explain_nodes, results, grid)
-        suspects = partial(causes.suspect_forgotten, case, options["orders"])
+        suspects = partial(causes.suspect_forgotten, case, orders[: len(case.batches[0])])
         what = "weights after steps of three micro-batches"
         expect_trained(results, case, what, evidence=evidence, hypotheses=suspects)
 

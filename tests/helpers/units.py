@@ -5,14 +5,16 @@ from functools import partial
 import torch
 
 from brigade.course.checks.expectations import MANY_STEPS, expect_equal, explain_failures, replace_cause
-from brigade.ranks.claims import At, each_step, evaluate
+from brigade.ranks.claims import At, each_step, evaluate, show
+from brigade.ranks.runner.ranks import PerRank
 from m11_fully_sharded import causes, scenario
 from m11_fully_sharded.expected import get_unit_type, lay_out, train_plain
 
 
-def make_jobs(case, **more):
-    """Return each rank's job, with the unit type of the case's model."""
-    return case.make_jobs(unit_type=get_unit_type(case), **more)
+def make_jobs(case, parts=("weights",), **more):
+    """Return each rank's job, with the unit type of the case's model. Ranks of the case's group return `parts`."""
+    jobs = case.make_jobs(unit_type=get_unit_type(case), **more)
+    return PerRank(job | {"parts": parts if rank in case.group else ()} for rank, job in enumerate(jobs))
 
 
 def expect_orders(submission, world, orders):
@@ -60,7 +62,7 @@ def expect_trained(results, case, what, expected=None, tolerance=MANY_STEPS, oth
     events = getattr(results, "events", [])
     expected = train_plain(case)[0] if expected is None else expected
     for rank, result in enumerate(results):
-        missing = [name for name in expected if name not in result["weights"]]
+        missing = [name for name in expected if result["weights"].get(name) is None]
         At(rank).equal("parameters that full_state_dict does not return: {}", missing, [])
         other = [name for name, value in expected.items() if result["weights"][name].dtype != value.dtype]
         dtypes = "parameters that full_state_dict returns in another dtype than they had before wrapping: {}"
@@ -74,6 +76,25 @@ def expect_trained(results, case, what, expected=None, tolerance=MANY_STEPS, oth
             tolerance=tolerance,
             hypotheses=hypotheses,
         )
+
+
+def expect_optimizer_state(states, expected):
+    """Expect the state of each rank's optimizer to have the entries of a plain optimizer's, or all to be None."""
+    for rank, state in enumerate(states):
+        is_same = (state is None) == (states[0] is None)
+        At(rank).claim("all ranks have the same method full_optimizer_state_dict", is_same, "some have none")
+    actual, wanted = [flatten_state(state) for state in states if state is not None], flatten_state(expected)
+    for rank, entries in enumerate(actual):
+        At(rank).equal("the entries of full_optimizer_state_dict are {}", sorted(entries), sorted(wanted))
+        dtypes = [str([(name, show(one[name].dtype)) for name in sorted(one)]) for one in (entries, wanted)]
+        At(rank).equal("the dtypes in full_optimizer_state_dict are {}", *dtypes)
+    expect_equal("full_optimizer_state_dict has a plain optimizer's state", actual, wanted, tolerance=MANY_STEPS)
+
+
+def flatten_state(state):
+    """Return the tensors of an optimizer's state by text such as "exp_avg of parameter 3"."""
+    entries = sorted(state.items())
+    return {f"{key} of parameter {number}": value for number, entry in entries for key, value in entry.items()}
 
 
 def expect_freed(alive, when, cause, rank, step=None):

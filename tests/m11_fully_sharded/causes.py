@@ -467,21 +467,28 @@ def suspect_clipping(case, max_norm):
     return {cause: [train_plain(case, **how)[0]] * len(case.group) for cause, how in mistakes.items()}
 
 
-def explain_norm(gradients, group, got, records):
-    """Return why a norm over the group is wrong. gradients[rank] are the gradients of the shards of any rank."""
-    of_all = [torch.stack([torch.linalg.vector_norm(grad) for grad in shards]) for shards in gradients]
-    norms = [of_all[rank] for rank in group]
+def explain_norm(case, groups, got, records):
+    """Return why the norm over the case's group, the first of all groups, is wrong."""
+    norms, *others = (list_norms(case, group) for group in groups)
     total = float(torch.cat(norms).sum())
     if math.isnan(got) and is_all_awaited(records):
         return UNWRITTEN
     for cause, values in (
-        (OTHER_GROUP, [torch.cat(of_all).norm()] if len(group) < len(of_all) else []),
+        (OTHER_GROUP, [torch.cat(sum(others, norms)).norm()] if others else []),
         (OWN_NORM, [own.norm() for own in norms]),
         (SUM_OF_NORMS, [total, total**0.5]),
     ):
         if any(abs(got - float(value)) <= 1e-5 * float(value) for value in values):
             return cause
     return ""
+
+
+def list_norms(case, group):
+    """Return the norms of the gradients of the shards of each rank of a group that trains with the case's batches."""
+    own = copy.copy(case)
+    own.group = group
+    shards = cut_shards(own.gradients(), lay_out(own), len(group))
+    return [torch.stack([torch.linalg.vector_norm(shard.double()) for shard in part]) for part in shards]
 
 
 def explain_accumulated(step, crossed):

@@ -1,6 +1,8 @@
 """Functions that the ranks run in the checks of module 11. The expected values use the same trees of modules."""
 
 import contextlib
+import copy
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from brigade.course.checks import edge_case_models
 from brigade.course.checks.edge_case_models import OPTIMIZERS, border, compute_loss
-from brigade.course.checks.forms import Among, DictOf, Like, ListOf, Maybe, OneOf, returns
+from brigade.course.checks.forms import Among, DictOf, Like, ListOf, Maybe, OneOf, like, returns
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import device, student
 from brigade.ranks.rank.memory import LiveMemory
@@ -242,7 +244,10 @@ PASSES = ("", "in an evaluation", "with no_sync")  # of `measure`
 
 
 class Boundaries:
-    """What is alive in each forward pre-hook and gradient hook of a model: `entries`, by text that names the hook."""
+    """What is alive in each forward pre-hook and gradient hook of a model: `entries`, by text that names the hook.
+
+    "alive" has a bit for each parameter, because names at each hook would be too many values for a result.
+    """
 
     def __init__(self, model: nn.Module, memory: LiveMemory | None = None, shards: Sequence[Tensor] = ()):
         self.memory, self.entries, self.shards = memory, {}, shards
@@ -268,7 +273,7 @@ class Boundaries:
             direction = "recomputation"
         known = [*self.shards, *(shard.grad for shard in self.shards)]
         nbytes = self.memory.count(weights=self.parameters.values(), known=known) if self.memory else {}
-        alive = [parameter for parameter, value in self.parameters.items() if value.untyped_storage().nbytes()]
+        alive = sum(1 << i for i, p in enumerate(self.parameters.values()) if p.untyped_storage().nbytes())
         self.entries[join_words(direction, name, self.kind)] = {"alive": alive, "bytes": nbytes}
 
 
@@ -278,8 +283,18 @@ def join_words(*words: str) -> str:
 
 def list_boundaries(job: dict) -> list[tuple[str, str, str]]:
     """Return the boundaries of `measure` in the order of a bare model: direction, name and pass."""
-    model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"])
-    change_forward(model, job.get("forward", ""))
+    branch = job["batches"][1][0]["branch"]
+    return find_boundaries(job["model"], tuple(job["sizes"]), job["dtype"], job.get("forward", ""), branch)
+
+
+@functools.lru_cache(maxsize=16)  # forms and checks ask for the same ones
+def find_boundaries(
+    model_name: str, sizes: tuple[int, ...], dtype: torch.dtype, forward: str, branch: int
+) -> list[tuple[str, str, str]]:
+    """Return the boundaries of a model and of the blocks that a branch skips, with any weights and batch."""
+    model = edge_case_models.MODELS[model_name](sizes).to(dtype)
+    change_forward(model, forward)
+    batch = {"x": torch.zeros(1, sizes[0], dtype=dtype), "y": torch.zeros(1, 1, dtype=dtype), "branch": branch}
     found: list[tuple[str, str, str]] = []
     boundaries = Boundaries(model)
     boundaries.note = lambda direction, name: found.append(
@@ -287,14 +302,14 @@ def list_boundaries(job: dict) -> list[tuple[str, str, str]]:
     )
     for boundaries.kind in PASSES:
         with torch.set_grad_enabled(boundaries.kind != PASSES[1]):
-            boundaries.run(model, job["batches"][1][0])
+            boundaries.run(model, batch)
     return found
 
 
 def form_measured(job: dict) -> dict:
     """Return the form of what `measure` returns."""
     names, every = list_names(job), list_boundaries(job)
-    boundary = {"alive": names, "bytes": {"weights": int, "known": int, "other": int}}
+    boundary = {"alive": int, "bytes": {"weights": int, "known": int, "other": int}}
     boundaries = {join_words(*place): boundary for place in every}
     bare = {join_words(*place): int for place in every if place[-1] == PASSES[0]}
     both = {"boundaries": boundaries, "bare": bare, "held": int, "sharded": int}
@@ -391,7 +406,7 @@ def form_views(job: dict) -> dict:
     """Return the form of what `describe_views` returns."""
     names = list_names(job)
     views = {name: (int, int) for name, _ in make_meta_model(job).named_parameters()}
-    return {"views": views, "moved": names, "alive": names, "gathered": STATE}
+    return {"views": views, "moved": names, "alive": names, "gathered": form_weights(job)}
 
 
 @returns(form_views)
@@ -405,7 +420,7 @@ def describe_views(job: dict) -> dict:
     storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
     kept = list(storages.values())  # a storage's number is the place of the first parameter that uses it
     numbers = {name: next(n for n, other in enumerate(kept) if other is own) for name, own in storages.items()}
-    gathered = ddp.full_state_dict()
+    gathered = select_weights(model, ddp.full_state_dict())
     evaluate(ddp, cut(job["batches"][0][0]))
     views = {name: (numbers[name], p.storage_offset()) for name, p in model.named_parameters()}
     moved = [name for name, p in model.named_parameters() if p.untyped_storage() is not storages[name]]
@@ -418,39 +433,66 @@ def evaluate(ddp: nn.Module, batch: dict) -> None:
         compute_loss(ddp, batch)
 
 
+def form_weights(job: dict) -> dict:
+    """Return the form of what `select_weights` returns. The checks compare dtypes and shapes."""
+    return dict.fromkeys((name for name, _ in make_meta_model(job).named_parameters()), Maybe(Like()))
+
+
+def select_weights(model: nn.Module, state: dict) -> dict:
+    """Return what a state dict has for each parameter of the model, or None."""
+    return {name: state.get(name) for name, _ in model.named_parameters()}
+
+
+def like_trained(job: dict) -> dict:
+    """Return the form of the weights of a job's model, whose forward may have changed some dtypes."""
+    model = copy.deepcopy(make_meta_model(job))
+    change_forward(model, job.get("forward", ""))
+    return like(dict(model.named_parameters()))
+
+
 def form_training(job: dict) -> dict:
     """Return the form of what `train` returns. The checks compare the numbers and sizes of shards and gradients."""
     steps, names = len(job["batches"]), list_names(job)
-    form = {"gradients": ListOf(Maybe(Like())), "missing": [ListOf(int)] * steps}
-    form |= {"alive": [names] * steps, "whole": [names] * steps, "numels": ListOf(int)}
-    form |= {"weights": STATE, "interface": INTERFACE}
-    if "clip" in job:
-        form |= {"norm": (float, Maybe(torch.dtype)), "clipped": ListOf(Like())}
-    if "crossed" in job:
-        form["accumulated"] = [names] * steps
-    if "reports" in job:
-        form |= {"reports": [ListOf(OneOf(int, names.form))] * steps, "early": [ListOf(int)] * steps}
-    if job["optimizer"] == "adam":
-        form |= {"optimizer": Maybe(DictOf(DictOf(Like()), int)), "is_shared": bool}
-    return form
+    forms = {
+        "weights": form_weights(job),
+        "trained": like_trained(job),
+        "state": STATE,
+        "gradients": ListOf(Maybe(Like())),
+        "numels": ListOf(int),
+        "interface": INTERFACE,
+        "norm": float,
+        "clipped": ListOf(Like()),
+        "accumulated": [names] * steps,
+        "reports": [ListOf(OneOf(int, names.form))] * steps,
+        "early": [ListOf(int)] * steps,
+        "optimizer": Maybe(DictOf(DictOf(Like()), int)),
+        "is_shared": bool,
+    }
+    always = {"missing": [ListOf(int)] * steps, "alive": [names] * steps, "whole": [names] * steps}
+    return always | {part: forms[part] for part in job["parts"]}
 
 
 @returns(form_training)
 def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
-    """Load state dicts if there are some, train, and return the results with the final full state dict.
+    """Load state dicts if there are some, and train. Return which shards have no gradient after each step, which
+    parameters have memory, and which have a gradient.
 
-    The job may have: "load", a state dict and an optimizer's; "clip", the largest norm; "reports", to return what
-    `Reports` finds; "finish_each", to call finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer";
-    "interrupted", a step in which exceptions end the no_sync blocks; "crossed", a step in which either a forward or its
-    backward is inside no_sync, but not both; "drop", to accumulate gradients that are then cleared. torch.empty returns
-    tensors of NaN, so that nothing depends on chance.
+    Return also what job["parts"] names: the final "weights", or "trained" if only `brigade/course/checks/content.py` compares
+    them with what launches carry; the whole "state" dict; the first "gradients" of the shards, their "numels", the
+    "interface", the first "norm" and the "clipped" gradients; the gradients "accumulated" in no_sync; "reports" and
+    "early" (see `Reports`); the state of the "optimizer" and whether it "is_shared".
+    The job may have: "load", a state dict and an optimizer's; "clip", the largest norm; "finish_each", to call
+    finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer"; "interrupted", a step in which exceptions end
+    the no_sync blocks; "crossed", a step in which either a forward or its backward is inside no_sync, but not both;
+    "drop", to accumulate gradients that are then cleared. torch.empty returns tensors of NaN, so that nothing depends
+    on chance.
     """
     torch.set_deterministic_debug_mode("warn")
     model = build(job)
     change_forward(model, job.get("forward", ""))
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]](shards := list(ddp.shards()))
-    reports = Reports(ddp, model, shards) if "reports" in job else None
+    reports = Reports(ddp, model, shards) if "reports" in job["parts"] else None
     if job.get("forward") in ("scaled", "scaled, checkpointed"):
         ddp.forward = partial(run_by_turns, ddp.forward, itertools.count())
     if "load" in job:
@@ -460,11 +502,8 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
             ddp.full_state_dict()
         if optimizer_state:
             ddp.load_full_optimizer_state_dict(optimizer, optimizer_state)
-    keys = ["missing", "alive", "whole"] + ["accumulated"] * ("crossed" in job)
-    keys += ["reports", "early"] if reports else []
-    results: dict[str, Any] = {key: [] for key in keys}
-    if "clip" in job:
-        results |= {"norm": (float("nan"), None), "clipped": []}
+    results: dict[str, Any] = {key: [] for key in ("missing", "alive", "whole", "accumulated", "reports", "early")}
+    results |= {"norm": float("nan"), "clipped": []}
     for step in range(len(job["batches"])):
         recording.note("step", step=step)
         take_gradients(job, step, ddp, model, optimizer, results)
@@ -482,20 +521,22 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
             with phase("clip"):
                 norm = ddp.clip_grad_norm_(job["clip"])
             if step == 0:
-                results["norm"] = float(norm), norm.dtype if isinstance(norm, Tensor) else None
+                results["norm"] = float(norm)
                 results["clipped"] = copy_gradients(shards)
         with phase("step"):
             optimizer.step()
     recording.note("step", step=None)
     with phase("checkpoint"):
-        state = ddp.full_state_dict()
-        if job["optimizer"] == "adam":
+        results["state"] = ddp.full_state_dict()
+        if "optimizer" in job["parts"]:
             is_saved = hasattr(ddp, "full_optimizer_state_dict")  # given, but may be absent
             saved = ddp.full_optimizer_state_dict(optimizer)["state"] if is_saved else None
             addresses = [value.data_ptr() for entry in (saved or {}).values() for value in entry.values()]
             results |= {"optimizer": saved, "is_shared": len({*addresses}) < len(addresses)}
-    results["interface"] = describe_interface(ddp, model)
-    return results | {"weights": state, "numels": [shard.numel() for shard in shards]}
+    results |= {"interface": describe_interface(ddp, model), "weights": select_weights(model, results["state"])}
+    results["trained"] = results["weights"]
+    results["numels"] = [shard.numel() for shard in shards]
+    return {key: results[key] for key in ("missing", "alive", "whole", *job["parts"])}
 
 
 train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
@@ -553,7 +594,7 @@ def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optim
             cross_no_sync(ddp, batch, is_reduced=False)
     else:
         accumulate(ddp, batches[:-1], step == job.get("interrupted"))
-    if "crossed" in job:
+    if "accumulated" in job["parts"]:
         results["accumulated"].append(list_gradients(model))
     if is_crossed:
         cross_no_sync(ddp, batches[-1], is_reduced=True)
@@ -580,7 +621,7 @@ ORDERS = [*EXTRA, *TWO_BACKWARDS, TWICE, *UNSYNCED, *LATE]
 def form_unusual(job: dict) -> OneOf:
     """Return the form of what `train_unusually` returns."""
     names = list_names(job)
-    return OneOf({"refusal": str}, {"alive": names, "evaluated": names, "weights": STATE})
+    return OneOf({"refusal": str}, {"alive": names, "evaluated": names, "weights": form_weights(job)})
 
 
 @returns(form_unusual)
@@ -605,7 +646,7 @@ def train_unusually(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wr
         return {"refusal": str(error)}
     recording.note("step", step=None)
     with phase("checkpoint"):
-        return results | {"weights": ddp.full_state_dict()}
+        return results | {"weights": select_weights(model, ddp.full_state_dict())}
 
 
 def take_unusual_step(order: Any, ddp: nn.Module, model: nn.Module, batches: list[dict], results: dict) -> None:

@@ -20,9 +20,10 @@ from helpers.training import (
     forward,
     forward_backward,
     like_state,
+    like_weights,
 )
 from m11_fully_sharded import scenario as fully_sharded
-from m11_fully_sharded.scenario import STATE, UNIT_TYPES, form_training, form_unusual
+from m11_fully_sharded.scenario import UNIT_TYPES, form_training, form_unusual, select_weights
 
 PACKAGE = "m14_hybrid_sharded"
 IN_BLOCKS = "a block for each micro-batch"
@@ -89,7 +90,7 @@ def train_unusually(job: dict) -> dict:
     return fully_sharded.train_unusually(job, wrap)
 
 
-@returns(lambda job: {"weights": STATE})
+@returns(lambda job: {"weights": like_weights(job)})
 def accumulate(job: dict) -> dict:
     """Take a step with each of job["orders"], on three micro-batches. Return the weights.
 
@@ -106,7 +107,7 @@ def accumulate(job: dict) -> dict:
             optimizer.step()
     recording.note("step", step=None)
     with phase("checkpoint"):
-        return {"weights": ddp.full_state_dict()}
+        return {"weights": select_weights(model, ddp.full_state_dict())}
 
 
 def take_step(order: str, ddp: nn.Module, batches: list[dict], other: nn.Module) -> None:
