@@ -334,6 +334,7 @@ def expect_collectives(step, without_loop):
     """Expect a step to make the collectives of the plain step, whose events are given, and at most two small ones."""
     plain, made = count_launches(without_loop, 0), count_launches(step.events, step.number)
     needed = plain - count_launches(without_loop, 0, "clip")
+    step.claim("a plain step makes collectives", bool(needed), "it makes none")
     missing, added = needed - made, made - plain
     what = f"the step makes the {needed.total()} collectives of a plain step"
     step.claim(what, not missing, f"it does not make {describe_launches(missing)}")
