@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.course.checks.edge_case_models import OPTIMIZERS, compute_loss
-from brigade.course.checks.forms import DictOf, Like, ListOf, Maybe, OneOf, returns
+from brigade.course.checks.forms import Among, DictOf, Like, ListOf, Maybe, OneOf, returns
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import device, student
 from brigade.ranks.rank.memory import is_self_copy, list_tensors
@@ -114,7 +114,12 @@ def find_offset(tensor: torch.Tensor | None, data: torch.Tensor) -> int | None:
 
 
 BUFFERS = ListOf(  # the form of what `describe_buffers` returns; checks expect each parameter in one buffer
-    {"dtype": torch.dtype, "numel": int, "offsets": DictOf(OneOf(int, str)), "padding": float}
+    {
+        "dtype": torch.dtype,
+        "numel": int,
+        "offsets": DictOf(OneOf(int, Among("absent", "outside", "replaced"))),
+        "padding": float,
+    }
 )
 
 
