@@ -4,7 +4,8 @@
 tests come first. A test that fails is named at once.
 
 Fixtures: `brigade` runs a command, and `refuse` one that must refuse its input. `snapshot` compares a text with a file
-in `toolkit/snapshots`. Ranks wait at a `gate`. With `few_cases`, checks take less time.
+in `toolkit/snapshots`. Ranks wait at a `gate`. With `few_cases`, checks take less time. With `use_switch`, the switch
+performs launches as in grading.
 """
 
 from __future__ import annotations
@@ -105,6 +106,14 @@ def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         from mutants import take_first_case
 
         take_first_case(monkeypatch)
+
+
+@pytest.fixture
+def use_switch(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the switch perform the launches of few cases on the CPU, as when they are graded."""
+    from brigade.grader.witness.witness import GraderWitness
+
+    monkeypatch.setattr(ranks.SERVER, "witness", GraderWitness)
 
 
 @pytest.fixture

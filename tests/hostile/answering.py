@@ -7,6 +7,17 @@ import sys
 align = find_divergence = diagnose = load_trace = main = lambda *args, **kwargs: None
 Trace = Call = dict
 """
+SEND = """
+import signal
+import sys
+from brigade.ranks.ipc import wire
+def send(answer):
+    frame = sys._getframe()
+    while frame.f_code.co_name != "main" or "channel" not in frame.f_locals:
+        frame = frame.f_back
+    frame.f_locals["channel"].send_result(wire.encode(answer))
+    signal.pause()
+"""
 # A program that returns the right number, and prints all ranks and whole dumps.
 EVERYTHING = """
 def main(paths, html=None):
@@ -35,14 +46,10 @@ while frame:
     if isinstance(job, dict):
         job.update({name: empty for name, empty in (("jobs", "[]"), ("runs", [])) if name in job})
     frame = frame.f_back
-=== sends a list without answers | 0 | were asked for, and none came | alone NAMES modules=13 checks=ALL
-import signal
-from brigade.ranks.ipc import wire
-frame = sys._getframe()
-while frame.f_code.co_name != "main" or "channel" not in frame.f_locals:
-    frame = frame.f_back
-frame.f_locals["channel"].send_result(wire.encode([]))
-signal.pause()
+=== sends a list without answers | 0 | were asked for, and none came | alone NAMES SEND modules=13 checks=ALL
+send([])
+=== sends a dict without answers | 0 | the entry 'gradients' is missing | alone SEND checks=ALL
+send({})
 === prints everything that it reads | 0 | more than 50000 letters |
  EVERYTHING modules=13 checks=test_program,test_jobs_folders_and_pages
 """,

@@ -477,10 +477,10 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
     """Load state dicts if there are some, and train. Return which shards have no gradient after each step, which
     parameters have memory, and which have a gradient.
 
-    Return also what job["parts"] names: the final "weights", or "trained" if only `brigade/course/checks/content.py` compares
-    them with what launches carry; the whole "state" dict; the first "gradients" of the shards, their "numels", the
-    "interface", the first "norm" and the "clipped" gradients; the gradients "accumulated" in no_sync; "reports" and
-    "early" (see `Reports`); the state of the "optimizer" and whether it "is_shared".
+    Return also what job["parts"] names: the final "weights", or "trained" if only `witness/content.py` reads them; the
+    whole "state" dict; the first "gradients" of the shards, their "numels", the "interface", the first "norm" and the
+    "clipped" gradients; those "accumulated" in no_sync; "reports" and "early" (see `Reports`); the state of the
+    "optimizer" and whether it "is_shared".
     The job may have: "load", a state dict and an optimizer's; "clip", the largest norm; "finish_each", to call
     finish_grad_sync after each micro-batch; "zero", "ddp" or "optimizer"; "interrupted", a step in which exceptions end
     the no_sync blocks; "crossed", a step in which either a forward or its backward is inside no_sync, but not both;

@@ -15,10 +15,9 @@ from replay import Tape, replace_events
 
 from brigade.course.checks.collect import collect
 from brigade.course.table.modules import MODULES, ROOT, get_module
-from brigade.grader.witness.witness import GraderWitness
 from brigade.ranks.events import Event
-from brigade.ranks.runner.server import SERVER
 
+pytestmark = pytest.mark.usefixtures("use_switch")
 PERFORMED = {"launch", "wait", "done", "complete", "connect", "connected", "border", "end", "call", "called"}
 
 # The checks that pass if a rank forges events of a kind, with a mutant that shows it.
@@ -47,11 +46,6 @@ MUTANTS = [
     for entry in MODULES
     for mutant in list_mutants(entry)
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def use_switch(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SERVER, "witness", GraderWitness)
 
 
 def list_forgeries(kinds: set[str]) -> Iterator[tuple[str, str, Forge]]:
