@@ -615,10 +615,10 @@ def explain_norms(num_parameters, norms, expected):
     return "the norm is not the root of the sum of the squares in all ranks' own shards."
 
 
-def explain_overflow(norms, _):
-    """Return why these norms are wrong if the squares of the gradients fit in fp64, but not in their own dtype."""
-    if any(map(math.isinf, norms)):
-        return "the norm is infinite, because the squares overflow in the dtype of the gradients. Add them up in fp64."
+def explain_rounded_squares(norms, expected):
+    """Return why these norms are wrong if they differ from the expected one by less than one step of bf16."""
+    if all(abs(norm - expected) < expected / 128 for norm in norms):
+        return "the squares are rounded to the dtype of the gradients. Add them up in fp64."
     return ""
 
 
@@ -684,16 +684,12 @@ def find_late_copy(records):
 
 def suspect_no_masters(recipe, start, inputs, masters):
     """Return mistakes with 16-bit weights."""
-    bf16 = torch.empty(0, dtype=torch.bfloat16)
     return {
         "the optimizer steps on 16-bit weights, so rounding undoes small steps. Use fp32 main parameters.": partial(
             compute_dots_weights, recipe, start, inputs
         ),
         "the optimizer updates the main parameters, but does not copy them back into the weights.": partial(
             dict, {name: weight if weight.itemsize == 2 else masters[name] for name, weight in start.items()}
-        ),
-        "fp16 weights are rounded to bf16. Round each main parameter to the dtype of its weight.": partial(
-            dict, round_like(masters, {name: bf16 if w.itemsize == 2 else w for name, w in start.items()})
         ),
     }
 

@@ -246,7 +246,7 @@ PASSES = ("", "in an evaluation", "with no_sync")  # of `measure`
 class Boundaries:
     """What is alive in each forward pre-hook and gradient hook of a model: `entries`, by text that names the hook.
 
-    "alive" has a bit for each parameter, because names at each hook would be too many values for a result.
+    "alive" says of each parameter whether it has memory. Names at each hook would be too many values for a result.
     """
 
     def __init__(self, model: nn.Module, memory: LiveMemory | None = None, shards: Sequence[Tensor] = ()):
@@ -273,7 +273,7 @@ class Boundaries:
             direction = "recomputation"
         known = [*self.shards, *(shard.grad for shard in self.shards)]
         nbytes = self.memory.count(weights=self.parameters.values(), known=known) if self.memory else {}
-        alive = sum(1 << i for i, p in enumerate(self.parameters.values()) if p.untyped_storage().nbytes())
+        alive = [parameter.untyped_storage().nbytes() > 0 for parameter in self.parameters.values()]
         self.entries[join_words(direction, name, self.kind)] = {"alive": alive, "bytes": nbytes}
 
 
@@ -309,7 +309,8 @@ def find_boundaries(
 def form_measured(job: dict) -> dict:
     """Return the form of what `measure` returns."""
     names, every = list_names(job), list_boundaries(job)
-    boundary = {"alive": int, "bytes": {"weights": int, "known": int, "other": int}}
+    count = len(list(make_meta_model(job).parameters()))
+    boundary = {"alive": Like(torch.bool, (count,)), "bytes": {"weights": int, "known": int, "other": int}}
     boundaries = {join_words(*place): boundary for place in every}
     bare = {join_words(*place): int for place in every if place[-1] == PASSES[0]}
     both = {"boundaries": boundaries, "bare": bare, "held": int, "sharded": int}
@@ -353,7 +354,8 @@ def measure(job: dict) -> dict:
         for parameter in bare.parameters():
             parameter.register_post_accumulate_grad_hook(drop)
         alone.run(bare, cut(last))
-    both = {"boundaries": boundaries.entries, "bare": {k: one["bytes"]["other"] for k, one in alone.entries.items()}}
+    entries = {key: entry | {"alive": torch.tensor(entry["alive"])} for key, entry in boundaries.entries.items()}
+    both = {"boundaries": entries, "bare": {k: one["bytes"]["other"] for k, one in alone.entries.items()}}
     sharded = sum(shard.nbytes for shard in ddp.shards())
     return both | {"after": after, "whole": whole, "unsynced": unsynced, "held": held, "sharded": sharded}
 
