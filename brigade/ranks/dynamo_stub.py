@@ -12,7 +12,8 @@ gets this stub. Other versions may need these modules for something else.
 The import of `torch.distributed.optim`, which contains ZeroRedundancyOptimizer, spends four fifths of its time on
 `named_optimizer`, which imports FSDP and DTensor. Nothing else in that package uses it.
 
-`import brigade` calls `postpone_imports`.
+Only `import_torch` does this: the fork server and the processes of commands call it. A program that imports
+`brigade.testing` gets all of torch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ KERNEL_MODULES = {  # these modules and the kernels import each other
 
 
 def import_torch() -> None:
-    """Import torch. Garbage collection would free nothing meanwhile, and takes a tenth of the time."""
+    """Import torch without these parts, until something needs them.
+
+    Garbage collection would free nothing meanwhile, and takes a tenth of the time.
+    """
     if "torch" not in sys.modules:
+        sys.meta_path[:0] = [COMPILER, KERNELS, NAMED_OPTIMIZER]
         collects = gc.isenabled()
         gc.disable()
         importlib.import_module("torch")
@@ -124,8 +129,3 @@ def make_named_optimizer_stub() -> StubModule:
 COMPILER = Postponed("torch._dynamo", lambda name: name.startswith("torch._dynamo."), make_compiler_stub)
 KERNELS = Postponed("torch._meta_registrations", lambda name: name in KERNEL_MODULES, make_kernels_stub)
 NAMED_OPTIMIZER = Postponed("torch.distributed.optim.named_optimizer", lambda name: False, make_named_optimizer_stub)
-
-
-def postpone_imports() -> None:
-    """Make later imports of torch leave out these parts until something needs them."""
-    sys.meta_path[:0] = [COMPILER, KERNELS, NAMED_OPTIMIZER]

@@ -1,5 +1,8 @@
 """The stubs for parts of torch: optimizers and process groups do not import these parts, but other code may."""
 
+import sys
+
+import hang_guard
 import pytest
 import torch
 from hang_guard import HANG_S
@@ -8,6 +11,18 @@ from in_ranks import stubs as functions
 from brigade.course.table.modules import ROOT
 from brigade.ranks.dynamo_stub import KERNELS_STUB_VERSION
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
+
+
+def test_the_testing_library_leaves_torch_alone():
+    """It loads the runner of ranks, and nothing of the course, the lab or the grader."""
+    program = (
+        "import sys; finders = [*sys.meta_path]; import brigade.testing\n"
+        "assert [finder for finder in sys.meta_path if finder not in finders] == [], sys.meta_path\n"
+        "houses = {name.split('.')[1] for name in sys.modules if name.startswith('brigade.')}\n"
+        "assert houses == {'ranks', 'testing'}, houses\n"
+        "import torch._dynamo; assert torch._dynamo.__file__"
+    )
+    hang_guard.run([sys.executable, "-c", program], cwd="/", check=True)
 
 
 def test_optimizers_do_not_import_the_compiler():
