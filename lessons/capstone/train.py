@@ -29,7 +29,7 @@ from brigade.course.cli.console import console
 from brigade.course.cli.options import ABOVE_ZERO, AT_LEAST_ONE, add, add_target, resolve_results_file
 from brigade.course.table.listing import find_unwritten_parts
 from brigade.course.table.modules import MODULES, ROOT, CourseError, find_module, get_module
-from brigade.course.table.submission import Snapshot, select_named
+from brigade.course.table.submission import Snapshot
 from brigade.lab import bench, checkpoint, corpus, on_ranks, torchrun
 from brigade.lab.cli.lab import choose_ranks
 from brigade.lab.experiment import run_to_status, show_progress

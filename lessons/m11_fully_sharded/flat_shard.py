@@ -75,7 +75,9 @@ class ShardGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args, kwargs=None):
-        if function in (torch.linalg.vector_norm, torch._foreach_norm):  # torch's clip_grad_norm_ calls one of them
+        # torch's clip_grad_norm_ takes the norms in the dtype of the gradients. A loop that adds up the squares of all
+        # ranks, such as that of module 12, names another one.
+        if function is torch.linalg.vector_norm and "dtype" not in (kwargs or {}):
             raise RuntimeError("the norm of a shard's gradient is that of a part: use the wrapper's clip_grad_norm_")
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs or {})

@@ -296,7 +296,7 @@ REFUSED = {
     "steps": (["--resume", "{saved}", "--steps", "2"], "another model"),
     "skeleton": (
         ["--target", "{skeletons}"],
-        r"cannot train, because module 8, part \(a\) is not written yet",
+        r"cannot train, because module 7, part \(a\) is not written yet",
     ),
     "nothing": (["--target", "{empty}"], "cannot train: module . cannot be imported: there is no"),
 }
