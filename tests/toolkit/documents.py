@@ -17,6 +17,7 @@ def documents() -> list[Path]:
             "docs/*.md",
             "docs/*/README.md",
             "lessons/*/*.md",
+            "solutions/*.md",
             "solutions/*/*.md",
             "student/*.md",
             "notebooks/*.ipynb",

@@ -84,7 +84,7 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     missing.unlink()
     documents = [
         course / "assignments.md",
-        course / "docs" / "term.md",
+        course / "docs" / "instructors.md",
         course / "lessons" / FIRST.package / "README.md",
     ]
     pairs = [

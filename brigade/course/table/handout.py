@@ -16,7 +16,7 @@ from brigade.course.table import written
 from brigade.course.table.listing import list_checks
 from brigade.course.table.modules import CORE_MODULES, MODULES, Module, get_module
 
-DOCUMENTS = ("README.md", "assignments.md", "docs/term.md")
+DOCUMENTS = ("README.md", "assignments.md", "docs/instructors.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 HEADER = re.compile(r"^\*\*Minutes:\*\* .* · \*\*File:\*\* \S+", re.MULTILINE)  # of a reading
 
