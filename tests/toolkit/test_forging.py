@@ -63,29 +63,29 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
         "launches_are_asynchronous": TRAINING,
         "launches_follow_their_gradients": TRAINING,
         "no_sync_accumulates": TRAINING - {"weights"},
-        "no_sync_restores_its_state": {"the result"},
+        "no_sync_restores_its_state": {"the result"},  # whether a second backward raised: both answers are right
         "steps_and_subgroups": {"gradients"},
     },
     4: {
         "buckets_overlap_with_backward": TRAINING,
         "gradients_are_averaged": TRAINING - {"gradients"},
         "launch_order_does_not_depend_on_ready_order": TRAINING,
-        "no_sync_accumulates": TRAINING - {"weights"} | {"a name"},
+        "no_sync_accumulates": TRAINING - {"weights"} | {"a name"},  # an unused parameter's gradient may be None
         "steps_and_subgroups": {"gradients"},
         "unused_parameters": TRAINING - {"weights"},
     },
     5: {
         "buckets_overlap_with_backward": PLACES | {"weights"},
         "gradients_are_averaged": {"interface", "weights"},
-        "gradients_are_views": PLACES | {"bare", "ddp", "weights"},
-        "main_grad_accumulates_in_fp32": {"last", "steps"},
+        "gradients_are_views": PLACES | {"bare", "ddp", "weights"},  # who counts fewer copies stays below the bound
+        "main_grad_accumulates_in_fp32": {"last", "steps"},  # a gradient beside main_grad, and main_grads no step used
         "one_buffer_per_dtype": TRAINING - {"gradients"} | PLACES,
         "steps_and_subgroups": TRAINING - {"weights"} | {"a name"},
         "zero_grad_in_any_form": PLACES,
     },
     6: {
-        "bucket_group": {"moved", "params"},
-        "coalesce_refuses_mixtures": {"an answer"},
+        "bucket_group": {"moved", "params"},  # buckets of no group, after a move
+        "coalesce_refuses_mixtures": {"raised", "unchanged"},  # each block judges one of the two
         "gradients_are_averaged": {"interface", "weights"},
         "groups_overlap_with_backward": TRAINING,
         "launches_and_volume": TRAINING,
@@ -107,19 +107,20 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
         "zero_volume": CONTENT | {"gather_grads"},  # a cause needs it
     },
     10: {
+        # Unused: None or zeros.
         "accumulation": {"after a step in no_sync with a forward that is thrown away before the finish"},
         "equals_unsharded": NORM,
-        "gradient_memory": {"left"},
-        "live_buckets": {"constructed", "finished", "hooks", "left"},
-        "volume_and_dtypes": CONTENT | {"after", "before"},
+        "gradient_memory": {"left"},  # a cause needs it
+        "live_buckets": {"constructed", "finished", "hooks", "left"},  # fewer bytes than allowed pass
+        "volume_and_dtypes": CONTENT | {"after", "before"},  # a cause needs them
     },
     11: {
         "checkpoints": {"state"},  # its buffers, of which each rank has its own
-        "each_rank_has_its_part": {"shards", "storages"},
-        "gathers_and_reductions_overlap": {"trained"},
-        "mixed_precision_memory": {"bare", "boundaries", "held", "sharded"},
-        "unusual_orders": {"refusal"},
-        "weights_are_freed": {"bare", "boundaries", "held", "sharded"},
+        "each_rank_has_its_part": {"shards", "storages"},  # padding, and what a cause needs
+        "gathers_and_reductions_overlap": {"trained"},  # as CONTENT
+        "mixed_precision_memory": {"bare", "boundaries", "held", "sharded"},  # fewer bytes than allowed pass
+        "unusual_orders": {"refusal"},  # in any words
+        "weights_are_freed": {"bare", "boundaries", "held", "sharded"},  # fewer bytes than allowed pass
     },
     12: {
         "tokens_weigh_equally": {"results"},
@@ -135,10 +136,10 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
         REPORT,
     ),
     14: {
-        "same_start": {"interface"},
-        "collectives": {"trained"},
-        "overlap": {"trained"},
-        "unusual_orders": {"refusal"},
+        "same_start": {"interface"},  # only its group is judged
+        "collectives": {"trained"},  # as CONTENT
+        "overlap": {"trained"},  # as CONTENT
+        "unusual_orders": {"refusal"},  # in any words
     },
     15: dict.fromkeys(
         ("equals_one_process", "launches", "overlap", "flops", "options", "momentum", "state_dict", "resharding"),
