@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from brigade.course.table.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.table.modules import MODULES, ROOT, Module, get_module
 from brigade.ranks import dynamo_stub
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine, ranks
 from tools.course_files import GIT_VARIABLES
 
@@ -229,7 +230,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         try:
             entry = get_module(config.option.module)
-        except CourseError as error:
+        except UserError as error:
             raise pytest.UsageError(str(error)) from None
         kept = [item for item in items if is_about(item, entry)]
     config.hook.pytest_deselected(items=list({*items} - {*kept}))

@@ -7,18 +7,19 @@ import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
+from brigade.ranks.errors import UserError
 
 # A git hook sets these variables for the repository that it belongs to. Each command here names its own repository.
 GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
 
 
 def list_tracked_files(*patterns: str) -> list[Path]:
-    """Return the files that git tracks and that match a pattern. Raise CourseError outside a clone, or without git."""
+    """Return the files that git tracks and that match a pattern. Raise UserError outside a clone, or without git."""
     try:
         return ask_git(ROOT, "--glob-pathspecs", "ls-files", "-z", *patterns)
     except (OSError, subprocess.CalledProcessError):
-        raise CourseError("make the student edition in a clone: it contains only files that git tracks") from None
+        raise UserError("make the student edition in a clone: it contains only files that git tracks") from None
 
 
 def list_files(root: Path = ROOT) -> list[Path]:

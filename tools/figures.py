@@ -46,7 +46,7 @@ class Doubtful(Exception):
 
 
 def draw_figures(number: str | None = None) -> int:
-    """Draw the pictures of one module, or of all modules. Raise CourseError if there is no such module.
+    """Draw the pictures of one module, or of all modules. Raise UserError if there is no such module.
 
     Return 1 if a timeline was not written because it cannot be trusted.
     """

@@ -289,7 +289,7 @@ class Facts:
 
 
 def probe_machine(facts: Facts, backend: str) -> None:
-    """Describe the machine, in words that do not identify it. Raise CourseError if NCCL cannot run here."""
+    """Describe the machine, in words that do not identify it. Raise UserError if NCCL cannot run here."""
     import platform
 
     from brigade.ranks.runner import machine
@@ -388,7 +388,7 @@ PROBES: dict[str, Callable[[Facts, str], None]] = {
 
 def main() -> int:
     """Run the named experiments. Return 1 if the machine has no usable GPU."""
-    from brigade.course.table.modules import CourseError
+    from brigade.ranks.errors import UserError
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="the directory of facts.jsonl")
@@ -399,7 +399,7 @@ def main() -> int:
     for name in options.names:
         try:
             PROBES[name](Facts(options.out), options.backend)
-        except CourseError as error:
+        except UserError as error:
             print(error, flush=True)
             return 1
     return 0

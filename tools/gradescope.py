@@ -17,10 +17,11 @@ from pathlib import Path
 
 from brigade.course.cli.main import parse
 from brigade.course.table import listing, validation
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
 from brigade.grader.cli.grade import select_graded_modules
 from brigade.grader.request import read_secret
 from brigade.lab.experiment import run_to_status
+from brigade.ranks.errors import UserError
 from tools import lock, student_edition
 
 ARCHIVE = ROOT / "out" / "gradescope.zip"
@@ -48,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_archive(options: Sequence[str], secret_file: Path | None) -> int:
-    """Build the archive with options of `brigade grade`. Raise CourseError if they are wrong, or like `build`."""
+    """Build the archive with options of `brigade grade`. Raise UserError if they are wrong, or like `build`."""
     secret = read_secret(secret_file, draws_one=True) if secret_file else secrets.token_hex().encode()
     chosen = parse(["grade", "--submission", "", *options])
     if any(chosen.submission) or chosen.out or chosen.format:
-        raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
+        raise UserError("leave out --submission, --out and --format, which run_autograder sets")
     select_graded_modules(chosen)  # refuses modules that do not exist
     listing.set_extra(chosen.extra)  # refuses files that contain no checks
     names = {given: f"tests/extra/{Path(given).name}" for given in chosen.extra}  # students cannot read `tests`
@@ -67,7 +68,7 @@ def build(archive: Path, options: Sequence[str], secret: bytes, extra: Mapping[P
     """Write the zip and return the number of files in it. `options` are passed to `brigade grade` for every submission.
 
     `extra` are an instructor's own files, by their places in the archive. The options may read `secret` from the file
-    of this name, which only root can read. Raise CourseError if the course is inconsistent.
+    of this name, which only root can read. Raise UserError if the course is inconsistent.
     """
     validation.validate_course()
     texts = {"options": "".join(f"{word}\n" for word in options), "secret": secret.decode()}

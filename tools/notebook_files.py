@@ -42,7 +42,7 @@ print((time.process_time() - began_cpu_s) / (time.perf_counter() - began_s))
 
 
 def list_notebooks(number: str | None = None) -> list[Path]:
-    """Return the notebook of one module, or all notebooks. Raise CourseError if there is no such module."""
+    """Return the notebook of one module, or all notebooks. Raise UserError if there is no such module."""
     entries = [get_module(number)] if number else MODULES
     paths = [ROOT / "notebooks" / f"{entry.package.removeprefix('m')}.ipynb" for entry in entries]
     return paths if number else [OVERVIEW, *paths]
@@ -52,7 +52,7 @@ def execute_notebooks(number: str | None = None) -> int:
     """Execute the notebook of one module, or all of them, and store the outputs, without paths of this machine.
 
     If a cell fails, or if the outputs must not be stored, print the reason, continue with the next notebook, and return
-    1. Raise CourseError if there is no such module.
+    1. Raise UserError if there is no such module.
     """
     status = 0
     for path in list_notebooks(number):

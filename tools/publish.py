@@ -13,8 +13,9 @@ import re
 import sys
 from pathlib import Path
 
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
 from brigade.lab.experiment import run_to_status
+from brigade.ranks.errors import UserError
 
 PLACEHOLDER = "YOUR-ORGANISATION"
 NAME = "bucket-brigade"
@@ -32,12 +33,12 @@ def publish(address: str, course: Path = ROOT) -> list[Path]:
     """Set the address of the repository, "owner/name", in a copy of the course. Return the files that changed."""
     match = re.fullmatch(r"([\w-]+)/([\w.-]+)", address)
     if not match:
-        raise CourseError(f"{address} is not the address of a repository: write it as owner/name")
+        raise UserError(f"{address} is not the address of a repository: write it as owner/name")
     owner, name = match.groups()
     texts = {path: path.read_text() for pattern in LINKED for path in sorted(course.glob(pattern))}
     texts = {path: text for path, text in texts.items() if PLACEHOLDER in text}
     if not texts:
-        raise CourseError("this copy of the course has an address already")
+        raise UserError("this copy of the course has an address already")
     readme, citation = course / "README.md", course / "CITATION.cff"
     title, end, rest = readme.read_text().partition("\n")
     texts[readme] = title + end + BADGES.format(owner=owner, name=name) + rest

@@ -40,7 +40,7 @@ FORMULA_PT = 22
 
 
 def write_decks(number: str | None = None) -> int:
-    """Write the deck of one module, or all decks. Raise CourseError if there is no such module."""
+    """Write the deck of one module, or all decks. Raise UserError if there is no such module."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     for notebook in list_notebooks(number):
         path = OUTPUT / f"{notebook.stem}.html"

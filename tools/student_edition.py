@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def make_edition(hint_levels: int) -> int:
-    """Make the edition. Return 0. Raise CourseError outside a clone, or if the course is inconsistent."""
+    """Make the edition. Return 0. Raise UserError outside a clone, or if the course is inconsistent."""
     validation.validate_course()
     files = collect_files(hint_levels)
     try_imports(files)
@@ -65,7 +65,7 @@ def make_edition(hint_levels: int) -> int:
 
 
 def collect_files(hint_levels: int) -> dict[Path, bytes]:
-    """Return the contents of the edition's files by relative path. Raise CourseError outside a clone."""
+    """Return the contents of the edition's files by relative path. Raise UserError outside a clone."""
     contents = {path: (ROOT / path).read_bytes() for path in list_tracked_files(*INCLUDED)}
     contents |= {path.relative_to("student"): (ROOT / path).read_bytes() for path in list_tracked_files("student/**")}
     for entry in MODULES:
@@ -94,7 +94,7 @@ def write(contents: Mapping[Path, bytes], directory: Path) -> None:
 
 
 def try_imports(contents: Mapping[Path, bytes]) -> None:
-    """Raise CourseError if these files are not enough to import all checks."""
+    """Raise UserError if these files are not enough to import all checks."""
     with temporary_directory() as directory:
         write(contents, directory)
         validation.import_checks(directory)

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.table.listing import list_checks
-from brigade.course.table.modules import ROOT, CourseError, Module
+from brigade.course.table.modules import ROOT, Module
 from brigade.grader import formats, incoming, roster, uploads
 from brigade.grader.gradebook import EXTENSION, LATE, UPLOADED, Row, get_adjustments_path, get_results_path
 from brigade.grader.request import GradeRequest
 from brigade.grader.roster import Person
+from brigade.ranks.errors import UserError
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
@@ -92,7 +93,7 @@ def list_students(directory: Path, gradebook: Path, *others: Path, people: Seque
     """Return the submissions in a class's directory, including files that cannot be graded.
 
     Skip the gradebook, the files beside it, and the `others` that do not come from students. `people` is the roster.
-    Raise CourseError if there is nothing that can be graded.
+    Raise UserError if there is nothing that can be graded.
     """
     beside = (get_results_path(gradebook), get_adjustments_path(gradebook), get_similar_path(gradebook))
     ours = (gradebook, *beside, *others)
@@ -147,22 +148,22 @@ def explain_unreadable(student: Student) -> Iterator[None]:
     """Keep the reason if a submission cannot be read inside the block."""
     try:
         yield
-    except CourseError as error:
+    except UserError as error:
         student.unreadable = str(error)
 
 
 def read_texts(student: Student) -> dict[str, str]:
-    """Return the texts of the module files in a submission, by name. Raise CourseError if nothing can be graded."""
+    """Return the texts of the module files in a submission, by name. Raise UserError if nothing can be graded."""
     try:
         with incoming.open_submission(*student.paths) as (place, _):
             return incoming.read_modules(place)[0]
     except OSError as error:
-        raise CourseError(f"{student.submission} cannot be read: {error.strerror}") from None
+        raise UserError(f"{student.submission} cannot be read: {error.strerror}") from None
 
 
 def is_unchanged(student: Student) -> bool:
     """Return whether a submission still has the texts that were read before it was graded."""
-    with contextlib.suppress(CourseError):
+    with contextlib.suppress(UserError):
         return read_texts(student) == student.texts
     return False
 
@@ -176,7 +177,7 @@ def lock_gradebook(gradebook: Path) -> Iterator[int]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise CourseError(f"another run is writing to {gradebook}; wait until it has finished") from None
+            raise UserError(f"another run is writing to {gradebook}; wait until it has finished") from None
         yield lock.fileno()
 
 

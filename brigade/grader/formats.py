@@ -21,9 +21,10 @@ from xml.etree import ElementTree
 from brigade.course.checks import render
 from brigade.course.cli.options import give_to_caller
 from brigade.course.table import written
-from brigade.course.table.modules import CourseError, Module, get_module
+from brigade.course.table.modules import Module, get_module
 from brigade.grader.outcome import UNFINISHED, Grading
 from brigade.grader.tables import format_points
+from brigade.ranks.errors import UserError
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -223,9 +224,9 @@ def format_gradescope(grading: Grading) -> str:
 
 
 def format_classroom50(grading: Grading) -> str:
-    """Return Classroom 50's result.json. Raise CourseError if its runner has not set an environment variable."""
+    """Return Classroom 50's result.json. Raise UserError if its runner has not set an environment variable."""
     if missing := [variable for variable in CLASSROOM50_FIELDS.values() if not os.environ.get(variable)]:
-        raise CourseError(f"--format classroom50 needs the environment variables {', '.join(missing)}")
+        raise UserError(f"--format classroom50 needs the environment variables {', '.join(missing)}")
     now = datetime.now(timezone.utc).strftime(INSTANT)
     result = encode_grading(grading)
     tests: list[dict[str, Any]] = []

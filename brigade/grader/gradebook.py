@@ -17,9 +17,10 @@ from datetime import datetime
 from pathlib import Path
 
 from brigade.course.table import listing, written
-from brigade.course.table.modules import CourseError, Module, get_module
+from brigade.course.table.modules import Module, get_module
 from brigade.grader import formats, roster
 from brigade.grader.tables import BOM, escape, format_csv, format_points, parse_number, read_table
+from brigade.ranks.errors import UserError
 
 MODULE = re.compile(r"(module|written) (\d{1,9})")  # the columns whose points count
 CHECK = re.compile(r"(\d{1,9})\.\w+")  # the columns of checks, such as "1.subgroups"
@@ -73,7 +74,7 @@ def count_points(entries: Iterable[Module], with_written: Iterable[Module] = ())
 def list_modules(rows: Iterable[Row], kind: str = "module") -> list[Module]:
     """Return the modules for which rows have points, or "written" points.
 
-    Raise CourseError if the course has no such module.
+    Raise UserError if the course has no such module.
     """
     found = {column.removeprefix(f"{kind} ") for row in rows for column in row.numbers if column.startswith(f"{kind} ")}
     return [get_module(number) for number in sorted(found, key=int)]
@@ -86,10 +87,10 @@ def list_points(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def refuse_several_parts(entries: Sequence[Module]) -> None:
-    """Raise CourseError if the modules belong to several parts of the course."""
+    """Raise UserError if the modules belong to several parts of the course."""
     parts = list(dict.fromkeys(entry.track for entry in entries))
     if len(parts) > 1:
-        raise CourseError(f"the {' and the '.join(parts)} modules have separate totals; grade them separately")
+        raise UserError(f"the {' and the '.join(parts)} modules have separate totals; grade them separately")
 
 
 # ---- text
@@ -124,12 +125,12 @@ def format_rows(rows: Sequence[Row], columns: Iterable[str] = (), is_merged: boo
 
 
 def read_number(column: str, cell: str, who: str) -> float:
-    """Return the number in a cell. Raise CourseError if there is none, or if it is below zero."""
+    """Return the number in a cell. Raise UserError if there is none, or if it is below zero."""
     number = parse_number(cell)
     if number is None or (number < 0 and column not in SIGNED):
-        raise CourseError(f"{who}: {column} has {cell!r} instead of points")
+        raise UserError(f"{who}: {column} has {cell!r} instead of points")
     if column == LATE and number > 100:
-        raise CourseError(f"{who}: {LATE} is {cell}, but it is a percentage, at most 100")
+        raise UserError(f"{who}: {LATE} is {cell}, but it is a percentage, at most 100")
     return number
 
 
@@ -146,20 +147,20 @@ def fill_in(row: Row, cells: Iterable[tuple[str, str]], who: str) -> None:
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """Return the rows of a gradebook alone, and a line for each score that is not the sum of its points.
 
-    Raise CourseError for any other file.
+    Raise UserError for any other file.
     """
     columns, cells = read_table(path)
     if "student" not in columns:
-        raise CourseError(
+        raise UserError(
             f"{path} has no column 'student', so nothing was changed; if it has been renamed, give it back this "
             f"name. The file begins with the columns {', '.join(columns[:MOST_NAMED])}"
         )
     if not cells or not any(re.fullmatch(r"module \d+", column) for column in columns):
-        raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
+        raise UserError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
     rows, lines = [], []
     for number, one in enumerate(cells, 2):
         if not one["student"]:
-            raise CourseError(f"{path}: row {number} has no student; write one into it, or delete the row")
+            raise UserError(f"{path}: row {number} has no student; write one into it, or delete the row")
         row = Row(one["student"], one.get("submission", ""))
         fill_in(row, one.items(), row.student)
         rows.append(row)
@@ -179,7 +180,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
 def read_gradebook(path: Path) -> tuple[list[Row], list[str]]:
     """Return the rows of a gradebook with what a person wrote beside it, and lines about scores: see `read_rows`.
 
-    Raise CourseError if somebody has changed the grader's file, or if nobody knows to whom a row of the person belongs.
+    Raise UserError if somebody has changed the grader's file, or if nobody knows to whom a row of the person belongs.
     """
     if get_record_path(path).exists():
         require_unchanged(path)
@@ -191,7 +192,7 @@ def join(rows: Iterable[Row], adjustments: Path) -> list[Row]:
     """Return copies of rows, in which the cells that a person wrote into a file replace those of the grader.
 
     A row of this file names its submission. If the student has only one row, the student is enough, by any value of the
-    roster. Raise CourseError if it fits to no row or to several, or if a column is not for people.
+    roster. Raise UserError if it fits to no row or to several, or if a column is not for people.
     """
     joined = copy.deepcopy([*rows])
     columns, cells = read_table(adjustments) if adjustments.exists() else ([], [])
@@ -201,14 +202,14 @@ def join(rows: Iterable[Row], adjustments: Path) -> list[Row]:
         filled = [column for column in columns if one[column] and column not in KEYS]
         who = f"{adjustments.name}, {submission or student or 'a row without a student'}"
         if wrong := [column for column in filled if column in SUMS or CHECK.fullmatch(column)]:
-            raise CourseError(f"{who}: {wrong[0]} follows from other points; correct those of a module instead")
+            raise UserError(f"{who}: {wrong[0]} follows from other points; correct those of a module instead")
         found = [row for row in joined if escape(row.submission) == submission or not submission]
         found = [row for row in found if student in list_names(row) or (submission and not student)]
         if filled and len(found) > 1:
             several = "; ".join(row.name for row in found)
-            raise CourseError(f"{who}: several rows fit; write the submission or the student of one of them: {several}")
+            raise UserError(f"{who}: several rows fit; write the submission or the student of one of them: {several}")
         if filled and (not found or found[0] in seen):
-            raise CourseError(f"{who}: {'there are two rows for it' if found else 'the gradebook has no such row'}")
+            raise UserError(f"{who}: {'there are two rows for it' if found else 'the gradebook has no such row'}")
         if filled:
             seen.add(found[0])
             fill_in(found[0], one.items(), who)
@@ -229,18 +230,18 @@ def get_record_path(path: Path) -> Path:
 
 
 def require_unchanged(path: Path) -> None:
-    """Raise CourseError if a gradebook is not what the grader wrote."""
+    """Raise UserError if a gradebook is not what the grader wrote."""
     record = get_record_path(path)
     known = record.read_text().split() if record.exists() else []
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() not in known:
-        raise CourseError(
+        raise UserError(
             f"{path} is not what the grader wrote, so it is neither read nor overwritten; write corrections into "
             f"{get_adjustments_path(path).name}, rename {path.name}, and grade again"
         )
 
 
 class GraderFile:
-    """The gradebook that the grader writes. Raise CourseError if somebody else has written or changed it.
+    """The gradebook that the grader writes. Raise UserError if somebody else has written or changed it.
 
     `backups` contains the gradebook as it was before each run.
     """

@@ -20,9 +20,10 @@ from brigade.course.checks.collect import Check, collect
 from brigade.course.checks.outcome import Outcome
 from brigade.course.checks.run import Conditions, run_check
 from brigade.course.table.listing import GradedCheck
-from brigade.course.table.modules import MODULES, CourseError, get_module
+from brigade.course.table.modules import MODULES, get_module
 from brigade.course.table.submission import Snapshot, list_earlier
 from brigade.grader.outcome import Grading
+from brigade.ranks.errors import UserError
 from brigade.ranks.verdict import make_not_run
 
 Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
@@ -71,7 +72,7 @@ def derive_seed(secret: bytes, snapshot: Snapshot, last: int) -> int:
     """
     texts: dict[str, str] = {}
     for entry in MODULES:
-        with contextlib.suppress(CourseError):  # what cannot be read gets no points
+        with contextlib.suppress(UserError):  # what cannot be read gets no points
             if entry.number <= last:
                 texts |= {name: text for name, (_, text) in snapshot.read_module(entry).items()}
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode("utf-8", "surrogatepass")).digest()

@@ -13,11 +13,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from brigade.course.table.modules import CORE_MODULES, MODULES, CourseError
+from brigade.course.table.modules import CORE_MODULES, MODULES
 from brigade.course.table.submission import find, read_bytes, read_text
 from brigade.grader import archives
 from brigade.grader.archives import READ_ARCHIVES
 from brigade.grader.formats import make_line
+from brigade.ranks.errors import UserError
 from brigade.ranks.ipc.temporary import temporary_directory
 
 SKIPPED = frozenset((".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints"))
@@ -36,7 +37,7 @@ MODULE_FILE = re.compile(
 )
 
 
-class Unreadable(CourseError):
+class Unreadable(UserError):
     """An upload in which nothing can be graded."""
 
 
@@ -67,7 +68,7 @@ def read_modules(place: Path) -> tuple[dict[str, str], list[str]]:
             try:
                 if (path := main.with_name(name.name)) == main or path.exists():
                     texts[str(name)] = read_text(path, place)
-            except CourseError as error:
+            except UserError as error:
                 reasons.append(str(error))
     return texts, reasons
 
@@ -77,7 +78,7 @@ def open_modules(*paths: str | Path) -> Iterator[tuple[Path, list[str]]]:
     """Do what `open_submission` describes, without reading the texts."""
     path = Path(paths[0])
     if not path.is_dir() and not path.is_file():
-        raise CourseError(f"there is no directory, archive or module file {path}")
+        raise UserError(f"there is no directory, archive or module file {path}")
     if path.is_dir():
         files = walk(path)
         packed = [file for file in files if file.lower().endswith(ARCHIVES)]

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine, ranks
 from brigade.ranks.sandbox import enter, users
 
@@ -66,12 +67,12 @@ def list_conditions(backend: str, share_gpu: bool) -> list[str]:
 
 
 def verify_isolation(backend: str) -> list[str]:
-    """Test the isolation with a rank that runs no submission. Raise CourseError if it does not work.
+    """Test the isolation with a rank that runs no submission. Raise UserError if it does not work.
 
     Return notes on protections that this machine does not have.
     """
     if backend == "nccl" and (closed := list_closed_devices()):
-        raise CourseError(
+        raise UserError(
             f"the user of the ranks cannot open {closed[0]}: run `chmod o+rw {shlex.join(closed)}`, or grade with "
             "--backend gloo"
         )
@@ -79,14 +80,14 @@ def verify_isolation(backend: str) -> list[str]:
     try:
         [found] = ranks.run_ranks(enter.probe, [*map(str, SECRETS)], world_size=1)
     except ranks.RankFailure as failure:
-        raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
+        raise UserError(f"the ranks cannot be isolated here: {failure.summary}") from None
     if found["uid"] == 0 or found["secrets"]:
         secrets = ", ".join(Path(path).name for path in found["secrets"])
-        raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {secrets}")
+        raise UserError(f"the ranks are not isolated: user {found['uid']} can read {secrets}")
     if found["unreachable"]:
         path = found["unreachable"][0]
         top = sys.prefix if path.startswith(f"{sys.prefix}/") else path
-        raise CourseError(
+        raise UserError(
             f"the user of the ranks cannot read {path}: run `chmod -R go+rX {shlex.quote(top)}`, or install Python and "
             "its packages where everybody may read them"
         )

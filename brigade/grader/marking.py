@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.table import written
-from brigade.course.table.modules import MODULES, CourseError, Module
+from brigade.course.table.modules import MODULES, Module
 from brigade.course.table.submission import read_bytes
 from brigade.grader import archives, formats, incoming, uploads
 from brigade.grader.classroom import Student, lock_gradebook
 from brigade.grader.gradebook import UPLOADED, GraderFile, Row, get_results_path
 from brigade.grader.merging import get_rest
 from brigade.grader.tables import escape
+from brigade.ranks.errors import UserError
 
 TWICE = 0.05  # of the answers to each question
 AGAIN = "-2"  # ends the name of an answer that is there a second time
@@ -32,7 +33,7 @@ def read_answers(paths: Iterable[Path]) -> dict[int, str]:
     """Return the texts of the written answers in an upload, by module. Those that cannot be read are missing."""
     files: dict[str, bytes] = {}
     for path in paths:
-        with contextlib.suppress(archives.Refused, CourseError):
+        with contextlib.suppress(archives.Refused, UserError):
             names = incoming.walk(path) if path.is_dir() else []
             files |= {name: read_bytes(path / name, path) for name in names if Path(name).name == written.ANSWERS}
             packed = [path / name for name in names if name.lower().endswith(archives.READ_ARCHIVES)]
@@ -49,10 +50,10 @@ def read_answers(paths: Iterable[Path]) -> dict[int, str]:
 
 
 def read_secret(book: Path) -> str:
-    """Return the secret of a gradebook. Raise CourseError if it has none."""
+    """Return the secret of a gradebook. Raise UserError if it has none."""
     path = get_results_path(book) / ".secret"
     if not path.exists():
-        raise CourseError(f"{book} is not a gradebook that `brigade term grade` wrote")
+        raise UserError(f"{book} is not a gradebook that `brigade term grade` wrote")
     return path.read_text().strip()
 
 
@@ -103,7 +104,7 @@ def make_pages(
 def read_marks(paths: Iterable[Path]) -> tuple[dict[str, tuple[int, str]], set[str]]:
     """Return the points and the comment of each marked answer, and the names of all answers on the pages.
 
-    Raise CourseError if a file does not come from a page, or if two files mark the same answer differently.
+    Raise UserError if a file does not come from a page, or if two files mark the same answer differently.
     """
     marks: dict[str, tuple[int, str]] = {}
     known: set[str] = set()
@@ -113,9 +114,9 @@ def read_marks(paths: Iterable[Path]) -> tuple[dict[str, tuple[int, str]], set[s
             own = {name: (int(mark["points"]), str(mark["comment"])) for name, mark in content["marks"].items()}
             known |= set(map(str, content["all"]))
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise CourseError(f"{path} is not a file that a page of `brigade mark` saved") from None
+            raise UserError(f"{path} is not a file that a page of `brigade mark` saved") from None
         if unequal := [name for name in own.keys() & marks.keys() if own[name] != marks[name]]:
-            raise CourseError(f"{path} and an earlier file mark the answer {unequal[0]} differently; leave one out")
+            raise UserError(f"{path} and an earlier file mark the answer {unequal[0]} differently; leave one out")
         marks |= own
     return marks, known
 
@@ -138,7 +139,7 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
     """Write marks to the columns `written N` and `comment N` of a gradebook. Return lines about what to know.
 
     A module of a student gets points once all its answers on the pages are marked. Empty answers get none. Raise
-    CourseError, and change nothing, if a file or a mark does not fit.
+    UserError, and change nothing, if a file or a mark does not fit.
     """
     (marks, known), secret, record = read_marks(paths), read_secret(book), get_marks_path(book)
     tasks = {entry.number: written.list_tasks([entry]) for entry in MODULES}
@@ -161,12 +162,12 @@ def write_marks(book: Path, paths: Sequence[Path]) -> list[str]:
                 continue
             given = [(task, *marks.get(name, (0, "no answer"))) for task, name in named]
             if any(not 0 <= points <= task["points"] for task, points, _ in given):
-                raise CourseError(f"{who}: a mark is below 0, or above the points of its question")
+                raise UserError(f"{who}: a mark is below 0, or above the points of its question")
             told = [f"{task['number']}: {n} of {task['points']}{text and f' ({text})'}" for task, n, text in given]
             points = sum(points for _, points, _ in given)
             saved.setdefault(row.submission, {})[str(module)] = (points, f"By question: {'; '.join(told)}")
         if len(strange) == len({name.removesuffix(AGAIN) for name in known}):
-            raise CourseError(f"no answer in these files belongs to an upload of {book}")
+            raise UserError(f"no answer in these files belongs to an upload of {book}")
         formats.write(record, json.dumps(saved))
         add_marks(book, file.earlier)
         file.write(file.earlier, [], file.columns)

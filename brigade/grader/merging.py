@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from brigade.course.table.modules import CourseError
 from brigade.grader import gradebook, roster, uploads
 from brigade.grader.gradebook import ADJUSTMENT, LATE, TAKEN_OFF, UPLOADED, Row, list_modules, list_points
 from brigade.grader.tables import format_csv, format_points
+from brigade.ranks.errors import UserError
 
 # The columns by which a platform identifies a student, and the columns of the gradebook that contain the same values.
 PLATFORMS = {
@@ -36,7 +36,7 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str) -> tuple[list[Row]
 
     If several rows of a student have points for a module, `keep` the "best" or the "last" points. The earliest
     gradebook comes first. In one gradebook, the names of the submissions tell which one is last. The scores of a
-    module's checks come from the row whose points are kept. Raise CourseError if the modules belong to several parts of
+    module's checks come from the row whose points are kept. Raise UserError if the modules belong to several parts of
     the course.
     """
     every_row = [row for table in gradebooks.values() for row in table]
@@ -148,13 +148,13 @@ def export(table: Sequence[Row], platform: str, keep: str, name: str) -> tuple[s
     `name` is the assignment of a term. It ends the heading of its adjustments, so that those of two do not meet.
 
     Rows of one student are merged: see `merge`. Canvas tries all its columns, but Moodle identifies students by only
-    one: use the first that is filled in. Raise CourseError if no row has a value in any of these columns, or if two
+    one: use the first that is filled in. Raise UserError if no row has a value in any of these columns, or if two
     students have the same.
     """
     headings = PLATFORMS[platform]
     filled = [heading for heading, column in headings.items() if any(row.texts.get(column) for row in table)]
     if not filled:
-        raise CourseError(
+        raise UserError(
             f"{platform.capitalize()} identifies students by {' or '.join(headings.values())}, but the gradebook does "
             "not have these columns; grade the class with --roster"
         )
@@ -177,7 +177,7 @@ def export(table: Sequence[Row], platform: str, keep: str, name: str) -> tuple[s
         for heading, value in person.items():
             other = seen.setdefault((heading, value), row.student) if value else row.student
             if other != row.student:
-                raise CourseError(f"{other} and {row.student} have the {heading} {value}: give them one `student`")
+                raise UserError(f"{other} and {row.student} have the {heading} {value}: give them one `student`")
         person |= {"Student": row.texts.get("name") or row.student, "Section": row.texts.get("section", "")}
         points = {heading: row.numbers.get(column) for heading, column in sources.items()}
         rows.append(person | {head: "" if value is None else format_points(value) for head, value in points.items()})

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from brigade.course.table.modules import CourseError
 from brigade.grader import formats
 from brigade.grader.grading import TOTAL_S
+from brigade.ranks.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def decode(text: str) -> GradeRequest:
 
 
 def read_secret(path: Path, draws_one: bool = False) -> bytes:
-    """Return the content of a file, without space around it. Raise CourseError if there is none.
+    """Return the content of a file, without space around it. Raise UserError if there is none.
 
     If there is no file, and `draws_one`, draw a secret, which only the owner of the file can read.
     """
@@ -57,7 +57,7 @@ def read_secret(path: Path, draws_one: bool = False) -> bytes:
             formats.write(path, secrets.token_hex(), is_secret=True)
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise CourseError(f"{path}: {error.strerror}") from None
+        raise UserError(f"{path}: {error.strerror}") from None
     if not secret:
-        raise CourseError(f"{path} is empty, but it must contain a secret")
+        raise UserError(f"{path} is empty, but it must contain a secret")
     return secret

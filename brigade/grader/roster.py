@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from brigade.course.table.modules import CourseError
 from brigade.grader import formats
 from brigade.grader.tables import read_table
+from brigade.ranks.errors import UserError
 
 # The fields that identify a student, in the order in which they are tried, and their headings in lower case.
 IDENTIFYING = {
@@ -47,7 +47,7 @@ Person = dict[str, str]  # the values of a student's fields
 def read_roster(path: Path) -> tuple[list[Person], list[str]]:
     """Return the students, and the headings of the columns that are ignored.
 
-    Raise CourseError if the file is not a roster, or if two students have the same id.
+    Raise UserError if the file is not a roster, or if two students have the same id.
     """
     headings, rows, *_ = read_table(path)
     is_canvas = any(heading.lower().startswith("sis ") for heading in headings)  # the gradebook, whose ID is Canvas's
@@ -61,7 +61,7 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
         if any(person[field] for field in IDENTIFYING) and person["name"] not in NOT_STUDENTS:
             people.append(person)
     if not people:
-        raise CourseError(
+        raise UserError(
             f"{path} has no students; its columns are {', '.join(names.values())}, and the grader needs one such as "
             f"{', '.join(IDENTIFYING)}"
         )
@@ -69,7 +69,7 @@ def read_roster(path: Path) -> tuple[list[Person], list[str]]:
         values = [get_key(person) if field == "name" else person[field] for person in people]
         counts = Counter(value.casefold() for value in values if value)
         if twice := [value for value in values if counts[value.casefold()] > 1]:
-            raise CourseError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
+            raise UserError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
     return people, [name for name in names.values() if name not in itertools.chain(*FIELDS.values())]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from brigade.course.table.modules import CourseError
+from brigade.ranks.errors import UserError
 
 BOM = "\ufeff"  # without it, Excel does not read a CSV file as UTF-8
 # A spreadsheet evaluates cells that begin with one of these. It may read separators as the beginning of another cell.
@@ -44,7 +44,7 @@ def format_csv(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str
 def read_table(path: Path) -> Table:
     """Return the content of a CSV file with commas, semicolons or tabs.
 
-    Raise CourseError for any other file, or if a cell does not belong to exactly one column, because it would be lost.
+    Raise UserError for any other file, or if a cell does not belong to exactly one column, because it would be lost.
     """
     try:
         content = path.read_bytes()
@@ -54,13 +54,13 @@ def read_table(path: Path) -> Table:
         delimiter = separator[1] if separator else max(",;\t", key=text.partition("\n")[0].count)
         lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise CourseError(f"{path} is not a CSV file in UTF-8 ({error}); save it as 'CSV UTF-8'") from None
+        raise UserError(f"{path} is not a CSV file in UTF-8 ({error}); save it as 'CSV UTF-8'") from None
     lines = [[unicodedata.normalize("NFC", cell.strip()) for cell in line] for line in lines]
     columns = list(filter(any, itertools.zip_longest(*filter(any, lines), fillvalue="")))
     headings = [column[0] for column in columns]
     if wrong := [heading for heading in headings if not heading or headings.count(heading) > 1]:
         problem = f"the heading {wrong[0]!r} is there twice" if wrong[0] else "a column has no heading"
-        raise CourseError(f"{path}: {problem}; give each column a name of its own")
+        raise UserError(f"{path}: {problem}; give each column a name of its own")
     rows = [dict(zip(headings, cells, strict=True)) for cells in list(zip(*columns, strict=True))[1:]]
     return Table(headings, rows)
 

@@ -13,12 +13,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from brigade.course.table.modules import CourseError, Module, select_modules
+from brigade.course.table.modules import Module, select_modules
 from brigade.grader import merging, roster
 from brigade.grader.classroom import Student, Timing
 from brigade.grader.gradebook import LATE, refuse_several_parts
 from brigade.grader.roster import Person
 from brigade.grader.tables import format_points
+from brigade.ranks.errors import UserError
 
 try:
     import tomllib
@@ -119,9 +120,9 @@ class Term:
         return self.reader.path
 
     def get_assignment(self, name: str) -> Assignment:
-        """Return the assignment with this name. Raise CourseError if there is none."""
+        """Return the assignment with this name. Raise UserError if there is none."""
         if name not in self.assignments:
-            raise CourseError(f"{self.path} has no assignment {name!r}, only {', '.join(self.assignments)}")
+            raise UserError(f"{self.path} has no assignment {name!r}, only {', '.join(self.assignments)}")
         return self.assignments[name]
 
 
@@ -139,15 +140,15 @@ class Reader:
             self.text = path.read_text(encoding="utf-8-sig")  # some editors for Windows write a mark before the text
             self.top = self.check("", 0, tomllib.loads(self.text))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise CourseError(f"{path} is not a TOML file in UTF-8: {error}") from None
+            raise UserError(f"{path} is not a TOML file in UTF-8: {error}") from None
 
     def require(self, is_right: object, problem: str, table: str = "", index: int = 0, key: str = "") -> None:
-        """Raise CourseError with the line of a key, or of the heading of its table, unless all is right."""
+        """Raise UserError with the line of a key, or of the heading of its table, unless all is right."""
         if not is_right:
             self.fail(problem, table, index, key)
 
     def fail(self, problem: str, table: str = "", index: int = 0, key: str = "") -> NoReturn:
-        """Raise CourseError with the line of a key, or of the heading of its table."""
+        """Raise UserError with the line of a key, or of the heading of its table."""
         count, place, is_inside = -1, 0, not table
         for number, line in enumerate(self.text.splitlines(), 1):
             if heading := re.match(r"\s*\[+\s*([\w.]+)", line):
@@ -157,7 +158,7 @@ class Reader:
                 place = number
                 if not heading:
                     break
-        raise CourseError(f"{self.path}{f', line {place}' if place else ''}: {problem}")
+        raise UserError(f"{self.path}{f', line {place}' if place else ''}: {problem}")
 
     def check(self, table: str, index: int, content: Any, kind: str = "") -> Mapping[str, Any]:
         """Return a row of a table, or the table `kind` in it, if its keys are complete and of the right kind."""
@@ -180,7 +181,7 @@ class Reader:
 
 
 def read_term(path: Path) -> Term:
-    """Return the content of a term file. Raise CourseError with the place of the first mistake in it."""
+    """Return the content of a term file. Raise UserError with the place of the first mistake in it."""
     reader, folder = Reader(path), path.resolve().parent
     top, require = reader.top, reader.require
     require(top["platform"] in merging.PLATFORMS, f"platform is one of {', '.join(merging.PLATFORMS)}", key="platform")
@@ -194,7 +195,7 @@ def read_term(path: Path) -> Term:
         try:
             entries = tuple(select_modules(row["modules"] or "none"))
             refuse_several_parts(entries)
-        except CourseError as error:
+        except UserError as error:
             require(False, str(error).replace("--modules", "modules"), *place, "modules")
         is_name = re.fullmatch(r"\w[\w -]*", name)
         require(is_name, "a name becomes a name of files: use letters, digits, spaces, - and _", *place, "name")

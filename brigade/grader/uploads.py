@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from brigade.course.table.modules import CourseError
 from brigade.grader import incoming, roster
 from brigade.grader.formats import make_line
+from brigade.ranks.errors import UserError
 
 ENDING = re.compile(rf"({'|'.join(map(re.escape, incoming.ARCHIVES))}|\.[^.]+)$", re.IGNORECASE)
 MODULE_FILES = "(module files)"  # ends the name of a submission of single module files
@@ -42,11 +42,11 @@ class Upload:
 def list_uploads(directory: Path, ours: Collection[Path]) -> list[Upload]:
     """Return the uploads in a class's directory, also files that cannot be graded. `ours` do not come from students.
 
-    Raise CourseError if there is nothing that a student could have handed in.
+    Raise UserError if there is nothing that a student could have handed in.
     """
     found = [path for path in sorted(directory.iterdir()) if path not in ours and not is_skipped(path)]
     if not any(path.is_dir() or path.name.lower().endswith((*incoming.ARCHIVES, ".py", ".ipynb")) for path in found):
-        raise CourseError(f"there are no submissions in {directory}; it must contain one directory or zip per student")
+        raise UserError(f"there are no submissions in {directory}; it must contain one directory or zip per student")
     uploads: list[Upload] = []
     files: dict[str, list[Path]] = {}
     metadata = read_metadata(directory)

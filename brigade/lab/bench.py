@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from brigade.course.table.listing import find_unwritten_parts
-from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, CourseError, Module
+from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, Module
 from brigade.course.table.submission import Snapshot, select_named
 from brigade.lab.ladder import Ladder, Measurement, Variant, compute_spread, get_variant
 from brigade.lab.quiet import MAX_REAL_SHARE
+from brigade.ranks.errors import UserError
 from brigade.ranks.texts import Sources
 
 ONE_AFTER_THE_OTHER = (
@@ -120,7 +121,7 @@ def list_remarks(ladder: Ladder) -> list[str]:
 def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sources, list[str]]:
     """Return the modules that can run, the files of all modules of the target, and a sentence about each other module.
 
-    A module can run if it and everything that its variant uses are written. Raise CourseError if `target` is not a
+    A module can run if it and everything that its variant uses are written. Raise UserError if `target` is not a
     directory, or if no module can run.
     """
     snapshot = Snapshot(target)
@@ -142,12 +143,12 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
         others = len(sentences) - 1
         more = f" {others} other{' is' if others == 1 else 's are'} left out, too." if others else ""
         advice = " --target solutions compares the reference." if HAS_SOLUTIONS else ""
-        raise CourseError(f"nothing to compare in {snapshot.target}: {sentences[0]}{more}{advice}")
+        raise UserError(f"nothing to compare in {snapshot.target}: {sentences[0]}{more}{advice}")
     return chosen, sources, sentences
 
 
 def read_engine(target: str, variant: Variant, loop: Module, dumps: Module) -> Sources:
-    """Return all modules of a target. Raise CourseError if the variant's, or that of the loop, are not written.
+    """Return all modules of a target. Raise UserError if the variant's, or that of the loop, are not written.
 
     Of the module that dumps traces, only the parts that are given need to be there.
     """
@@ -162,7 +163,7 @@ def read_engine(target: str, variant: Variant, loop: Module, dumps: Module) -> S
         parts = [part for part in parts if part.module != dumps.number]
         for part in parts:
             advice = f"`brigade check {part.module}` shows what to do"
-            raise CourseError(f"{variant.label} cannot train, because {part} is not written yet: {advice}")
+            raise UserError(f"{variant.label} cannot train, because {part} is not written yet: {advice}")
         if not path:
-            raise CourseError(f"{variant.label} cannot train: {text}")
+            raise UserError(f"{variant.label} cannot train: {text}")
     return sources

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brigade.course.table.modules import CourseError
+from brigade.ranks.errors import UserError
 
 VERSION, MANIFEST = 1, "manifest.json"
 
@@ -34,7 +34,7 @@ State = dict[int, dict[str, Any]]  # of an optimizer, by parameter number
 def save(folder: Path, weights: Mapping[str, Tensor], state: State, about: Mapping[str, Any]) -> None:
     """Write a checkpoint. All ranks call this with the same whole tensors.
 
-    `about` goes to the manifest. It contains the number of the "step" and the "model". Raise CourseError on all ranks
+    `about` goes to the manifest. It contains the number of the "step" and the "model". Raise UserError on all ranks
     if one of them cannot write. The checkpoint before is then still complete.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -58,7 +58,7 @@ def copy_to_cpu(value: Any) -> Any:
 
 
 def agree(call: Callable[[], Any]) -> list[Any]:
-    """Return what `call` returns on each rank. If it raises OSError on one of them, raise CourseError on all."""
+    """Return what `call` returns on each rank. If it raises OSError on one of them, raise UserError on all."""
     result, problem = None, ""
     try:
         result = call()
@@ -68,7 +68,7 @@ def agree(call: Callable[[], Any]) -> list[Any]:
     dist.all_gather_object(results, (result, problem))
     for _, problem in results:
         if problem:
-            raise CourseError(f"{problem}; what was saved before is still complete")
+            raise UserError(f"{problem}; what was saved before is still complete")
     return [result for result, _ in results]
 
 
@@ -101,7 +101,7 @@ def complete(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of the checkpoint in a folder. Raise CourseError without a complete one of this model."""
+    """Return the manifest of the checkpoint in a folder. Raise UserError without a complete one of this model."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -110,18 +110,18 @@ def read_manifest(folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     except FileNotFoundError:
         is_begun = any(folder.glob("step-*-rank-*"))
         missing = f", only files without {MANIFEST}, which is written last" if is_begun else ""
-        raise CourseError(f"{folder} contains no complete checkpoint{missing}") from None
+        raise UserError(f"{folder} contains no complete checkpoint{missing}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CourseError(f"{path} is not the manifest of a checkpoint") from None
+        raise UserError(f"{path} is not the manifest of a checkpoint") from None
     if version != VERSION:
-        raise CourseError(f"{path} has version {version}: this course reads version {VERSION}, so update it first")
+        raise UserError(f"{path} has version {version}: this course reads version {VERSION}, so update it first")
     if manifest.get("model") != model:
-        raise CourseError(f"{path} is of another model: {manifest.get('model')}, not {model}")
+        raise UserError(f"{path} is of another model: {manifest.get('model')}, not {model}")
     for name, nbytes in files:
         if not (folder / name).is_file():
-            raise CourseError(f"the checkpoint is incomplete: {folder / name} is missing")
+            raise UserError(f"the checkpoint is incomplete: {folder / name} is missing")
         if (found := (folder / name).stat().st_size) != nbytes:
-            raise CourseError(f"the checkpoint is damaged: {folder / name} has {found} bytes instead of {nbytes}")
+            raise UserError(f"the checkpoint is damaged: {folder / name} has {found} bytes instead of {nbytes}")
     return manifest
 
 
@@ -133,7 +133,7 @@ def load(folder: Path) -> tuple[dict[str, Tensor], State]:
         try:
             part = torch.load(folder / name, weights_only=True)
         except Exception:  # torch documents no type
-            raise CourseError(f"the checkpoint is damaged: torch cannot read {folder / name}") from None
+            raise UserError(f"the checkpoint is damaged: torch cannot read {folder / name}") from None
         weights |= part["model"]
         state |= part["state"]
     return weights, state

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from brigade.course.table.listing import find_part, find_unwritten_parts
-from brigade.course.table.modules import HAS_SOLUTIONS, CourseError
+from brigade.course.table.modules import HAS_SOLUTIONS
 from brigade.course.table.submission import read
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner.ranks import RankFailure, RankResults, run_ranks
 from brigade.ranks.texts import Sources
 
@@ -39,7 +40,7 @@ def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: in
     target = parser.parse_args().target
     try:
         main(functools.partial(run_ranks, packages={"submission": read(target, module)}))
-    except CourseError as error:
+    except UserError as error:
         sys.exit(f"{error}")
     except RankFailure as failure:
         sys.exit(explain_failure(failure, 0))
@@ -54,7 +55,7 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
     """
     try:
         return run()
-    except (CourseError, RankFailure, OSError) as error:
+    except (UserError, RankFailure, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from brigade.course.checks.tiny_lm import Size
-from brigade.course.table.modules import CourseError
 from brigade.lab.ladder import PHASES, Variant, Workload, read_reference, scale_batch
 from brigade.lab.profiled_step import MARK, PROFILED, profile_steps
 from brigade.lab.timeline import Running, Span, Timeline, make_metadata, make_slice, merge_intervals
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner.machine import count_gpus
 from brigade.ranks.runner.ranks import run_ranks
 from brigade.ranks.texts import Sources
@@ -110,7 +110,7 @@ def show_on_gpus(variants: Sequence[Variant], **changes: Any) -> LargeFigure | N
     workload = replace(scale_batch(WORKLOAD, world_size), **changes)
     try:
         timelines = trace_on_gpus(variants, workload=workload, world_size=world_size, share_gpu=gpus < world_size)
-    except CourseError as error:
+    except UserError as error:
         print(error)
         return None
     return draw_timelines(timelines, [f"{timeline.label}, {timeline.count}" for timeline in timelines], SHOWN_RANKS)
@@ -127,11 +127,11 @@ def record_profiles(
     """Return the profile of each rank's last step, as `profile_steps` does, by the variants' labels.
 
     `sources` defaults to the solutions. `options` are passed to `run_ranks`, whose errors are raised. Also raise
-    CourseError if the ranks cannot share a batch.
+    UserError if the ranks cannot share a batch.
     """
     workload = workload or scale_batch(WORKLOAD, world_size)
     if workload.batch_size % world_size:
-        raise CourseError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
+        raise UserError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
     results = run_ranks(
         profile_steps,
         asdict(workload),
@@ -147,7 +147,7 @@ def record_profiles(
 def make_timelines(profiles: Mapping[str, Sequence[bytes]]) -> list[GpuTimeline]:
     """Return a timeline for each label in `profiles`, which has a profile for each rank that ran on this machine.
 
-    Raise CourseError if one contains no kernels of backward.
+    Raise UserError if one contains no kernels of backward.
     """
     timelines = []
     for label, of_ranks in profiles.items():
@@ -169,7 +169,7 @@ def read_profile(rank: int, profile: dict[str, Any]) -> tuple[float, float, list
 
     `profile` is a file of `export_chrome_trace`. Times of kernels are in ms since the start of the step. Only what was
     launched between the first and the last `MARK` is returned. torch also writes annotations for NCCL's kernels, which
-    have another category and are not counted. Raise CourseError if the profile contains no kernels of backward.
+    have another category and are not counted. Raise UserError if the profile contains no kernels of backward.
     """
     events = [event for event in profile["traceEvents"] if event.get("ph") == "X"]
     marks = [event for event in events if event["name"] == MARK and event.get("cat") == "user_annotation"]
@@ -206,7 +206,7 @@ def read_profile(rank: int, profile: dict[str, Any]) -> tuple[float, float, list
         )
         counts[kind] += 1
     if not any(kernel.kind == "backward" for kernel in kernels):
-        raise CourseError(
+        raise UserError(
             f"torch's profiler recorded no kernels of backward on rank {rank}, so there is no timeline to draw; "
             "docs/gpus.md says what the profiler needs"
         )

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from brigade.course.checks.tiny_lm import SIZES, Size
-from brigade.course.table.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module, find_module
+from brigade.course.table.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, Module, find_module
 from brigade.course.table.submission import read
 from brigade.lab.emulated_link import Link, Pace, read_link, spans_nodes
 from brigade.lab.memory_accounting import Bytes
 from brigade.lab.on_ranks import STEP_BEFORE, train
 from brigade.lab.quiet import Verdict, judge_machine
+from brigade.ranks.errors import UserError
 from brigade.ranks.events import Event, count_sent_bytes, launches
 from brigade.ranks.runner.machine import count_gpus
 from brigade.ranks.runner.ranks import RankResults, run_ranks
@@ -297,10 +298,10 @@ def get_variant(entry: Module, name: str = "") -> Variant:
 def get_engine(entry: Module) -> Variant:
     """Return the variant that trains with a module, also if `brigade bench` does not compare this module.
 
-    It may be that of another module. Raise CourseError for a module that trains nothing.
+    It may be that of another module. Raise UserError for a module that trains nothing.
     """
     if not entry.trains and not entry.engine:
-        raise CourseError(f"module {entry.number} trains no model: choose another engine")
+        raise UserError(f"module {entry.number} trains no model: choose another engine")
     name = entry.engine or entry.public[-1]
     own = name if name in entry.public else entry.public[-1]
     return replace(get_variant(find_module(name), name), label=f"{entry.number} {own}")
@@ -411,13 +412,13 @@ def run_variants(
     """Run `train` on the ranks; return its results and the events.
 
     `sources` are the submission's modules (default: the solutions). `on_step` is called when a step begins. `run`
-    replaces `run_ranks`, and `options` are some of its options. Raise CourseError if the ranks cannot share a batch or
-    emulate the link, and RankFailure or CourseError as `run_ranks` does.
+    replaces `run_ranks`, and `options` are some of its options. Raise UserError if the ranks cannot share a batch or
+    emulate the link, and RankFailure or UserError as `run_ranks` does.
     """
     if workload.batch_size % world_size:
-        raise CourseError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
+        raise UserError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
     if workload.link and backend != "gloo":
-        raise CourseError(f"an emulated link needs the backend gloo: {backend} does not wait on the CPU")
+        raise UserError(f"an emulated link needs the backend gloo: {backend} does not wait on the CPU")
 
     followed = {None}  # steps of the computation alone can come several times
 

@@ -69,7 +69,7 @@ def measure_step(
     """Train each variant for two steps of SGD with momentum, then return rank 0's bytes in the third step.
 
     If `is_checkpointed`, backward computes the activations of each block again. `bucket_mb` is in MiB. Raise
-    RankFailure or CourseError as `run_ranks` does. torch DDP runs in mode "record", because a strict group cannot see
+    RankFailure or UserError as `run_ranks` does. torch DDP runs in mode "record", because a strict group cannot see
     where DDP's reducer waits.
     """
     workload = {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01, "optimizer": "SGD"}

@@ -24,9 +24,10 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.course.table.skeletons import BEGIN, END
 from brigade.course.table.submission import read
+from brigade.ranks.errors import UserError
 from brigade.ranks.events import Event
 from brigade.ranks.runner.machine import count_cores, count_gpus
 from brigade.ranks.runner.ranks import SERVER, RankFailure, RunOptions, make_requests
@@ -142,7 +143,7 @@ class Ranks:
         for rank in ranks:
             rank.num_calls += 1
             rank.channel.send(wire.encode([code, mode]))
-        failure: RankFailure | CourseError | str | None
+        failure: RankFailure | UserError | str | None
         try:
             failure = self._monitor.watch(deadline_s)
             if not failure:
@@ -150,7 +151,7 @@ class Ranks:
         except KeyboardInterrupt:
             doing = self._monitor.progress.describe_activity
             failure = "\n".join(["interrupted", *(f"rank {number} {doing(number)}" for number in numbers)])
-        except CourseError as error:
+        except UserError as error:
             failure = error
         for rank in ranks:
             if text := rank.read_output():

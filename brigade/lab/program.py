@@ -21,9 +21,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
 from brigade.lab.ladder import Variant, read_reference
 from brigade.lab.memory_accounting import Bytes
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner.deadline import BUSY
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
 from brigade.ranks.texts import Sources
@@ -143,7 +144,7 @@ def hash_course() -> str:
 def record(variants: Sequence[Variant], setting: Setting, sources: Sources | None = None) -> dict[str, Program | str]:
     """Return the program of each variant by label, or a sentence that says why there is none.
 
-    `sources` are the submission's modules (default: the solutions). Raise CourseError if they hang.
+    `sources` are the submission's modules (default: the solutions). Raise UserError if they hang.
     """
     sources = read_reference() if sources is None else sources
     case = asdict(setting), [asdict(variant) for variant in variants]
@@ -159,7 +160,7 @@ def record(variants: Sequence[Variant], setting: Setting, sources: Sources | Non
         try:
             text = run_ranks(record_steps, *case, **how)[0]
         except RankFailure as failure:
-            raise CourseError(f"no step can be recorded: {failure}") from None
+            raise UserError(f"no step can be recorded: {failure}") from None
         with contextlib.suppress(OSError):  # the course may belong to somebody else
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(f".{os.getpid()}")

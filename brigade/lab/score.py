@@ -1,7 +1,7 @@
 """The score of an entry: its planned step on three fixed problems, and whether real ranks do what is planned.
 
     rows = plan_rows([get_variant(get_module(8))], sources)      the steps, by label, in the order of `PROBLEMS`
-    verify(get_variant(get_module(8)), sources)                  raises CourseError if the plan cannot be trusted
+    verify(get_variant(get_module(8)), sources)                  raises UserError if the plan cannot be trusted
 
 A plan runs the entry's own code without memory and without peers. An entry could notice this and launch less than it
 needs. So `verify` compares the plan of a small model with what real ranks record, instruction by instruction, and
@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
-from brigade.course.table.modules import CourseError
 from brigade.lab.devices import CONTENTION, DEVICES
 from brigade.lab.ladder import Variant
 from brigade.lab.nccl import Network
@@ -23,6 +22,7 @@ from brigade.lab.plan import PlannedStep, make_machine, plan
 from brigade.lab.program import Program, Setting, record
 from brigade.lab.recorded_step import take_real_steps
 from brigade.lab.shapes import MODELS, Shape
+from brigade.ranks.errors import UserError
 from brigade.ranks.events import Event
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
 from brigade.ranks.texts import Sources
@@ -53,7 +53,7 @@ PROBLEMS = (
 
 
 def plan_rows(variants: Sequence[Variant], sources: Sources | None = None) -> dict[str, list[PlannedStep]]:
-    """Return the planned step of each variant on each problem. Raise CourseError if one cannot be planned."""
+    """Return the planned step of each variant on each problem. Raise UserError if one cannot be planned."""
     rows: dict[str, list[PlannedStep]] = {variant.label: [] for variant in variants}
     for problem in PROBLEMS:
         shape = MODELS[problem.model]
@@ -64,7 +64,7 @@ def plan_rows(variants: Sequence[Variant], sources: Sources | None = None) -> di
         programs = record(variants, setting, sources)
         for label, program in programs.items():
             if isinstance(program, str):
-                raise CourseError(f"{label} has no score: {program}")
+                raise UserError(f"{label} has no score: {program}")
             require_gradients(label, program, 4 * setting.numel)
         for step in plan(programs, machine, problem.network):
             rows[step.label].append(step)
@@ -72,29 +72,29 @@ def plan_rows(variants: Sequence[Variant], sources: Sources | None = None) -> di
 
 
 def require_gradients(label: str, program: Program, nbytes: int) -> None:
-    """Raise CourseError if the launches of a step that somebody awaits cannot carry gradients of `nbytes` bytes."""
+    """Raise UserError if the launches of a step that somebody awaits cannot carry gradients of `nbytes` bytes."""
     reduced = sum(launch.nbytes for launch in program.launches if launch.op in REDUCTIONS)
     if reduced < nbytes:
-        raise CourseError(
+        raise UserError(
             f"{label} has no score: its planned step reduces {reduced / 1e6:,.1f} MB and waits for them, but the "
             f"gradients have {nbytes / 1e6:,.1f} MB"
         )
 
 
 def verify(variant: Variant, sources: Sources) -> None:
-    """Raise CourseError if real ranks do something else in a step of a small model than the plan says."""
+    """Raise UserError if real ranks do something else in a step of a small model than the plan says."""
     program = record([variant], SMALL, sources)[variant.label]
     if isinstance(program, str):
-        raise CourseError(f"{variant.label} has no score: {program}")
+        raise UserError(f"{variant.label} has no score: {program}")
     how = {"world_size": SMALL.world_size, "packages": {"submission": sources}, "deadline": VERIFY_S, "seed": 0}
     try:
         results = run_ranks(take_real_steps, asdict(SMALL), asdict(variant), **how)
     except RankFailure as failure:
-        raise CourseError(f"{variant.label} has no score: {failure}") from None
+        raise UserError(f"{variant.label} has no score: {failure}") from None
     planned = number(one for one in program.instructions if one[0] not in ("copy", "step"))
     for place, (wanted, real) in enumerate(zip_longest(planned, number(list_real_instructions(results.events[0])))):
         if wanted != real:
-            raise CourseError(
+            raise UserError(
                 f"{variant.label} has no score: instruction {place} of its planned step is {describe(wanted)}, but "
                 f"real ranks have {describe(real)}"
             )

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from brigade.course.table.modules import CourseError
+from brigade.ranks.errors import UserError
 from brigade.ranks.events import Event
 from brigade.ranks.progress import RankRecord
 from brigade.ranks.runner.failure import BROKEN_LINK, RankFailure, make_exception_failure
@@ -51,15 +51,15 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
     """Run a function as `run_ranks` does, on torchrun's ranks. Return on rank 0; the other processes end here.
 
     Times are those of each machine's own clock. `on_event` is called on rank 0 only, with the events of rank 0. Printed
-    output is not kept. Raise CourseError on every rank if a link is to be emulated, and RankFailure on the rank that
+    output is not kept. Raise UserError on every rank if a link is to be emulated, and RankFailure on the rank that
     failed, or that waited for another rank until the deadline.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = read_rank_variables()
     if how.mode == "emulate":
-        raise CourseError("under torchrun, the ranks use a real link: leave out the options of an emulated link")
+        raise UserError("under torchrun, the ranks use a real link: leave out the options of an emulated link")
     if how.share_gpu and local_size != size:
-        raise CourseError("--share-gpu needs all ranks on one machine, because it gives each rank its own host name")
+        raise UserError("--share-gpu needs all ranks on one machine, because it gives each rank its own host name")
     if how.backend == "nccl":
         os.environ.update(make_nccl_environments(local_size, how.share_gpu)[local_rank])
     from torch import distributed as dist
@@ -101,7 +101,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         [result] = inside.perform(request, take, store, local_rank, timeout)
         events = list(record.events)  # the gather is recorded too
         dist.gather_object((result, events), gathered if rank == 0 else None)
-    except CourseError:
+    except UserError:
         raise
     except Exception as error:
         failure = make_exception_failure(rank, inside.describe_exception(error, request["packages"]), packages)
@@ -188,7 +188,7 @@ def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callab
         except RankFailure as error:
             printed = [f"[rank {r}] {line}" for r, text in enumerate(error.output) for line in text.splitlines()[-20:]]
             status, message, speaks = 1, "\n".join([str(error), *printed]), True
-        except (CourseError, OSError, KeyboardInterrupt) as error:
+        except (UserError, OSError, KeyboardInterrupt) as error:
             if not is_torchrun():
                 raise
             status, message = (130, "stopped") if isinstance(error, KeyboardInterrupt) else (2, str(error))

@@ -28,13 +28,14 @@ from brigade.course.checks.tiny_lm import SIZES
 from brigade.course.cli.console import console
 from brigade.course.cli.options import ABOVE_ZERO, AT_LEAST_ONE, add, add_target, resolve_results_file
 from brigade.course.table.listing import find_unwritten_parts
-from brigade.course.table.modules import MODULES, ROOT, CourseError, find_module, get_module
+from brigade.course.table.modules import MODULES, ROOT, find_module, get_module
 from brigade.course.table.submission import Snapshot
 from brigade.lab import bench, checkpoint, corpus, on_ranks, torchrun
 from brigade.lab.cli.lab import choose_ranks
 from brigade.lab.experiment import run_to_status, show_progress
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, Workload, fit_batch, get_engine, run_benchmark
 from brigade.lab.plots import make_training_table
+from brigade.ranks.errors import UserError
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import student
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
@@ -205,9 +206,9 @@ def run(arguments):
     folder, resumed = (path and Path(path).resolve() for path in (options.save, options.resume))
     about = checkpoint.read_manifest(resumed, asdict(size)) if resumed else {"step": 0, "tokens": 1024}
     if about["step"] >= options.steps:
-        raise CourseError(f"{resumed} has {about['step']} steps already: choose more with --steps")
+        raise UserError(f"{resumed} has {about['step']} steps already: choose more with --steps")
     if folder and folder != resumed and (folder / checkpoint.MANIFEST).exists():
-        raise CourseError(f"{folder} has a checkpoint already: add --resume {folder}, or choose another directory")
+        raise UserError(f"{folder} has a checkpoint already: add --resume {folder}, or choose another directory")
     picture = resolve_results_file(options.png)
     dumps = folder or ROOT / "out" / "dumps"
     dumps.mkdir(parents=True, exist_ok=True)
@@ -249,8 +250,8 @@ def run(arguments):
         try:
             ladder = run_benchmark(fit_batch(workload, world_size), variants, sources, run=run_work, **how)
         except RankFailure as failure:
-            if failure.error == "CourseError":
-                raise CourseError(failure.message) from None
+            if failure.error == "UserError":
+                raise UserError(failure.message) from None
             raise
     losses = curves[variant.label]
     for step in sorted({*range(0, len(losses), max(1, len(losses) // 10)), len(losses) - 1}):

@@ -60,8 +60,8 @@ for name, value in os.environ.items():
 === walks frames and objects for what the checks know | 3 |  | together FOUND
 import gc, sys
 for name in list(sys.modules):
-    own_group = ("brigade.grader", "brigade.grader.witness", "brigade.grader.witness.group")  # of an isolated rank
-    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grader")) and name not in own_group: found(name)
+    if name in ("brigade.grader", "brigade.grader.witness", "brigade.grader.witness.group"): continue  # its own group
+    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grader")): found(name)
     if name in PARENT_ONLY or name.endswith((".expected", ".causes")): found(name)
 def look(value):
     if type(value).__name__ in CLASSES: found(value)

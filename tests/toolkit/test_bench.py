@@ -21,11 +21,12 @@ from lab_files import make_submission
 
 from brigade.course.checks.tiny_lm import SIZES, TinyLM, make_tiny_lm
 from brigade.course.cli import main as cli
-from brigade.course.table.modules import CORE_MODULES, ROOT, CourseError, get_module
+from brigade.course.table.modules import CORE_MODULES, ROOT, get_module
 from brigade.course.table.submission import read
 from brigade.lab import bench, ladder, on_ranks, plots, torchrun
 from brigade.lab.cli import lab
 from brigade.lab.emulated_link import Link
+from brigade.ranks.errors import UserError
 from brigade.ranks.progress import RankRecord
 from brigade.ranks.runner import machine
 from brigade.ranks.runner.failure import RankFailure
@@ -91,7 +92,7 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     for name, value in zip(machine.TORCHRUN, ("5", "8", "1", "2", "localhost", "0"), strict=True):
         monkeypatch.setenv(name, value)
     assert lab.choose_ranks(wanted[1]) == (8, "nccl"), "two of eight ranks are on this machine"
-    with pytest.raises(CourseError, match="--ranks 3: torchrun has started 8"):
+    with pytest.raises(UserError, match="--ranks 3: torchrun has started 8"):
         lab.choose_ranks(wanted[2])
 
 
@@ -128,7 +129,7 @@ def test_the_default_batch_fits_all_ranks_that_the_documents_start():
 @pytest.mark.parametrize(("options", "batch_size"), [((), 9), (("--batch", 6), 6), (("--comm-ratio", 1), 24)])
 def test_the_command_runs_with_any_number_of_ranks(options, batch_size, brigade, monkeypatch):
     def run(workload, variants, sources, **how):
-        raise CourseError(f"a batch of {workload.batch_size} on {how['world_size']} ranks")
+        raise UserError(f"a batch of {workload.batch_size} on {how['world_size']} ranks")
 
     monkeypatch.setattr(ladder, "run_benchmark", run)
     assert brigade("--ranks", 3, *options).stderr == f"brigade: a batch of {batch_size} on 3 ranks\n"
@@ -288,7 +289,7 @@ def test_a_link_can_be_named(name, latency_us, gigabytes):
     assert between.latency_s == pytest.approx(lab.SLOWDOWN * link.latency_s.expected)
     assert between.bytes_per_s == pytest.approx(link.bytes_per_s.expected / lab.SLOWDOWN)
     options.comm_ratio = 0.5
-    with pytest.raises(CourseError, match="--link"):
+    with pytest.raises(UserError, match="--link"):
         lab.choose_link(options, 4)
 
 
@@ -470,7 +471,7 @@ def test_under_torchrun_variants_that_do_not_fit_run_one_after_the_other(measure
 def test_under_torchrun_no_link_is_emulated(monkeypatch):
     for name, value in zip(machine.TORCHRUN, ("0", "2", "0", "1", "localhost", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    with pytest.raises(CourseError, match="leave out the options of an emulated link"):
+    with pytest.raises(UserError, match="leave out the options of an emulated link"):
         torchrun.run_on_torchrun(on_ranks.train, {}, [], mode="emulate")
 
 

@@ -13,7 +13,8 @@ from in_ranks import basics as functions
 from brigade.course.checks import run
 from brigade.course.cli import check
 from brigade.course.cli.main import main
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
+from brigade.ranks.errors import UserError
 from brigade.ranks.rank.main import TF32_VARIABLES, forbid_tf32
 from brigade.ranks.runner import machine
 from brigade.ranks.runner.ranks import run_ranks
@@ -140,7 +141,7 @@ def test_more_ranks_than_gpus_get_one_line(pretend, capsys):
 
 def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
     pretend(1)
-    with pytest.raises(CourseError, match=r"\b2 GPUs\b"):
+    with pytest.raises(UserError, match=r"\b2 GPUs\b"):
         machine.make_nccl_environments(2, share_gpu=False)
     shared = machine.make_nccl_environments(2, share_gpu=True)
     assert len({variables["NCCL_HOSTID"] for variables in shared}) == 2

@@ -13,9 +13,10 @@ import matplotlib.image
 import pytest
 
 from brigade.course.checks.tiny_lm import Size
-from brigade.course.table.modules import CourseError, get_module
+from brigade.course.table.modules import get_module
 from brigade.lab import gpu_timeline, ladder, timeline_plot
 from brigade.lab.profiled_step import MARK
+from brigade.ranks.errors import UserError
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 BASE_US = 1_790_857_026_000_000
@@ -158,7 +159,7 @@ def test_a_recorded_profile_shows_what_overlaps(without_gpus):
 
 def test_a_profile_without_kernels_is_explained():
     """Without CUPTI, as on a simulated device, the profiler records what the CPU does, and nothing else."""
-    with pytest.raises(CourseError, match=r"profiler .*\brank 1\b"):
+    with pytest.raises(UserError, match=r"profiler .*\brank 1\b"):
         gpu_timeline.make_timelines({"": write(make_profile(), make_profile(work=()))})
 
 
@@ -190,9 +191,9 @@ def test_the_ranks_profile_one_step_of_each_variant():
             marks = [event for event in profile["traceEvents"] if event["name"] == MARK]
             assert len(marks) == len(MARKS_US) and profile["baseTimeNanoseconds"] > 0
             assert {event["cat"] for event in marks} == {"user_annotation"}
-    with pytest.raises(CourseError, match=r"profiler .*\brank 0\b"):
+    with pytest.raises(UserError, match=r"profiler .*\brank 0\b"):
         gpu_timeline.make_timelines(profiles)
-    with pytest.raises(CourseError, match=r"\b3 ranks .*\b4 sequences"):
+    with pytest.raises(UserError, match=r"\b3 ranks .*\b4 sequences"):
         gpu_timeline.record_profiles(variants, workload=WORKLOAD, world_size=3, backend="gloo")
 
 

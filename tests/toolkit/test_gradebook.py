@@ -5,9 +5,10 @@ import csv
 import pytest
 
 from brigade.course.cli import main as cli
-from brigade.course.table.modules import CourseError, get_module
+from brigade.course.table.modules import get_module
 from brigade.grader import classroom, gradebook, merging, roster
 from brigade.grader.gradebook import GraderFile, Row, read_gradebook
+from brigade.ranks.errors import UserError
 
 HAND_MADE = "key,name,email,section\nteam1,Ada L,=ada@x.org,A\n,Jane Doe,jane@x.org,B\n,Carl M,carl@x.org,B\n"
 CANVAS = (
@@ -82,7 +83,7 @@ def test_what_is_no_roster_is_refused(tmp_path, snapshot):
     for name, content in NO_ROSTERS.items():
         path = tmp_path / f"{name}.csv"
         path.write_bytes(content)
-        with pytest.raises(CourseError) as caught:
+        with pytest.raises(UserError) as caught:
             roster.read_roster(path)
         refusals.append(f"{caught.value}\n")
     snapshot("refusals.roster", "".join(refusals))
@@ -299,7 +300,7 @@ NOT_JOINED = [
 def test_what_fits_to_no_row_gets_one_line_and_is_never_lost(graded, snapshot):
     refusals = []
     for text in NOT_JOINED:
-        with pytest.raises(CourseError) as caught:
+        with pytest.raises(UserError) as caught:
             gradebook.format_rows([*graded(text).values()])
         refusals.append(f"{caught.value}\n")
     snapshot("refusals.adjustments", "".join(refusals))
@@ -311,9 +312,7 @@ def test_a_grader_s_file_that_somebody_changed_is_neither_read_nor_overwritten(g
     for command in (["merge", path, "--keep", "best", "--out", "x.csv"], ["marks", path, "x.json"]):
         refuse("gradebook", *command)
     for action in (GraderFile, read_gradebook):
-        with pytest.raises(
-            CourseError, match=r"grades\.csv is not what the grader wrote.* corrections into adjustments"
-        ):
+        with pytest.raises(UserError, match=r"grades\.csv is not what the grader wrote.* corrections into adjustments"):
             action(path)
     assert path.read_bytes() == changed
 
@@ -369,7 +368,7 @@ def test_wrong_input_gets_one_line(term, export, refuse, tmp_path, snapshot):
     refusals = [refuse("gradebook", *options, "--out", "out.csv") for options in REFUSED]
     (tmp_path / "twins.csv").write_text("student,login,module 1\nada,ada,8\neve,ada,8\n")
     for name in ("twins.csv", "week2.csv"):
-        with pytest.raises(CourseError) as caught:
+        with pytest.raises(UserError) as caught:
             export(name)
         refusals.append(f"brigade: {caught.value}\n")
     snapshot("refusals.gradebook", "".join(refusals))

@@ -33,11 +33,12 @@ from replay import Tape
 from brigade.course.checks.collect import collect
 from brigade.course.checks.context import CheckContext, Conditions
 from brigade.course.checks.reference import Case
-from brigade.course.table.modules import ROOT, CourseError, get_module
+from brigade.course.table.modules import ROOT, get_module
 from brigade.course.table.submission import read
 from brigade.grader import formats, grading, incoming, isolation
 from brigade.grader.outcome import Grading, make_empty_grading
 from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.errors import UserError
 from brigade.ranks.ipc import wire
 from brigade.ranks.runner import monitor, ranks, server
 from brigade.ranks.sandbox import enter, users
@@ -116,7 +117,7 @@ class Graded:
         try:
             with incoming.open_submission(submission) as (directory, _):
                 grading.grade(directory, self.state, total_s=case.limit_s, on_change=save)
-        except CourseError as error:
+        except UserError as error:
             self.told = str(error)
         told = [check["feedback"] for check in formats.encode_grading(self.state)["checks"]]
         self.failures = [self.told] if self.told else [*filter(None, told)]

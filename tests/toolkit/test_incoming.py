@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course.table.modules import MODULES, CourseError, get_module
+from brigade.course.table.modules import MODULES, get_module
 from brigade.course.table.submission import MAX_SOURCE_BYTES, find
 from brigade.grader import archives, incoming
+from brigade.ranks.errors import UserError
 
 FIRST = get_module(1)
 LESSONS = {entry.path.as_posix(): f"own {entry.number}" for entry in MODULES}
@@ -363,7 +364,7 @@ def test_a_bomb_is_bounded(tmp_path, pack):
     zeros = pack({FIRST.path.name: b"\0" * 100_000_000})
     with incoming.open_modules(lay(tmp_path, {"submission.zip": zeros})) as (directory, _):
         assert find(directory, FIRST).stat().st_size == MAX_SOURCE_BYTES + 1
-    with pytest.raises(CourseError, match="larger"), incoming.open_submission(tmp_path):
+    with pytest.raises(UserError, match="larger"), incoming.open_submission(tmp_path):
         pass
 
 

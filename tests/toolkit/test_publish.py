@@ -5,7 +5,8 @@ import runpy
 
 import pytest
 
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
+from brigade.ranks.errors import UserError
 from tools import publish
 
 TEXTS = (".md", ".ipynb", ".yml", ".yaml", ".cff", ".json", ".toml", ".mk", "")
@@ -41,7 +42,7 @@ def test_one_command_sets_the_address_everywhere(course):
     assert after["README.md"].startswith(f"{title}\n\n[![tests]") and badges == 5 and rest.count("[![") == 0
     assert after["README.md"].endswith(rest.partition("\n")[2])
     assert 'repository-code: "https://github.com/ada/ddp-2027"\n' in after["CITATION.cff"]
-    with pytest.raises(CourseError, match=r"\balready\b"):
+    with pytest.raises(UserError, match=r"\balready\b"):
         publish.publish("ada/ddp-2027", course)
 
 
@@ -57,6 +58,6 @@ def test_a_link_to_a_published_page_shows_a_picture(address, monkeypatch):
 @pytest.mark.parametrize("address", ["ada", "https://github.com/ada/course", "a/b/c"])
 def test_what_is_no_address_changes_nothing(address, course):
     before = read_texts(course)
-    with pytest.raises(CourseError, match="owner/name"):
+    with pytest.raises(UserError, match="owner/name"):
         publish.publish(address, course)
     assert read_texts(course) == before

@@ -23,8 +23,9 @@ from given_clock import give_clock
 from hang_guard import HANG_S, wait_until
 from in_ranks import basics as functions
 
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
 from brigade.grader.witness.witness import GraderWitness
+from brigade.ranks.errors import UserError
 from brigade.ranks.ipc import protocol
 from brigade.ranks.ipc.temporary import PREFIX, make_locked_directory, sweep
 from brigade.ranks.progress import Progress
@@ -427,7 +428,7 @@ def test_a_process_that_left_its_rank_is_ended_too():
 @linux
 def test_a_rank_that_kills_the_server():
     server = SERVER._process.pid
-    with pytest.raises(CourseError) as caught:
+    with pytest.raises(UserError) as caught:
         run_ranks(functions.end_server)
     assert "\n" not in str(caught.value)
     wait_until(lambda: not is_alive(server))

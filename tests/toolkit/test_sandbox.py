@@ -17,8 +17,9 @@ import pytest
 
 from brigade.course.cli import main as cli
 from brigade.course.cli.options import resolve_results_file
-from brigade.course.table.modules import ROOT, CourseError
+from brigade.course.table.modules import ROOT
 from brigade.grader import isolation
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import ranks
 from brigade.ranks.sandbox import enter, users
 
@@ -144,7 +145,7 @@ def test_a_results_file_is_no_link(tmp_path):
     (tmp_path / "link").symlink_to("elsewhere")
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("link", "dangling"):
-        with pytest.raises(CourseError, match=r"\blink\b"):
+        with pytest.raises(UserError, match=r"\blink\b"):
             resolve_results_file(str(tmp_path / name))
     assert resolve_results_file(str(tmp_path / "elsewhere")) == tmp_path.resolve() / "elsewhere"
 
@@ -159,7 +160,7 @@ def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
     own = (tmp_path / "instructor" / "clone" / "a.json").resolve()
     assert resolve_results_file(str(clone / "a.json"), [str(clone)]) == own
     for submission in (clone, clone.resolve()):
-        with pytest.raises(CourseError, match=r"/results\b.*\blink\b"):
+        with pytest.raises(UserError, match=r"/results\b.*\blink\b"):
             resolve_results_file(str(submission / "results" / "a.json"), [str(clone)])
 
 
@@ -221,7 +222,7 @@ def test_packages_that_the_user_cannot_read_are_named_with_the_remedy(path, monk
     monkeypatch.setattr(isolation, "close_off", lambda paths: None)
     monkeypatch.setattr(ranks, "run_ranks", lambda *arguments, **options: [found])
     opened = path if path.startswith("/opt") else shlex.quote(sys.prefix)
-    with pytest.raises(CourseError, match=re.escape(f" {path}: run `chmod -R go+rX {opened}`")):
+    with pytest.raises(UserError, match=re.escape(f" {path}: run `chmod -R go+rX {opened}`")):
         isolation.verify_isolation("gloo")
 
 
@@ -236,7 +237,7 @@ def test_devices_that_the_user_cannot_open_are_named_with_the_remedy(tmp_path, m
         (tmp_path / name).touch()
         (tmp_path / name).chmod(mode)
     closed = shlex.join([f"{tmp_path}/nvidia0", f"{tmp_path}/nvidiactl"])
-    with pytest.raises(CourseError, match=re.escape(f" {tmp_path}/nvidia0: run `chmod o+rw {closed}`")):
+    with pytest.raises(UserError, match=re.escape(f" {tmp_path}/nvidia0: run `chmod o+rw {closed}`")):
         isolation.verify_isolation("nccl")
     assert isolation.verify_isolation("gloo") == []
     for name in modes:

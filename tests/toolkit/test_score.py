@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from brigade.course.cli.main import main
-from brigade.course.table.modules import CourseError, get_module
+from brigade.course.table.modules import get_module
 from brigade.course.table.submission import read
 from brigade.lab import score
 from brigade.lab.cli import score as command
 from brigade.lab.ladder import get_variant, read_reference
+from brigade.ranks.errors import UserError
 from tools import board
 
 ENTRY = get_module(4)
@@ -56,7 +57,7 @@ def test_an_entry_that_does_something_else_in_the_plan_has_no_score(name, monkey
     old, new, pattern = CHEATS[name]
     sources, variant = change(old, new), get_variant(ENTRY)
     monkeypatch.setattr(score, "PROBLEMS", [replace(score.PROBLEMS[0], model="small")])
-    with pytest.raises(CourseError, match=f"^4 BucketedDDP .*: {pattern}"):
+    with pytest.raises(UserError, match=f"^4 BucketedDDP .*: {pattern}"):
         score.verify(variant, sources)
         score.plan_rows([variant], sources)
 

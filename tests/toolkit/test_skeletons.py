@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from brigade.course.table import handout, skeletons, written
-from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module, select_modules
+from brigade.course.table.modules import MODULES, ROOT, get_module, select_modules
+from brigade.ranks.errors import UserError
 
 FIRST = get_module(1)
 PARTS = re.compile(r"### BEGIN SOLUTION (part \(\w\))\n(.*?)### END SOLUTION", re.DOTALL)
@@ -105,7 +106,7 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
 def test_a_module_without_questions_gets_a_sentence(course):
     answers = course / "lessons" / FIRST.package / "answers.md"
     answers.write_text(answers.read_text().replace("## Question", "## The end"))
-    with pytest.raises(CourseError, match=f"^lessons/{FIRST.package}/answers.md "):
+    with pytest.raises(UserError, match=f"^lessons/{FIRST.package}/answers.md "):
         skeletons.find_outdated()
 
 
@@ -125,5 +126,5 @@ BROKEN = {
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
 def test_marks_that_do_not_pair_up(course, body):
     (course / "solutions" / FIRST.path).write_text("def f():\n" + body)
-    with pytest.raises(CourseError, match=str(FIRST.path)):
+    with pytest.raises(UserError, match=str(FIRST.path)):
         skeletons.write()

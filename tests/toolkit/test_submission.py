@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from in_ranks import basics as functions
 
-from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.course.table.submission import MAX_SOURCE_BYTES, list_names, read, select_files, select_named
 from brigade.ranks import syntax
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
 from brigade.ranks.texts import prepare_for_ranks
 
@@ -30,7 +31,7 @@ def lay(directory: Path, text: str = "answer = 'own'\n", *entries) -> Path:
 
 
 def get_refusal(target: Path | str, number: int = 1) -> str:
-    with pytest.raises(CourseError) as caught:
+    with pytest.raises(UserError) as caught:
         read(target, number)
     message = str(caught.value)
     assert message and "\n" not in message and "Traceback" not in message

@@ -18,11 +18,12 @@ from brigade.course.checks import collect
 from brigade.course.checks.outcome import Outcome
 from brigade.course.cli import main as cli
 from brigade.course.table import listing, written
-from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.grader import classroom, formats, gradebook, marking, uploads
 from brigade.grader.cli import oral
 from brigade.grader.outcome import make_empty_grading
 from brigade.grader.term import read_term
+from brigade.ranks.errors import UserError
 from brigade.ranks.texts import prepare_for_ranks
 from brigade.ranks.verdict import Verdict
 
@@ -716,7 +717,7 @@ def test_a_file_without_usable_checks_gets_one_line(extra, snapshot):
     before = [*listing.EXTRA]
     for old, new in UNUSABLE:
         extra.write_text(EXTRA.replace(old, new))
-        with pytest.raises(CourseError) as caught:
+        with pytest.raises(UserError) as caught:
             listing.set_extra([extra])
         lines.append(f"{caught.value}\n")
         assert before == listing.EXTRA and lines[-1].count("\n") == 1

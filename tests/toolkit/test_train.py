@@ -17,9 +17,10 @@ import torch
 from in_ranks import last_mile
 
 from brigade.course.checks.tiny_lm import Size
-from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.course.table.skeletons import make_skeletons
 from brigade.lab import bench, checkpoint, ladder
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner.ranks import RankFailure, run_calls, run_ranks
 from solutions.m13_post_mortem import post_mortem
 
@@ -262,7 +263,7 @@ def test_a_spoilt_checkpoint_is_one_sentence(name, saved, tmp_path):
     shutil.copytree(saved, folder)
     spoil(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(CourseError, match=sentence) as raised:
+    with pytest.raises(UserError, match=sentence) as raised:
         checkpoint.read_manifest(folder, asdict(SIZE))
     assert "\n" not in str(raised.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -273,7 +274,7 @@ def test_a_file_of_the_right_size_may_be_damaged(saved, tmp_path):
     file = tmp_path / "step-2-rank-0-of-2.pt"
     file.write_bytes(bytes(file.stat().st_size))
     checkpoint.read_manifest(tmp_path, asdict(SIZE))
-    with pytest.raises(CourseError, match=re.escape(f"is damaged: torch cannot read {file}")):
+    with pytest.raises(UserError, match=re.escape(f"is damaged: torch cannot read {file}")):
         checkpoint.load(tmp_path)
 
 
@@ -310,16 +311,16 @@ def test_a_refusal_is_one_sentence(name, saved, tmp_path):
         for file, text in make_skeletons(entry).items():
             (tmp_path / file.name).write_text(text)
     places = {"saved": saved, "skeletons": tmp_path, "empty": tmp_path / "empty"}
-    with pytest.raises(CourseError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         train.run(["--target", "solutions", *(one.format(**places) for one in arguments)])
 
 
 def test_steps_and_directories_that_are_taken(saved, monkeypatch):
     monkeypatch.setattr(train, "SIZES", {"tiny": SIZE})
     common = ["--target", "solutions", "--save", str(saved)]
-    with pytest.raises(CourseError, match="has 2 steps already: choose more with --steps"):
+    with pytest.raises(UserError, match="has 2 steps already: choose more with --steps"):
         train.run([*common, "--resume", str(saved), "--steps", "2"])
-    with pytest.raises(CourseError, match=f"has a checkpoint already: add --resume {saved}, or choose another"):
+    with pytest.raises(UserError, match=f"has a checkpoint already: add --resume {saved}, or choose another"):
         train.run(common)
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from brigade.course.cli import main as cli
 from brigade.course.table import skeletons, validation
-from brigade.course.table.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.ranks.errors import UserError
 from tools import gradescope, student_edition
 
 FIRST = get_module(1)
@@ -56,7 +57,7 @@ def test_a_fault_is_named(course, file, old, new, fault):
     assert old in text
     (course / file).write_text(text.replace(old, new, 1) if old else text + new)
     (course / "lessons" / get_module(2).package / "hints.md").unlink()
-    with pytest.raises(CourseError) as caught:
+    with pytest.raises(UserError) as caught:
         validation.validate_course(course)
     beginning, first, second = str(caught.value).split("\n  ")
     assert file in first and fault in first and "hints.md" in second and "hints.md" not in beginning
@@ -72,7 +73,7 @@ def test_a_fault_is_named(course, file, old, new, fault):
 def test_checks_that_cannot_be_imported(course, text, fault):
     (course / CHECKS).write_text((course / CHECKS).read_text() + text)
     validation.validate_course(course)  # reading the file shows nothing
-    with pytest.raises(CourseError) as caught:
+    with pytest.raises(UserError) as caught:
         validation.import_checks(course)
     assert CHECKS in str(caught.value) and fault in str(caught.value)
 
@@ -92,6 +93,6 @@ def test_nothing_is_made_from_a_contradiction(tmp_path, monkeypatch, capsys):
 
 def test_what_checks_need_and_the_package_lacks_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(gradescope, "NEEDED", tuple(name for name in gradescope.NEEDED if "scenario" not in name))
-    with pytest.raises(CourseError, match="ImportError: .*'scenario'"):
+    with pytest.raises(UserError, match="ImportError: .*'scenario'"):
         gradescope.build(tmp_path / "gradescope.zip", [], b"secret")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,8 @@ from typing import Any
 from brigade.course.checks.context import CheckContext
 from brigade.course.checks.course_tests import import_from_tests
 from brigade.course.table.listing import GradedCheck, list_checks
-from brigade.course.table.modules import CourseError, Module
+from brigade.course.table.modules import Module
+from brigade.ranks.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ def collect(entries: Sequence[Module]) -> list[Check]:
 
 
 def import_checks(entry: Module, file: str = "") -> Any:
-    """Import the checks of a module, or the file with an instructor's own. Raise CourseError if the latter fails."""
+    """Import the checks of a module, or the file with an instructor's own. Raise UserError if the latter fails."""
     if not file:
         return import_from_tests(entry.checks.stem)
     name = Path(file).stem
@@ -40,11 +41,11 @@ def import_checks(entry: Module, file: str = "") -> Any:
         import_from_tests("helpers")  # which such a file may import
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
-            raise CourseError(f"{file} cannot be imported: it is no Python file")
+            raise UserError(f"{file} cannot be imported: it is no Python file")
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
         except Exception as error:
             del sys.modules[name]
-            raise CourseError(f"{file} cannot be imported: {type(error).__name__}: {error}") from None
+            raise UserError(f"{file} cannot be imported: {type(error).__name__}: {error}") from None
     return sys.modules[name]

@@ -17,8 +17,9 @@ from brigade.course.checks.collect import Check
 from brigade.course.checks.outcome import Outcome
 from brigade.course.checks.run import Conditions, choose_backend, import_needed, prepare, run_check
 from brigade.course.table.listing import list_checks
-from brigade.course.table.modules import MODULES, CourseError
+from brigade.course.table.modules import MODULES
 from brigade.course.table.submission import Snapshot, resolve_target
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine
 from brigade.ranks.verdict import CheckFailed
 
@@ -49,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
             resolve_target("solutions")
         if config.getoption("--backend") == "nccl":
             machine.make_nccl_environments(1, share_gpu=False)
-    except CourseError as error:
+    except UserError as error:
         raise pytest.UsageError(str(error)) from None
     if config.getoption("dist", "no") != "no":
         import_needed()  # the processes of `-n` run the tests

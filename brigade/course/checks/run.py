@@ -15,9 +15,10 @@ from brigade.course.checks.collect import Check
 from brigade.course.checks.context import CheckContext, Conditions
 from brigade.course.checks.outcome import Outcome
 from brigade.course.table.listing import GradedCheck
-from brigade.course.table.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
+from brigade.course.table.modules import HAS_SOLUTIONS, ROOT, get_module
 from brigade.course.table.submission import Snapshot, resolve_target, take_snapshot
 from brigade.ranks import dynamo_stub
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine
 from brigade.ranks.runner.failure import SHORT
 from brigade.ranks.runner.server import SERVER, ServerLost
@@ -51,7 +52,7 @@ def run_check(
     try:
         try:
             sources = sources or snapshot.read(check.module, prior_source, replaced)
-        except CourseError as error:
+        except UserError as error:
             raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
         # The seed depends on the check's name, so that running the check alone repeats its cases.
         seed = random.Random(f"{conditions.seed}/{check.name}").randrange(2**63)
@@ -61,7 +62,7 @@ def run_check(
             raise context.contradiction
     except CheckFailed as failed:
         outcome.status, outcome.verdict = "not written" if failed.verdict.part else "failed", failed.verdict
-    except (ServerLost, CourseError) as error:
+    except (ServerLost, UserError) as error:
         ending = "lost" if isinstance(error, ServerLost) else "refused"
         outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending=ending)
     except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash the grader

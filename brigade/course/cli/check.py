@@ -23,7 +23,7 @@ from brigade.course.cli.progress_file import CHANGED, find_state, has_changed, h
 from brigade.course.cli.success import handle_success
 from brigade.course.table import skeletons
 from brigade.course.table.listing import GradedCheck, find_last_part
-from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, CourseError, Module, get_module
+from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, Module, get_module
 from brigade.course.table.submission import (
     Snapshot,
     find,
@@ -33,6 +33,7 @@ from brigade.course.table.submission import (
     select_files,
     select_used,
 )
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine
 from brigade.ranks.texts import Sources
 from brigade.ranks.verdict import NOT_RUN
@@ -64,14 +65,14 @@ def add_next_arguments(parser: argparse.ArgumentParser) -> None:
 def check_module(entry: Module, snapshot: Snapshot, options: argparse.Namespace, before: Outcomes) -> Iterator[Outcome]:
     """Run a module's graded checks from this process, and yield their outcomes in the order of the checks.
 
-    If there are outcomes of the previous run, `before`, the checks that failed in it start first. Raise CourseError if
+    If there are outcomes of the previous run, `before`, the checks that failed in it start first. Raise UserError if
     the checks cannot be imported, or if the options select none of them.
     """
     prepare()
     try:
         checks = collect([entry])
     except Exception as error:
-        raise CourseError(f"the checks could not run:\n{type(error).__name__}: {error}") from None
+        raise UserError(f"the checks could not run:\n{type(error).__name__}: {error}") from None
     checks = select(checks, options)
     conditions = Conditions(
         seed=random.randrange(10**6) if options.seed is None else options.seed,
@@ -87,7 +88,7 @@ def check_module(entry: Module, snapshot: Snapshot, options: argparse.Namespace,
 
 
 def select(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
-    """Return the checks that --only and --until select. Raise CourseError if there are none."""
+    """Return the checks that --only and --until select. Raise UserError if there are none."""
     texts = [text.strip() for text in (options.only or "").split(" or ")]
     selected = [check for check in checks if any(text in check.name for text in texts)]
     if options.until:
@@ -96,7 +97,7 @@ def select(checks: Sequence[Check], options: argparse.Namespace) -> list[Check]:
     if not selected:
         names = ", ".join(check.name.removeprefix("test_") for check in checks)
         parts = ", ".join(sorted({find_last_part(check.parts) for check in checks} - {""})) or "none"
-        raise CourseError(
+        raise UserError(
             f"module {checks[0].module} has no such check. --only can select {names}; --until can select these parts: "
             f"{parts}"
         )
@@ -126,7 +127,7 @@ def run_check(options: argparse.Namespace) -> int:
     entries = [get_module(number) for number in options.numbers] or list(MODULES)
     if options.debug:
         if len(entries) > 1:
-            raise CourseError("--debug needs the number of one module, as in `brigade check 3 --debug`")
+            raise UserError("--debug needs the number of one module, as in `brigade check 3 --debug`")
         console.print("--debug runs one rank without a deadline, so mistakes that need several ranks are not detected.")
     if not options.backend and (remark := find_uncounted_gpus()):
         console.print(remark)
@@ -178,7 +179,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         try:
             snapshot = Snapshot(options.target)
             sources = snapshot.read(entry.number, options.prior)
-        except CourseError as error:
+        except UserError as error:
             console.print(f"  ✗ {error}", markup=False)
             possible[entry.track] += entry.points
             status = 2
@@ -276,7 +277,7 @@ def is_begun(entry: Module, snapshot: Snapshot, prior: str) -> bool:
     """Return whether the student has changed a file of the module. A file that cannot be read counts as changed."""
     try:
         own = select_files(entry, snapshot.read(entry.number, prior))
-    except CourseError:
+    except UserError:
         return True
     return bool({text for _, text in own.values()} - {*skeletons.make_skeletons(entry).values()})
 
@@ -316,7 +317,7 @@ def run_next(options: argparse.Namespace) -> int:
             is_done = recall("passed").get(entry.package) == key
             is_run = not is_done and is_begun(entry, snapshot, options.prior)
             outcomes = list(check_module(entry, snapshot, options, {})) if is_run else []
-        except CourseError as error:
+        except UserError as error:
             console.print(f"→ {error}", markup=False)
             return 1
         if is_done or outcomes and all(outcome.passed for outcome in outcomes):

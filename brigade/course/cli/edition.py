@@ -10,8 +10,9 @@ import zipfile
 from pathlib import Path
 
 from brigade.course.cli.console import console
-from brigade.course.table.modules import MODULES, ROOT, CourseError
+from brigade.course.table.modules import MODULES, ROOT
 from brigade.course.table.skeletons import get_answers_path
+from brigade.ranks.errors import UserError
 
 ARCHIVES = (ROOT / "brigade" / "course" / "student.zip", ROOT / "out" / "student.zip")  # in a package, in a clone
 MANIFEST = ".brigade-edition.json"  # in the directory: the hashes of the edition's files
@@ -33,7 +34,7 @@ def run_init(options: argparse.Namespace) -> int:
     """brigade init DIR: write the student edition to a directory that does not exist yet, or is empty."""
     directory = Path(options.directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CourseError(f"{directory} exists already: `brigade update {shlex.quote(str(directory))}` renews a course")
+        raise UserError(f"{directory} exists already: `brigade update {shlex.quote(str(directory))}` renews a course")
     count = write_edition(directory)
     console.print(f"{directory} contains the course: {count} files. Now run these two commands:", markup=False)
     place = shlex.quote(str(directory))
@@ -45,7 +46,7 @@ def run_update(options: argparse.Namespace) -> int:
     """brigade update DIR: bring new readings, checks and hints, and keep everything that the student has written."""
     directory = Path(options.directory)
     if not (directory / MANIFEST).is_file():
-        raise CourseError(f"{directory} is no course that `brigade init` has written: it has no {MANIFEST}")
+        raise UserError(f"{directory} is no course that `brigade init` has written: it has no {MANIFEST}")
     count = write_edition(directory)
     console.print(
         f"{count} files of {directory} have changed. Your modules and answers are as they were.", markup=False
@@ -61,7 +62,7 @@ def write_edition(directory: Path) -> int:
     """
     archive = next((path for path in ARCHIVES if path.is_file()), None)
     if not archive:
-        raise CourseError("this copy of the course contains no student edition: install the package, or `make student`")
+        raise UserError("this copy of the course contains no student edition: install the package, or `make student`")
     manifest, count = directory / MANIFEST, 0
     before = json.loads(manifest.read_text()) if manifest.exists() else {}
     with zipfile.ZipFile(archive) as bundle:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from brigade.course.table.modules import CourseError
+from brigade.ranks.errors import UserError
 
 SETUP = "Run `make setup` once, then `source .venv/bin/activate` in each new terminal."
 
@@ -14,7 +14,7 @@ def run_safely(command: Callable[[], int]) -> int:
     """Run a command. Return its exit status, 2 if it cannot run, or 130 if it was stopped."""
     try:
         return command()
-    except CourseError as error:
+    except UserError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

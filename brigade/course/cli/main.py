@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 from brigade.course.cli.commands import Command
 from brigade.course.cli.errors import run_safely
-from brigade.course.table.modules import CourseError
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine, ranks
 
 HOUSES = ("course", "lab", "grader")
@@ -62,7 +62,7 @@ def parse_silently(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             return parse(arguments)
-    except (CourseError, SystemExit):
+    except (UserError, SystemExit):
         time.sleep(OTHERS_FIRST_S)  # torchrun ends rank 0 as soon as another rank has ended
         raise SystemExit(2) from None
 

@@ -21,8 +21,9 @@ from brigade.course.checks.run import Conditions, prepare, run_check
 from brigade.course.cli.console import console, shorten
 from brigade.course.cli.options import add, add_target
 from brigade.course.cli.progress_file import find_state
-from brigade.course.table.modules import ROOT, CourseError, Module, get_module
+from brigade.course.table.modules import ROOT, Module, get_module
 from brigade.course.table.submission import Snapshot, resolve_target, select_files
+from brigade.ranks.errors import UserError
 from brigade.ranks.texts import Sources
 
 FOLDER = ROOT / "out" / "break"
@@ -44,12 +45,12 @@ def run_break(options: argparse.Namespace) -> int:
 
 
 def break_module(entry: Module, options: argparse.Namespace) -> int:
-    """Write a copy of a module with one mistake. Raise CourseError if the course has none that fits."""
+    """Write a copy of a module with one mistake. Raise UserError if the course has none that fits."""
     if not (entry.tests / "mutants.diff").exists():
-        raise CourseError("this edition does not contain the known mistakes: ask your instructor for a broken module")
+        raise UserError("this edition does not contain the known mistakes: ask your instructor for a broken module")
     target = resolve_target(options.target).resolve()
     if target != ROOT / "solutions" and find_state(entry, target) != "passes":
-        raise CourseError(f"module {entry.number} is not known to pass: run `brigade check {entry.number}` first")
+        raise UserError(f"module {entry.number} is not known to pass: run `brigade check {entry.number}` first")
     sources = Snapshot(target).read(entry.number)
     own = {Path(path).name: text for path, text in select_files(entry, sources).values()}
     mistakes = list(import_from_tests("mutants").list_mutants(entry))
@@ -68,7 +69,7 @@ def break_module(entry: Module, options: argparse.Namespace) -> int:
             break
     else:
         shutil.rmtree(FOLDER, ignore_errors=True)
-        raise CourseError(
+        raise UserError(
             f"none of the {len(mistakes)} known mistakes of module {entry.number} fits this text; with --target "
             "solutions, the reference gets one"
         )
@@ -106,12 +107,12 @@ def list_changes(own: Mapping[str, str], broken: Mapping[str, str]) -> list[dict
 
 
 def solve(entry: Module) -> int:
-    """Print the mistake and its lines. Raise CourseError if no mistake is in this module."""
+    """Print the mistake and its lines. Raise UserError if no mistake is in this module."""
     try:
         content = json.loads((FOLDER / entry.package / MARK).read_text())
     except FileNotFoundError:
         advice = f"`brigade break {entry.number}` puts one into a copy"
-        raise CourseError(f"there is no mistake in module {entry.number} yet: {advice}") from None
+        raise UserError(f"there is no mistake in module {entry.number} yet: {advice}") from None
     for place in content["places"]:
         console.print(f"{place['file']}:{place['line']}: {content['mistake']}", markup=False, soft_wrap=True)
         for sign, lines in (("-", place["old"]), ("+", place["new"])):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-from brigade.course.table.modules import TARGETS, CourseError
+from brigade.course.table.modules import TARGETS
+from brigade.ranks.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def add(
 ) -> None:
     """Add an option such as "--ranks N", or "--save" without a value. `text` describes it in the help.
 
-    If `numbers` are given, parsing raises CourseError for any other number.
+    If `numbers` are given, parsing raises UserError for any other number.
     """
     name, _, metavar = usage.partition(" ")
     if numbers:
@@ -41,7 +42,7 @@ def add(
         def parse(value: str) -> Any:
             number = kind(value)
             if not contains(number):
-                raise CourseError(f"{name} {value}: expected {description}")
+                raise UserError(f"{name} {value}: expected {description}")
             return number
 
         parse.__name__ = kind.__name__  # for argparse's own message if the text is not a number
@@ -73,7 +74,7 @@ def resolve_results_file(path: None, submission: Sequence[str] = (), makes_paren
 def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes_parent: bool = False) -> Path | None:
     """Return the absolute path of a results file, or None if `path` is None. Create its directory if `makes_parent`.
 
-    Raise CourseError if the file cannot be written, or if it or a directory inside a path of the `submission` is a
+    Raise UserError if the file cannot be written, or if it or a directory inside a path of the `submission` is a
     link: then the author of the submission could choose which file is overwritten.
     """
     if path is None:
@@ -82,15 +83,15 @@ def resolve_results_file(path: str | None, submission: Sequence[str] = (), makes
     roots = {root for one in submission for root in (Path(os.path.abspath(one)), Path(one).resolve())}
     for part in (given, *(parent for parent in given.parents if roots & set(parent.parents))):
         if part.is_symlink():
-            raise CourseError(f"{part} is a link; results cannot be written to or through a link")
+            raise UserError(f"{part} is a link; results cannot be written to or through a link")
     out = given.parent.resolve() / given.name
     if makes_parent and out.parent.parent.is_dir() and not out.parent.exists():
         out.parent.mkdir(mode=0o700, exist_ok=True)
         give_to_caller(out.parent)
     if not out.parent.is_dir():
-        raise CourseError(f"there is no directory {out.parent} for the results; create it first")
+        raise UserError(f"there is no directory {out.parent} for the results; create it first")
     if out.exists() and not out.is_file():
-        raise CourseError(f"{out} is not an ordinary file, so the results cannot replace it")
+        raise UserError(f"{out} is not an ordinary file, so the results cannot replace it")
     return out
 
 

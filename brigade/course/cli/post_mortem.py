@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from brigade.course.cli.options import add
-from brigade.course.table.modules import ROOT, TARGETS, CourseError, get_module
+from brigade.course.table.modules import ROOT, TARGETS, get_module
 from brigade.course.table.submission import find, read_source, resolve_target
+from brigade.ranks.errors import UserError
 
 PACKAGED = ROOT / "brigade" / "course" / "post_mortem.py"  # `make package` puts the reference here
 
@@ -39,7 +40,7 @@ def find_program(target: str | None) -> Path:
     folder = resolve_target(target or "lessons")
     program = find(folder, entry)
     if not program:
-        raise CourseError(f"{folder} has no {entry.path}")
+        raise UserError(f"{folder} has no {entry.path}")
     if "raise NotImplementedError" in read_source(program, folder):
-        raise CourseError(f"{program} has parts that nobody has written yet: `brigade check 13` shows them")
+        raise UserError(f"{program} has parts that nobody has written yet: `brigade check 13` shows them")
     return program

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.table.listing import find_unwritten_parts
-from brigade.course.table.modules import ROOT, CourseError, Module
+from brigade.course.table.modules import ROOT, Module
 from brigade.course.table.submission import list_texts, read, select_files, select_used
+from brigade.ranks.errors import UserError
 from brigade.ranks.texts import Sources, list_imports, read_imported
 
 PROGRESS = ROOT / ".brigade-progress.json"
@@ -83,7 +84,7 @@ def find_state(entry: Module, target: Path) -> str:
     """Return the state of a module without running it: "broken", "not written", "passes", "fails" or "written"."""
     try:
         sources = read(target, entry.number)
-    except CourseError:
+    except UserError:
         return "broken"
     if any(map(find_unwritten_parts, list_texts(select_files(entry, sources)))):
         return "not written"

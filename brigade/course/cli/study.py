@@ -13,9 +13,10 @@ from brigade.course.cli.options import add_target
 from brigade.course.cli.progress_file import find_state, recall, remember
 from brigade.course.table import skeletons, written
 from brigade.course.table.listing import find_unwritten_parts
-from brigade.course.table.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.table.modules import MODULES, ROOT, Module, get_module
 from brigade.course.table.submission import find, read, resolve_target
 from brigade.course.table.written import MEASUREMENTS, locate_measurements
+from brigade.ranks.errors import UserError
 
 LEVELS = 3  # levels of hints: Nudge, Approach, Almost the code
 LEFT_OUT = "This was the last hint. Your instructor has left out the third hint, which gives away most of the code."
@@ -48,9 +49,9 @@ def run_hint(options: argparse.Namespace) -> int:
     part = (options.part or find_unwritten_part(entry)).strip("()").lower()
     if not part:
         example = f"`brigade hint {entry.number} {parts[0]}`"
-        raise CourseError(f"you have already written all parts of module {entry.number}: name one, as in {example}")
+        raise UserError(f"you have already written all parts of module {entry.number}: name one, as in {example}")
     if part not in parts:
-        raise CourseError(f"module {entry.number} has no part {part}; its parts are {', '.join(parts)}")
+        raise UserError(f"module {entry.number} has no part {part}; its parts are {', '.join(parts)}")
     hints = [f"## {step.splitlines()[0]}\n\n{about}" for step in steps if (about := extract_part(step, part))]
     shown = recall("hints").get(entry.package)
     shown = shown if isinstance(shown, dict) else {}
@@ -73,7 +74,7 @@ def find_unwritten_part(entry: Module) -> str:
     """Return the letter of the first part in the student's files that is not written; "" if there is none."""
     paths = [ROOT / "lessons" / name for name in entry.paths]
     if not paths[-1].is_file():
-        raise CourseError(f"there is no {shorten(paths[-1])}. `brigade reset {entry.number}` writes its skeleton.")
+        raise UserError(f"there is no {shorten(paths[-1])}. `brigade reset {entry.number}` writes its skeleton.")
     unwritten = find_unwritten_parts("".join(path.read_text() for path in paths if path.is_file()))
     return unwritten[0].letter if unwritten else ""
 
@@ -102,7 +103,7 @@ def run_submit(options: argparse.Namespace) -> int:
     archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
     present = {entry: path for entry in MODULES if (path := find(target, entry))}
     if not present:
-        raise CourseError(f"there are no module files in {target}")
+        raise UserError(f"there are no module files in {target}")
     answered, problems = [], []
     with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED) as bundle:
         for entry, main in present.items():
@@ -117,7 +118,7 @@ def run_submit(options: argparse.Namespace) -> int:
                     answered.append(entry.number)
             try:
                 read(target, entry.number)
-            except CourseError as error:
+            except UserError as error:
                 problems.append(str(error))
         measured = f"There is no {MEASUREMENTS}. `brigade bench --comm-ratio 0.8 --save` writes it."
         if (path := locate_measurements(target)).is_file():

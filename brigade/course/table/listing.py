@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from brigade.course.table.modules import CourseError, Module, get_module
+from brigade.course.table.modules import Module, get_module
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner.failure import RankFailure
 from brigade.ranks.syntax import find_syntax_error
 from brigade.ranks.texts import SEALED
@@ -92,7 +93,7 @@ def count_points(entries: Iterable[Module]) -> int:
 def set_extra(paths: Iterable[str | Path]) -> None:
     """Add the checks in these files to those of the course, instead of those in other files.
 
-    Raise CourseError, and change nothing, if a file is not Python, or its checks lack something.
+    Raise UserError, and change nothing, if a file is not Python, or its checks lack something.
     """
     files = [Path(path).resolve() for path in paths]
     names: set[str] = set()
@@ -100,12 +101,12 @@ def set_extra(paths: Iterable[str | Path]) -> None:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise CourseError(f"{file} cannot be read: {error}") from None
+            raise UserError(f"{file} cannot be read: {error}") from None
         if message := find_syntax_error(file.name, text):
-            raise CourseError(message)
+            raise UserError(message)
         number = MODULE.search(text)
         if not number:
-            raise CourseError(f"{file}: write a line such as MODULE = 3, the module to which the checks belong")
+            raise UserError(f"{file}: write a line such as MODULE = 3, the module to which the checks belong")
         names |= {
             check.name for check in parse_checks(get_module(number[1]).number, get_module(number[1]).checks.read_text())
         }
@@ -113,12 +114,12 @@ def set_extra(paths: Iterable[str | Path]) -> None:
         for function in functions:
             name = function.name
             if not isinstance(read_mark(function, "points"), int) or not ast.get_docstring(function):
-                raise CourseError(f"{file}: {name} needs @pytest.mark.points(2), and a docstring, which students read")
+                raise UserError(f"{file}: {name} needs @pytest.mark.points(2), and a docstring, which students read")
             if name in names:
-                raise CourseError(f"{file}, line {function.lineno}: there is another check {name}; rename this one")
+                raise UserError(f"{file}, line {function.lineno}: there is another check {name}; rename this one")
             names.add(name)
         if not functions:
-            raise CourseError(f"{file} contains no check: no function begins with test_")
+            raise UserError(f"{file} contains no check: no function begins with test_")
     SEALED.difference_update(EXTRA)
     SEALED.update(files)
     EXTRA[:] = files

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from brigade.ranks.errors import UserError as CourseError
+from brigade.ranks.errors import UserError
 from brigade.ranks.texts import SEALED
 
 ROOT = Path(__file__).resolve().parents[3]  # the course's own files: lessons, solutions, tests
@@ -139,24 +139,24 @@ def find_module(name: str) -> Module:
 
 
 def get_module(number: int | str) -> Module:
-    """Return the module with this number. Raise CourseError if there is no such module."""
+    """Return the module with this number. Raise UserError if there is no such module."""
     for entry in MODULES:
         if str(number) == str(entry.number):
             return entry
-    raise CourseError(f"there is no module {number}: the course has modules 0 to {MODULES[-1].number}")
+    raise UserError(f"there is no module {number}: the course has modules 0 to {MODULES[-1].number}")
 
 
 def select_modules(text: str) -> list[Module]:
-    """Return the modules of a list such as "1-4,6", or the core for no text. Raise CourseError for any other text."""
+    """Return the modules of a list such as "1-4,6", or the core for no text. Raise UserError for any other text."""
     if not text:
         return list(CORE_MODULES)
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part, re.ASCII)
         if not match:
-            raise CourseError(f"--modules {text}: write it as 1-4 or 2,5")
+            raise UserError(f"--modules {text}: write it as 1-4 or 2,5")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise CourseError(f"--modules {text}: {first} comes after {last}")
+            raise UserError(f"--modules {text}: {first} comes after {last}")
         numbers |= {*range(get_module(first).number, get_module(last).number + 1)}
     return [entry for entry in MODULES if entry.number in numbers]

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from brigade.course.table import handout, written
 from brigade.course.table.listing import Part, find_unwritten_parts
-from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module
+from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, ROOT, Module
+from brigade.ranks.errors import UserError
 
 STORED_SKELETONS = "skeletons"  # their directory in the student edition, which has no solutions
 REPLACED = Path("out") / "replaced"  # `write` moves the files that it replaces here
@@ -36,14 +37,14 @@ REPAIR = "  # delete this line, then repair the code below"
 def make_skeletons(entry: Module) -> dict[Path, str]:
     """Return the skeletons of all files of a module by their paths, relative to `lessons`.
 
-    Raise CourseError if the markers in a solution do not form pairs.
+    Raise UserError if the markers in a solution do not form pairs.
     """
     source = ROOT / ("solutions" if HAS_SOLUTIONS else STORED_SKELETONS)
     texts = {path: (source / path).read_text() for path in entry.paths}
     for path, solution in texts.items() if HAS_SOLUTIONS else ():
         texts[path] = text = BLOCK.sub(lambda block: make_todo(entry, block), solution)
         if "SOLUTION" in text or (text == solution and path == entry.path):
-            raise CourseError(f"{path}: {BEGIN} and {END} do not form pairs")
+            raise UserError(f"{path}: {BEGIN} and {END} do not form pairs")
     return texts
 
 

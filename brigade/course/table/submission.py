@@ -21,7 +21,8 @@ import tokenize
 from collections.abc import Collection
 from pathlib import Path
 
-from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
+from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, Module, get_module
+from brigade.ranks.errors import UserError
 from brigade.ranks.syntax import find_syntax_error, parse_tree
 from brigade.ranks.texts import OWN, Sources
 
@@ -43,17 +44,17 @@ def find(target: Path, entry: Module) -> Path | None:
 
 
 def resolve_target(target: str | Path) -> Path:
-    """Return the directory that "lessons", "solutions" or a path names. Raise CourseError if it does not exist."""
+    """Return the directory that "lessons", "solutions" or a path names. Raise UserError if it does not exist."""
     if str(target) == "solutions" and not any(find(ROOT / "solutions", entry) for entry in MODULES):
-        raise CourseError(
+        raise UserError(
             "this edition has no solutions: use --target lessons or another directory with --prior own, or ask your "
             "instructor to unlock a module"
         )
     path = ROOT / target if str(target) in ("lessons", "solutions") else Path(os.path.expanduser(target))
     if not path.exists():
-        raise CourseError(f"there is no directory {path}")
+        raise UserError(f"there is no directory {path}")
     if not path.is_dir():
-        raise CourseError(f"{path} is not a directory; --target takes the directory that contains the module files")
+        raise UserError(f"{path} is not a directory; --target takes the directory that contains the module files")
     return path
 
 
@@ -69,7 +70,7 @@ class Snapshot:
         self.name = str(target)  # as a command names it
         self.target = resolve_target(target)
         self._hides_place = hides_place
-        self._modules: dict[tuple[Path, Module], Sources | CourseError] = {}
+        self._modules: dict[tuple[Path, Module], Sources | UserError] = {}
         self._lock = threading.Lock()
 
     def read(self, number: int, prior: str = "own", replaced: Collection[int] | None = None) -> Sources:
@@ -79,19 +80,19 @@ class Snapshot:
         replace those in `replaced` (default: all), and modules that nothing names are left out. In the student edition,
         modules of the reference that are not unlocked replace nothing. A replaced module stays available under a second
         name, which ends with OWN, because later modules may use functions that only this module defines. Importing an
-        earlier module that is missing or broken raises an ImportError with the reason. Raise CourseError, with a
+        earlier module that is missing or broken raises an ImportError with the reason. Raise UserError, with a
         message of one line, if module `number` itself is missing, unreadable, outside the directory or not Python.
         """
         entry = get_module(number)
         try:
             own = self.read_module(entry)
-        except CourseError:
+        except UserError:
             if find(self.target, entry):
                 raise
             advice = "Hand it in under this name; `brigade submit` puts it into the right place of a zip."
             if self.target == ROOT / "lessons":
                 advice = f"`brigade reset {number}` writes its skeleton."
-            raise CourseError(f"module {number} is missing: there is no {entry.path}. {advice}") from None
+            raise UserError(f"module {number} is missing: there is no {entry.path}. {advice}") from None
         earlier: Sources = {}
         for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
             sources = self.read_earlier(other)
@@ -106,7 +107,7 @@ class Snapshot:
         return own | earlier
 
     def read_module(self, entry: Module, directory: Path | None = None) -> Sources:
-        """Return the files of one module, from `directory` instead if given. Raise CourseError like `read_source`."""
+        """Return the files of one module, from `directory` instead if given. Raise UserError like `read_source`."""
         key = (directory or self.target, entry)
         with self._lock:
             if key not in self._modules:
@@ -114,18 +115,18 @@ class Snapshot:
                     sources = read_module(*key)
                     is_hidden = self._hides_place and not directory
                     self._modules[key] = hide_place(sources, self.target, entry) if is_hidden else sources
-                except CourseError as error:
+                except UserError as error:
                     self._modules[key] = error
             found = self._modules[key]
-        if isinstance(found, CourseError):
-            raise CourseError(str(found))
+        if isinstance(found, UserError):
+            raise UserError(str(found))
         return found
 
     def read_earlier(self, entry: Module) -> Sources:
         """Return the files of a module. The main one is "" and a reason if the module cannot be imported."""
         try:
             return self.read_module(entry)
-        except CourseError as error:
+        except UserError as error:
             return {f"{entry.package}.{entry.name}": ("", f"module {entry.number} cannot be imported: {error}")}
 
 
@@ -148,13 +149,13 @@ def read(target: str | Path, number: int, prior: str = "own") -> Sources:
 
 
 def read_module(target: Path, entry: Module) -> Sources:
-    """Return the main file of a module, and the further files that it imports. Raise CourseError like `read_source`.
+    """Return the main file of a module, and the further files that it imports. Raise UserError like `read_source`.
 
     A further file that nobody has to write may be missing: then it is the course's own.
     """
     path = find(target, entry)
     if path is None:
-        raise CourseError(f"there is no {entry.path}")
+        raise UserError(f"there is no {entry.path}")
     sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
     left = {Path(name).stem: name for name in entry.more_files}
     while imported := [stem for stem in left if any(stem in list_names(text) for text in list_texts(sources))]:
@@ -170,7 +171,7 @@ def read_further(path: Path, target: Path, entry: Module) -> tuple[str, str]:
         if not path.exists() and given.is_file() and not PART.search(text := given.read_text()):
             return str(given), text
         return str(path), read_source(path, target)
-    except CourseError as error:
+    except UserError as error:
         return "", f"module {entry.number} cannot be imported: {error}"
 
 
@@ -207,39 +208,39 @@ def list_earlier(snapshot: Snapshot, entry: Module) -> frozenset[int]:
     If the module cannot be read, it may name all.
     """
     earlier = {other.package: other for other in TRAINING_MODULES if other.number < entry.number}
-    with contextlib.suppress(CourseError):
+    with contextlib.suppress(UserError):
         if not select_used(entry, snapshot.read_module(entry), dict.fromkeys(earlier, ("", ""))):
             return frozenset()
     return frozenset(other.number for other in earlier.values())
 
 
 def read_source(path: Path, within: Path) -> str:
-    """Return the text of a Python file. Raise CourseError if it is not Python, or as `read_text` does."""
+    """Return the text of a Python file. Raise UserError if it is not Python, or as `read_text` does."""
     text = read_text(path, within)
     if message := find_syntax_error(path.name, text):
-        raise CourseError(message)
+        raise UserError(message)
     return text
 
 
 def read_text(path: Path, within: Path) -> str:
-    """Return the text of a file. Raise CourseError if it is not text, or as `read_bytes` does for a long file."""
+    """Return the text of a file. Raise UserError if it is not text, or as `read_bytes` does for a long file."""
     content = read_bytes(path, within)
     if len(content) > MAX_SOURCE_BYTES:
-        raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
+        raise UserError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
     try:
         return content.decode(find_encoding(path.name, content)).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise CourseError(
+        raise UserError(
             f"{path.name} is not UTF-8: line {line} has a byte {content[error.start]:#x}, as a file saved as Latin-1 "
             "has; save it as UTF-8"
         ) from None
 
 
 def find_encoding(name: str, content: bytes) -> str:
-    """Return the encoding of a Python file (PEP 263). Raise CourseError if it is one that the course does not read."""
+    """Return the encoding of a Python file (PEP 263). Raise UserError if it is one that the course does not read."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in content[:2]:
-        raise CourseError(f"{name} is saved as UTF-16; save it as UTF-8")
+        raise UserError(f"{name} is saved as UTF-16; save it as UTF-8")
     try:
         encoding, _ = tokenize.detect_encoding(iter(content.splitlines(keepends=True)[:2]).__next__)
         encoding = codecs.lookup(encoding).name
@@ -247,26 +248,26 @@ def find_encoding(name: str, content: bytes) -> str:
         declared = DECLARED.search(b"".join(content.splitlines()[:2]))
         encoding = declared[1].decode() if declared else "utf-8"
     if encoding not in ENCODINGS:
-        raise CourseError(f"{name} declares the encoding {encoding[:40]}; save it as UTF-8 and delete this declaration")
+        raise UserError(f"{name} declares the encoding {encoding[:40]}; save it as UTF-8 and delete this declaration")
     return encoding
 
 
 def read_bytes(path: Path, within: Path) -> bytes:
     """Return the first MAX_SOURCE_BYTES + 1 bytes of a file.
 
-    Raise CourseError if it cannot be read, is not an ordinary file, or lies outside the directory `within`.
+    Raise UserError if it cannot be read, is not an ordinary file, or lies outside the directory `within`.
     """
     try:
         if not path.resolve().is_relative_to(within.resolve()):
-            raise CourseError(f"{path.name} is a link to a file outside of the submission")
+            raise UserError(f"{path.name} is a link to a file outside of the submission")
         with open(path.resolve(), "rb", opener=open_no_follow) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CourseError(f"{path.name} is not an ordinary file")
+                raise UserError(f"{path.name} is not an ordinary file")
             return file.read(MAX_SOURCE_BYTES + 1)
     except OSError as error:
-        raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path.name} cannot be read: {error.strerror}") from None
     except RuntimeError as error:  # a link to itself
-        raise CourseError(f"{path.name} cannot be read: {error}") from None
+        raise UserError(f"{path.name} cannot be read: {error}") from None
 
 
 def open_no_follow(path: str, flags: int) -> int:

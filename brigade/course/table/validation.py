@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from brigade.course.table import listing, skeletons
-from brigade.course.table.modules import MODULES, ROOT, CourseError, Module
+from brigade.course.table.modules import MODULES, ROOT, Module
+from brigade.ranks.errors import UserError
 
 TABLE = "brigade/course/table/modules.py"
 
@@ -28,22 +29,22 @@ for entry in MODULES:
 def validate_course(root: Path = ROOT) -> None:
     """Compare the table of modules with the files of the course in `root`.
 
-    Raise CourseError if there are faults. Its message names all of them.
+    Raise UserError if there are faults. Its message names all of them.
     """
     faults = [fault for entry in MODULES for fault in find_module_faults(entry, root)]
     if faults:
-        raise CourseError("\n  ".join(["the course is inconsistent:", *faults]))
+        raise UserError("\n  ".join(["the course is inconsistent:", *faults]))
 
 
 def import_checks(root: Path = ROOT) -> None:
     """Import the checks of all modules in `root` as a grader does, but start no ranks.
 
-    Raise CourseError if that fails.
+    Raise UserError if that fails.
     """
     done = subprocess.run([sys.executable, "-B", "-c", IMPORTER], cwd=root, capture_output=True, text=True)
     if done.returncode:
         [*_, file], [*_, reason] = (text.splitlines() or [""] for text in (done.stdout, done.stderr))
-        raise CourseError(f"tests/{file} cannot be imported: {reason}")
+        raise UserError(f"tests/{file} cannot be imported: {reason}")
 
 
 def find_module_faults(entry: Module, root: Path) -> Iterator[str]:
@@ -60,7 +61,7 @@ def find_module_faults(entry: Module, root: Path) -> Iterator[str]:
         yield f"{checks}, line {error.lineno}: {error.msg}"
     try:
         skeletons.make_skeletons(entry)
-    except CourseError as error:
+    except UserError as error:
         yield f"solutions/{error}"
 
 

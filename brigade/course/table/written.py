@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brigade.course.table.modules import ROOT, CourseError, Module
+from brigade.course.table.modules import ROOT, Module
+from brigade.ranks.errors import UserError
 
 ANSWERS = "answers.md"  # beside the module, in lessons and in submissions
 MEASUREMENTS = "measurements.json"
@@ -63,10 +64,10 @@ def format_points(points: int) -> str:
 
 
 def make_template(entry: Module) -> str:
-    """Return a module's questions without answers. Raise CourseError if there are none."""
+    """Return a module's questions without answers. Raise UserError if there are none."""
     questions = list_questions(entry)
     if not questions:
-        raise CourseError(f"lessons/{entry.package}/{ANSWERS} contains no questions")
+        raise UserError(f"lessons/{entry.package}/{ANSWERS} contains no questions")
     return format_template(entry, questions)
 
 

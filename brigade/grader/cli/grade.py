@@ -8,11 +8,12 @@ from pathlib import Path
 
 from brigade.course.cli.options import ABOVE_ZERO, add, resolve_results_file
 from brigade.course.table import listing
-from brigade.course.table.modules import CORE, MODULES, CourseError, Module, select_modules
+from brigade.course.table.modules import CORE, MODULES, Module, select_modules
 from brigade.grader import formats
 from brigade.grader.cli.grade_student import grade_student
 from brigade.grader.gradebook import refuse_several_parts
 from brigade.grader.request import GradeRequest, read_secret
+from brigade.ranks.errors import UserError
 
 PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
 
@@ -65,7 +66,7 @@ def run_grade(options: argparse.Namespace) -> int:
     from brigade.grader.cli.grade_class import ClassRequest, grade_class  # one submission does not need it
 
     if not options.gradebook or options.out or options.format or options.visibility:
-        raise CourseError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --visibility")
+        raise UserError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --visibility")
     paths = (options.class_directory, options.gradebook, options.roster, options.feedback)
     return grade_class(ClassRequest(request, *paths, options.memory_gb))
 
@@ -85,19 +86,19 @@ def make_request(options: argparse.Namespace) -> GradeRequest:
 
 
 def complete(request: GradeRequest, options: argparse.Namespace) -> GradeRequest:
-    """Return the request to grade --submission. Raise CourseError if another option does not fit."""
+    """Return the request to grade --submission. Raise UserError if another option does not fit."""
     if options.gradebook or options.roster or options.feedback:
-        raise CourseError("--gradebook, --roster and --feedback work only with --class; for one submission, use --out")
+        raise UserError("--gradebook, --roster and --feedback work only with --class; for one submission, use --out")
     out = resolve_results_file(options.out, options.submission)
     form = options.format or ("gradescope" if out else "text")
     if options.visibility and form != "gradescope":
-        raise CourseError("--visibility works only with --format gradescope")
+        raise UserError("--visibility works only with --format gradescope")
     paths = tuple(options.submission)
     return replace(request, form=form, visibility=options.visibility, submission=paths, out=str(out or ""))
 
 
 def select_graded_modules(options: argparse.Namespace) -> list[Module]:
-    """Return the modules of --modules or --part. Raise CourseError if they belong to several parts of the course."""
+    """Return the modules of --modules or --part. Raise UserError if they belong to several parts of the course."""
     if not options.modules:
         return [entry for entry in MODULES if entry.track == options.part]
     entries = select_modules(options.modules)

@@ -24,11 +24,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from brigade.course.checks.run import prepare
 from brigade.course.cli.errors import run_safely
 from brigade.course.table import listing
-from brigade.course.table.modules import MODULES, CourseError, Module, get_module
+from brigade.course.table.modules import MODULES, Module, get_module
 from brigade.course.table.submission import find
 from brigade.grader import formats, grading, incoming, isolation, watchdog
 from brigade.grader.outcome import Grading, make_empty_grading
 from brigade.grader.request import GradeRequest, decode
+from brigade.ranks.errors import UserError
 from brigade.ranks.ipc.interrupts import delay_interrupts
 from brigade.ranks.runner import machine, ranks
 
@@ -50,7 +51,7 @@ def begin(request: GradeRequest) -> Iterator[list[Module]]:
 
 
 def grade_student(request: GradeRequest) -> int:
-    """Grade one submission, and return the exit status 0. Raise CourseError if it cannot be graded."""
+    """Grade one submission, and return the exit status 0. Raise UserError if it cannot be graded."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with begin(request) as entries:
         state = make_empty_grading(entries, secrets.randbits(62) if request.seed is None else request.seed)
@@ -107,7 +108,7 @@ def run(request: GradeRequest, state: Grading, console: Console) -> None:
                         on_change=follow,
                         secret=request.secret.encode(errors="surrogateescape") or None,
                     )
-        except CourseError as error:
+        except UserError as error:
             state.unreadable = str(error) if isinstance(error, incoming.Unreadable) else ""
             state.notes.append(str(error))
             follow()

@@ -57,7 +57,7 @@ def take_marks(options: argparse.Namespace, _: None, console: Console) -> None:
 
 
 def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -> None:
-    """Merge the gradebooks into `out`. Raise CourseError if a file is not a gradebook."""
+    """Merge the gradebooks into `out`. Raise UserError if a file is not a gradebook."""
     tables, lines = {}, []
     for name in options.gradebooks:
         tables[name], told = gradebook.read_gradebook(Path(name))

@@ -20,9 +20,10 @@ from brigade.course.checks.context import Conditions
 from brigade.course.checks.outcome import Outcome
 from brigade.course.checks.run import prepare, run_check
 from brigade.course.cli.options import add, resolve_results_file
-from brigade.course.table.modules import MODULES, CourseError, Module, select_modules
+from brigade.course.table.modules import MODULES, Module, select_modules
 from brigade.course.table.submission import Snapshot, find
 from brigade.grader import formats, incoming, isolation
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner import ranks
 from brigade.ranks.syntax import parse_tree
 from brigade.ranks.texts import Sources
@@ -60,7 +61,7 @@ def add_oral_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_oral(options: argparse.Namespace) -> int:
-    """Write the sheet. Raise CourseError if there is no statement about which it could ask."""
+    """Write the sheet. Raise UserError if there is no statement about which it could ask."""
     entries = select_modules(options.modules) if options.modules else MODULES
     out = resolve_results_file(options.out, [options.submission])
     seed = random.randrange(SEEDS) if options.seed is None else options.seed
@@ -71,7 +72,7 @@ def run_oral(options: argparse.Namespace) -> int:
             isolation.verify_isolation("gloo")
         questions = find_questions(directory, [entry for entry in entries if find(directory, entry)], seed)
     if not questions:
-        raise CourseError(f"{options.submission}: no module passes a check that fails without one of its lines")
+        raise UserError(f"{options.submission}: no module passes a check that fails without one of its lines")
     target = f" --target {shlex.quote(options.submission)}" if Path(options.submission).is_dir() else ""
     sheet = formats.make_printable(format_sheet(Path(options.submission).name, questions, seed, target))
     if out:
@@ -95,7 +96,7 @@ def find_question(snapshot: Snapshot, entry: Module, conditions: Conditions) -> 
     """Return a question on one module, or None if it is not written, or none of the tried statements matters."""
     try:
         sources = snapshot.read(entry.number)
-    except CourseError:
+    except UserError:
         return None
     checks = [check for check in collect([entry]) if run_check(check, snapshot, conditions, sources=sources).passed]
     statements, best = [], None

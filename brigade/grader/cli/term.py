@@ -15,7 +15,6 @@ from rich.console import Console
 
 from brigade.course.cli.options import AT_LEAST_ONE, add, resolve_results_file
 from brigade.course.table import listing
-from brigade.course.table.modules import CourseError
 from brigade.grader import class_report, classroom, formats, gradebook, marking, merging, roster
 from brigade.grader.classroom import Student
 from brigade.grader.cli.grade import add_grade_arguments, make_request
@@ -24,6 +23,7 @@ from brigade.grader.cli.gradebook import count
 from brigade.grader.request import read_secret
 from brigade.grader.tables import escape
 from brigade.grader.term import Assignment, Term, format_time, read_term
+from brigade.ranks.errors import UserError
 
 CONSOLE = Console(highlight=False, soft_wrap=True, markup=False)
 PASSED_ON = {"prior", "limit", "memory_gb", "backend", "share_gpu", "extra"}  # options of `brigade grade` in a term
@@ -66,7 +66,7 @@ def locate(term: Term, assignment: Assignment, ending: str) -> Path:
 
 
 def make_class_request(term: Term, assignment: Assignment) -> ClassRequest:
-    """Return the request to grade an assignment. Raise CourseError if the options of the file are wrong."""
+    """Return the request to grade an assignment. Raise UserError if the options of the file are wrong."""
     parser = argparse.ArgumentParser(prog="brigade grade")
     add_grade_arguments(parser)
     given: dict[str, object] = {"class_directory": str(assignment.uploads), "secret": term.secret}
@@ -74,7 +74,7 @@ def make_class_request(term: Term, assignment: Assignment) -> ClassRequest:
     try:
         with contextlib.redirect_stderr(said):
             options = parser.parse_args([*words, *shlex.split(term.options)])
-    except (CourseError, ValueError, SystemExit) as error:
+    except (UserError, ValueError, SystemExit) as error:
         reason = said.getvalue().rpartition("error: ")[2].strip() or error
         term.reader.fail(f"options = {term.options!r}: {reason}", key="options")
     changed = {name for name, value in vars(options).items() if value != given.get(name, parser.get_default(name))}
@@ -103,10 +103,10 @@ def list_uploads(term: Term, assignment: Assignment) -> list[Student]:
 
 
 def read_book(term: Term, assignment: Assignment) -> tuple[list[gradebook.Row], list[str]]:
-    """Return the rows of an assignment's gradebook, and lines about them. Raise CourseError if there is none."""
+    """Return the rows of an assignment's gradebook, and lines about them. Raise UserError if there is none."""
     book = Path(make_class_request(term, assignment).gradebook)
     if not book.exists():
-        raise CourseError(f"there is no {book}; run `brigade term grade {assignment.name}` first")
+        raise UserError(f"there is no {book}; run `brigade term grade {assignment.name}` first")
     return gradebook.read_gradebook(book)
 
 
@@ -133,16 +133,16 @@ def check(term: Term) -> None:
 
 
 def check_secret(path: Path) -> None:
-    """Raise CourseError if the file is empty, or if other users may read it."""
+    """Raise UserError if the file is empty, or if other users may read it."""
     read_secret(path)
     if path.stat().st_mode & 0o077:
-        raise CourseError(f"other users can read {path}: run `chmod 600 {shlex.quote(str(path))}`")
+        raise UserError(f"other users can read {path}: run `chmod 600 {shlex.quote(str(path))}`")
 
 
 def grade(term: Term, assignment: Assignment) -> int:
     """Grade the uploads of an assignment, and write its gradebook and the feedback."""
     if not assignment.uploads.is_dir():
-        raise CourseError(f"there is no directory {assignment.uploads} with the uploads of {assignment.name}")
+        raise UserError(f"there is no directory {assignment.uploads} with the uploads of {assignment.name}")
     request = make_class_request(term, assignment)  # refuses wrong options before a secret is drawn
     secret = read_secret(resolve_results_file(str(term.secret)), draws_one=True).decode(errors="surrogateescape")
     check_secret(term.secret)

@@ -20,12 +20,13 @@ from brigade.course.cli.options import (
     add_target,
     resolve_results_file,
 )
-from brigade.course.table.modules import ROOT, TRAINING_MODULES, CourseError, Module, get_module, select_modules
+from brigade.course.table.modules import ROOT, TRAINING_MODULES, Module, get_module, select_modules
 from brigade.course.table.submission import read, resolve_target
 from brigade.course.table.written import MEASUREMENTS, locate_measurements
 from brigade.lab import torchrun
 from brigade.lab.cli.plan import NETWORKS, read_link
 from brigade.lab.experiment import explain_failure, show_progress
+from brigade.ranks.errors import UserError
 from brigade.ranks.runner.machine import is_torchrun
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def run_bench(options: argparse.Namespace) -> int:
     json_file, picture, measurements = resolve_results_file(options.json), resolve_results_file(options.png), None
     if options.save:
         if options.target == "solutions":
-            raise CourseError("--save works only with your own modules, not with --target solutions")
+            raise UserError("--save works only with your own modules, not with --target solutions")
         measurements = resolve_results_file(str(locate_measurements(resolve_target(options.target))))
     entries, sources, left_out = bench.select_written(options.target, entries)
     for sentence in left_out:
@@ -150,14 +151,14 @@ def choose_ranks(options: argparse.Namespace) -> tuple[int, str]:
     if is_torchrun():
         _, world_size, _, local_size = torchrun.read_rank_variables()
         if options.ranks not in (None, world_size):
-            raise CourseError(f"--ranks {options.ranks}: torchrun has started {world_size} ranks; leave out --ranks")
+            raise UserError(f"--ranks {options.ranks}: torchrun has started {world_size} ranks; leave out --ranks")
     return world_size, options.backend or ("nccl" if local_size <= machine.count_gpus() else "gloo")
 
 
 def require_training(entry: Module) -> None:
-    """Raise CourseError if the module trains no model, so that there is no step to measure."""
+    """Raise UserError if the module trains no model, so that there is no step to measure."""
     if entry not in TRAINING_MODULES:
-        raise CourseError(f"module {entry.number} trains no model, so it has no training step to measure")
+        raise UserError(f"module {entry.number} trains no model, so it has no training step to measure")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,9 +187,7 @@ def run_trace(options: argparse.Namespace) -> int:
     require_training(entry)
     on_gpus = options.backend == "nccl"
     if on_gpus and (options.memory or options.link or (options.comm_ratio, options.latency_ratio) != (None, None)):
-        raise CourseError(
-            "--backend nccl measures real collectives: leave out --memory and the emulated link's options"
-        )
+        raise UserError("--backend nccl measures real collectives: leave out --memory and the emulated link's options")
     network = choose_link(options, options.ranks, None if on_gpus else COMM_RATIO)
     sources = read(options.target, entry.number, options.prior)
     out = Path(options.out)
@@ -211,7 +210,7 @@ def run_trace(options: argparse.Namespace) -> int:
         else:
             write_timelines(variants, sources, options, network, *files)
     except RankFailure as failure:
-        raise CourseError(explain_failure(failure, entry.number, sources)) from None
+        raise UserError(explain_failure(failure, entry.number, sources)) from None
     uses = ("the picture", "for https://ui.perfetto.dev or chrome://tracing")
     profiles = ["torch's own profile of a rank"] * (len(files) - len(uses))
     for file, use in zip(files, [*uses, *profiles][: len(files)], strict=True):
@@ -320,20 +319,20 @@ def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
 def choose_link(options: argparse.Namespace, world_size: int, default: float | None = None) -> dict[str, Any]:
     """Return the "link" and the "node_size" of the workload that the options describe.
 
-    `default` replaces --comm-ratio. Raise CourseError if the options contradict each other.
+    `default` replaces --comm-ratio. Raise UserError if the options contradict each other.
     """
     if world_size % options.nodes:
-        raise CourseError(f"--nodes {options.nodes}: {world_size} ranks do not form {options.nodes} equal nodes")
+        raise UserError(f"--nodes {options.nodes}: {world_size} ranks do not form {options.nodes} equal nodes")
     node_size = world_size // options.nodes if options.nodes > 1 else None
     if options.link and (options.comm_ratio or options.latency_ratio is not None):
-        raise CourseError("--link has a rate and a latency: leave out --comm-ratio and --latency-ratio")
+        raise UserError("--link has a rate and a latency: leave out --comm-ratio and --latency-ratio")
     comm_ratio: Any = options.comm_ratio or default
     if comm_ratio is None and not options.link:
         if options.latency_ratio is not None:
-            raise CourseError("--latency-ratio needs --comm-ratio")
+            raise UserError("--latency-ratio needs --comm-ratio")
         return {"link": None, "node_size": node_size}
     if world_size < 2:
-        raise CourseError("an emulated link needs at least two ranks, because one rank does not communicate")
+        raise UserError("an emulated link needs at least two ranks, because one rank does not communicate")
     from brigade.lab.emulated_link import Link, Pace
 
     if options.link:

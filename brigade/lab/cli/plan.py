@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from brigade.course.cli.console import console
 from brigade.course.cli.options import ABOVE_ZERO, AT_LEAST_ONE, Range, add
-from brigade.course.table.modules import CourseError
+from brigade.ranks.errors import UserError
 
 if TYPE_CHECKING:
     from brigade.lab.devices import Device
@@ -71,23 +71,23 @@ def run_plan(options: argparse.Namespace) -> int:
     from brigade.lab.shapes import MODELS
 
     if options.model not in MODELS:
-        raise CourseError(
+        raise UserError(
             f"--model {options.model}: expected one of {', '.join(MODELS)}. All are dense: plans know no experts"
         )
     device, shape = DEVICES[options.device], MODELS[options.model]
     if options.dtype not in device.tflops and not options.tflops:
-        raise CourseError(
+        raise UserError(
             f"--dtype {options.dtype}: a {device.name} has no such matrix products; pass their rate as --tflops"
         )
     if options.dp % (options.node_size or 1):
-        raise CourseError(f"--node-size {options.node_size}: {options.dp} ranks do not form such nodes")
+        raise UserError(f"--node-size {options.node_size}: {options.dp} ranks do not form such nodes")
     if options.shard_size and (not options.node_size or options.dp % options.shard_size):
-        raise CourseError(f"--shard-size {options.shard_size}: pass --node-size, and a --dp that it divides")
+        raise UserError(f"--shard-size {options.shard_size}: pass --node-size, and a --dp that it divides")
     if options.tokens % options.micro_batches:
-        raise CourseError(f"--micro-batches {options.micro_batches}: {options.tokens} tokens cannot be split so")
+        raise UserError(f"--micro-batches {options.micro_batches}: {options.tokens} tokens cannot be split so")
     micro_tokens = options.tokens // options.micro_batches
     if options.sequence and micro_tokens % options.sequence:
-        raise CourseError(f"--sequence {options.sequence}: {micro_tokens} tokens do not form such sequences")
+        raise UserError(f"--sequence {options.sequence}: {micro_tokens} tokens do not form such sequences")
     network = make_network(options, device)
     sequence = min(micro_tokens, options.sequence or shape.context)
     tflops = options.tflops or device.tflops[options.dtype]
@@ -174,17 +174,17 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def make_network(options: argparse.Namespace, device: Device) -> Network:
-    """Return the network that the options describe. Raise CourseError for an unknown link, or one that has no use."""
+    """Return the network that the options describe. Raise UserError for an unknown link, or one that has no use."""
     from brigade.lab.nccl import Network
 
     link, efficiency = read_link("--link", options.link), options.network_efficiency
     if options.node_link and not options.node_size:
-        raise CourseError(f"--node-link {options.node_link}: pass --node-size too, or there are no nodes")
+        raise UserError(f"--node-link {options.node_link}: pass --node-size too, or there are no nodes")
     if options.cards and not options.node_size and not isinstance(link, float):
-        raise CourseError(f"--cards {options.cards}: on {options.link} without --node-size, there is only one node")
+        raise UserError(f"--cards {options.cards}: on {options.link} without --node-size, there is only one node")
     few, many = sorted((options.cards or 1, options.node_size or 1))
     if options.cards and many % few:
-        raise CourseError(f"--cards {options.cards}: the {options.node_size} ranks of a node cannot share them evenly")
+        raise UserError(f"--cards {options.cards}: the {options.node_size} ranks of a node cannot share them evenly")
     if options.node_size:
         fabric = device.fabric if options.node_link is None else read_fabric(options.node_link, "--node-link")
         if not isinstance(link, float):
@@ -198,7 +198,7 @@ def make_network(options: argparse.Namespace, device: Device) -> Network:
 def read_link(option: str, text: str) -> Fabric | float:
     """Return the link inside a node, or the rate of a network card in Gbit/s, that an option describes.
 
-    Raise CourseError if the name is unknown.
+    Raise UserError if the name is unknown.
     """
     from brigade.lab.plan import CARDS, FABRICS
 
@@ -212,7 +212,7 @@ def read_link(option: str, text: str) -> Fabric | float:
         rate = math.nan
     low, high = RATES
     if not low <= rate <= high:
-        raise CourseError(f"{option} {text}: expected one of {NETWORKS} ({low:g} to {high:,.0f})")
+        raise UserError(f"{option} {text}: expected one of {NETWORKS} ({low:g} to {high:,.0f})")
     return rate
 
 

@@ -29,7 +29,7 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
 def run_score(options: argparse.Namespace) -> int:
     """Print the exposed time, the bytes sent and the peak memory of the entry on each problem.
 
-    Return 1 if a check fails. Raise CourseError if the plan is not what real ranks do.
+    Return 1 if a check fails. Raise UserError if the plan is not what real ranks do.
     """
     entry = get_module(options.number)
     require_training(entry)

@@ -87,7 +87,7 @@ def train_on_a_full_disk(plan: dict, workload: dict, variant: dict) -> str:
     checkpoint.save = limit_and_save
     try:
         train.train(plan, workload, variant)
-    except train.CourseError as error:
+    except train.UserError as error:
         return str(error)
     return ""
 
