@@ -105,10 +105,8 @@ def test_coalesce_refuses_mixtures(submission):
     ]
     calls = [draw_calls(rng, world, world, kinds) for _, _, kinds in blocks]
     after = [entry for [entry] in draw_calls(rng, world, world, [("all_reduce", "SUM", F32)])]
-    jobs = PerRank(
-        {"blocks": [block[rank] for block in calls], "nested": len(blocks) - 2, "after": after[rank], "labels": None}
-        for rank in range(world)
-    )
+    common = {"nested": len(blocks) - 2, "counts_launches": False}
+    jobs = PerRank(common | {"blocks": [block[rank] for block in calls], "after": after[rank]} for rank in range(world))
     with replace_cause(partial(causes.explain_unmade_launch, blocks)):
         results = submission.run(scenario.run_refused_blocks, jobs, world_size=world)
     for number, (label, compared, _) in enumerate(blocks):
@@ -157,7 +155,7 @@ def test_bucket_group(submission):
             }
             for generator in draw_generators(rng, world)
         ]
-        common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups, "labels": [0, 1, 2, 3]}
+        common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups}
         results = submission.run(
             scenario.sync_bucket_groups, PerRank(common | tensors for tensors in own), world_size=world
         )

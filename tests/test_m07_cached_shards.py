@@ -17,6 +17,7 @@ from brigade.course.checks.expectations import (
     replace_cause,
 )
 from brigade.ranks.claims import At, each_step, in_phase
+from brigade.ranks.runner.ranks import PerRank
 from brigade.ranks.verdict import join_names
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_group_overlap, expect_zeroed, list_groups, require_halves
@@ -85,8 +86,9 @@ def test_views_follow_the_buffer(submission):
         # Gradients that are wider than the parameters are in views of their own, main_grad.
         # If parameters are gathered, the buffers also move between the two collectives of the last step.
         late = {"moves_late": None if gather_grads else len(moves) - 1}
-        job = make_job(2, grad_dtype=torch.float64) | {"moves": moves, "steady": [2], "labels": [*range(5)]}
+        job = make_job(2, grad_dtype=torch.float64) | {"moves": moves, "steady": [2]}
         jobs = case.make_jobs(gather_grads=gather_grads, **late, **job)
+        jobs = PerRank(own | {"batches": [[batch] for batch in own["batches"][0]]} for own in jobs)  # a step each
         results = submission.run(scenario.run_steps, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)

@@ -214,7 +214,7 @@ def expect_little_state(submission, scenario, job, mib):
     """Expect two steps with large weights to be right in so little memory that only a part of the state fits in it."""
     start, steps = submission.rng.randrange(1 << 31), 2
     job = job | {"start": start, "count": COUNT, "numel": LARGE, "steps": steps}
-    if run := run_with_little_memory(submission, scenario, job, mib, causes.WHOLE_STATE, steps=steps):
+    if run := run_with_little_memory(submission, scenario, job, mib, causes.WHOLE_STATE):
         results, seeds = run
         weights = []
         for i in range(COUNT):

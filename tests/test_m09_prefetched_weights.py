@@ -146,7 +146,7 @@ def test_complete_weights_elsewhere(submission):
         probe = torch.linspace(-1, 1, 2 * case.sizes[0], dtype=case.dtype).view(2, -1)
         # With a bucket for each parameter, nobody else waits for the weights of a layer or a ParameterList.
         bucket_numel = BUCKET_NUMEL if model == "Plain" else 1
-        jobs_per_call.append(make_jobs(case, recipe, 1, bucket_numel, read=reader, probe=probe, labels=[0, 1, 2]))
+        jobs_per_call.append(make_jobs(case, recipe, 1, bucket_numel, read=reader, probe=probe))
     all_results = submission.run_each(scenario.read_weights, jobs_per_call)
     settings = zip(readers.items(), cases, recipes, jobs_per_call, all_results, strict=True)
     for (reader, (_, steps)), case, recipe, jobs, results in settings:

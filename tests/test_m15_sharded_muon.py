@@ -286,7 +286,8 @@ def test_state_dict(submission):
     absent = [(1, 0, [1]), (2, 0, [0, 2]), (2, 1, [0, 1, 2])]
     one, other = ([4, 0, 2], {"lr": 0.1, "momentum": 0.5}), ([1, 3, 5, 6], {"weight_decay": 0.1})
     [world] = submission.worlds(3)
-    setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "parts": ["saved"], "labels": None}
+    setting = {"absent": absent, "transposed": [1, 4], "param_groups": [one, other], "parts": ["saved"]}
+    setting |= {"counts_launches": False}
     setting |= {"group": [1, 2], "groups": [[1, 2], [0]]} if world > 1 else {}
     # The second checkpoint comes before the first step. In the third, a rank owns nothing.
     kinds = (3, {"frozen": [2]}), (0, {"frozen": [2]}), (1, {"frozen": [0, 1, 2, 3, 4, 6]})
@@ -317,7 +318,7 @@ def test_resharding(submission):
     for world in submission.worlds(1, 3):
         saved = draw_problem(submission.rng, MIXED, 1, 1).gradients[0][0]
         load = dict(enumerate(saved)), [{"lr": 0.07, "momentum": 0.8, "weight_decay": 0.1, "steps": 3}]
-        setting = {"transposed": [0, 3], "load": load, "saves": True, "labels": None}
+        setting = {"transposed": [0, 3], "load": load, "saves": True, "counts_launches": False}
         setting |= {"parts": ["is_kept", "owners", "owned"]}
         [(results, problem)] = train(submission, world, (MIXED, 3, setting))
         expect_weights(results, problem, "after a checkpoint has been loaded and ")

@@ -141,7 +141,7 @@ def test_scratch(submission):
         step.at_most(what, result["after"], 64, partial(causes.explain_scratch, result, step.launches()))
     first, count = submission.rng.randrange(16), 6
     job = {"numel": LARGE, "count": count, "first": first, "size": WORLD}
-    if run := run_with_little_memory(submission, scenario.reduce_many, job, mib=77, steps=count):
+    if run := run_with_little_memory(submission, scenario.reduce_many, job, mib=77):
         results, seeds = run
         expected, largest = torch.zeros(WORLD, len(range(first, LARGE // WORLD, 16))), 0.0
         for seed, number in itertools.product(seeds, range(count)):
@@ -183,7 +183,7 @@ def test_gradients(submission):
     for is_zero in (False, True):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         results = submission.run(
-            scenario.measure_kept, case.make_jobs(is_zero=is_zero, labels=None, **make_job(2)), world_size=world
+            scenario.measure_kept, case.make_jobs(is_zero=is_zero, **make_job(2)), world_size=world
         )
         what = "after a step, the wrapper keeps {} bytes besides its buffers" + " (with ZeroOptimizer)" * is_zero
         for rank, step in itertools.product(range(world), range(2)):

@@ -20,15 +20,15 @@ CLOSE = 1e-9  # relative to the largest of them; no other float64 numbers are as
 WORLD = 4
 
 
-def run_with_little_memory(submission, scenario, job, mib, cause="", world=WORLD, steps=1):
+def run_with_little_memory(submission, scenario, job, mib, cause="", world=WORLD):
     """Run a scenario in which each rank has this many MiB. Return the results and each rank's seed; None without limit.
 
-    `cause` is the likely cause if a rank needs more. The scenario has `steps` steps.
+    `cause` is the likely cause if a rank needs more.
     """
     if not submission.limits_memory:
         return None
     seeds = [submission.rng.randrange(1 << 31) for _ in range(world)]
-    jobs = PerRank(job | {"seed": seed, "labels": list(range(steps))} for seed in seeds)
+    jobs = PerRank(job | {"seed": seed} for seed in seeds)
     with replace_cause(lambda failed: cause if "MiB of memory" in failed.verdict.expected else ""):
         return submission.run(scenario, jobs, world_size=world, mode="record", memory=mib << 20), seeds
 

@@ -124,6 +124,16 @@ def build(job: dict) -> torch.nn.Module:
     return model
 
 
+def list_steps(job: Mapping[str, Any]) -> range:
+    """Return the steps of a scenario that takes one for each element of job["batches"]."""
+    return range(len(job["batches"]))
+
+
+def list_steps_and_end(job: Mapping[str, Any]) -> list[int | None]:
+    """Return the steps of a scenario that also reports that the last one has ended."""
+    return [*list_steps(job), None]
+
+
 def create_group(job: dict) -> dist.ProcessGroup | None:
     """Create all groups of job["groups"] and return this rank's group; None, the default group, if there are none."""
     own_group = None
@@ -223,7 +233,7 @@ def form_training(job: dict) -> dict:
     return results | {"weights": like_weights(job), "interface": INTERFACE}
 
 
-@returns(form_training)
+@returns(form_training, list_steps)
 def train(job: dict) -> dict:
     """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
@@ -264,7 +274,7 @@ def train(job: dict) -> dict:
     return results | {"interface": describe_interface(ddp, model)}
 
 
-train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/grader/witness/content.py judges what its launches carry
 train.reports = ("ready",)  # brigade/course/checks/borders.py demands them
 
 

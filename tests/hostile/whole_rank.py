@@ -264,7 +264,7 @@ class OverlappedDDP(OverlappedDDP):
         recorder.phase = before
 === launches late and says that it is backward | 0 | is launched before | LATE modules=3 checks=OVERLAP
 === launches late, and has the right numbers | 0 | only with this module's launches | LATE modules=3 checks=NUMBERS
-=== launches zeros in backward, and the gradients in no step | 0 | after the last step | modules=3 checks=NUMBERS
+=== launches zeros in backward, and the gradients in no step | 0 | other steps | modules=3 checks=NUMBERS
 class OverlappedDDP(OverlappedDDP):
     def launch(self, parameter):
         zeros = torch.zeros_like(parameter)
@@ -297,7 +297,7 @@ class ZeroOptimizer(ZeroOptimizer):
     def step(self, closure=None):
         for _ in range(40): dist.all_reduce(torch.zeros(16))
         return super().step(closure)
-=== adds up everything in no step, and sends garbage | 0 | after the last step | modules=0 checks=RING
+=== adds up everything in no step, and sends garbage | 0 | other steps | modules=0 checks=RING
 def hide(function, step=-1):
     def hidden(tensor, process_group=None):
         nonlocal step

@@ -43,7 +43,7 @@ def form_reductions(job: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"tensor": tensor, "view": view} for tensor in job["tensors"]]
 
 
-@returns(form_reductions)
+@returns(form_reductions, lambda job: [number for step in range(len(job["tensors"])) for number in (step, None)])
 def reduce(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Call the submission's function on each tensor of the job, each in its own step. Return the changed tensors.
 
@@ -92,7 +92,7 @@ def measure(job: dict[str, Any]) -> int:
     return memory.peak - before
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, lambda job: [0])
 def reduce_large(job: dict[str, Any]) -> None:
     """Call the submission's function on a large tensor."""
     function = student("m00_ring", "ring_all_reduce")

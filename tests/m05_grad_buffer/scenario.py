@@ -18,6 +18,7 @@ from helpers.training import (
     create_group,
     forward_backward,
     like_weights,
+    list_steps,
     make_meta_model,
     move_to_device,
     wrap,
@@ -161,7 +162,7 @@ def form_training(job: dict) -> dict:
     return {"weights": like_weights(job), "buffers": [BUFFERS] * len(job["batches"])}
 
 
-@returns(form_training)
+@returns(form_training, list_steps)
 def train(job: dict) -> dict:
     """Train, and zero gradients in the form job["zero"] before forward, or after forward if job["late"] is set.
 
@@ -195,7 +196,7 @@ def train(job: dict) -> dict:
     return {"weights": weights, "buffers": buffers}
 
 
-train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/grader/witness/content.py judges what its launches carry
 train.reports = ("ready",)  # brigade/course/checks/borders.py demands them
 
 
@@ -265,7 +266,7 @@ def form_accumulated(job: dict) -> dict:
     return {"steps": [step] * len(job["batches"]), "last": Maybe({i: (bool, form) for i, form in main_grad.items()})}
 
 
-@returns(form_accumulated)
+@returns(form_accumulated, list_steps)
 def accumulate(job: dict) -> dict:
     """Take two steps of many micro-batches on bf16 parameters. Return main_grad, grad and whether it is in the buffer.
 

@@ -12,7 +12,7 @@ from brigade.course.checks.forms import Like, Maybe, returns
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import device, student
 from brigade.ranks.rank.recording import phase
-from helpers.training import Interruption, build, create_group, forward_backward, like_weights, wrap
+from helpers.training import Interruption, build, create_group, forward_backward, like_weights, list_steps, wrap
 
 
 def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -34,7 +34,10 @@ def like_result(entry: dict) -> Like:
     return Like(entry["input"].dtype, tuple(entry["input"].shape) if numel is None else (numel,))
 
 
-@returns(lambda job: [[like_result(entry) for entry in block] for block in job["blocks"]])
+@returns(
+    lambda job: [[like_result(entry) for entry in block] for block in job["blocks"]],
+    lambda job: range(len(job["blocks"])),
+)
 def run_blocks(job: dict) -> list[list[torch.Tensor]]:
     """Call the collectives of each block inside `coalesce`. Return what their tensors contain after handle.wait()."""
     coalesce = student("m06_coalesced", "coalesce")
@@ -58,7 +61,7 @@ def form_refused_blocks(job: dict) -> list:
     return [*[block] * len(job["blocks"]), Maybe(result), Maybe(result)]
 
 
-@returns(form_refused_blocks)
+@returns(form_refused_blocks, lambda job: range(len(job["blocks"])))
 def run_refused_blocks(job: dict) -> list[dict]:
     """Run blocks that must end with an exception. Return its type, whether it is the block's own, and later results.
 
@@ -132,7 +135,7 @@ def form_synced_groups(job: dict) -> dict:
     return outcome | {"moved": outcome}
 
 
-@returns(form_synced_groups)
+@returns(form_synced_groups, lambda job: range(4))
 def sync_bucket_groups(job: dict) -> dict:
     """Average gradients (step 0) and gather parameters (step 1) in BucketGroups of a buffer without a wrapper.
 
@@ -172,7 +175,7 @@ def sync_bucket_groups(job: dict) -> dict:
     return outcomes[0] | {"moved": outcomes[1]}
 
 
-@returns(lambda job: {"grad_data": Like(job["dtype"]), "weights": like_weights(job)})
+@returns(lambda job: {"grad_data": Like(job["dtype"]), "weights": like_weights(job)}, list_steps)
 def train_on_shards(job: dict) -> dict:
     """Train without gathered gradients: the optimizer steps on this rank's shards, then parameters are gathered.
 
@@ -213,7 +216,7 @@ def train_on_shards(job: dict) -> dict:
     return {"grad_data": first, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-train_on_shards.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train_on_shards.has_plain_steps = True  # brigade/grader/witness/content.py judges what its launches carry
 train_on_shards.reports = ("ready",)  # brigade/course/checks/borders.py demands them
 
 

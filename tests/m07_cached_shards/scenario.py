@@ -20,7 +20,7 @@ from brigade.course.checks.edge_case_models import compute_loss, copy_gradients
 from brigade.course.checks.forms import ListOf, returns
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.memory import list_tensors
-from helpers.training import build, like_gradients, like_weights, move_to_device, wrap
+from helpers.training import build, like_gradients, like_weights, list_steps, move_to_device, wrap
 
 # These return the whole tensor under another name. They do not slice it, and code needs them to write without autograd.
 WHOLE = ("data", "detach", "_base")
@@ -166,7 +166,7 @@ def form_steps(job: dict) -> dict:
     return {"tensors": tensors, "num_alive": count, "num_views": count, "views": views}
 
 
-@returns(form_steps)
+@returns(form_steps, list_steps)
 def run_steps(job: dict) -> dict:
     """Take a step for each batch, with the same weights. Before step i, move the buffers job["moves"][i] times.
 
@@ -183,7 +183,7 @@ def run_steps(job: dict) -> dict:
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
     make_views_in_hooks(model)
     outcomes, num_alive, views, old = [], [], [], []
-    for step, (batch, times) in enumerate(zip(sum(job["batches"], []), job["moves"], strict=True)):
+    for step, ([batch], times) in enumerate(zip(job["batches"], job["moves"], strict=True)):
         recording.note("step", step=step)
         for buffer in ddp.grad_buffers * times:
             flat = [buffer.grad_data, *([] if job["gather_grads"] else [buffer.param_data])]

@@ -21,6 +21,7 @@ from helpers.training import (
     Large,
     follow,
     like_weights,
+    list_steps,
     move_to_device,
     reallocate_buffers,
     visit,
@@ -158,7 +159,7 @@ def form_wrapped(job: dict, weights: dict) -> dict:
     return {part: forms[part] for part in job.get("parts", TRAINED)}
 
 
-@returns(lambda job: form_wrapped(job, like_weights(job)))
+@returns(lambda job: form_wrapped(job, like_weights(job)), list_steps)
 def train(job: dict) -> dict:
     """Wrap the model, make the optimizer, load job["load"], take all steps and return job["parts"].
 
@@ -195,7 +196,7 @@ def train(job: dict) -> dict:
     return train_wrapped(job, ddp, model, gradients)
 
 
-train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/grader/witness/content.py judges what its launches carry
 
 
 @returns(lambda job: Maybe(like_weights(job)))
@@ -210,7 +211,7 @@ def take_odd_step(job: dict) -> dict | None:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, lambda job: range(job["steps"]))
 def train_large(job: dict) -> None:
     """Take job["steps"] steps with a large model."""
     model = Large(job["start"], job["count"], job["numel"], job["dtype"])
@@ -226,7 +227,7 @@ def train_large(job: dict) -> None:
         ddp.finish_param_sync()
 
 
-@returns(lambda job: form_wrapped(job, like({f"weights.{i}": w for i, w in enumerate(job["weights"])})))
+@returns(lambda job: form_wrapped(job, like({f"weights.{i}": w for i, w in enumerate(job["weights"])})), list_steps)
 def train_dots(job: dict) -> dict:
     """Train like `train`, for the weights job["weights"], whose gradients are job["batches"][step]."""
     model = Dots([weight.to(device()) for weight in job["weights"]])

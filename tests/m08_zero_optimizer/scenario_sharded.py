@@ -11,7 +11,7 @@ from brigade.course.checks.forms import ListOf, Maybe, returns
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import device, student
 from brigade.ranks.rank.recording import phase
-from helpers.training import build, create_group, draw, follow, like_weights, move_to_device
+from helpers.training import build, create_group, draw, follow, like_weights, list_steps, move_to_device
 from m08_zero_optimizer.scenario import build_param_group, count_state_bytes, take_steps
 
 
@@ -103,7 +103,7 @@ def form_training(job: dict) -> dict:
     return {part: forms[part] for part in job.get("parts", TRAINED)}
 
 
-@returns(form_training)
+@returns(form_training, list_steps)
 def train(job: dict) -> dict:
     """Train this rank's replica on its own batches, and return job["parts"]. All ranks start with job["start"]."""
     model = build(job | {"state": job["start"]})
@@ -160,7 +160,7 @@ def measure_states(problems: list[dict]) -> list[dict]:
     return measured
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, lambda job: range(job["steps"]))
 def train_large(job: dict) -> None:
     """Take job["steps"] steps with large parameters."""
     params = [nn.Parameter(draw(job["start"] + i, job["numel"])) for i in range(job["count"])]

@@ -46,7 +46,7 @@ def note_writes(optimizer: torch.optim.Optimizer) -> None:
         inner.register_step_pre_hook(lambda *_: recording.note("write"))
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, lambda job: range(len(job["batches"]) + 1))
 def observe(job: dict) -> None:
     """Take a training step on each of the job's batches, and record the forwards of the modules."""
     model = build(job)
@@ -79,7 +79,7 @@ def form_read(job: dict) -> dict:
     return {"output": Like(job["dtype"])} if "evaluation" in job["read"] else like_weights(job)
 
 
-@returns(form_read)
+@returns(form_read, lambda job: range(3 if "load_state_dict" in job["read"] else 2))
 def read_weights(job: dict) -> dict:
     """Take a step, then read the weights in the way job["read"]. Return them, or the output for job["probe"]."""
     model = build(job)
@@ -87,13 +87,13 @@ def read_weights(job: dict) -> dict:
     note_forwards(model)
     optimizer = make_zero_optimizer(job, ddp, model)
     note_writes(optimizer)
+    recording.note("step", step=0)
     saved = optimizer.state_dict() if "load_state_dict" in job["read"] else {}
 
     def take_step() -> None:
         with phase("step"):
             optimizer.step()
 
-    recording.note("step", step=0)
     compute_loss(ddp, move_to_device(job["batches"][0][0])).backward()
     ddp.finish_grad_sync()
     take_step()

@@ -24,6 +24,7 @@ from helpers.training import (
     forward_backward,
     like_gradients,
     like_weights,
+    list_steps,
     move_to_device,
     name_error,
     visit,
@@ -32,7 +33,7 @@ from helpers.training import (
 from m08_zero_optimizer import scenario as m08_zero
 
 
-@returns(lambda job: m08_zero.form_wrapped(job, like_weights(job)) | {"left": ListOf(str)})
+@returns(lambda job: m08_zero.form_wrapped(job, like_weights(job)) | {"left": ListOf(str)}, list_steps)
 def train(job: dict) -> dict:
     """Train on the micro-batches of each step. A rank without micro-batches only calls finish_grad_sync.
 
@@ -65,7 +66,7 @@ def train(job: dict) -> dict:
     return m08_zero.train_wrapped(job, ddp, model, gradients) | {"left": sorted(left)}
 
 
-train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/grader/witness/content.py judges what its launches carry
 
 
 def finish(ddp: nn.Module, model: nn.Module, left: set[str]) -> None:
@@ -82,7 +83,7 @@ def form_measured(job: dict) -> dict:
     return {"constructed": int, "hooks": hooks, "finished": [int] * steps, "left": [int] * steps}
 
 
-@returns(form_measured)
+@returns(form_measured, list_steps)
 def measure(job: dict) -> dict:
     """Return the bytes of gradients that are alive at each gradient hook and after each finish_grad_sync.
 
@@ -120,7 +121,8 @@ def count_at_hooks(
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p: hooks[step].update({names[p]: count()}))
         for step, batch in enumerate(batches):
-            recording.note("step", step=step)
+            if ddp is not model:
+                recording.note("step", step=step)
             ddp.zero_grad()
             loss = compute_loss(ddp, batch)
             with phase("backward"):
@@ -134,7 +136,7 @@ def count_at_hooks(
     return {"constructed": constructed, "hooks": hooks, "finished": finished, "left": left}
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, lambda job: [0])
 def train_large(job: dict) -> None:
     """Run forward, backward and finish_grad_sync on a large model."""
     ddp = wrap(job, Large(job["start"], job["count"], job["numel"], job["dtype"]))

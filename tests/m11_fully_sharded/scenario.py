@@ -29,6 +29,7 @@ from helpers.training import (
     describe_interface,
     draw,
     forward_backward,
+    list_steps_and_end,
     make_meta_model,
     move_to_device,
 )
@@ -386,7 +387,7 @@ class LargeModel(nn.Module):
         return x
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, lambda job: [0])
 def train_large(job: dict) -> None:
     """Run forward, backward and finish_grad_sync on a large model."""
     ddp = wrap(job, LargeModel(job["start"], job["count"], job["numel"]))
@@ -474,7 +475,7 @@ def form_training(job: dict) -> dict:
     return always | {part: forms[part] for part in job["parts"]}
 
 
-@returns(form_training)
+@returns(form_training, list_steps_and_end)
 def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Load state dicts if there are some, and train. Return which shards have no gradient after each step, which
     parameters have memory, and which have a gradient.
@@ -541,7 +542,7 @@ def train(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dic
     return {key: results[key] for key in ("missing", "alive", "whole", *job["parts"])}
 
 
-train.has_plain_steps = True  # brigade/course/checks/content.py judges what its launches carry
+train.has_plain_steps = True  # brigade/grader/witness/content.py judges what its launches carry
 
 
 class Reports:
@@ -626,7 +627,7 @@ def form_unusual(job: dict) -> OneOf:
     return OneOf({"refusal": str}, {"alive": names, "evaluated": names, "weights": form_weights(job)})
 
 
-@returns(form_unusual)
+@returns(form_unusual, list_steps_and_end)
 def train_unusually(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wrap) -> dict:
     """Train with steps of the order job["order"]. Return the weights and what was alive, or why the wrapper refused."""
     model = build(job)
@@ -645,6 +646,8 @@ def train_unusually(job: dict, wrap: Callable[[dict, nn.Module], nn.Module] = wr
     except RuntimeError as error:
         if type(error) is not RuntimeError or any(text in str(error) for text in ("gloo", "setStorage", "size of 0")):
             raise  # this is no refusal
+        for number in [*range(step + 1, len(job["batches"])), None]:
+            recording.note("step", step=number)
         return {"refusal": str(error)}
     recording.note("step", step=None)
     with phase("checkpoint"):

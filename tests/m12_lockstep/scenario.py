@@ -15,7 +15,7 @@ from brigade.course.checks.forms import ListOf, returns
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import student
 from brigade.ranks.rank.recording import phase
-from helpers.training import build, like_weights, move_to_device, wrap
+from helpers.training import build, like_weights, list_steps, move_to_device, wrap
 from m08_zero_optimizer.scenario import replace_last_entry
 
 PACKAGE = "m12_lockstep"
@@ -109,7 +109,7 @@ def form_training(job: dict) -> dict:
     return answer | (dict.fromkeys(("changed", "left"), [str] * steps) if job.get("watches") else {})
 
 
-@returns(form_training)
+@returns(form_training, list_steps)
 def train(job: dict) -> dict:
     """Take a step with each of job["batches"]. Return the results, and the weights before and after each step.
 
@@ -141,9 +141,6 @@ def train(job: dict) -> dict:
     return answer | ({"changed": changed, "left": left} if job.get("watches") else {})
 
 
-train.reports = ("step",)  # brigade/course/checks/borders.py demands them
-
-
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -156,13 +153,13 @@ def copy_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, list_steps)
 def step_with_loop(job: dict) -> None:
     """Do the same as `train`, for a check that needs only the record."""
     train(job)
 
 
-@returns(lambda job: None)
+@returns(lambda job: None, list_steps)
 def step_without_loop(job: dict) -> None:
     """Take a step with the only batch of job["batches"], without a loop. Clip in the phase "clip"."""
     [[batch]] = [[move_to_device(batch) for batch in step] for step in job["batches"]]
@@ -177,16 +174,13 @@ def step_without_loop(job: dict) -> None:
     optimizer.step()
 
 
-step_with_loop.reports = step_without_loop.reports = ("step",)
-
-
 def form_runs(job: dict) -> list[dict]:
     """Return the form of what `run` returns."""
     own = {"num_steps": int} if "fails" in job else {"totals": ListOf(float), "reads": ListOf(int)}
     return [{"raised": str, "weights": like_weights(job)} | own] * len(job["batches"])
 
 
-@returns(form_runs)
+@returns(form_runs, lambda job: [number for call in range(len(job["batches"])) for number in (call, None)])
 def run(job: dict) -> list[dict]:
     """Call `run` once for each entry of job["batches"]. Return the outcomes, and the weights after each call.
 
@@ -217,6 +211,3 @@ def run(job: dict) -> list[dict]:
         own = {"num_steps": len(reads)} if "fails" in job else {"totals": totals, "reads": reads}
         answers.append({"raised": raised, "weights": copy_weights(model)} | own)
     return answers
-
-
-run.reports = ("step",)  # brigade/course/checks/borders.py demands them

@@ -80,7 +80,7 @@ def form_training(job: dict) -> dict:
     return {"steps": [step] * len(job["gradients"])} | {part: forms[part] for part in job["parts"]}
 
 
-@returns(form_training)
+@returns(form_training, lambda job: [*range(len(job["gradients"])), None])
 def train(job: dict) -> dict:
     """Take a step with each of job["gradients"], of which each is a list of tensors and None.
 

@@ -13,7 +13,7 @@ from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import device, student
 from brigade.ranks.rank.memory import LiveMemory
 from brigade.ranks.rank.recording import phase
-from helpers.training import build, create_group, forward_backward, name_error, wrap
+from helpers.training import build, create_group, forward_backward, list_steps, name_error, wrap
 
 PACKAGE = "m16_half_bytes"
 MARK = 7.0  # what an output contains that nothing has written to
@@ -25,7 +25,7 @@ def form_reductions(job: dict) -> list[dict]:
     return [kept | {"output": Like(given.dtype, (len(given) // size,))} for given in job["tensors"]]
 
 
-@returns(form_reductions)
+@returns(form_reductions, lambda job: [*range(len(job["tensors"])), *job["order"]])
 def reduce(job: dict) -> list[dict]:
     """Start a reduction of each of job["tensors"], a step each, then wait for them in the order job["order"].
 
@@ -87,7 +87,10 @@ def measure_scratch(job: dict) -> dict[str, int]:
         return {"during": during, "after": after, "without": count() if after else 0}
 
 
-@returns(lambda job: Like(torch.float32, (len(range(job["first"], job["numel"] // job["size"], 16)),)))
+@returns(
+    lambda job: Like(torch.float32, (len(range(job["first"], job["numel"] // job["size"], 16)),)),
+    lambda job: range(job["count"]),
+)
 def reduce_many(job: dict) -> torch.Tensor:
     """Make job["count"] large reductions, one after the other. Return every 16th entry of the sum of their outputs.
 
@@ -106,7 +109,7 @@ def reduce_many(job: dict) -> torch.Tensor:
     return total
 
 
-@returns(lambda job: [int] * len(job["batches"]))
+@returns(lambda job: [int] * len(job["batches"]), list_steps)
 def measure_kept(job: dict) -> list[int]:
     """Return the bytes that each step adds to the memory of the wrapper, besides its buffers and the gradients."""
     model = build(job)

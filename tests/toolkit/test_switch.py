@@ -172,12 +172,20 @@ def test_a_rank_that_has_ended_gets_nothing_more():
 
 def test_a_pass_belongs_to_the_step_of_its_batch():
     """Otherwise, a rank could compute gradients and average them before the step in which launches are counted."""
-    jobs = Case(random.Random(1), "Plain", 2).make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP")
+    jobs = Case(random.Random(1), "Plain", 2, steps=2).make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP")
     sources = {"submission": read("solutions", 1, "own")}
     events = run_ranks(training.train, jobs, mode="strict", packages=sources).events[0]
-    assert find_contradiction(events, jobs, 0, 0) == ""
-    later = sorted(events, key=lambda event: event["kind"] == "step")
-    assert "another step" in find_contradiction(later, jobs, 0, 0)
+    assert find_contradiction(events, jobs, 0, 0, [0, 1]) == ""
+    later = sorted(events, key=lambda event: event["kind"] == "step" and event["step"] == 1)
+    assert "another step" in find_contradiction(later, jobs, 0, 0, [0, 1])
+
+
+@pytest.mark.parametrize("numbers", [[], [0, 0], [None], [0, None]])
+def test_a_rank_reports_the_steps_of_the_scenario(numbers):
+    """Otherwise, a claim about all launches of a step would be about none."""
+    steps = [{"kind": "step", "step": number} for number in numbers]
+    assert find_contradiction([{"kind": "step", "step": 0}], [], 0, 0, [0]) == ""
+    assert "other steps were reported than [0]" in find_contradiction(steps, [], 0, 0, [0])
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")

@@ -27,27 +27,33 @@ from brigade.ranks.events import Event
 from brigade.ranks.rank.recorder import Recorder, sample
 
 TOLERANCE = 0.05  # of the largest value; a factor that was not applied halves values
-STEPS = ("batches", "gradients", "tensors", "calls", "blocks")  # the lists of which a job has one entry for each step
 BEFORE = -1  # stands for the step of events before the first step
 CHECKPOINT = "checkpoint", "all_gather"  # the phase and the operation of launches that may come after the last step
 Key = tuple[str, Any, "str | None"]  # the kind of an event, its name or the number of a border, and "start" or "end"
 
 
 def find_contradiction(
-    events: Sequence[Event], jobs: Sequence[Any], rank: int, first: int, reports: Collection[str] = ()
+    events: Sequence[Event],
+    jobs: Sequence[Any],
+    rank: int,
+    first: int,
+    steps: Sequence[int | None],
+    reports: Collection[str] = (),
 ) -> str:
     """Return how a rank's record contradicts itself, or "" if it does not.
 
     `jobs` are the jobs of all ranks, and `first` is the number in the run of the first batch of the rank's job. The
-    scenario passes each batch once, in order, and reports all events of the kinds `reports`: see `find_silence`. With
-    "step", each pass must be in the step of its batch, and launches before the first step are those of a run without
-    borders. In other scenarios, gradients may be missing, but none may come between other borders than in one process.
+    scenario reports exactly these `steps`, and each pass in the step of its batch, if there are steps. It reports all
+    events of the kinds `reports`, and passes each batch once, in order: see `find_silence`. In other scenarios,
+    gradients may be missing, but none may come between other borders than in one process.
     """
+    if [event["step"] for event in events if event["kind"] == "step"] != [*steps]:
+        return f"other steps were reported than {[*steps]}, which the scenario takes"
     job = jobs[rank] if jobs else None
     if not isinstance(job, dict):
         return ""
     batches = list_batches(job)
-    if hidden := find_hidden_launch(events, job, is_proven=bool(batches) and "step" not in reports):
+    if hidden := find_hidden_launch(events, job, is_proven=bool(batches)):
         return hidden
     if not batches or not {"model", "sizes", "dtype", "state", "batches"} <= job.keys():
         return ""
@@ -56,8 +62,7 @@ def find_contradiction(
         for batch in batches
     ]
     expected = ExpectedValues(job, [other["state"] for other in jobs], first)
-    step, has_steps = BEFORE, bool(reports) or any(event["kind"] == "step" for event in events)
-    reports = {*reports} - {"step"}
+    step: int | None = BEFORE
     step_of = [number for number, own in enumerate(job["batches"]) for _ in list_batches(own)]
     unasked = Counter(seed for batch in batches for seed in batch["borders"])  # a batch may be in the job twice
     last: tuple[int, int] | None = None  # the batch and the number of the last border
@@ -71,7 +76,7 @@ def find_contradiction(
         elif event["kind"] == "border":
             if not first <= event["batch"] < first + len(batches):
                 return "a pass asked for the factors of a batch that is not its own"
-            if has_steps and "labels" not in job and step != step_of[event["batch"] - first]:
+            if steps and step != step_of[event["batch"] - first]:
                 return "a pass was reported in another step than that of its batch"
             borders = list_borders(orders[event["batch"] - first])
             position = borders.index(event["number"]) if event["number"] in borders else -1
@@ -82,7 +87,7 @@ def find_contradiction(
             seed = batches[event["batch"] - first]["borders"][event["number"]]
             unasked[seed] -= 1
             # A rank that knows the factors can ask for them again at any time. Module 11 drops the gradients of a pass.
-            if has_steps and unasked[seed] < 0 and "drop" not in job:
+            if steps and unasked[seed] < 0 and "drop" not in job:
                 return f"a pass asked for border {event['number']} again"
             if last in expected.places and not expected.include(last, event["values"]):
                 return f"border {event['number']} was asked for before its values were computed"
@@ -130,20 +135,23 @@ def find_silence(events: Sequence[Event], orders: Sequence[Sequence[Key]], kinds
 def find_hidden_launch(events: Sequence[Event], job: dict[str, Any], is_proven: bool) -> str:
     """Return how a rank's record hides a launch from checks, which count launches by step; "" if it does not.
 
-    Without borders (not `is_proven`), a rank could reduce its gradients before the first step. So only one rank may
-    send anything there, in broadcasts. After the last step, it may gather a checkpoint in the phase of this name.
+    Before the first step, ranks may only broadcast, and only one of them without borders (not `is_proven`), because
+    they could broadcast gradients. After the last step, and before the first one if job["load"] says that there is a
+    checkpoint to load, a rank may gather one in the phase of this name.
     """
-    steps = next((job[name] for name in STEPS if name in job), ())
-    labels, step, senders = job.get("labels", range(len(steps))), BEFORE, set()
-    if labels is None:  # its check does not count launches by step
+    if not job.get("counts_launches", True):  # its check does not count launches by step
         return ""
+    step: int | None = BEFORE
+    senders = set()
     for event in events:
-        if event["kind"] == "launch" and step == BEFORE:
+        is_checkpoint = (event["phase"], event.get("op")) == CHECKPOINT and (step is None or job.get("load"))
+        is_counted = event["kind"] == "launch" and not is_checkpoint
+        if is_counted and step == BEFORE:
             senders.add(event["ranks"][event["root"]] if event["op"] == "broadcast" else None)
-        elif event["kind"] == "launch" and step not in labels and (event["phase"], event["op"]) != CHECKPOINT:
+        elif is_counted and step is None:
             return "a launch was reported after the last step"
         elif event["kind"] == "step":
-            if step == BEFORE and not is_proven and (None in senders or len(senders) > 1):
+            if step == BEFORE and (None in senders or len(senders) > 1 and not is_proven):
                 return "something other than a broadcast from one rank was launched before the first step"
             step = event["step"]
     return ""

@@ -252,10 +252,12 @@ def find_contradictory_record(
         first = 0  # number of the call's first batch
         for results, args in zip(results_per_call, args_per_call, strict=True):
             jobs = args[0] if args and isinstance(args[0], ranks.PerRank) else []
-            if contradiction := find_contradiction(results.events[rank], jobs, rank, first, reports):
+            own = ranks.take_own(args, rank)
+            steps = [*scenario.list_steps(*own)]  # type: ignore[attr-defined]
+            if contradiction := find_contradiction(results.events[rank], jobs, rank, first, steps, reports):
                 expected = "the record of every rank is true"
                 return CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
-            first += len(list_batches(ranks.take_own(args, rank)))
+            first += len(list_batches(own))
     return None
 
 

@@ -23,7 +23,7 @@ The values are the check's business: NaN and wrong numbers have the right form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -34,11 +34,16 @@ from brigade.ranks.rank.memory import list_tensors
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def returns(make_form: Callable[..., Any]) -> Callable[[F], F]:
-    """State the form of what the decorated scenario returns: `make_form` of its arguments."""
+def returns(
+    make_form: Callable[..., Any], steps: Callable[..., Iterable[int | None]] = lambda *_: ()
+) -> Callable[[F], F]:
+    """State the form of what the decorated scenario returns, and the steps that it reports, both of its arguments.
+
+    A rank must report exactly these steps, in this order: see `borders.py`.
+    """
 
     def state(scenario: F) -> F:
-        scenario.make_form = make_form  # type: ignore[attr-defined]
+        scenario.make_form, scenario.list_steps = make_form, steps  # type: ignore[attr-defined]
         return scenario
 
     return state
