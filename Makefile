@@ -16,7 +16,7 @@
 COURSE := $(if $(STUDENT),out/student,.)
 BACKEND ?= nccl
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell -D- -Dtests/plain_words.txt && \
-    $(BIN)/lint-imports --no-logo && $(BIN)/brigade skeletons --check && $(BIN)/mypy
+    $(BIN)/lint-imports --no-logo && $(BIN)/python -m tools.size && $(BIN)/brigade skeletons --check && $(BIN)/mypy
 SITE := $(if $(STUDENT),student-site,site)
 
 # Containers often set it. Every process of make test would then compile all tests again.
