@@ -306,9 +306,10 @@ class ZeroOptimizer(OuterOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded optimizer's state dict, with its dtypes, and "masters". Call it on every rank.
+        """Return the unsharded optimizer's state dict plus "masters". Call it on every rank.
 
-        "masters" has the whole fp32 main parameter of each 16-bit parameter, by its index. Later steps change nothing.
+        Each 16-bit parameter has fp32 moments and, by its index in "masters", its whole fp32 main parameter. Later
+        steps do not change the state dict.
         """
         result = super().state_dict() | {"masters": {}}  # the parameter groups; the state is in `optim`
         # `all_gather_full` launches a collective, so every rank must call it for every shard.
