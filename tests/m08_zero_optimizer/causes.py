@@ -694,10 +694,8 @@ def suspect_no_masters(recipe, start, inputs, masters):
     }
 
 
-def suspect_rounded_masters(recipe, masters, start, inputs, state, saved):
-    """Return main parameters that a checkpoint loses; `saved` is the state_dict."""
+def suspect_rounded_masters(recipe, masters, start, inputs, state):
+    """Return main parameters that are lost while loading."""
     cause = "main parameters are made from the rounded weights after loading. load_state_dict must load them from "
     cause += '"masters".'
-    if not saved["masters"]:
-        cause = 'state_dict does not contain the main parameters: "masters" is empty.'
     return {cause: partial(compute_dots_weights, recipe, widen(round_like(masters, start)), inputs, state, start)}
