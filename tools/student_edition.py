@@ -3,8 +3,8 @@
     python -m tools.student_edition [--hints 3]
 
 The edition contains the toolkit without the grader, and the other files in `INCLUDED`, if git tracks them. Skeletons
-and the templates for written answers are generated. Files in `student/` replace the course's own. No other file is
-included. The third hints, which give away most of the code, are included only with `--hints 3`.
+and the templates for written answers are generated. Files in `tools/student/` replace the course's own. No other file
+is included. The third hints, which give away most of the code, are included only with `--hints 3`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def make_edition(hint_levels: int) -> int:
 def collect_files(hint_levels: int) -> dict[Path, bytes]:
     """Return the contents of the edition's files by relative path. Raise UserError outside a clone."""
     contents = {path: (ROOT / path).read_bytes() for path in list_tracked_files(*INCLUDED)}
-    contents |= {path.relative_to("student"): (ROOT / path).read_bytes() for path in list_tracked_files("student/**")}
+    own = list_tracked_files("tools/student/**")
+    contents |= {path.relative_to("tools", "student"): (ROOT / path).read_bytes() for path in own}
     for entry in MODULES:
         for folder in ("lessons", skeletons.STORED_SKELETONS):
             contents |= {folder / path: text.encode() for path, text in skeletons.make_skeletons(entry).items()}

@@ -14,12 +14,13 @@ def documents() -> list[Path]:
         path
         for pattern in (
             "*.md",
+            ".github/*.md",
             "docs/*.md",
             "docs/*/README.md",
             "lessons/*/*.md",
             "solutions/*.md",
             "solutions/*/*.md",
-            "student/*.md",
+            "tools/student/*.md",
             "notebooks/*.ipynb",
         )
         for path in sorted(ROOT.glob(pattern))

@@ -48,7 +48,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (clone / name).write_text("a planted secret that git tracks\n")
     git("init", "--quiet", cwd=clone)
     git("add", "--all", cwd=clone)
-    for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
+    for name in ("brigade/secret.py", f"{lesson}/secret.py", "tools/student/secret.md"):
         (clone / name).write_text("a planted secret of the maintainer's own\n")
     (clone / "lessons" / FIRST.path).write_text("# a planted secret, half-written\n")
     answers = clone / lesson / "answers.md"

@@ -36,7 +36,7 @@ every_document = pytest.mark.parametrize("document", documents(), ids=lambda pat
 @every_document
 def test_links_lead_somewhere(document):
     """Anchors, and all links between pages, are tested where the site is built."""
-    # Documents in `student` are for the top of the student edition.
+    # Documents in `tools/student` are for the top of the student edition.
     assert find_dead_links(document, ROOT if document.parent.name == "student" else document.parent) == []
 
 
@@ -84,7 +84,7 @@ def words() -> set[str]:
         *FOREIGN.split(),
         *(name.removeprefix("test_") for name in names_of_tests()),
     }
-    files = [path for place in ("*", "docs/*", "lessons/*/*", "student/*") for path in ROOT.glob(place)]
+    files = [path for place in ("*", "docs/*", "lessons/*/*", "tools/student/*") for path in ROOT.glob(place)]
     found |= {path.stem for path in (*files, *code_texts())}
     return found.union(*(re.findall(r"[A-Za-z_]\w*", text) for text in code_texts().values()))
 
@@ -130,8 +130,8 @@ def is_option(option: str) -> bool:
 
 @cache
 def names_of_files() -> set[str]:
-    """Return the names of the files at the top, in `student` and in the lessons, such as AGENTS.md."""
-    return {path.name for place in ("*", "student/*", "lessons/*/*") for path in ROOT.glob(place)}
+    """Return the names of the files at the top, in `.github`, in the lessons and in `tools/student`, as AGENTS.md."""
+    return {path.name for place in ("*", ".github/*", "tools/student/*", "lessons/*/*") for path in ROOT.glob(place)}
 
 
 @pytest.mark.parametrize(

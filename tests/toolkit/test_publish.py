@@ -10,7 +10,7 @@ from brigade.ranks.errors import UserError
 from tools import publish
 
 TEXTS = (".md", ".ipynb", ".yml", ".yaml", ".cff", ".json", ".toml", ".mk", "")
-PLACES = ("*", "docs/*", "notebooks/*", "site/*", "student/*", "lessons/**/*", ".github/**/*", ".devcontainer/*")
+PLACES = ("*", "docs/*", "notebooks/*", "site/*", "tools/student/*", "lessons/**/*", ".github/**/*", ".devcontainer/*")
 
 
 def read_texts(course):
