@@ -38,6 +38,7 @@ PLACES = {"buffers"}  # where gradients are: `test_gradients_are_views` does, or
 REPORT = {"an answer"}  # a report may have other words, apart from those that the check demands
 CONTENT = {"weights"}  # only `witness/content.py` reads them: an answer with wrong ones keeps its launches
 NORM = {"norm_dtypes"}  # a norm in a wider dtype than the rank says is right, too
+KEPT = {"kept_input", "kept_output", "kept_rest", "kept_twice"}  # `16 several_in_flight` judges them
 UNJUDGED: dict[int, dict[str, set[str]]] = {
     0: {"ring_reduce_scatter": {"tensor"}},  # its other chunks, and all of it if this rank's chunk is empty
     1: {
@@ -106,8 +107,7 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
         "zero_state_is_shared": CONTENT,
         "zero_volume": CONTENT | {"gather_grads"},  # a cause needs it
     },
-    10: {
-        # Unused: None or zeros.
+    10: {  # a gradient that no step used may be None
         "accumulation": {"after a step in no_sync with a forward that is thrown away before the finish"},
         "equals_unsharded": NORM,
         "gradient_memory": {"left"},  # a cause needs it
@@ -146,13 +146,13 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
         {"steps"},  # weights, FLOPs, and what its closure did: each check judges one of these
     ),
     16: {
-        "error_does_not_grow": {"an answer"},
-        "exact_values": {"an answer"},
+        "error_does_not_grow": KEPT,
+        "exact_values": KEPT,
         "gradients": {"an answer", "weights"},
         "launches_overlap": TRAINING,
-        "one_all_to_all": {"an answer"},
+        "one_all_to_all": KEPT,
         "scratch": {"after", "during", "without"},
-        "several_in_flight": {"an answer"},
+        "several_in_flight": {"kept_input", "kept_output"},  # of a rank alone
     },
     17: {  # why a judge rejects a wrong implementation
         f"{part}{more}": {"the result"}
