@@ -112,9 +112,9 @@ def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def use_switch(few_cases: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the switch perform the launches of few cases on the CPU, as when they are graded."""
-    from brigade.grader.witness.witness import GraderWitness
+    from brigade.grader.isolation import load_witness
 
-    monkeypatch.setattr(ranks.SERVER, "witness", GraderWitness)
+    monkeypatch.setattr(ranks.SERVER, "load_witness", load_witness)
 
 
 @pytest.fixture

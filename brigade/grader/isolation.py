@@ -15,6 +15,7 @@ from pathlib import Path
 from brigade.course.table.modules import ROOT
 from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine, ranks
+from brigade.ranks.runner.witness import Witness
 from brigade.ranks.sandbox import enter, users
 
 SECRETS = [ROOT / name for name in ("tests", "solutions", ".git", "out")]
@@ -38,19 +39,26 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
             "as the grader, so it could read the tests and write the results."
         ]
         return
-    from brigade.grader.witness.witness import GraderWitness  # which imports torch
-
     private = [str(ROOT)]
     private += [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
+    ranks.SERVER.preload.add("brigade.grader.witness.group")  # isolated ranks can use only what the server has imported
+    ranks.SERVER.close()  # one that runs has not imported it, and does not hold the reservation
     with users.reserve_user() as (uid, reservation):
-        ranks.SERVER.witness = GraderWitness if backend != "nccl" else None
+        ranks.SERVER.load_witness = load_witness if backend != "nccl" else None
         ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=private)
         try:
             yield []
         finally:
             ranks.SERVER.close()  # while the user is reserved: the server kills all processes of the user when it ends
-            ranks.SERVER.sandbox = ranks.SERVER.witness = None
+            ranks.SERVER.sandbox = ranks.SERVER.load_witness = None
             users.remove_files(uid)
+
+
+def load_witness() -> type[Witness]:
+    """Return the witness that performs the collectives of isolated ranks on the CPU. This imports torch."""
+    from brigade.grader.witness.witness import GraderWitness
+
+    return GraderWitness
 
 
 def may_isolate() -> bool:

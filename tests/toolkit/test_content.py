@@ -11,8 +11,8 @@ import torch
 from brigade.course.checks.context import CheckContext, Conditions
 from brigade.course.checks.expectations import expect_equal
 from brigade.course.table.submission import read
+from brigade.grader.isolation import load_witness
 from brigade.grader.witness.content import find_missing_gradient
-from brigade.grader.witness.witness import GraderWitness
 from brigade.ranks.runner.ranks import RankResults, run_ranks
 from brigade.ranks.runner.server import SERVER
 from brigade.ranks.texts import PACKAGE
@@ -115,7 +115,7 @@ WRONG = {
 
 @pytest.fixture(autouse=True)
 def use_switch(monkeypatch):
-    monkeypatch.setattr(SERVER, "witness", GraderWitness)
+    monkeypatch.setattr(SERVER, "load_witness", load_witness)
 
 
 def judge(finish, case, jobs=None):
@@ -156,7 +156,7 @@ def test_other_content_is_found(finish):
 def silent():
     """The results of ranks that have the right averages and launch nothing, not even in the constructor."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SERVER, "witness", GraderWitness)
+        patch.setattr(SERVER, "load_witness", load_witness)
         patch.setattr(__name__ + ".WRAPPER", re.sub("dist.broadcast.*", "pass", WRAPPER))
         case = make_context().case("Plain", 2, steps=2)
         case.batches[1], case.states[1] = case.batches[0], case.states[0]

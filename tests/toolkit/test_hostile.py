@@ -36,8 +36,8 @@ from brigade.course.checks.reference import Case
 from brigade.course.table.modules import ROOT, get_module
 from brigade.course.table.submission import read
 from brigade.grader import formats, grading, incoming, isolation
+from brigade.grader.isolation import load_witness
 from brigade.grader.outcome import Grading, make_empty_grading
-from brigade.grader.witness.witness import GraderWitness
 from brigade.ranks.errors import UserError
 from brigade.ranks.ipc import wire
 from brigade.ranks.runner import monitor, ranks, server
@@ -66,7 +66,8 @@ def user() -> Iterator[int]:
     try:
         with users.reserve_user() as (uid, reservation):
             isolation.close_off(isolation.SECRETS)
-            ranks.SERVER.witness = GraderWitness
+            ranks.SERVER.load_witness = load_witness
+            ranks.SERVER.preload.add("brigade.grader.witness.group")
             ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=[str(ROOT)])
             [found] = ranks.run_ranks(enter.probe, [*map(str, isolation.SECRETS)], world_size=1)
             assert found["uid"] == uid and found["secrets"] == []
@@ -76,7 +77,7 @@ def user() -> Iterator[int]:
             ranks.SERVER.close()
     finally:
         del os.environ["COURSE_SECRET"]
-        ranks.SERVER.sandbox = ranks.SERVER.witness = None
+        ranks.SERVER.sandbox = ranks.SERVER.load_witness = None
         ranks.SERVER.close()  # it has no network, and little of our environment
 
 

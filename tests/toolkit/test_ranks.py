@@ -24,7 +24,7 @@ from hang_guard import HANG_S, wait_until
 from in_ranks import basics as functions
 
 from brigade.course.table.modules import ROOT
-from brigade.grader.witness.witness import GraderWitness
+from brigade.grader.isolation import load_witness
 from brigade.ranks.errors import UserError
 from brigade.ranks.ipc import protocol
 from brigade.ranks.ipc.temporary import PREFIX, make_locked_directory, sweep
@@ -133,7 +133,7 @@ def test_a_rank_that_is_slow_in_an_earlier_call_has_not_failed(kind, has_switch,
 
     monkeypatch.setattr(monitor.Monitor, "_find_ending", let_pass_later)
     monkeypatch.setattr(monitor, "GRACE_S", -1.0)
-    monkeypatch.setattr(SERVER, "witness", GraderWitness if has_switch else None)
+    monkeypatch.setattr(SERVER, "load_witness", load_witness if has_switch else None)
     with pytest.raises(RankFailure) as caught:
         run_calls(functions.fail_ahead, [[gate.path, call, kind] for call in range(2)], world_size=3, deadline=HANG_S)
     assert caught.value.kind == kind and [list(results) for results in caught.value.completed] == [[None] * 3]
@@ -474,7 +474,7 @@ ranks.run_ranks(basics.forever, on_event=show, terminal=True)
 SIDE_BY_SIDE = """
 import os, signal
 from brigade.ranks.rank.fork_server import ForkServer
-from brigade.grader.witness.witness import GraderWitness
+from brigade.grader.isolation import load_witness
 
 def fork(ends):
     pid = os.fork()

@@ -12,7 +12,7 @@ from brigade.course.checks.collect import collect
 from brigade.course.checks.context import CheckContext
 from brigade.course.checks.run import Conditions, run_check
 from brigade.course.table.modules import MODULES, ROOT
-from brigade.grader.witness.witness import GraderWitness
+from brigade.grader.isolation import load_witness
 from brigade.ranks.borders import list_batches
 from brigade.ranks.ipc import wire
 from brigade.ranks.runner import ranks
@@ -70,7 +70,7 @@ def test_ranks_get_only_their_own_parts_in_all_runs(entry, monkeypatch):
         return encode(value)
 
     monkeypatch.setattr(wire, "encode", keep)
-    monkeypatch.setattr(ranks.SERVER, "witness", GraderWitness)
+    monkeypatch.setattr(ranks.SERVER, "load_witness", load_witness)
     for check in collect([entry]):
         assert run_check(check, ROOT / "solutions", Conditions(seed=3)).passed, check.name
     for requests in received:
@@ -98,6 +98,6 @@ def test_the_seeds_of_borders_stay_in_the_parent(monkeypatch):
     [request] = ranks.make_requests("scenario", "train", [[[batch]]], {}, ranks.RunOptions(world_size=1))
     assert request["calls"] == [[[{"x": 1, "borders": {"batch": 0, "count": 2}}]]] and request["borders"] == [[5, 6]]
     assert list_batches([[batch]]) == [batch] == [{"x": 1, "borders": [5, 6]}]
-    monkeypatch.setattr(ranks.SERVER, "witness", GraderWitness)
+    monkeypatch.setattr(ranks.SERVER, "load_witness", load_witness)
     Monitor(ranks.RunOptions(world_size=1), {}, [request]).end()
     assert "borders" not in request

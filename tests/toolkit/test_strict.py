@@ -11,7 +11,7 @@ from in_ranks import collectives
 from in_ranks import strict as functions
 from torch import Tensor
 
-from brigade.grader.witness.witness import GraderWitness
+from brigade.grader.isolation import load_witness
 from brigade.ranks.events import launches
 from brigade.ranks.ipc.wire import encode
 from brigade.ranks.rank.recorder import Recorder
@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 @pytest.fixture(params=["gloo", "switch"], autouse=True)
 def inner(request, monkeypatch) -> str:
     """Run each test with gloo and with the grader's switch as the inner group."""
-    monkeypatch.setattr(SERVER, "witness", GraderWitness if request.param == "switch" else None)
+    monkeypatch.setattr(SERVER, "load_witness", load_witness if request.param == "switch" else None)
     return request.param
 
 

@@ -17,8 +17,8 @@ from brigade.course.checks.borders import find_contradiction
 from brigade.course.checks.diagnose.exceptions import explain_deadline, explain_exception
 from brigade.course.checks.reference import Case
 from brigade.course.table.submission import read
+from brigade.grader.isolation import load_witness
 from brigade.grader.witness import switch
-from brigade.grader.witness.witness import GraderWitness
 from brigade.ranks.ipc.channel import ParentChannel
 from brigade.ranks.runner.ranks import SERVER, RankFailure, run_ranks
 from brigade.ranks.sandbox import enter, users
@@ -28,7 +28,7 @@ from m06_coalesced.causes import UNEQUAL_SHARDS
 
 @pytest.fixture(autouse=True)
 def use_switch(monkeypatch):
-    monkeypatch.setattr(SERVER, "witness", GraderWitness)
+    monkeypatch.setattr(SERVER, "load_witness", load_witness)
 
 
 def test_sizes_may_differ_between_ranks_where_torch_allows_it():
@@ -41,7 +41,7 @@ def test_sizes_may_differ_between_ranks_where_torch_allows_it():
 
 def test_unusual_calls_give_the_same_as_gloo(monkeypatch):
     found = run_ranks(functions.call_unusually, mode="strict", world_size=3)
-    monkeypatch.setattr(SERVER, "witness", None)
+    monkeypatch.setattr(SERVER, "load_witness", None)
     assert list(found) == list(run_ranks(functions.call_unusually, mode="strict", world_size=3))
     for own in found.events:
         assert [event["parts"] for event in own if event["kind"] == "launch"][:2] == [2, 2]
@@ -49,7 +49,7 @@ def test_unusual_calls_give_the_same_as_gloo(monkeypatch):
 
 @pytest.mark.parametrize("has_switch", [False, True])
 def test_shards_of_another_length_raise_the_exception_that_causes_explain(has_switch, monkeypatch):
-    monkeypatch.setattr(SERVER, "witness", GraderWitness if has_switch else None)
+    monkeypatch.setattr(SERVER, "load_witness", load_witness if has_switch else None)
     with pytest.raises(RankFailure) as caught:
         run_ranks(functions.scatter_unequally, mode="strict")
     assert re.search(UNEQUAL_SHARDS, caught.value.message).groups() == ("6", "4")

@@ -5,16 +5,13 @@ from typing import Any, ClassVar
 
 from brigade.grader.witness.content import find_missing_gradient
 from brigade.grader.witness.switch import Switch
-from brigade.ranks.runner.ranks import SERVER, RankResults
-
-GROUP = "brigade.grader.witness.group"
-SERVER.preload.add(GROUP)  # isolated ranks can use only what the server has imported
+from brigade.ranks.runner.ranks import RankResults
 
 
 class GraderWitness(Switch):
     """Performs the collectives of one run, and judges what they carried."""
 
-    group: ClassVar[str] = f"{GROUP}:SwitchGroup"
+    group: ClassVar[str] = "brigade.grader.witness.group:SwitchGroup"
 
     @staticmethod
     def judge(results: RankResults, jobs: Sequence[Any]) -> str:

@@ -56,4 +56,4 @@ class RunOptions:
     @property
     def witness(self) -> type[Witness] | None:
         """The class of the witness through which the ranks communicate, which is possible on the CPU only, or None."""
-        return SERVER.witness if self.backend == "gloo" else None
+        return SERVER.load_witness() if SERVER.load_witness and self.backend == "gloo" else None

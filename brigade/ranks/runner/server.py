@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,8 @@ class Server:
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
         self.sandbox: enter.Sandbox | None = None  # the sandbox of all ranks from now on
-        self.witness: type[Witness] | None = None  # performs collectives on the CPU from now on, instead of gloo
+        # Returns the class that performs collectives on the CPU from now on, instead of gloo.
+        self.load_witness: Callable[[], type[Witness]] | None = None
 
     def start(self) -> None:
         """Start the server if it is not running. Do not wait until it is ready."""

@@ -1,7 +1,7 @@
 """What the runner asks of a witness: the object that performs the collectives of isolated ranks in this process.
 
 A rank of a run with a witness has no other way to reach a peer, so its record cannot differ from what it did. The
-runner knows only this protocol. `SERVER.witness` is the class for all runs on the CPU from now on, or None.
+runner knows only this protocol. `SERVER.load_witness` returns the class for all runs on the CPU, if there is one.
 """
 
 from __future__ import annotations
