@@ -80,7 +80,7 @@ def run_stub(student, request, inherited):
     student.made_from.unlink(missing_ok=True)
     points = (student.path / "points").read_text()
     command = [sys.executable, "-c", STUB, points, str(student.results), str(inherited[1])]
-    return subprocess.run(command, pass_fds=inherited, start_new_session=True).returncode
+    return hang_guard.run(command, pass_fds=inherited, start_new_session=True).returncode
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ def test_graders_that_do_not_stop_are_killed_and_the_others_get_their_turn(stub,
 
     def run_some(student, *rest):
         if student.name.startswith("bad"):
-            return subprocess.run([sys.executable, "-c", HANGS], cwd=ROOT).returncode
+            return hang_guard.run([sys.executable, "-c", HANGS], cwd=ROOT).returncode
         return graded(student, *rest)
 
     monkeypatch.setattr(classroom, "run_grader", run_some)
