@@ -12,7 +12,7 @@ gets this stub. Other versions may need these modules for something else.
 The import of `torch.distributed.optim`, which contains ZeroRedundancyOptimizer, spends four fifths of its time on
 `named_optimizer`, which imports FSDP and DTensor. Nothing else in that package uses it.
 
-Only `import_torch` does this: the fork server and the processes of commands call it. A program that imports
+The fork server, the processes of commands and the kernels of notebooks ask for this. A program that imports
 `brigade.testing` gets all of torch.
 """
 
@@ -40,7 +40,7 @@ def import_torch() -> None:
     Garbage collection would free nothing meanwhile, and takes a tenth of the time.
     """
     if "torch" not in sys.modules:
-        sys.meta_path[:0] = [COMPILER, KERNELS, NAMED_OPTIMIZER]
+        postpone_imports()
         collects = gc.isenabled()
         gc.disable()
         importlib.import_module("torch")
@@ -129,3 +129,9 @@ def make_named_optimizer_stub() -> StubModule:
 COMPILER = Postponed("torch._dynamo", lambda name: name.startswith("torch._dynamo."), make_compiler_stub)
 KERNELS = Postponed("torch._meta_registrations", lambda name: name in KERNEL_MODULES, make_kernels_stub)
 NAMED_OPTIMIZER = Postponed("torch.distributed.optim.named_optimizer", lambda name: False, make_named_optimizer_stub)
+
+
+def postpone_imports() -> None:
+    """Make later imports of torch leave out these parts until something needs them."""
+    if COMPILER not in sys.meta_path and "torch" not in sys.modules:
+        sys.meta_path[:0] = [COMPILER, KERNELS, NAMED_OPTIMIZER]
