@@ -2,6 +2,7 @@
 
 import logging
 
+from brigade.ranks import dynamo_stub
 from brigade.ranks.runner.options import MODES
 from brigade.ranks.runner.server import SERVER
 
@@ -10,3 +11,4 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 MODES["emulate"] = "brigade.lab.emulated_link:EmulatedLinkGroup"
 SERVER.preload.add("brigade.lab.emulated_link")
+dynamo_stub.postpone_imports()  # notebooks and commands import torch later

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from brigade.course.table.modules import MODULES, ROOT, get_module
 from brigade.course.table.skeletons import BEGIN, END
 from brigade.course.table.submission import read
-from brigade.ranks import dynamo_stub
 from brigade.ranks.errors import UserError
 from brigade.ranks.events import Event
 from brigade.ranks.runner.machine import count_cores, count_gpus
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # cells import `solutions`, and the installed course is only `brigade`
-
-dynamo_stub.postpone_imports()  # the kernel imports torch later
 
 START_S = 60.0
 DEADLINE_S = 30.0  # of a cell, if there is a core for each rank
