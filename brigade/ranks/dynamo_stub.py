@@ -132,6 +132,6 @@ NAMED_OPTIMIZER = Postponed("torch.distributed.optim.named_optimizer", lambda na
 
 
 def postpone_imports() -> None:
-    """Make later imports of torch leave out these parts until something needs them."""
-    if COMPILER not in sys.meta_path and "torch" not in sys.modules:
+    """Make later imports leave out these parts until something needs them, also if torch itself has been imported."""
+    if COMPILER not in sys.meta_path:
         sys.meta_path[:0] = [COMPILER, KERNELS, NAMED_OPTIMIZER]

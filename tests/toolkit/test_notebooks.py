@@ -53,8 +53,6 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setenv(name, str(tmp_path_factory.mktemp("jupyter")))
         patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # the kernel of this environment, not of the user's
         patch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-        # torch makes this directory when a process imports its compiler
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.delenv("PYTHONPATH", raising=False)  # Jupyter starts kernels without it
         patch.setenv("TMPDIR", str(directory))
         patch.setattr(tempfile, "tempdir", str(directory))
