@@ -12,7 +12,6 @@ import secrets
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from brigade.course.cli.main import parse
@@ -73,9 +72,6 @@ def build(archive: Path, options: Sequence[str], secret: bytes, extra: Mapping[P
     validation.validate_course()
     texts = {"options": "".join(f"{word}\n" for word in options), "secret": secret.decode()}
     texts["requirements.txt"], texts["torch.txt"] = lock.set_torch_apart(lock.select(NEEDED_PACKAGES))
-    installed = metadata.distribution("bucket-brigade")  # nothing installs the archive, so it lists its commands itself
-    for name in ("METADATA", "entry_points.txt"):
-        texts[f"bucket_brigade-{installed.version}.dist-info/{name}"] = installed.read_text(name) or ""
     contents = {Path(name): text.encode() for name, text in texts.items()}
     contents |= {Path(path.name): path.read_bytes() for path in sorted(SCRIPTS.iterdir())}
     paths = sorted(path for pattern in NEEDED for path in ROOT.glob(pattern))

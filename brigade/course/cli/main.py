@@ -8,23 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 
-from brigade.course.cli.commands import Command
+from brigade.course.cli.commands import load_tables
 from brigade.course.cli.errors import run_safely
 from brigade.ranks.errors import UserError
 from brigade.ranks.runner import machine, ranks
 
-HOUSES = ("course", "lab", "grader")
 OTHERS_FIRST_S = 5.0
-
-
-def list_commands() -> list[Command]:
-    """Return the commands of all houses that are here, the course's own first."""
-    found = {point.name: point for point in entry_points(group="brigade.commands")}
-    here = [found[house] for house in HOUSES if house in found and find_spec(f"brigade.{house}")]
-    return [command for point in here for command in point.load()]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -41,7 +31,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
     top.set_defaults(run=show_help)
     commands = top.add_subparsers(metavar="COMMAND")
-    for command in list_commands():
+    for command in [command for table in load_tables() for command in table.COMMANDS]:
         added = commands.add_parser(
             command.name, help=command.summary, description=command.summary, epilog=f"Example: {command.example}"
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
 
+from brigade.course.cli.commands import load_tables
 from brigade.course.cli.console import console
 from brigade.course.cli.progress_file import find_state, recall, remember
 from brigade.course.table.modules import CORE_MODULES, Module
@@ -27,7 +27,7 @@ def handle_success(entry: Module, sources: Sources, key: str, target: Path, show
 
 def compare(entry: Module, sources: Sources) -> bool:
     """Let the lab compare the module with the previous one, if the lab is installed. Return whether that succeeded."""
-    return all(point.load()(entry, sources) for point in entry_points(group="brigade.comparison"))
+    return all(table.compare(entry, sources) for table in load_tables() if hasattr(table, "compare"))
 
 
 def list_next_steps(entry: Module, target: Path) -> list[str]:

@@ -1,6 +1,8 @@
 """The commands of the lab: see `brigade/course/cli/commands.py`."""
 
 from brigade.course.cli.commands import Command
+from brigade.course.table.modules import Module
+from brigade.ranks.texts import Sources
 
 PLACE = "brigade.lab.cli"
 COMMANDS = (
@@ -11,3 +13,10 @@ COMMANDS = (
     Command("plan", f"{PLACE}.plan", "Predict step time, launches and memory.",
             "brigade plan --model gpt3-175b --dp 1024"),
 )  # fmt: skip
+
+
+def compare(entry: Module, sources: Sources) -> bool:
+    """Print the comparison that `brigade check` shows when a module passes. Return whether it succeeded."""
+    from brigade.lab.cli import compare
+
+    return compare.compare(entry, sources)

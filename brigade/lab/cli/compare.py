@@ -1,4 +1,4 @@
-"""The comparison that `brigade check` shows when a module passes: an entry point of the group "brigade.comparison"."""
+"""The comparison that `brigade check` shows when a module passes."""
 
 from __future__ import annotations
 
