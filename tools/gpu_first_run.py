@@ -83,7 +83,7 @@ def list_steps(out: Path, backend: str) -> list[Step]:
         """
         command = [sys.executable, "-m", "lessons.capstone.train", "--target", "solutions", "--size", size]
         command += ["--ranks", "1", "--steps", "4", "--rounds", "3", "--backend", backend]
-        return Step(f"train.py --size {size}", 150, "checks.log", command, "torch DDP")
+        return Step(f"train.py --size {size}", 300, "checks.log", command, "torch DDP")
 
     def check(number: int, name: str = "", beside: bool = True) -> Step:
         files = sorted(map(str, (ROOT / "tests").glob(f"test_m{number:02}_*.py")))
@@ -99,8 +99,6 @@ def list_steps(out: Path, backend: str) -> list[Step]:
     mutants = [*pytest, "tests/toolkit/test_mutants.py", "-m", "sample", "--everything"]
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     steps = [
-        train("large"),
-        train("xl"),
         probe("measurements", 150, "memory", "times", "sums", "kernels", "bytes", beside=False),
         probe("lone all-reduce", 60, "lone-all_reduce", beside=False),
         Step("NCCL's own log", 60, "nccl.log", log, environment=debug),
@@ -117,6 +115,8 @@ def list_steps(out: Path, backend: str) -> list[Step]:
         # This step takes longest, so the last modules run beside it.
         Step("sample of mutants", 1200, "checks.log", mutants, beside=True),
         *map(check, others),
+        train("large"),
+        train("xl"),
     ]
     if find_spec("matplotlib") is None:
         steps = [step for step in steps if step.name != "trace"]
