@@ -135,6 +135,9 @@ def test_coalesce_refuses_mixtures(submission):
     ):  # fmt: skip
         actual, expected = [{"the result": result[place]} for result in results], {"the result": expected}
         expect_equal(f"a block {what}", actual, expected, evidence=Evidence(cause))
+    for rank in range(world):  # only the rank says which launches are in a block
+        what = "calls and blocks make {}, and those that raise an exception none"
+        list_launches(results, rank, None).are_so_many(what, 2 * len(blocks) + 4)
 
 
 @pytest.mark.parts("Parts (a), (c) and (d): the two halves of an all-reduce")
