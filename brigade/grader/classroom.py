@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from brigade.ranks.errors import UserError
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
 NOT_GRADED = "not graded"
+POLL_S = 0.2  # between two attempts to lock a submission
 KILLED = "the grader was killed, because it did not stop at its time limit, or because memory ran out"
 
 
@@ -49,8 +51,8 @@ class Timing:
 class Student:
     """One submission of the class, its student in the roster, and what is known about it so far.
 
-    Beside `results`, there are files with the grader's output (`.log`), and `made_from`, which contains the fingerprint
-    of the results and exists only if they are complete.
+    Beside `results`, there are files with the grader's output (`.log`), which is also the submission's lock, and
+    `made_from`, which contains the fingerprint of the results and exists only if they are complete.
     """
 
     paths: list[Path]  # one directory or archive, or several module files
@@ -138,9 +140,16 @@ def read_states(everyone: Sequence[Student], options: Sequence[str]) -> None:
             continue
         made_from = json.dumps([course.hexdigest(), *options, student.texts])
         student.fingerprint = hashlib.sha256(made_from.encode()).hexdigest()
-        is_complete = student.made_from.exists() and student.results.exists()
-        student.result = json.loads(student.results.read_text()) if is_complete else None
-        student.is_waiting = not is_complete or student.made_from.read_text() != student.fingerprint
+        read_result(student)
+
+
+def read_result(student: Student) -> None:
+    """Read the last complete result of a submission, and find out whether it has to be graded."""
+    made_from = ""
+    with contextlib.suppress(FileNotFoundError):  # such as while another run grades it
+        made_from = student.made_from.read_text()
+        student.result = json.loads(student.results.read_text())
+    student.is_waiting = student.result is None or made_from != student.fingerprint
 
 
 @contextlib.contextmanager
@@ -169,44 +178,64 @@ def is_unchanged(student: Student) -> bool:
 
 
 @contextlib.contextmanager
-def lock_gradebook(gradebook: Path) -> Iterator[int]:
-    """Lock the gradebook against a second run. Yield the descriptor of the lock, for graders to inherit."""
+def lock_gradebook(gradebook: Path, waits: bool = False) -> Iterator[None]:
+    """Lock the gradebook against another run. If there is one, wait for it, or raise UserError unless this `waits`."""
     results = get_results_path(gradebook)
     results.mkdir(mode=0o700, exist_ok=True)
     with open(results / ".lock", "w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except OSError:
             raise UserError(f"another run is writing to {gradebook}; wait until it has finished") from None
+        yield
+
+
+@contextlib.contextmanager
+def lock_submission(student: Student, lifeline: int) -> Iterator[int]:
+    """Lock a submission against other runs, after they have graded it. Yield the lock, for the grader to inherit.
+
+    Raise KeyboardInterrupt if the lifeline closes before.
+    """
+    with open(student.log, "a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if select.select([lifeline], [], [], POLL_S)[0]:
+                    raise KeyboardInterrupt from None
         yield lock.fileno()
 
 
 def grade_all(
-    waiting: Sequence[Student],
-    request: GradeRequest,
-    *,
-    at_once: int,
-    lock: int,
-    on_finish: Callable[[Student], None],
+    waiting: Sequence[Student], request: GradeRequest, *, at_once: int, on_finish: Callable[[Student], None]
 ) -> None:
     """Grade the students as the request says, `at_once` at a time, each in a process. An interrupt ends them all."""
     lifeline, ours = os.pipe()  # graders end when it closes
     pool = ThreadPoolExecutor(at_once)
     try:
-        running = {pool.submit(run_grader, student, request, (lock, lifeline)): student for student in waiting}
+        running = {pool.submit(grade_one, student, request, lifeline): student for student in waiting}
         for future in as_completed(running):
-            student, status = running[future], future.result()
-            student.is_waiting, student.result = False, None
-            student.was_killed = status == -signal.SIGKILL  # by its watchdog, or because of memory
-            if status == 0:
-                student.result = json.loads(student.results.read_text())
-                if is_unchanged(student):  # otherwise the next run grades it again
-                    formats.write(student.made_from, student.fingerprint)
-            on_finish(student)
+            future.result()
+            on_finish(running[future])
     finally:
         os.close(ours)
         pool.shutdown(cancel_futures=True)
         os.close(lifeline)
+
+
+def grade_one(student: Student, request: GradeRequest, lifeline: int) -> None:
+    """Grade one student, unless another run has done it meanwhile, such as that of another slice."""
+    with lock_submission(student, lifeline) as lock:
+        read_result(student)
+        if not student.is_waiting:
+            return
+        status = run_grader(student, request, (lock, lifeline))
+        student.was_killed = status == -signal.SIGKILL  # by its watchdog, or because of memory
+        student.result = json.loads(student.results.read_text()) if status == 0 else None
+        if status == 0 and is_unchanged(student):  # otherwise the next run grades it again
+            formats.write(student.made_from, student.fingerprint)
+        student.is_waiting = False  # at last, because the gradebook is written meanwhile
 
 
 def run_grader(student: Student, request: GradeRequest, inherited: tuple[int, int]) -> int:

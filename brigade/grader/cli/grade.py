@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--roster FILE.csv", people)
     feedback = "with --class: write each student's results to this directory, as text and as a web page"
     add(parser, "--feedback DIR", feedback)
+    sliced = "with --class: grade only every Nth submission, beginning with number I (from 0), and write no gradebook; "
+    sliced += "several machines can do this at once, and the same command without --slice then writes the gradebook"
+    add(parser, "--slice I/N", sliced, type=parse_slice)
     memory = "with --class: the memory in GB that all grading runs may use together (default: 4)"
     add(parser, "--memory-gb N", memory, ABOVE_ZERO, default=4.0)
     add(parser, "--out FILE", "the results file (default: print to the terminal)")
@@ -68,7 +72,15 @@ def run_grade(options: argparse.Namespace) -> int:
     if not options.gradebook or options.out or options.format or options.visibility:
         raise UserError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --visibility")
     paths = (options.class_directory, options.gradebook, options.roster, options.feedback)
-    return grade_class(ClassRequest(request, *paths, options.memory_gb))
+    return grade_class(ClassRequest(request, *paths, options.memory_gb, slice=options.slice))
+
+
+def parse_slice(text: str) -> tuple[int, int]:
+    """Return the numbers of a slice such as "0/4". Raise UserError if there is no such slice."""
+    match = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise UserError(f"--slice {text}: expected I/N with I from 0 to N - 1, such as 0/4")
+    return int(match[1]), int(match[2])
 
 
 def make_request(options: argparse.Namespace) -> GradeRequest:
@@ -89,6 +101,8 @@ def complete(request: GradeRequest, options: argparse.Namespace) -> GradeRequest
     """Return the request to grade --submission. Raise UserError if another option does not fit."""
     if options.gradebook or options.roster or options.feedback:
         raise UserError("--gradebook, --roster and --feedback work only with --class; for one submission, use --out")
+    if options.slice:
+        raise UserError("--slice works only with --class")
     out = resolve_results_file(options.out, options.submission)
     form = options.format or ("gradescope" if out else "text")
     if options.visibility and form != "gradescope":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from brigade.course.cli.options import resolve_results_file
 from brigade.course.table import listing
-from brigade.course.table.modules import Module
 from brigade.grader import class_report, classroom, feedback, formats, isolation, marking, merging, roster
 from brigade.grader.classroom import Student
 from brigade.grader.cli.grade_student import begin
@@ -34,7 +33,8 @@ from brigade.ranks.runner import machine
 class ClassRequest:
     """Grade the submissions in a directory, each as `grade` says. The other fields are options of `brigade grade`.
 
-    The `assignment` of a term, if there is one, says how much lateness takes off.
+    The `assignment` of a term, if there is one, says how much lateness takes off. With a `slice` (I, N), grade only
+    the submissions whose place in the sorted list is I modulo N, and write no gradebook.
     """
 
     grade: GradeRequest
@@ -44,10 +44,11 @@ class ClassRequest:
     feedback: str | None = None
     memory_gb: float = 4.0
     assignment: Assignment | None = None
+    slice: tuple[int, int] | None = None
 
 
 def grade_class(request: ClassRequest) -> int:
-    """Grade a class and write its gradebook. Return the exit status."""
+    """Grade a class and write its gradebook, or grade a slice of it. Return the exit status."""
     with begin(request.grade) as entries:
         directory = Path(request.directory).resolve()
         gradebook = resolve_results_file(request.gradebook, makes_parent=directory.is_dir())
@@ -57,14 +58,23 @@ def grade_class(request: ClassRequest) -> int:
         judged = request.assignment.judge_all(everyone) if request.assignment else []
         if isolation.may_isolate():  # without private mounts, one submission could read another
             isolation.close_off([directory])
-        with classroom.lock_gradebook(gradebook) as lock:
+        if request.slice:
+            return grade_slice(request, gradebook, everyone[request.slice[0] :: request.slice[1]])
+        with classroom.lock_gradebook(gradebook):
             own = set_secret(request.grade, gradebook)
-            read_states(everyone, own)
+            kept = read_states(everyone, own)
             before = {student: student.result["score"] for student in everyone if student.result}
-            kept = sum(student.result is not None and not student.is_waiting for student in everyone)
-            room = int(request.memory_gb * 1e9 // classroom.GRADING_BYTES)
-            at_once = 1 if own.backend == "nccl" else max(1, min(room, machine.count_cores()))
-            rows = grade_waiting(own, gradebook, entries, everyone, people, at_once, lock)
+            book, adjustments = GraderFile(gradebook), get_adjustments_path(gradebook)
+
+            def save() -> list[Row]:
+                table = classroom.make_table(everyone, people)
+                marking.add_marks(gradebook, table)
+                return book.write(table, entries, classroom.list_columns(entries))
+
+            rows = join(save(), adjustments)  # refuses wrong ones before anything is graded
+            refuse_several_parts([*entries, *list_modules(rows)])
+            grade_waiting(own, everyone, request.memory_gb, save)
+            rows = join(save(), adjustments)
             by_submission = {row.submission: row for row in rows}
             lines = class_report.list_lines(everyone, entries, people, before, by_submission) + judged
             if ignored:
@@ -82,6 +92,16 @@ def grade_class(request: ClassRequest) -> int:
     return 0 if all(student.result for student in everyone) else 1
 
 
+def grade_slice(request: ClassRequest, gradebook: Path, everyone: Sequence[Student]) -> int:
+    """Grade a slice of a class, beside others that run at the same time. Return the exit status."""
+    with classroom.lock_gradebook(gradebook, waits=True):  # the first slice may draw the secret
+        own = set_secret(request.grade, gradebook)
+    kept = read_states(everyone, own)
+    grade_waiting(own, everyone, request.memory_gb, lambda: classroom.make_table(everyone))
+    print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run")
+    return 0 if all(student.result for student in everyone) else 1
+
+
 def get_secret_path(gradebook: Path) -> Path:
     """Return the file with the secret of a class. It is one for all, in every run."""
     return get_results_path(gradebook) / ".secret"
@@ -96,34 +116,28 @@ def set_secret(request: GradeRequest, gradebook: Path) -> GradeRequest:
     return replace(request, seed=None, secret=secret)
 
 
-def read_states(everyone: Sequence[Student], request: GradeRequest) -> None:
-    """Find out which submissions have to be graded, because something that their results depend on has changed."""
+def read_states(everyone: Sequence[Student], request: GradeRequest) -> int:
+    """Find out which submissions have to be graded, because something that their results depend on has changed.
+
+    Return how many have a result and need not be graded.
+    """
     extra = [path.read_text() for path in listing.EXTRA]
     conditions = isolation.list_conditions(request.backend, request.share_gpu)
     classroom.read_states(everyone, [request.encode(), *conditions, *extra])
+    return sum(student.result is not None and not student.is_waiting for student in everyone)
 
 
 def grade_waiting(
-    request: GradeRequest,
-    gradebook: Path,
-    entries: Sequence[Module],
-    everyone: Sequence[Student],
-    people: Sequence[Person],
-    at_once: int,
-    lock: int,
-) -> list[Row]:
-    """Grade all that have to be graded, and write the gradebook after each. Return its rows with the adjustments."""
-    book, adjustments = GraderFile(gradebook), get_adjustments_path(gradebook)
+    request: GradeRequest, everyone: Sequence[Student], memory_gb: float, save: Callable[[], list[Row]]
+) -> None:
+    """Grade all that have to be graded. Call `save` after each, which returns their rows of the gradebook."""
+    room = int(memory_gb * 1e9 // classroom.GRADING_BYTES)
+    at_once = 1 if request.backend == "nccl" else max(1, min(room, machine.count_cores()))
     waiting = [student for student in everyone if student.is_waiting]
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(waiting))
-
-        def save() -> list[Row]:
-            table = classroom.make_table(everyone, people)
-            marking.add_marks(gradebook, table)
-            return book.write(table, entries, classroom.list_columns(entries))
 
         def follow(student: Student) -> None:
             row = save()[everyone.index(student)]
@@ -131,10 +145,7 @@ def grade_waiting(
             console.print(f"{student.name}: {what}", markup=False)
             progress.advance(task)
 
-        rows = join(save(), adjustments)  # refuses wrong ones before anything is graded
-        refuse_several_parts([*entries, *list_modules(rows)])
-        classroom.grade_all(waiting, request, at_once=at_once, lock=lock, on_finish=follow)
-    return join(save(), adjustments)
+        classroom.grade_all(waiting, request, at_once=at_once, on_finish=follow)
 
 
 def write_feedback(
