@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from brigade.course.checks.tiny_lm import SIZES, Size, TinyLM
@@ -108,6 +109,7 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
     model = TinyLM(Size(**workload["size"])).to(device())
     for block in model.blocks if workload["is_checkpointed"] else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    nodes = [get_gradient_edge(parameter).node for parameter in model.parameters()]
     points: list[tuple[str, Bytes]] = []
     phases: list[str] = []
     with LiveMemory(model.parameters()) as memory:
@@ -124,8 +126,8 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
         for module in model.modules():  # the wrapper's own hooks run first
             if not list(module.children()):
                 module.register_forward_pre_hook(note_memory)
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(note_memory)
+        for node in nodes:  # after the wrapper's own hooks
+            node.register_hook(note_memory)
         tokens = torch.randint(model.size.vocabulary, workload["tokens"], device=device())
         for _ in range(3):
             points.clear()

@@ -9,12 +9,13 @@ overlap with. Each all-reduce carries the bytes of one gradient. No additional m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 
 def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
@@ -65,6 +66,7 @@ def require_range(dtypes: Iterable[torch.dtype | None]) -> None:
 
 
 SPARSE = "sparse gradients are not supported: make the embedding with sparse=False"
+CLEARED = "a gradient was cleared or replaced between backward and finish_grad_sync: call finish_grad_sync first"
 
 
 class Wrapper(nn.Module):
@@ -80,6 +82,24 @@ class Wrapper(nn.Module):
         """Let `find_trainable` refuse the model from now on, because its parameters have hooks of this wrapper."""
         for parameter in self.trainable:
             parameter.hooked_id = id(parameter)  # a copy of the parameter has no hooks, so its mark must not hold
+
+    def register_grad_hook(self, parameter: nn.Parameter, hook: Callable[..., None]) -> None:
+        """Let backward call `hook(parameter)` after the post-accumulate hooks of users, even those registered later.
+
+        Otherwise, these would change a gradient in flight. torch DDP hooks the same node. If a user's hook has cleared
+        the gradient, as after a step of its own, backward raises RuntimeError.
+        """
+
+        def call(_: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> None:
+            if grads[0] is None:  # nothing was accumulated
+                return
+            if parameter.grad is None:
+                raise RuntimeError(CLEARED)
+            hook(parameter)
+
+        node = get_gradient_edge(parameter).node  # it adds to parameter.grad, then calls the post-accumulate hooks
+        node.register_hook(call)
+        self.__dict__.setdefault("grad_nodes", []).append(node)  # the parameter does not keep it alive
 
     def require_same_parameters(self) -> None:
         """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after construction.
@@ -120,8 +140,6 @@ class NaiveDDP(Wrapper):
     - Gradients are added before they are divided, so float16 weights are refused. torch DDP divides first.
     - Between backward and the finish, a rank calls no other collective of this group, because another rank may launch
       in its finish what this rank has launched in backward.
-    - Register hooks that change gradients before you wrap the model. From module 3 on, a post-accumulate hook that is
-      registered later sees a gradient that may be in flight.
     - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
       Gradients are averaged in eval mode, too.
     - The set of trainable parameters is fixed at construction. If a parameter is frozen, unfrozen or replaced later,

@@ -169,9 +169,7 @@ class BufferedDDP(GradSyncMixin, Wrapper):
         self.queue = LaunchQueue([len(unit.param_indices) for unit in self.units], self.launch)
         for index, unit in enumerate(self.units):
             for i in unit.param_indices:
-                unit.buffer.params[i].register_post_accumulate_grad_hook(
-                    lambda _, index=index, i=i: self.mark_ready(index, i)
-                )
+                self.register_grad_hook(unit.buffer.params[i], lambda _, index=index, i=i: self.mark_ready(index, i))
         self.mark_parameters()
 
     def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: torch.dtype | None):

@@ -17,14 +17,13 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
+from ..m01_naive_ddp.naive_ddp import CLEARED, Wrapper, broadcast_module_state, find_trainable
 
-# The messages of two refusals. Later modules import them.
+# The message of a refusal. Later modules import it, and CLEARED.
 SECOND_BACKWARD = (
     "a second backward before finish_grad_sync, or an activation checkpoint with use_reentrant=True: call "
     "finish_grad_sync first, or pass use_reentrant=False"
 )
-CLEARED = "a gradient was cleared or replaced between backward and finish_grad_sync: call finish_grad_sync first"
 
 
 class GradSyncMixin:
@@ -68,7 +67,7 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
         self.in_flight: dict[nn.Parameter, dist.Work] = {}
         for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.launch)
+                self.register_grad_hook(parameter, self.launch)
         ### END SOLUTION
         self.mark_parameters()
 

@@ -133,7 +133,7 @@ class BucketedDDP(GradSyncMixin, Wrapper):
         self.queue = LaunchQueue([len(b.parameters) for b in self.buckets], lambda index: self.buckets[index].launch())
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self.mark_ready(index))
+                self.register_grad_hook(parameter, lambda _, index=index: self.mark_ready(index))
         ### END SOLUTION
         self.mark_parameters()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from brigade.course.checks.edge_case_models import compute_loss
 from brigade.course.checks.forms import Like, ListOf, Maybe, returns
@@ -105,6 +106,7 @@ def count_at_hooks(
 ) -> dict[str, Any]:
     """Train on each batch, without an optimizer. Count all bytes except parameters and a bare model's gradients."""
     names = {parameter: name for name, parameter in model.named_parameters()}
+    nodes = {get_gradient_edge(p).node: name for p, name in names.items() if p.requires_grad}
     constructed, hooks, finished, left = 0, [{} for _ in batches], [], []
     with LiveMemory(model.parameters()) as memory:
         ddp = make_wrapper(model)
@@ -117,9 +119,8 @@ def count_at_hooks(
             return sum(p.grad.nbytes for p in names if p.grad is not None)
 
         constructed = count()
-        for p in names:
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda p: hooks[step].update({names[p]: count()}))
+        for node, name in nodes.items():  # after the wrapper's own hooks, of either kind
+            node.register_hook(lambda *_, name=name: hooks[step].update({name: count()}))
         for step, batch in enumerate(batches):
             if ddp is not model:
                 recording.note("step", step=step)

@@ -191,22 +191,21 @@ def hook_before_wrapping(run: Run) -> None:
     run.train(*run.prepare(model))
 
 
-@situation(
-    "pytorch #76464",
-    "A hook, registered after wrapping, doubles accumulated gradients.",
-    not_for=dict.fromkeys(
-        ("m03", "m04", "m05", "m05w", "m06", "m07", "m08", "m09", "m10", "m16"),
-        "module 1's docstring asks to register it before, because the gradient may be in flight",
-    ),
-)
+@situation("pytorch #76464", "Hooks, registered after wrapping, double and replace accumulated gradients.")
 def hook_after_wrapping(run: Run) -> None:
     def double(parameter):
         parameter.grad.mul_(2)
 
+    def replace(parameter):
+        parameter.grad = 0.75 * parameter.grad
+
     ddp, optimizer = run.prepare(Net())
     for parameter in ddp.module.parameters():
         parameter.register_post_accumulate_grad_hook(double)
-    run.train(ddp, optimizer)
+    run.train(ddp, optimizer, 2)
+    for parameter in ddp.module.parameters():
+        parameter.register_post_accumulate_grad_hook(replace)
+    run.train(ddp, optimizer, 2, 2)
 
 
 @situation(
