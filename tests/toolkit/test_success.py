@@ -75,3 +75,11 @@ def test_the_last_module_of_the_core_closes_it():
         progress_file.remember("passed", entry.package, key)
     text = " ".join(success.list_next_steps(entry, target))
     assert "all 8 modules" in text and "`brigade submit`" in text
+
+
+def test_a_module_that_passes_names_the_hints_that_nobody_asked_for():
+    progress_file.remember("hints", FIRST.package, {"a": 1})
+    [*_, sentence] = success.list_next_steps(FIRST, ROOT / "solutions")
+    assert sentence.startswith("You needed no hints for b") and f"`brigade hint {FIRST.number} b`" in sentence
+    progress_file.remember("hints", FIRST.package, dict.fromkeys("abcdefgh", 3))
+    assert "hint" not in " ".join(success.list_next_steps(FIRST, ROOT / "solutions"))

@@ -44,8 +44,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 def run_hint(options: argparse.Namespace) -> int:
     """brigade hint N [PART]: show the next hint for a part. PART defaults to the first unwritten part."""
     entry = get_module(options.number)
-    steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
-    parts = sorted({part for step in steps for label in LABEL.findall(step) for part in re.findall(r"\w", label)})
+    steps, parts = read_hints(entry)
     part = (options.part or find_unwritten_part(entry)).strip("()").lower()
     if not part:
         example = f"`brigade hint {entry.number} {parts[0]}`"
@@ -53,8 +52,7 @@ def run_hint(options: argparse.Namespace) -> int:
     if part not in parts:
         raise UserError(f"module {entry.number} has no part {part}; its parts are {', '.join(parts)}")
     hints = [f"## {step.splitlines()[0]}\n\n{about}" for step in steps if (about := extract_part(step, part))]
-    shown = recall("hints").get(entry.package)
-    shown = shown if isinstance(shown, dict) else {}
+    shown = recall_shown(entry)
     index = 0 if options.again else min(shown.get(part, 0), len(hints) - 1)
     if console.is_terminal:
         from rich.markdown import Markdown
@@ -68,6 +66,18 @@ def run_hint(options: argparse.Namespace) -> int:
     console.print(f"\n{more if left else last}", markup=False)
     remember("hints", entry.package, shown | {part: index + 1})
     return 0
+
+
+def read_hints(entry: Module) -> tuple[list[str], list[str]]:
+    """Return the steps of a module's hints, and the letters of the parts that they are about."""
+    steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
+    return steps, sorted({part for step in steps for label in LABEL.findall(step) for part in re.findall(r"\w", label)})
+
+
+def recall_shown(entry: Module) -> dict[str, int]:
+    """Return how many hints of each part were shown."""
+    shown = recall("hints").get(entry.package)
+    return shown if isinstance(shown, dict) else {}
 
 
 def find_unwritten_part(entry: Module) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from brigade.course.cli.commands import load_tables
 from brigade.course.cli.console import console
 from brigade.course.cli.progress_file import find_state, recall, remember
+from brigade.course.cli.study import read_hints, recall_shown
 from brigade.course.table.modules import CORE_MODULES, Module
 from brigade.ranks.texts import Sources
 
@@ -41,4 +42,10 @@ def list_next_steps(entry: Module, target: Path) -> list[str]:
         ]
     else:
         sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")
+    shown = recall_shown(entry)
+    if unread := [part for part in read_hints(entry)[1] if part not in shown]:
+        sentences.append(
+            f"You needed no hints for {', '.join(unread)}. They show how we would begin; compare your code: "
+            f"`brigade hint {entry.number} {unread[0]}`."
+        )
     return sentences
