@@ -21,6 +21,7 @@ SITE = Path(__file__).resolve().parent
 sys.path[:0] = [str(SITE.parent), str(SITE)]  # autodoc describes these files, not an installed course
 
 import links  # noqa: E402
+import live  # noqa: E402
 
 from brigade.course.table.modules import HAS_SOLUTIONS, MODULES  # noqa: E402
 
@@ -31,7 +32,8 @@ CITATION = SITE.parent / "CITATION.cff"
 ADDRESS = "".join(re.findall(r'^url: "(.*)"$', CITATION.read_text() if CITATION.exists() else "", re.MULTILINE))
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "site/index"
-include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "docs/gpu_runs/*.md", "notebooks/*.ipynb"]
+include_patterns = ["site/*.md", "site/questions/*.md", "assignments.md", "docs/*.md", "docs/gpu_runs/*.md"]
+include_patterns += ["notebooks/*.ipynb"]
 include_patterns += ["lessons/*/README.md", "lessons/capstone/last_mile.md", "lessons/*/answers.md"]
 include_patterns += [] if HAS_SOLUTIONS else ["README.md"]  # the student edition has its own README
 exclude_patterns = [".*", "out"]
@@ -126,6 +128,15 @@ def describe_page(
         context["metatags"] += '<meta name="twitter:card" content="summary_large_image">\n'
 
 
+def shrink_scripts(app: Sphinx, error: Exception | None) -> None:
+    """Remove comments and indentation from the site's own scripts, of which no text has several lines."""
+    for path in (SITE / "_static").glob("*.js") if error is None else ():
+        text = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        lines = [line.strip() for line in text.splitlines()]
+        kept = "\n".join(line for line in lines if line and not line.startswith("//"))
+        Path(app.outdir, "_static", path.name).write_text(kept)
+
+
 def check_links(app: Sphinx, error: Exception | None) -> None:
     for problem in links.find_problems(Path(app.outdir)) if error is None else ():
         logging.getLogger("links").warning(problem)
@@ -138,6 +149,9 @@ def setup(app: Sphinx) -> None:
     app.add_transform(LinkToFile)
     app.connect("source-read", list_modules)
     app.connect("doctree-read", describe_plots)
+    app.connect("doctree-read", live.add_to_chapter)
     app.connect("autodoc-process-docstring", keep_layout)
     app.connect("html-page-context", describe_page)
+    app.connect("html-page-context", live.add_scripts)
+    app.connect("build-finished", shrink_scripts)
     app.connect("build-finished", check_links)

@@ -38,6 +38,7 @@ DOCUMENTS = ("bugs", "claims", "errors", "glossary", "gpus", "plan", "testing")
 INCLUDED += (*BROWSER_NOTEBOOKS, *(f"docs/{name}.md" for name in DOCUMENTS), "docs/published.tsv")
 INCLUDED += (
     *(f"lessons/*/{name}" for name in ("README.md", "last_mile.md", "hints.md", "*.png", "*.svg", "*.py")),
+    "lessons/*/timeline.json",
     "site/**/*",
 )
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil", "setuptools")  # from requirements.txt

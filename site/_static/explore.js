@@ -1,10 +1,8 @@
-/* The sliders of explore.md change the settings of cost_model.js, and redraw the figures and the numbers. */
+/* The sliders of the cost model: they change the settings of cost_model.js, and redraw the figures and the numbers. */
 "use strict";
 
 (() => {
-  const {make, showNumbers, addSlider} = widgets;
-  const COLOURS = {forward: "#8fcdf0", backward: "#0072b2", all_reduce: "#e69f00", all_gather: "#e69f00",
-    reduce_scatter: "#f7cf7c", latency: "#6b4a00", exposed: "#d55e00", memory: "#009e73"};
+  const {make, showNumbers, addControls, Figure, COLOURS, LANE, MANY, formatMs, formatMB} = widgets;
   const MIB = 2 ** 20;
   const BUCKETS_MIB = [1, 2, 3, 4, 6, 8, 12, 16, 25, 32, 48, 64, 96, 128, 192, 384];
   const LINK_CONTROLS = [
@@ -16,97 +14,18 @@
     {name: "cards", label: "network cards of a node, each with a ring", unit: "", first: 1, values: [1, 2, 4, 8]},
   ];
   const ALGORITHM = {name: "algorithm", label: "algorithm of the all-reduce", first: "ring", values: ["ring", "tree"]};
-  const MANY = 80; // if there are more buckets, they are drawn without borders
-  const LANE = 26;
 
-  const formatMs = (seconds) => `${(1e3 * seconds).toFixed(1)} ms`;
-  const formatMB = (nbytes) => `${(nbytes / 1e6).toFixed(nbytes < 1e8 ? 1 : 0)} MB`;
-
-  /** Return the smallest round number that is at least `value`. */
-  function roundUp(value) {
-    const power = 10 ** Math.floor(Math.log10(value));
-    return [1, 1.2, 1.6, 2, 3, 4, 6, 8, 10].map((part) => part * power).find((round) => round >= value * (1 - 1e-9));
-  }
-
-  /** A figure with a horizontal axis of time. */
-  class Figure {
-    constructor(width, height, seconds, title) {
-      this.width = width;
-      this.svg = make("svg:svg", {width, height, role: "img", "aria-label": title});
-      this.scale = (width - 12) / roundUp(seconds);
-      const pattern = make("svg:pattern", {id: "exposed", width: 8, height: 8, patternUnits: "userSpaceOnUse"});
-      pattern.append(make("svg:path", {d: "M-2 2L2 -2M0 8L8 0M6 10L10 6", stroke: COLOURS.exposed, "stroke-width": 2}));
-      this.svg.append(pattern);
-      this.drawAxis(height, roundUp(seconds));
-    }
-
-    place(seconds) {
-      return 2 + seconds * this.scale;
-    }
-
-    drawAxis(height, seconds) {
-      for (let tick = 0; tick <= 4; tick++) {
-        const x = this.place(seconds * tick / 4);
-        const anchor = ["start", "middle", "middle", "middle", "end"][tick];
-        this.draw("line", {class: "grid", x1: x, x2: x, y1: 0, y2: height - 16});
-        const text = `${Number((250 * seconds * tick).toPrecision(6))}${tick === 4 ? " ms" : ""}`;
-        if (tick === 3 && 8 * (1.5 * text.length + 3) > this.width / 4) continue; // it would touch the last label
-        this.write(x, height - 3, text, anchor);
+  /** Draw the transfers on the link. The latency of each transfer is dark. */
+  function drawTransfers(figure, top, transfers, labels, link, ranks) {
+    const border = transfers.length > MANY ? {"stroke-width": 0} : {};
+    transfers.forEach(({op, start, end}, index) => {
+      figure.block(top, start, end, COLOURS[op], labels[index], border);
+      const latency = costModel.computeSeconds(link, op, 0, ranks);
+      const width = latency * figure.scale;
+      if (width >= 0.5) {
+        figure.draw("rect", {x: figure.place(start), y: top + LANE - 7, width, height: 7, fill: COLOURS.latency});
       }
-    }
-
-    draw(name, attributes) {
-      return this.svg.appendChild(make(`svg:${name}`, attributes));
-    }
-
-    write(x, y, text, anchor = "start", fill = "") {
-      const element = this.svg.appendChild(make("svg:text", {x, y, "text-anchor": anchor}, text));
-      if (fill) element.style.fill = fill;
-    }
-
-    /** Draw a block in a lane. Draw its label too, if there is room. */
-    block(top, start, end, colour, label = "", attributes = {}) {
-      const x = this.place(start);
-      const width = this.place(end) - x;
-      this.draw("rect", {x, y: top, width, height: LANE, fill: colour, class: "block", ...attributes});
-      if (Math.round(width) > 7 * label.length + 6) {
-        this.write(x + width / 2, top + 17, label, "middle", colour === COLOURS.backward ? "#ffffff" : "#1a1a1a");
-      }
-    }
-
-    /** Draw the transfers on the link. The latency of each transfer is dark. */
-    transfers(top, transfers, labels, link, ranks) {
-      const border = transfers.length > MANY ? {"stroke-width": 0} : {};
-      transfers.forEach(({op, start, end}, index) => {
-        this.block(top, start, end, COLOURS[op], labels[index], border);
-        const latency = costModel.computeSeconds(link, op, 0, ranks);
-        const width = latency * this.scale;
-        if (width >= 0.5) {
-          this.draw("rect", {x: this.place(start), y: top + LANE - 7, width, height: 7, fill: COLOURS.latency});
-        }
-      });
-    }
-
-    /** Mark each launch below the lane of computation. */
-    launches(top, transfers) {
-      const size = transfers.length > MANY ? 1.5 : 4;
-      for (const {launched} of transfers) {
-        const x = this.place(launched);
-        this.draw("path", {class: "launch", d: `M${x - size} ${top}L${x + size} ${top}L${x} ${top + 8}Z`});
-      }
-    }
-
-    /** Draw exposed communication: the rank waits from `start` to `end`. */
-    exposed(top, start, end) {
-      if (end > start) this.block(top, start, end, "url(#exposed)", "", {class: "block exposed"});
-    }
-
-    /** Draw a dashed line with a name. */
-    mark(seconds, height, text) {
-      const x = this.place(seconds);
-      this.draw("line", {class: "mark", x1: x, x2: x, y1: 2, y2: height});
-      this.write(x > 0.6 * this.width ? x - 5 : x + 5, 12, text, x > 0.6 * this.width ? "end" : "start");
-    }
+    });
   }
 
   function drawBuckets(settings, width) {
@@ -120,9 +39,9 @@
     figure.write(2, 30, "computation: backward");
     shown.forEach(({start, end}, index) => figure.block(34, start, end, COLOURS.backward, shown.length > 1 ? names[index] : ""));
     figure.exposed(34, backward, step.end);
-    figure.launches(62, transfers);
+    figure.launches(62, transfers.map(({launched}) => launched));
     figure.write(2, 86, "link: all-reduce");
-    figure.transfers(90, transfers, names, link, ranks);
+    drawTransfers(figure, 90, transfers, names, link, ranks);
     figure.mark(backward, 118, "end of backward");
     const [first] = transfers;
     return {
@@ -179,10 +98,10 @@
       free = end;
     });
     figure.exposed(34, free, step.end);
-    figure.launches(62, transfers);
+    figure.launches(62, transfers.map(({launched}) => launched));
     const units = costModel.PLANS[prefetch].join(" ").split(" ").filter((action) => action[0] !== "c");
     figure.write(2, 86, "link: all-gather g, reduce-scatter r");
-    figure.transfers(90, transfers, units, link, ranks);
+    drawTransfers(figure, 90, transfers, units, link, ranks);
     figure.mark(computed[numUnits].start, 118, "backward");
 
     figure.write(2, 140, "memory of full weights");
@@ -229,10 +148,10 @@
   /** Fill an element with sliders, numbers and figures. */
   function start(element) {
     const {draw, controls} = MODELS[element.dataset.model];
-    const settings = Object.fromEntries(controls.map(({name, first}) => [name, first]));
     const sliders = element.appendChild(make("div", {class: "sliders"}));
     const numbers = element.appendChild(make("div", {class: "numbers", role: "status"}));
     const figures = element.appendChild(make("div", {class: "figures"}));
+    const settings = addControls(sliders, element.dataset.model, controls, update);
 
     function update() {
       if (!figures.clientWidth) return; // the page has no layout yet
@@ -243,14 +162,9 @@
       figures.replaceChildren(...drawn.figures);
     }
 
-    for (const control of controls) {
-      addSlider(sliders, control, (value) => {
-        settings[control.name] = value;
-        update();
-      });
-    }
+    element.hidden = false;
     new ResizeObserver(update).observe(figures); // also calls update() once
   }
 
-  document.querySelectorAll(".explorer").forEach(start);
+  document.querySelectorAll("[data-model]").forEach(start);
 })();

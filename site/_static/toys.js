@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const {make, showNumbers, addSlider} = widgets;
+  const {make, showNumbers, addControls} = widgets;
   const PLAY_MS = 700;
   const SIZES = [4, 1, 8, 1, 8, 1, 8, 1, 4, 1]; // MB of the parameters 0 to 9, in the order of registration
   const SAME_ORDER = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0];
@@ -173,7 +173,6 @@
   /** Fill an element with controls, numbers and a figure. */
   function start(element) {
     const toy = {ring, buckets}[element.dataset.toy];
-    const settings = {};
     const controls = element.appendChild(make("div", {class: "sliders"}));
     const buttons = element.appendChild(make("div", {class: "buttons"}));
     const status = make("p", {role: "status"});
@@ -225,22 +224,8 @@
     });
     addButton("Start again", reset);
 
-    for (const control of toy.controls) {
-      const {name, label, first, options} = control;
-      const choose = (value) => {
-        settings[name] = value;
-        reset();
-      };
-      if (options) {
-        const select = make("select", {name});
-        select.append(...Object.entries(options).map(([value, text]) => make("option", {value}, text)));
-        select.addEventListener("change", () => choose(select.value));
-        controls.appendChild(make("label", {}, label)).append(select);
-      } else {
-        addSlider(controls, control, choose);
-      }
-      settings[name] = options ? Object.keys(options)[0] : first;
-    }
+    const settings = addControls(controls, {ring: "ring", buckets: "launches"}[element.dataset.toy], toy.controls, reset);
+    element.hidden = false;
     reset();
     new ResizeObserver(show).observe(figures);
   }

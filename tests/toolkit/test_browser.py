@@ -1,6 +1,7 @@
 """The course's site is complete, and works in a real browser: Debian's chromium, without a window."""
 
 import functools
+import gzip
 import itertools
 import json
 import math
@@ -10,10 +11,12 @@ import sys
 import threading
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import quote
 
 import hang_guard
 import pytest
 import test_term
+from public_wordings import WORDINGS
 
 from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab.emulated_link import Link
@@ -106,17 +109,43 @@ def test_every_document_and_notebook_is_a_page(site):
     assert [name for name in names if f'id="{name}"' not in reference] == []
 
 
-def test_the_search_shows_the_explanation_of_a_term_first(page, site):
+@pytest.fixture
+def search(page, site):
+    """Return a function that types words into the search of the site. It returns the addresses of the first results."""
     handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q=reduce-scatter")
-        page.wait_for_selector("#search-results li:nth-child(9)")
-        found = [link.get_attribute("href") for link in page.locator("#search-results li > a").all()]
+
+        def find(words):
+            page.goto(f"http://127.0.0.1:{server.server_port}/search.html?q={quote(words)}")
+            page.wait_for_function(
+                "/finished|did not match/.test(document.querySelector('.search-summary')?.textContent)"
+            )
+            return [link.get_attribute("href") for link in page.locator("#search-results li > a").all()[:9]]
+
+        yield find
         page.wait_for_load_state("networkidle")
         server.shutdown()
-    assert found[0].endswith("docs/glossary.html#reduce-scatter"), found[:9]
-    assert any("lessons/" in address for address in found[1:4]), found[:9]
+
+
+def test_the_search_shows_the_explanation_of_a_term_first(search):
+    found = search("reduce-scatter")
+    assert found[0].endswith("docs/glossary.html#reduce-scatter"), found
+    assert any("lessons/" in address for address in found[1:4]), found
+
+
+def test_the_search_leads_from_public_wordings_to_their_answers(search):
+    """The answer is the first or the second result."""
+    assert len(WORDINGS) >= 30
+    found = {words: search(words)[:2] for words in WORDINGS}
+    wrong = {words for words, page in WORDINGS.items() if not any(page in address for address in found[words])}
+    assert wrong == set(), found
+
+
+def test_the_search_shows_the_api_reference_last(search):
+    found = search("ZeroOptimizer")
+    places = ["site/api" in address for address in found]
+    assert places == sorted(places) and not places[0], found
 
 
 def test_the_search_of_the_site_finds_every_error_by_its_text(site):
@@ -124,12 +153,13 @@ def test_the_search_of_the_site_finds_every_error_by_its_text(site):
     index = (site / "searchindex.js").read_text()
     titles = json.loads(index[index.index("{") : index.rindex("}") + 1])["alltitles"]
     headings = re.findall(r"^### (.*)$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
-    assert len(headings) >= 45 and {heading.replace("`", "") for heading in headings} <= titles.keys()
+    plain = [{text.replace("`", "") for text in texts} for texts in (headings, titles)]
+    assert len(headings) >= 45 and plain[0] <= plain[1]
 
 
 # One page of each kind. Without --everything, the browser opens only these.
 KINDS = ("site/index", "site/ring", "site/explore", "docs/grading", "lessons/m04_bucketed_ddp/README")
-KINDS += ("notebooks/04_bucketed_ddp",)
+KINDS += ("notebooks/04_bucketed_ddp", "lessons/m01_naive_ddp/README", "site/questions/clip", "lessons/m00_ring/README")
 
 
 def test_no_page_of_the_site_fails_or_scrolls_sideways_on_a_phone(page, site, request):
@@ -214,6 +244,44 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     before = page.inner_text("[data-model=prefetch] [data-name=peak]")
     move("prefetch", "prefetch", "ArrowLeft")
     assert page.inner_text("[data-model=prefetch] [data-name=peak]") != before
+
+
+def test_a_prediction_is_kept_on_this_device_and_compared_after_the_answer_is_open(page, site):
+    page.goto((site / "lessons/m01_naive_ddp/README.html").as_uri())
+    field = page.get_by_label("Your prediction: exposed part of a step, in %")
+    assert not page.locator("[data-predictions]").is_visible()
+    field.fill("35 %")
+    page.reload()
+    assert field.input_value() == "35 %"
+    page.locator("[data-predict] + details summary").press("Enter")
+    page.wait_for_function("document.querySelector('[data-predict] [role=status]').textContent")
+    said = "You predicted “35 %”. Our answer: 47, 48 and 44 %."
+    assert page.locator("[data-predict] [role=status]").inner_text() == said
+    assert said in page.locator("[data-predictions]").inner_text()
+    assert not field.is_editable(), "a prediction is made before the answer is open"
+    page.reload()
+    assert said in page.locator("[data-predictions]").inner_text()
+    page.get_by_role("button", name="Forget my predictions").click()
+    assert field.input_value() == "" and not page.locator("[data-predictions]").is_visible()
+
+
+def test_without_scripts_a_chapter_has_its_pictures_and_no_empty_boxes(chromium, site):
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    for chapter in ("m00_ring", "m01_naive_ddp", "m04_bucketed_ddp"):
+        page.goto((site / f"lessons/{chapter}/README.html").as_uri())
+        boxes = page.locator(".explorer")
+        assert boxes.count() and not any(box.is_visible() for box in boxes.all())
+    assert page.locator("img[src*=timeline]").is_visible()
+    context.close()
+
+
+def test_all_scripts_of_the_site_are_small(site):
+    """These are its own scripts. The theme has others."""
+    names = {path.name for path in (ROOT / "site" / "_static").glob("*.js")}
+    scripts = [*(site / "_static" / name for name in names), ROOT / "site" / "scorer.js"]
+    sizes = {path.name: len(gzip.compress(path.read_bytes())) for path in scripts}
+    assert sum(sizes.values()) <= 20_000, sizes
 
 
 def test_the_toys_show_a_sum_a_deadlock_and_a_mismatch(page, site):
