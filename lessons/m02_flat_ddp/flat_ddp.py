@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.refusals import Wrapper
 
 
 class FlatDDP(Wrapper):
@@ -26,17 +27,11 @@ class FlatDDP(Wrapper):
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
-        super().__init__()
-        self.module = module
-        self.process_group = process_group
-        self.trainable = find_trainable(module)
+        super().__init__(module, process_group)
         broadcast_module_state(module, process_group)
         # Decide which gradients share an all-reduce.
         # TODO: part (a)
         raise NotImplementedError("module 2, part (a)")
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     def finish_grad_sync(self) -> None:
         """Average all gradients over the group, with one all-reduce per dtype, each in that dtype.

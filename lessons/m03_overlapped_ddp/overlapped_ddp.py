@@ -11,39 +11,17 @@ every parameter, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import CLEARED, Wrapper, broadcast_module_state, find_trainable
-
-# The message of a refusal. Later modules import it, and CLEARED.
-SECOND_BACKWARD = (
-    "a second backward before finish_grad_sync, or an activation checkpoint with use_reentrant=True: call "
-    "finish_grad_sync first, or pass use_reentrant=False"
-)
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.refusals import CLEARED, SECOND_BACKWARD, Wrapper
 
 
-class GradSyncMixin:
-    """Add `no_sync` to a wrapper, and the flag that `no_sync` switches. All later wrappers import this class."""
-
-    require_grad_sync = True  # whether a backward pass communicates
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let the backward passes inside the block accumulate gradients without any communication.
-
-        The hooks read the flag during backward. Blocks may be nested. The end of a block restores the previous state,
-        even after an exception. The next `finish_grad_sync` averages what was accumulated inside. A block silences one
-        wrapper only, and nothing else does: in eval mode, gradients are averaged as well.
-        """
-        # TODO: part (d)
-        raise NotImplementedError("module 3, part (d)")
-
-
-class OverlappedDDP(GradSyncMixin, Wrapper):
+class OverlappedDDP(Wrapper):
     """Wrap a model and all-reduce each of its gradients as soon as backward has computed it.
 
     What `NaiveDDP` says of every wrapper holds, except that every rank must use every parameter, in the same order, in
@@ -51,19 +29,15 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
     and then one call of `finish_grad_sync`, also outside.
     """
 
+    require_grad_sync = True  # whether a backward pass communicates
+
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
-        super().__init__()
-        self.module = module
-        self.process_group = process_group
-        self.trainable = find_trainable(module)
+        super().__init__(module, process_group)
         broadcast_module_state(module, process_group)
         # Make backward call `launch` for each trainable parameter.
         # TODO: part (a)
         raise NotImplementedError("module 3, part (a)")
         self.mark_parameters()
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     def launch(self, parameter: nn.Parameter) -> None:
         """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method.
@@ -86,3 +60,21 @@ class OverlappedDDP(GradSyncMixin, Wrapper):
             raise RuntimeError(CLEARED)
         # TODO: part (c)
         raise NotImplementedError("module 3, part (c)")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let the backward passes inside the block accumulate gradients without any communication.
+
+        The hooks read the flag during backward. Blocks may be nested. The end of a block restores the previous state,
+        even after an exception. The next `finish_grad_sync` averages what was accumulated inside. A block silences one
+        wrapper only, and nothing else does: in eval mode, gradients are averaged as well.
+        """
+        # TODO: part (d)
+        raise NotImplementedError("module 3, part (d)")
+
+
+class GradSyncMixin:
+    """`no_sync` and its flag for the wrappers of later modules, which do not inherit from `OverlappedDDP`."""
+
+    require_grad_sync = True
+    no_sync: Callable[..., AbstractContextManager[None]] = OverlappedDDP.no_sync

@@ -19,19 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
-from ..m03_overlapped_ddp.overlapped_ddp import CLEARED, SECOND_BACKWARD, GradSyncMixin
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.refusals import CLEARED, SECOND_BACKWARD, Wrapper
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 from ..m04_bucketed_ddp.bucketed_ddp import LaunchQueue
-
-
-@dataclass(frozen=True)
-class BufferLayout:
-    """A plan for a buffer of `numel` elements. Ranges are half-open: (start, end) in elements."""
-
-    param_ranges: tuple[tuple[int, int], ...]  # the range of parameter i
-    bucket_of: tuple[int, ...]  # the bucket of parameter i
-    bucket_ranges: tuple[tuple[int, int], ...]  # the range of bucket i, with its padding
-    numel: int
 
 
 def plan_layout(
@@ -47,6 +38,16 @@ def plan_layout(
     # Keep track of the end of the last parameter and the start of the open bucket. Round up as the rule says.
     # TODO: part (a)
     raise NotImplementedError("module 5, part (a)")
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """A plan for a buffer of `numel` elements. Ranges are half-open: (start, end) in elements."""
+
+    param_ranges: tuple[tuple[int, int], ...]  # the range of parameter i
+    bucket_of: tuple[int, ...]  # the bucket of parameter i
+    bucket_ranges: tuple[tuple[int, int], ...]  # the range of bucket i, with its padding
+    numel: int
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -156,10 +157,7 @@ class BufferedDDP(GradSyncMixin, Wrapper):
         grad_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
     ):
-        super().__init__()
-        self.module = module
-        self.process_group = process_group
-        self.trainable = find_trainable(module)
+        super().__init__(module, process_group)
         broadcast_module_state(module, process_group)
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
         for parameter in reversed([p for p in module.parameters() if p.requires_grad]):

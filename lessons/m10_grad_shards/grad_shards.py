@@ -33,6 +33,12 @@ class ShardedGradBuffer:
     gradients of bucket b while the bucket is allocated.
     """
 
+    def get_shard(self, bucket: int) -> Tensor:
+        """Return this rank's averaged shard of a bucket: a view of `grad_data`, of shape (bucket numel / N,)."""
+        # In `grad_data`, every earlier bucket occupies only 1/N of its full size.
+        # TODO: part (a)
+        raise NotImplementedError("module 10, part (a)")
+
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -59,12 +65,6 @@ class ShardedGradBuffer:
             begin, end = self.layout.bucket_ranges[bucket]
             self.whole[bucket] = self.param_data.new_zeros(end - begin, dtype=self.grad_dtype)
         return self.whole[bucket]
-
-    def get_shard(self, bucket: int) -> Tensor:
-        """Return this rank's averaged shard of a bucket: a view of `grad_data`, of shape (bucket numel / N,)."""
-        # In `grad_data`, every earlier bucket occupies only 1/N of its full size.
-        # TODO: part (a)
-        raise NotImplementedError("module 10, part (a)")
 
     def accumulate_into_buffer(self, i: int) -> None:
         """Add the gradient of parameter i to its bucket, and free the gradient. A gradient of None counts as zeros."""

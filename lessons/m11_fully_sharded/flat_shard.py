@@ -2,89 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..m01_naive_ddp.refusals import make_freed_class, require_memory
 from ..m05_grad_buffer.grad_buffer import plan_layout
 from ..m06_coalesced.coalesced import all_gather, reduce_scatter
 
 ProcessGroup = dist.ProcessGroup | None  # None is the default group
 DType = torch.dtype | None  # None is the parameters' dtype
-VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}  # the properties of a tensor that lead to its values
-WITHOUT_VALUES = {"data_ptr", "dim", "element_size", "numel", "size", "storage_offset", "stride", "untyped_storage"}
-WITHOUT_VALUES |= {"is_complex", "is_contiguous", "is_floating_point", "requires_grad_"}
-WITHOUT_VALUES |= {"empty_like", "new_empty", "new_zeros", "zeros_like"}
-WITHOUT_VALUES |= {"register_hook", "register_post_accumulate_grad_hook"}
-
-
-class FreedWeight(nn.Parameter):
-    """The class of a parameter while its memory is released: it has a shape and a gradient, but no values.
-
-    Reading released memory can crash the process, so functions that use values raise RuntimeError. torch has such a
-    class, too, for parameters that have no shape yet (`torch.nn.parameter.UninitializedParameter`).
-    """
-
-    @classmethod
-    def __torch_function__(cls, function, types, args, kwargs=None):
-        name = getattr(function, "__name__", "")
-        is_property, is_set = name in ("__get__", "__set__", "__delete__"), name == "__set__"
-        if is_property:
-            name = function.__self__.__name__
-        is_refused = name in VIEWS if is_property else name not in WITHOUT_VALUES
-        if is_set and name == "data":  # another view of the same memory is no harm
-            is_refused = args[0].untyped_storage()._cdata != args[1].untyped_storage()._cdata
-        if name == "backward":
-            raise RuntimeError("backward(inputs=...) finds weights whose memory is released: call it without inputs")
-        if is_refused:
-            weight = next((f" of shape {list(value.shape)}" for value in args if isinstance(value, cls)), "")
-            raise RuntimeError(
-                f"{'a new ' * is_set}{name} needs the values of a weight{weight}, whose memory is released: use "
-                "full_state_dict() or load_full_state_dict(state)"
-            )
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-@functools.cache
-def make_freed_class(own: type[nn.Parameter]) -> type[FreedWeight]:
-    """Return the class of a parameter of the class `own` while its memory is released."""
-    return FreedWeight if own is nn.Parameter else type(f"Freed{own.__name__}", (FreedWeight, own), {})
-
-
-def require_memory(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Refuse a step on released weights. They have no gradients, so the step would leave all weights as they are."""
-    if any(isinstance(p, FreedWeight) for group in optimizer.param_groups for p in group["params"]):
-        raise RuntimeError("the optimizer has weights whose memory is released: make it with the wrapper's shards()")
-
-
-register_optimizer_step_pre_hook(require_memory)
-
-
-class ShardGrad(Tensor):
-    """The gradient of a shard. If `torch.amp.GradScaler` looks for infinities in it, all ranks get the same answer.
-
-    The scaler skips a step where it finds one, on each rank alone. Ranks that decide differently would diverge. So
-    would ranks that clip by the norm of their own part, as torch's `clip_grad_norm_` does.
-    """
-
-    process_group: ProcessGroup = None
-
-    @classmethod
-    def __torch_function__(cls, function, types, args, kwargs=None):
-        # torch's clip_grad_norm_ takes the norms in the dtype of the gradients. A loop that adds up the squares of all
-        # ranks, such as that of module 12, names another one.
-        if function is torch.linalg.vector_norm and "dtype" not in (kwargs or {}):
-            raise RuntimeError("the norm of a shard's gradient is that of a part: use the wrapper's clip_grad_norm_")
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **kwargs or {})
-        if function.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
-            grads, is_found, _ = args
-            dist.all_reduce(is_found, dist.ReduceOp.MAX, group=grads[0].process_group)
-        return result
 
 
 class FlatShard:
@@ -101,13 +31,13 @@ class FlatShard:
         self.params, self.process_group = params, group
         self.classes = [type(p) for p in params]
         self.memory: list[tuple[bool, int]] | None = None  # of the parameters, since the gather
+        self.gather_handle: dist.Work | None = None  # of the all-gather in flight
+        self.reduction: tuple[dist.Work, Tensor, Tensor] | None = None  # handle, input, output of a reduce-scatter
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = plan_layout([p.numel() for p in self.params], None, self.size)
         full = self.flatten([p.data for p in self.params])  # in the parameters' dtype
         self.reduce_dtype = reduce_dtype or full.dtype
         compute_dtype = compute_dtype if full.is_floating_point() else None  # frozen integers keep their dtype
-        self.gather_handle: dist.Work | None = None  # of the all-gather in flight
-        self.reduction: tuple[dist.Work, Tensor, Tensor] | None = None  # handle, input, output of a reduce-scatter
         # Create `shard`, a copy of this rank's part of `full` that is trainable if the parameters are trainable. Create
         # `self.full`, the same tensor in `compute_dtype` if one is given. Set each parameter.data to its view of
         # `self.full`. Then free `self.full`.
@@ -201,3 +131,6 @@ def make_flat_shards(params: Iterable[nn.Parameter], *options) -> list[FlatShard
     for parameter in params:
         by_kind.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     return [FlatShard(group, *options) for group in by_kind.values()]
+
+
+register_optimizer_step_pre_hook(require_memory)

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable, require_range
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.refusals import ShardGrad, Wrapper, require_own_memory, require_range
 from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
-from ..m06_coalesced.coalesced import require_own_memory
 from .checkpoint import ShardedCheckpoints
-from .flat_shard import DType, ProcessGroup, ShardGrad, make_flat_shards
+from .flat_shard import DType, ProcessGroup, make_flat_shards
 from .plan import UnitTypes, plan_schedule, plan_units
 
 # What the wrapper is doing. DUE: a forward with gradients has ended, and its backward has not begun.
@@ -82,14 +82,12 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         compute_dtype: DType = None,
         reduce_dtype: DType = None,
     ):
-        super().__init__()
+        super().__init__(module, process_group)
         outermost = [(name, part) for name, part in module.named_modules() if name and isinstance(part, unit_types)]
         if prefetch < 0 or not outermost:
             raise ValueError(f"need prefetch >= 0, and submodules of the types {unit_types}: {prefetch=}, {outermost=}")
-        self.module, self.process_group = module, process_group
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.compute_dtype = compute_dtype
-        self.trainable = find_trainable(module)
         require_range([reduce_dtype])
         require_own_memory(module.parameters())
         broadcast_module_state(module, process_group)
@@ -114,6 +112,109 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
     def shards(self) -> list[nn.Parameter]:
         """Return this rank's trainable flat parameters."""
         return [flat.shard for flat in self.flats if flat.shard.requires_grad]
+
+    # ---- passes
+
+    def forward(self, *args, **kwargs):
+        if self.phase is Phase.BACKWARD or (self.phase is Phase.FORWARD and self.postponed):
+            raise RuntimeError("a step that raised has left gradients: call finish_grad_sync first, then zero_grad")
+        is_due = torch.is_grad_enabled() or self.phase is Phase.DUE  # then a backward needs the root
+        # Start a pass with the schedule of a forward, and wait for the root.
+        # TODO: part (f)
+        raise NotImplementedError("module 11, part (f)")
+        output = self.module(*args, **kwargs)
+        self.end_pass(Phase.DUE if is_due else Phase.IDLE)
+        return output
+
+    def start_pass(self, phase: Phase, actions: Iterable[tuple[str, int]]) -> None:
+        """Complete what an exception has left of an earlier pass. Then start the first gathers of a new one."""
+        self.reach(None)
+        self.phase = phase
+        self.schedule.extend(actions)
+        self.perform_next()
+
+    def end_pass(self, phase: Phase) -> None:
+        """Perform the remaining actions, so that units are skipped. Free all full weights if no backward is due."""
+        self.reach(None)
+        self.phase = phase
+        if phase is Phase.IDLE:
+            for flat in self.flats:
+                flat.reshard()
+
+    def reach(self, unit: int | None) -> None:
+        """Perform the actions up to ("compute", unit), or all actions if `unit` is None. Make `unit` current.
+
+        "compute" waits for the unit's weights. This rank skips the units in between: it gathers, awaits, frees and
+        reduces them as the other ranks do.
+        """
+        # Leaving a unit performs all actions before the next "compute", which is then the first action that is left.
+        # TODO: part (g)
+        raise NotImplementedError("module 11, part (g)")
+
+    def leave(self, unit: int | None) -> None:
+        """If `unit` is the current unit, free it, then perform the actions before the next "compute".
+
+        During forward, do not free weights that the corresponding backward uses without gathering them again.
+        """
+        # TODO: part (h)
+        raise NotImplementedError("module 11, part (h)")
+
+    def perform_next(self) -> None:
+        """Perform the actions before the next "compute". None of them waits for the collective that it starts.
+
+        At most one unit's reduction is in flight: wait for it before the next one starts.
+        """
+        # TODO: part (i)
+        raise NotImplementedError("module 11, part (i)")
+
+    def begin_backward(self) -> None:
+        """Create the schedule of a backward, and start its first gathers."""
+        # Which actions must a backward omit without reshard_after_forward? Which does it postpone inside no_sync, for
+        # the finish? A backward outside no_sync reduces everything that is in p.grad.
+        # TODO: part (l)
+        raise NotImplementedError("module 11, part (l)")
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions in flight: those of one unit, if there are any."""
+        for flat in (flat for flat in self.flats if flat.reduction):
+            flat.finish_reduce()
+            self.shard_reduced(flat.shard)
+
+    def shard_reduced(self, shard: nn.Parameter) -> None:
+        """Do nothing. Module 14 overrides this method. Keep it, and the call above, if you write this class again.
+
+        It is called once for each reduction, right after the average has been added to `shard.grad`, for unit i >= 3
+        before unit i - 2's first gradient. It is never called for frozen shards, or inside `no_sync`.
+        """
+
+    # ---- between backward and the optimizer's step
+
+    def finish_grad_sync(self) -> None:
+        """Reduce what is not reduced. Then `shards()` have averaged gradients, and all full weights are freed."""
+        self.require_same_parameters()
+        if self.phase is Phase.DUE:  # this rank has not run the backward that other ranks have run
+            self.begin_backward()
+        self.end_pass(Phase.IDLE)
+        # Perform the reductions that a backward in no_sync has postponed. Then wait for the last reduction.
+        # TODO: part (m)
+        raise NotImplementedError("module 11, part (m)")
+        for flat in self.flats:
+            if (grad := flat.shard.grad) is not None:
+                grad.__class__, grad.process_group = ShardGrad, flat.process_group
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64."""
+        for shard in self.shards():
+            shard.grad.__class__ = Tensor  # instead of ShardGrad, which has no norm
+        # torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm) scales, as module 8's part (e) does.
+        # TODO: part (n)
+        raise NotImplementedError("module 11, part (n)")
+
+    def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a forward. Floating-point tensors get the dtype `compute_dtype`."""
+        # TODO: part (o)
+        raise NotImplementedError("module 11, part (o)")
 
     # ---- hooks: how far forward and backward have come; torch.compile does not compile them
 
@@ -167,109 +268,6 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         """Refuse a gradient that comes after its unit has computed in backward, and perhaps has been reduced."""
         if self.phase is Phase.BACKWARD and unit != self.current:
             raise RuntimeError("a gradient came after its unit had computed: put one forward into a block of autocast")
-
-    # ---- passes
-
-    def forward(self, *args, **kwargs):
-        if self.phase is Phase.BACKWARD or (self.phase is Phase.FORWARD and self.postponed):
-            raise RuntimeError("a step that raised has left gradients: call finish_grad_sync first, then zero_grad")
-        is_due = torch.is_grad_enabled() or self.phase is Phase.DUE  # then a backward needs the root
-        # Start a pass with the schedule of a forward, and wait for the root.
-        # TODO: part (f)
-        raise NotImplementedError("module 11, part (f)")
-        output = self.module(*args, **kwargs)
-        self.end_pass(Phase.DUE if is_due else Phase.IDLE)
-        return output
-
-    def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of a forward. Floating-point tensors get the dtype `compute_dtype`."""
-        # TODO: part (o)
-        raise NotImplementedError("module 11, part (o)")
-
-    def begin_backward(self) -> None:
-        """Create the schedule of a backward, and start its first gathers."""
-        # Which actions must a backward omit without reshard_after_forward? Which does it postpone inside no_sync, for
-        # the finish? A backward outside no_sync reduces everything that is in p.grad.
-        # TODO: part (l)
-        raise NotImplementedError("module 11, part (l)")
-
-    def start_pass(self, phase: Phase, actions: Iterable[tuple[str, int]]) -> None:
-        """Complete what an exception has left of an earlier pass. Then start the first gathers of a new one."""
-        self.reach(None)
-        self.phase = phase
-        self.schedule.extend(actions)
-        self.perform_next()
-
-    def end_pass(self, phase: Phase) -> None:
-        """Perform the remaining actions, so that units are skipped. Free all full weights if no backward is due."""
-        self.reach(None)
-        self.phase = phase
-        if phase is Phase.IDLE:
-            for flat in self.flats:
-                flat.reshard()
-
-    def reach(self, unit: int | None) -> None:
-        """Perform the actions up to ("compute", unit), or all actions if `unit` is None. Make `unit` current.
-
-        "compute" waits for the unit's weights. This rank skips the units in between: it gathers, awaits, frees and
-        reduces them as the other ranks do.
-        """
-        # Leaving a unit performs all actions before the next "compute", which is then the first action that is left.
-        # TODO: part (g)
-        raise NotImplementedError("module 11, part (g)")
-
-    def leave(self, unit: int | None) -> None:
-        """If `unit` is the current unit, free it, then perform the actions before the next "compute".
-
-        During forward, do not free weights that the corresponding backward uses without gathering them again.
-        """
-        # TODO: part (h)
-        raise NotImplementedError("module 11, part (h)")
-
-    def perform_next(self) -> None:
-        """Perform the actions before the next "compute". None of them waits for the collective that it starts.
-
-        At most one unit's reduction is in flight: wait for it before the next one starts.
-        """
-        # TODO: part (i)
-        raise NotImplementedError("module 11, part (i)")
-
-    def finish_reduce(self) -> None:
-        """Wait for the reductions in flight: those of one unit, if there are any."""
-        for flat in (flat for flat in self.flats if flat.reduction):
-            flat.finish_reduce()
-            self.shard_reduced(flat.shard)
-
-    def shard_reduced(self, shard: nn.Parameter) -> None:
-        """Do nothing. Module 14 overrides this method. Keep it, and the call above, if you write this class again.
-
-        It is called once for each reduction, right after the average has been added to `shard.grad`, for unit i >= 3
-        before unit i - 2's first gradient. It is never called for frozen shards, or inside `no_sync`.
-        """
-
-    # ---- between backward and the optimizer's step
-
-    def finish_grad_sync(self) -> None:
-        """Reduce what is not reduced. Then `shards()` have averaged gradients, and all full weights are freed."""
-        self.require_same_parameters()
-        if self.phase is Phase.DUE:  # this rank has not run the backward that other ranks have run
-            self.begin_backward()
-        self.end_pass(Phase.IDLE)
-        # Perform the reductions that a backward in no_sync has postponed. Then wait for the last reduction.
-        # TODO: part (m)
-        raise NotImplementedError("module 11, part (m)")
-        for flat in self.flats:
-            if (grad := flat.shard.grad) is not None:
-                grad.__class__, grad.process_group = ShardGrad, flat.process_group
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64."""
-        for shard in self.shards():
-            shard.grad.__class__ = Tensor  # instead of ShardGrad, which has no norm
-        # torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm) scales, as module 8's part (e) does.
-        # TODO: part (n)
-        raise NotImplementedError("module 11, part (n)")
 
 
 def call_in_backward(tensors: list[Tensor], function: Callable[[], None]) -> None:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable
-from ..m03_overlapped_ddp.overlapped_ddp import CLEARED, SECOND_BACKWARD, GradSyncMixin
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.refusals import CLEARED, SECOND_BACKWARD, Wrapper
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 
 
 def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[list[nn.Parameter]]:
@@ -121,10 +122,7 @@ class BucketedDDP(GradSyncMixin, Wrapper):
     """
 
     def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0, process_group: dist.ProcessGroup | None = None):
-        super().__init__()
-        self.module = module
-        self.process_group = process_group
-        self.trainable = find_trainable(module)
+        super().__init__(module, process_group)
         broadcast_module_state(module, process_group)
         # Plan the buckets, and let backward call `mark_ready` for each gradient.
         ### BEGIN SOLUTION part (f)
@@ -136,9 +134,6 @@ class BucketedDDP(GradSyncMixin, Wrapper):
                 self.register_grad_hook(parameter, lambda _, index=index: self.mark_ready(index))
         ### END SOLUTION
         self.mark_parameters()
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     def mark_ready(self, index: int) -> None:
         """Tell the queue that a gradient of bucket `index` is ready. The backward hook calls this method.

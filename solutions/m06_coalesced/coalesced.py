@@ -10,8 +10,7 @@ when half of the next group is ready. It does not have to carry gradients: in mo
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -20,59 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
+from ..m01_naive_ddp.refusals import require_own_memory
 from ..m05_grad_buffer.grad_buffer import BufferedDDP, GradBuffer
 
 # torch 2.13 renamed these functions. Modules 10, 11 and 16 import them from here.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Handle(Protocol):
-    """The handle of one coalesced launch. wait() returns when all collectives of the launch are complete."""
-
-    def wait(self) -> None: ...
-
-
-@contextmanager
-def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]:
-    """Launch all collectives of the block together, without waiting, when the block ends.
-
-    The block may call all_reduce, reduce_scatter or all_gather on single tensors, not on lists. Raise RuntimeError if
-    the calls differ in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in
-    the block, nothing is launched. A refused inner block leaves the outer block as it was. Only this function uses
-    torch's private `_coalescing_manager`.
-    """
-    # The manager keeps the calls in `captured[group]` until the block ends. Each call has an op, a redop and a tensor.
-    # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
-    group = process_group or dist.group.WORLD
-    captured = c10d._world.pg_coalesce_state
-    ### BEGIN SOLUTION part (b)
-    if group in captured:
-        raise RuntimeError("coalesce: blocks of one group cannot be nested")
-    try:
-        with c10d._coalescing_manager(group, async_ops=True) as handle:
-            yield handle
-            calls = captured[group]
-            for what, values in (
-                ("operations", [call.op.__name__ for call in calls]),
-                ("reduce operations", [call.redop for call in calls]),
-                ("dtypes", [call.tensor.dtype for call in calls]),
-            ):
-                if any(value != values[0] for value in values):
-                    raise RuntimeError(f"coalesce: different {what} in one block: {', '.join(map(str, values))}")
-    finally:
-        captured.pop(group, None)
-    ### END SOLUTION
-
-
-def require_own_memory(params: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError if two parameters share memory, as after `b.data = a.data`: moving them would separate them."""
-    spans = []
-    for p in (p for p in params if p.numel() and not p.is_meta):
-        numel = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
-        spans.append((p.data_ptr(), p.data_ptr() + numel * p.element_size()))
-    if any(end > start for (_, end), (start, _) in itertools.pairwise(sorted(spans))):
-        raise ValueError("two parameters share memory: use one parameter in both places, as b.weight = a.weight does")
 
 
 class BucketGroup:
@@ -82,17 +34,6 @@ class BucketGroup:
     belongs to rank r. It works without a wrapper, too, on a `GradBuffer` made with `with_params=True`. Modules 7, 9,
     10 and 16 use the attributes and methods of this class.
     """
-
-    def __init__(
-        self, buffer: GradBuffer, bucket_indices: Sequence[int], process_group: dist.ProcessGroup | None = None
-    ):
-        self.buffer = buffer
-        self.bucket_indices = list(bucket_indices)
-        self.process_group = process_group
-        self.param_indices = [i for i, bucket in enumerate(buffer.layout.bucket_of) if bucket in self.bucket_indices]
-        self.grad_handle: Handle | None = None
-        self.param_handle: Handle | None = None
-        self.is_reduced = False  # without gather_grads: whether the shards contain averages that no step has used yet
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (this rank's shard, whole bucket) for each bucket of the group, as views of `data`.
@@ -105,6 +46,17 @@ class BucketGroup:
         buckets = [data[start:end] for start, end in ranges]  # (bucket numel,)
         return [(bucket.chunk(size)[rank], bucket) for bucket in buckets]  # (bucket numel / size,), (bucket numel,)
         ### END SOLUTION
+
+    def __init__(
+        self, buffer: GradBuffer, bucket_indices: Sequence[int], process_group: dist.ProcessGroup | None = None
+    ):
+        self.buffer = buffer
+        self.bucket_indices = list(bucket_indices)
+        self.process_group = process_group
+        self.param_indices = [i for i, bucket in enumerate(buffer.layout.bucket_of) if bucket in self.bucket_indices]
+        self.grad_handle: Handle | None = None
+        self.param_handle: Handle | None = None
+        self.is_reduced = False  # without gather_grads: whether the shards contain averages that no step has used yet
 
     def start_grad_sync(self) -> None:
         """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, with one launch.
@@ -143,6 +95,44 @@ class BucketGroup:
         if self.param_handle is None:
             raise RuntimeError("no all-gather of the parameters was started: call start_param_sync first")
         self.param_handle.wait()
+
+
+class Handle(Protocol):
+    """The handle of one coalesced launch. wait() returns when all collectives of the launch are complete."""
+
+    def wait(self) -> None: ...
+
+
+@contextmanager
+def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]:
+    """Launch all collectives of the block together, without waiting, when the block ends.
+
+    The block may call all_reduce, reduce_scatter or all_gather on single tensors, not on lists. Raise RuntimeError if
+    the calls differ in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in
+    the block, nothing is launched. A refused inner block leaves the outer block as it was. Only this function uses
+    torch's private `_coalescing_manager`.
+    """
+    # The manager keeps the calls in `captured[group]` until the block ends. Each call has an op, a redop and a tensor.
+    # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
+    group = process_group or dist.group.WORLD
+    captured = c10d._world.pg_coalesce_state
+    ### BEGIN SOLUTION part (b)
+    if group in captured:
+        raise RuntimeError("coalesce: blocks of one group cannot be nested")
+    try:
+        with c10d._coalescing_manager(group, async_ops=True) as handle:
+            yield handle
+            calls = captured[group]
+            for what, values in (
+                ("operations", [call.op.__name__ for call in calls]),
+                ("reduce operations", [call.redop for call in calls]),
+                ("dtypes", [call.tensor.dtype for call in calls]),
+            ):
+                if any(value != values[0] for value in values):
+                    raise RuntimeError(f"coalesce: different {what} in one block: {', '.join(map(str, values))}")
+    finally:
+        captured.pop(group, None)
+    ### END SOLUTION
 
 
 class CoalescedDDP(BufferedDDP):

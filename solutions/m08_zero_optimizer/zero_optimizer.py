@@ -10,76 +10,36 @@ Both optimizers take a step in three phases. There are N ranks, and a bucket has
     bytes         as in one all-reduce of the gradients         the same, in two launches per group of buckets
     accepts       optimizers that treat parameters one by one   elementwise optimizers, the wrapper of module 6 or 7
 
-With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding and,
-for 16-bit weights, 4 P / N bytes of fp32 main parameters ("masters" in checkpoints). `ShardedOptimizer` adds at most
-the state of the largest parameter.
-
-Later modules use `is_elementwise`, `ParamShard` (`param`, `buffer_slice`, `shard`, `is_master`) and `ZeroOptimizer`
-(`ddp`, `positions`, `param_shards`, `prepare_grads`, `start_sharing`, `share_weights`).
+With P fp32 parameters, Adam's state takes 8 P / N bytes per rank, not 8 P. `ShardedOptimizer` may add the state of the
+largest parameter. `ZeroOptimizer` adds padding and, for 16-bit weights, 4 P / N bytes of fp32 main parameters.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..m01_naive_ddp.naive_ddp import SPARSE, require_range
+from ..m01_naive_ddp.refusals import SPARSE, UnscaledOptimizer, require_own_memory, require_range
 from ..m05_grad_buffer.grad_buffer import GradBuffer
-from ..m06_coalesced.coalesced import CoalescedDDP, require_own_memory
+from ..m06_coalesced.coalesced import CoalescedDDP
 
 Params = Iterable[Any] | None  # parameters, or dicts of "params" and their options, as for any torch optimizer
 ProcessGroup = dist.ProcessGroup | None  # None is the default group
-SCALARS = ("step", "mu_product", "eta", "mu")  # scalars in the state of torch's optimizers
 
 
-class OuterOptimizer(Optimizer):
-    """Keep whole parameters in `param_groups`. The inner optimizer, `optim`, steps on this rank's part, `local`.
-
-    `torch.amp.GradScaler` decides on each rank alone whether to step, so ranks would wait for each other forever: its
-    `step` raises RuntimeError. Without overflows, as in bfloat16, a loop needs no scaler.
-    """
-
-    # The methods of the two optimizers below: which part of the parameters is this rank's, and phases 1 and 3.
-    divide: Callable[[list[nn.Parameter]], None]
-    prepare_grads: Callable[[], list[Tensor]]
-    share_weights: Callable[[], None]
-
-    def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup, defaults: dict):
-        self.process_group = process_group
-        self.local: dict[nn.Parameter, nn.Parameter] = {}  # this rank's part of each parameter; `divide` fills it
-        self.optim: Optimizer | None = None
-        super().__init__(params, optimizer_cls([{"params": []}], **defaults).defaults)  # calls add_param_group
-        self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group and distribute its parameters among the ranks."""
-        super().add_param_group(param_group)
-        self.divide(self.param_groups[-1]["params"])
-        if self.optim:
-            self.optim.add_param_group(self.inner_group(self.param_groups[-1]))
-
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:  # GradScaler's step asks for it, before it decides
-        raise RuntimeError(
-            "torch.amp.GradScaler decides on each rank alone whether to step, but a step here needs all of them: train "
-            "without it, for example in bfloat16"
-        )
-
-    def inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter group's options, such as its learning rate, with this rank's part of its parameters."""
-        return {**group, "params": [self.local[p] for p in group["params"] if p in self.local]}
+class OuterOptimizer(UnscaledOptimizer):
+    """Keep whole parameters in `param_groups`. The inner optimizer, `optim`, steps on this rank's part, `local`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step. If there is a closure, call it first to compute the gradients, and return its loss."""
-        with torch.enable_grad():
-            loss = closure() if closure else None
+        loss = torch.enable_grad()(closure)() if closure else None
         # Run the three phases. A scheduler may have changed options in `param_groups`; `inner_group` returns them.
         ### BEGIN SOLUTION part (a)
         self.prepare_grads()
@@ -113,6 +73,31 @@ class OuterOptimizer(Optimizer):
             grad.mul_(factor)
         return norm
         ### END SOLUTION
+
+    # ---- how the inner optimizer is made
+
+    # The methods of the two optimizers below: which part of the parameters is this rank's, and phases 1 and 3.
+    divide: Callable[[list[nn.Parameter]], None]
+    prepare_grads: Callable[[], list[Tensor]]
+    share_weights: Callable[[], None]
+
+    def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup, defaults: dict):
+        self.process_group = process_group
+        self.local: dict[nn.Parameter, nn.Parameter] = {}  # this rank's part of each parameter; `divide` fills it
+        self.optim: Optimizer | None = None
+        super().__init__(params, optimizer_cls([{"params": []}], **defaults).defaults)  # calls add_param_group
+        self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group and distribute its parameters among the ranks."""
+        super().add_param_group(param_group)
+        self.divide(self.param_groups[-1]["params"])
+        if self.optim:
+            self.optim.add_param_group(self.inner_group(self.param_groups[-1]))
+
+    def inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter group's options, such as its learning rate, with this rank's part of its parameters."""
+        return {**group, "params": [self.local[p] for p in group["params"] if p in self.local]}
 
 
 # ---- ShardedOptimizer: whole parameters, each with one owner
@@ -203,6 +188,11 @@ class ShardedOptimizer(OuterOptimizer):
 
 
 # ---- ZeroOptimizer: one shard of every bucket
+#
+# Later modules use `is_elementwise`, `ParamShard` (`param`, `buffer_slice`, `shard`, `is_master`) and `ZeroOptimizer`
+# (`ddp`, `positions`, `param_shards`, `prepare_grads`, `start_sharing`, `share_weights`).
+
+SCALARS = ("step", "mu_product", "eta", "mu")  # scalars in the state of torch's optimizers
 
 
 def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], device: torch.device | None) -> bool:

@@ -1,12 +1,10 @@
 """Module 9: the all-gathers of the weights run while the next forward computes.
 
-Module 8 waits for all weights at the end of every step. But the next forward needs the weights of the first layer
-first, and the weights of the last layer much later. In this module, `step` only launches the all-gathers, in the order
-in which forward needs the weights. Forward waits for each bucket group just before it runs the first module that uses
-the group's parameters.
+Module 8 waits for all weights at the end of every step, but the next forward needs those of the last layer much later.
+In this module, `step` only launches the all-gathers, in the order in which forward needs the weights. Forward waits for
+each bucket group just before it runs the first module that uses the group's parameters.
 
-Cost per step: the same launches and bytes as in module 8. If forward is slow enough to hide the other all-gathers, only
-the first group's all-gather is exposed. The drawback: between `step` and the next forward, weights are incomplete.
+Cost per step: as in module 8, but if forward is slow enough, only the first group's all-gather is exposed.
 """
 
 from __future__ import annotations
@@ -40,12 +38,9 @@ class PrefetchedDDP(CachedDDP):
         process_group: dist.ProcessGroup | None = None,
     ):
         super().__init__(module, bucket_numel, buckets_per_group, grad_dtype, process_group)
-        self.in_flight: list[BucketGroup] = []  # groups whose all-gather has been launched but not awaited
-        self.called: set[nn.Module] = set()  # modules whose forward has run at least once
         self.groups_of: dict[nn.Module, list[BucketGroup]] = defaultdict(list)  # groups of a module's own parameters
-        # Fill groups_of: for each module, list the groups that contain a parameter that the module owns directly. Set
-        # forward_order: the groups in the order in which forward needs them, that is, the order of `parameters()`.
-        # Register `before_forward` as a forward pre-hook of every module in groups_of.
+        # Fill groups_of: for each module, the groups that contain a parameter that it owns directly. Set forward_order:
+        # the groups in the order of `parameters()`. Make `before_forward` a pre-hook of every module in groups_of.
         ### BEGIN SOLUTION part (a)
         group_of = {group.buffer.params[i]: group for group in self.groups for i in group.param_indices}
         self.forward_order = list(dict.fromkeys(group_of[p] for p in module.parameters() if p in group_of))
@@ -56,6 +51,8 @@ class PrefetchedDDP(CachedDDP):
         for owner in self.groups_of:
             owner.register_forward_pre_hook(self.before_forward, prepend=True)
         ### END SOLUTION
+        self.in_flight: list[BucketGroup] = []  # groups whose all-gather has been launched but not awaited
+        self.called: set[nn.Module] = set()  # modules whose forward has run at least once
 
     def start_param_sync(self) -> None:
         """Launch the all-gathers of all groups in forward order, without waiting."""

@@ -33,6 +33,14 @@ class ShardedGradBuffer:
     gradients of bucket b while the bucket is allocated.
     """
 
+    def get_shard(self, bucket: int) -> Tensor:
+        """Return this rank's averaged shard of a bucket: a view of `grad_data`, of shape (bucket numel / N,)."""
+        # In `grad_data`, every earlier bucket occupies only 1/N of its full size.
+        ### BEGIN SOLUTION part (a)
+        begin, end = self.layout.bucket_ranges[bucket]
+        return self.grad_data[begin // self.size : end // self.size]
+        ### END SOLUTION
+
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -59,14 +67,6 @@ class ShardedGradBuffer:
             begin, end = self.layout.bucket_ranges[bucket]
             self.whole[bucket] = self.param_data.new_zeros(end - begin, dtype=self.grad_dtype)
         return self.whole[bucket]
-
-    def get_shard(self, bucket: int) -> Tensor:
-        """Return this rank's averaged shard of a bucket: a view of `grad_data`, of shape (bucket numel / N,)."""
-        # In `grad_data`, every earlier bucket occupies only 1/N of its full size.
-        ### BEGIN SOLUTION part (a)
-        begin, end = self.layout.bucket_ranges[bucket]
-        return self.grad_data[begin // self.size : end // self.size]
-        ### END SOLUTION
 
     def accumulate_into_buffer(self, i: int) -> None:
         """Add the gradient of parameter i to its bucket, and free the gradient. A gradient of None counts as zeros."""

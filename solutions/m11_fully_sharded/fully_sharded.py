@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..m01_naive_ddp.naive_ddp import Wrapper, broadcast_module_state, find_trainable, require_range
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.refusals import ShardGrad, Wrapper, require_own_memory, require_range
 from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
-from ..m06_coalesced.coalesced import require_own_memory
 from .checkpoint import ShardedCheckpoints
-from .flat_shard import DType, ProcessGroup, ShardGrad, make_flat_shards
+from .flat_shard import DType, ProcessGroup, make_flat_shards
 from .plan import UnitTypes, plan_schedule, plan_units
 
 # What the wrapper is doing. DUE: a forward with gradients has ended, and its backward has not begun.
@@ -82,14 +82,12 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         compute_dtype: DType = None,
         reduce_dtype: DType = None,
     ):
-        super().__init__()
+        super().__init__(module, process_group)
         outermost = [(name, part) for name, part in module.named_modules() if name and isinstance(part, unit_types)]
         if prefetch < 0 or not outermost:
             raise ValueError(f"need prefetch >= 0, and submodules of the types {unit_types}: {prefetch=}, {outermost=}")
-        self.module, self.process_group = module, process_group
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.compute_dtype = compute_dtype
-        self.trainable = find_trainable(module)
         require_range([reduce_dtype])
         require_own_memory(module.parameters())
         broadcast_module_state(module, process_group)
@@ -115,59 +113,6 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         """Return this rank's trainable flat parameters."""
         return [flat.shard for flat in self.flats if flat.shard.requires_grad]
 
-    # ---- hooks: how far forward and backward have come; torch.compile does not compile them
-
-    @torch.compiler.disable
-    def pre_forward(self, unit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Prepare the forward of a unit, also if backward computes it again. Return the arguments to use."""
-        if unit != self.current:
-            name = type(module).__name__
-            if self.phase not in (Phase.FORWARD, Phase.BACKWARD):
-                raise RuntimeError(f"{name} runs outside ddp(x)")
-            if ("compute", unit) not in self.schedule:
-                raise RuntimeError(
-                    "a unit runs once per forward, in registration order, and is alone in its activation checkpoint: "
-                    f"{name} runs again or too late"
-                )
-            self.reach(unit)  # in backward: a checkpoint computes the unit again before its output has a gradient
-        tensors = find_tensors((args, kwargs))
-        call_in_backward(tensors, partial(self.leave, unit))
-        if self.phase is Phase.FORWARD:
-            self.origins[unit] = {tensor.grad_fn for tensor in tensors}
-        return self.cast_inputs(args, kwargs) if self.compute_dtype else (args, kwargs)
-
-    @torch.compiler.disable
-    def post_forward(self, unit: int, module: nn.Module, args: tuple, output: Any) -> None:
-        """Leave a unit after its forward, but not if backward computes the unit again."""
-        if self.phase is Phase.FORWARD:
-            tensors = find_tensors(output, is_strict=unit != 0 and torch.is_grad_enabled())
-            for part in module.modules() if unit else ():  # a unit may also keep tensors, such as self.aux_loss
-                tensors += find_tensors([value for name, value in vars(part).items() if name[0] != "_"])
-            passed_on = self.origins.pop(unit, set())  # what a unit returns as it is needs no weights in backward
-            tensors = [tensor for tensor in tensors if tensor.grad_fn not in passed_on]
-            call_in_backward(tensors, partial(self.pre_backward, unit))
-            self.leave(unit)
-
-    def pre_backward(self, unit: int) -> None:
-        """Prepare the backward of a unit. The first call in a backward comes from the last unit or from the root."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True needs the weights again in a second backward, but they are freed")
-        if self.phase is Phase.DUE:
-            self.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self.end_pass, Phase.IDLE))
-        if self.phase is not Phase.BACKWARD or (unit != self.current and ("compute", unit) not in self.schedule):
-            raise RuntimeError(
-                "this backward belongs to an earlier or to a second forward, or is the second one of its forward: the "
-                "weights are freed"
-            )
-        if unit not in (0, self.current):
-            self.reach(unit)
-
-    def require_in_time(self, unit: int, _: nn.Parameter) -> None:
-        """Refuse a gradient that comes after its unit has computed in backward, and perhaps has been reduced."""
-        if self.phase is Phase.BACKWARD and unit != self.current:
-            raise RuntimeError("a gradient came after its unit had computed: put one forward into a block of autocast")
-
     # ---- passes
 
     def forward(self, *args, **kwargs):
@@ -182,28 +127,6 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         output = self.module(*args, **kwargs)
         self.end_pass(Phase.DUE if is_due else Phase.IDLE)
         return output
-
-    def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of a forward. Floating-point tensors get the dtype `compute_dtype`."""
-        ### BEGIN SOLUTION part (o)
-
-        def cast(value: Any) -> Any:
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
-            return value.to(self.compute_dtype) if is_float else value
-
-        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
-        ### END SOLUTION
-
-    def begin_backward(self) -> None:
-        """Create the schedule of a backward, and start its first gathers."""
-        # Which actions must a backward omit without reshard_after_forward? Which does it postpone inside no_sync, for
-        # the finish? A backward outside no_sync reduces everything that is in p.grad.
-        ### BEGIN SOLUTION part (l)
-        actions = plan_schedule(len(self.units), self.prefetch, backward=True)
-        actions = [action for action in actions if action[0] != "gather" or self.reshard_after_forward]
-        self.postponed = [action for action in actions if action[0] == "reduce" and not self.require_grad_sync]
-        self.start_pass(Phase.BACKWARD, [action for action in actions if action not in self.postponed])
-        ### END SOLUTION
 
     def start_pass(self, phase: Phase, actions: Iterable[tuple[str, int]]) -> None:
         """Complete what an exception has left of an earlier pass. Then start the first gathers of a new one."""
@@ -267,6 +190,17 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
                 flat.unshard() if action == "gather" else flat.start_reduce()
         ### END SOLUTION
 
+    def begin_backward(self) -> None:
+        """Create the schedule of a backward, and start its first gathers."""
+        # Which actions must a backward omit without reshard_after_forward? Which does it postpone inside no_sync, for
+        # the finish? A backward outside no_sync reduces everything that is in p.grad.
+        ### BEGIN SOLUTION part (l)
+        actions = plan_schedule(len(self.units), self.prefetch, backward=True)
+        actions = [action for action in actions if action[0] != "gather" or self.reshard_after_forward]
+        self.postponed = [action for action in actions if action[0] == "reduce" and not self.require_grad_sync]
+        self.start_pass(Phase.BACKWARD, [action for action in actions if action not in self.postponed])
+        ### END SOLUTION
+
     def finish_reduce(self) -> None:
         """Wait for the reductions in flight: those of one unit, if there are any."""
         for flat in (flat for flat in self.flats if flat.reduction):
@@ -311,6 +245,70 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         torch.nn.utils.clip_grads_with_norm_(self.shards(), max_norm, squares.sqrt())
         return squares.sqrt()
         ### END SOLUTION
+
+    def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a forward. Floating-point tensors get the dtype `compute_dtype`."""
+        ### BEGIN SOLUTION part (o)
+
+        def cast(value: Any) -> Any:
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(self.compute_dtype) if is_float else value
+
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+        ### END SOLUTION
+
+    # ---- hooks: how far forward and backward have come; torch.compile does not compile them
+
+    @torch.compiler.disable
+    def pre_forward(self, unit: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """Prepare the forward of a unit, also if backward computes it again. Return the arguments to use."""
+        if unit != self.current:
+            name = type(module).__name__
+            if self.phase not in (Phase.FORWARD, Phase.BACKWARD):
+                raise RuntimeError(f"{name} runs outside ddp(x)")
+            if ("compute", unit) not in self.schedule:
+                raise RuntimeError(
+                    "a unit runs once per forward, in registration order, and is alone in its activation checkpoint: "
+                    f"{name} runs again or too late"
+                )
+            self.reach(unit)  # in backward: a checkpoint computes the unit again before its output has a gradient
+        tensors = find_tensors((args, kwargs))
+        call_in_backward(tensors, partial(self.leave, unit))
+        if self.phase is Phase.FORWARD:
+            self.origins[unit] = {tensor.grad_fn for tensor in tensors}
+        return self.cast_inputs(args, kwargs) if self.compute_dtype else (args, kwargs)
+
+    @torch.compiler.disable
+    def post_forward(self, unit: int, module: nn.Module, args: tuple, output: Any) -> None:
+        """Leave a unit after its forward, but not if backward computes the unit again."""
+        if self.phase is Phase.FORWARD:
+            tensors = find_tensors(output, is_strict=unit != 0 and torch.is_grad_enabled())
+            for part in module.modules() if unit else ():  # a unit may also keep tensors, such as self.aux_loss
+                tensors += find_tensors([value for name, value in vars(part).items() if name[0] != "_"])
+            passed_on = self.origins.pop(unit, set())  # what a unit returns as it is needs no weights in backward
+            tensors = [tensor for tensor in tensors if tensor.grad_fn not in passed_on]
+            call_in_backward(tensors, partial(self.pre_backward, unit))
+            self.leave(unit)
+
+    def pre_backward(self, unit: int) -> None:
+        """Prepare the backward of a unit. The first call in a backward comes from the last unit or from the root."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True needs the weights again in a second backward, but they are freed")
+        if self.phase is Phase.DUE:
+            self.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.end_pass, Phase.IDLE))
+        if self.phase is not Phase.BACKWARD or (unit != self.current and ("compute", unit) not in self.schedule):
+            raise RuntimeError(
+                "this backward belongs to an earlier or to a second forward, or is the second one of its forward: the "
+                "weights are freed"
+            )
+        if unit not in (0, self.current):
+            self.reach(unit)
+
+    def require_in_time(self, unit: int, _: nn.Parameter) -> None:
+        """Refuse a gradient that comes after its unit has computed in backward, and perhaps has been reduced."""
+        if self.phase is Phase.BACKWARD and unit != self.current:
+            raise RuntimeError("a gradient came after its unit had computed: put one forward into a block of autocast")
 
 
 def call_in_backward(tensors: list[Tensor], function: Callable[[], None]) -> None:

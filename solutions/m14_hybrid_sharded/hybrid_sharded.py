@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state, require_supported
-from ..m03_overlapped_ddp.overlapped_ddp import SECOND_BACKWARD
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m01_naive_ddp.refusals import SECOND_BACKWARD, require_supported
 from ..m11_fully_sharded.fully_sharded import FullyShardedDDP
 from ..m11_fully_sharded.plan import UnitTypes
 

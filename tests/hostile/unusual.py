@@ -172,9 +172,8 @@ class OverlappedDDP(OverlappedDDP):
 import weakref
 class OverlappedDDP(OverlappedDDP):
     def __init__(self, module, process_group=None):
-        Wrapper.__init__(self)
-        self.module, self.process_group = module, process_group
-        self.trainable, self.in_flight = find_trainable(module), {}
+        Wrapper.__init__(self, module, process_group)
+        self.in_flight = {}
         broadcast_module_state(module, process_group)
         this = weakref.ref(self)
         for parameter in self.trainable:

@@ -127,7 +127,7 @@ def test_function_of_the_gradient_scaler():
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(torch.optim.SGD([parameter], 1.0))
-    needs = "ShardGrad in solutions/m11_fully_sharded/flat_shard.py needs "
+    needs = "ShardGrad in solutions/m01_naive_ddp/refusals.py needs "
     assert ("_amp_foreach_non_finite_check_and_unscale_", [1.0]) in calls, needs + "this function of GradScaler"
 
 

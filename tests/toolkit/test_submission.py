@@ -14,10 +14,11 @@ from brigade.course.table.submission import MAX_SOURCE_BYTES, list_names, read, 
 from brigade.ranks import syntax
 from brigade.ranks.errors import UserError
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
-from brigade.ranks.texts import prepare_for_ranks
+from brigade.ranks.texts import is_sealed, prepare_for_ranks
 
 FIRST, SECOND, THIRD, SHARDED = map(get_module, (1, 2, 3, 11))
 NAIVE = "m01_naive_ddp.naive_ddp"
+REFUSALS = "m01_naive_ddp.refusals"  # a given file: it is there even if a submission lacks it
 FLAT = "m02_flat_ddp.flat_ddp"
 
 
@@ -57,9 +58,9 @@ def test_a_submission_in_any_layout(tmp_path, monkeypatch):
         (tmp_path / "flat" / entry.path.name).write_text("answer = 'own'\n")
     for target in (tmp_path / "clone", tmp_path / "lessons", tmp_path / "flat", "~/lessons"):
         sources = read(target, 3)
-        assert list(sources) == [f"{m.package}.{m.name}" for m in (THIRD, FIRST, SECOND)], "no later module is read"
-        assert {text for _, text in sources.values()} == {"answer = 'own'\n"}
-    assert list(read(tmp_path / "lessons" / FIRST.package, 1)) == [NAIVE]
+        assert list(sources) == ["m03_overlapped_ddp.overlapped_ddp", NAIVE, REFUSALS, FLAT], "no later module is read"
+        assert {text for name, (_, text) in sources.items() if name != REFUSALS} == {"answer = 'own'\n"}
+    assert list(read(tmp_path / "lessons" / FIRST.package, 1)) == [NAIVE, REFUSALS]
 
 
 def test_earlier_modules_are_the_submissions_or_the_references(tmp_path):
@@ -205,13 +206,24 @@ def test_the_files_that_the_main_file_imports_belong_to_it(tmp_path):
     main = "from .flat_shard import FlatShard\nfrom .checkpoint import ShardedCheckpoints\n"
     sources = lay_files(tmp_path, fully_sharded=main, flat_shard="from .plan import x\n", plan="x = 'own'\n")
     assert (sources["plan"][1], sources["fully_sharded"][1]) == ("x = 'own'\n", main)
-    assert sources["checkpoint"][0] == str(ROOT / "solutions" / SHARDED.package / "checkpoint.py"), "a given file"
+    given = ROOT / "solutions" / SHARDED.package / "checkpoint.py"
+    assert sources["checkpoint"][1] == given.read_text() and not is_sealed(sources["checkpoint"][0]), "a given file"
 
 
 def test_a_main_file_with_everything_needs_no_other_file(tmp_path):
-    """The skeletons that are still beside it do not count, not even if they are broken."""
+    """The skeletons that are still beside it do not count, not even if they are broken. What is given stays."""
     everything = "plan = 'an ordinary name'\n"
-    assert set(lay_files(tmp_path, fully_sharded=everything, plan="def broken(", checkpoint="1")) == {"fully_sharded"}
+    assert set(lay_files(tmp_path, fully_sharded=everything, plan="def broken(", checkpoint="1")) == {
+        "fully_sharded",
+        "checkpoint",
+    }
+
+
+def test_a_given_file_is_there_for_later_modules(tmp_path):
+    """Module 1 is in another style, and imports nothing. Module 2 is the skeleton, which imports the given file."""
+    (tmp_path / "naive_ddp.py").write_text("def broadcast_module_state(module, process_group=None): ...\n")
+    (tmp_path / "flat_ddp.py").write_text((ROOT / "solutions" / get_module(2).path).read_text())
+    import_in_ranks(tmp_path, 2, "m02_flat_ddp.flat_ddp")
 
 
 @pytest.mark.parametrize(("texts", "reason"), [({}, "cannot be read"), ({"plan": "def broken("}, "plan.py, line 1")])
@@ -227,4 +239,4 @@ def test_only_imports_and_names_in_strings_choose_earlier_modules(tmp_path):
     text = f"'Like {FIRST.package}.'\n# from ..{FIRST.package} import x\n"
     assert select_named(list_names(text), sources) == {}
     for text in (f"from ..{FIRST.package} import (\n    naive_ddp,\n)\n", f"x = '..{FIRST.package}.x'\n"):
-        assert [*select_named(list_names(text), sources)] == [NAIVE]
+        assert [*select_named(list_names(text), sources)] == [NAIVE, REFUSALS]

@@ -81,7 +81,7 @@ MODULES = (
            ("shard_batch", "all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"),
            "2(N − 1) messages around a ring", WARM_UP, trains=False),
     Module(1, "m01_naive_ddp", "Naive data parallelism", 8, 40, 1, ("broadcast_module_state", "NaiveDDP"),
-           "one all-reduce per parameter, after backward"),
+           "one all-reduce per parameter, after backward", more_files=("refusals.py",)),
     Module(2, "m02_flat_ddp", "One flat all-reduce", 8, 30, 2, ("FlatDDP",),
            "one all-reduce per dtype, after backward"),
     Module(3, "m03_overlapped_ddp", "Overlap, one parameter at a time", 12, 45, 3, ("OverlappedDDP",),

@@ -1,7 +1,8 @@
 """Read the modules of a submission as text.
 
 A submission consists of the module files in `lessons`, `solutions` or any other directory; other files are ignored.
-A module may have further files beside its main one. They count if the main one imports them.
+A module may have further files beside its main one. They count if the main one imports them, or if they are given:
+later modules may import those.
 `read` reads their text and never imports them. Only a rank imports them (`brigade/ranks/texts.py`), as one package
 called `submission`. Therefore, `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module of the same
 submission, wherever its file is on disk.
@@ -149,30 +150,40 @@ def read(target: str | Path, number: int, prior: str = "own") -> Sources:
 
 
 def read_module(target: Path, entry: Module) -> Sources:
-    """Return the main file of a module, and the further files that it imports. Raise UserError like `read_source`.
+    """Return the main file of a module, and its further files: those that it imports, and those that are given.
 
-    A further file that nobody has to write may be missing: then it is the course's own.
+    Raise UserError like `read_source`. A given file may be missing: then it is the course's own.
     """
     path = find(target, entry)
     if path is None:
         raise UserError(f"there is no {entry.path}")
     sources = {f"{entry.package}.{entry.name}": (str(path), read_source(path, target))}
     left = {Path(name).stem: name for name in entry.more_files}
-    while imported := [stem for stem in left if any(stem in list_names(text) for text in list_texts(sources))]:
-        for stem in imported:
+    while used := [
+        stem
+        for stem, name in left.items()
+        if read_given(entry, name) or any(stem in list_names(text) for text in list_texts(sources))
+    ]:
+        for stem in used:
             sources[f"{entry.package}.{stem}"] = read_further(path.with_name(left.pop(stem)), target, entry)
     return sources
 
 
 def read_further(path: Path, target: Path, entry: Module) -> tuple[str, str]:
     """Return the path and the text of a further file of a module, or "" and the reason why it cannot be imported."""
-    given = ROOT / ("solutions" if HAS_SOLUTIONS else "skeletons") / entry.package / path.name
     try:
-        if not path.exists() and given.is_file() and not PART.search(text := given.read_text()):
-            return str(given), text
+        if not path.exists() and (given := read_given(entry, path.name)):
+            return str(ROOT / "lessons" / entry.package / path.name), given
         return str(path), read_source(path, target)
     except UserError as error:
         return "", f"module {entry.number} cannot be imported: {error}"
+
+
+def read_given(entry: Module, name: str) -> str:
+    """Return the text of a module's further file that students get as it is, or "" if they have to write it."""
+    path = ROOT / ("solutions" if HAS_SOLUTIONS else "skeletons") / entry.package / name
+    text = path.read_text() if path.is_file() else ""
+    return "" if PART.search(text) else text
 
 
 def list_texts(sources: Sources) -> list[str]:
