@@ -44,6 +44,7 @@ LOCKSTEP, DUMPS = find_module("LockstepLoop"), find_module("diagnose")
 LOOP, POST_MORTEM = LOCKSTEP.package, DUMPS.package
 IGNORED = -100  # the target of a token that is not learnt, as in module 12
 NEWLINE = 10
+STOP = "stop"  # a file in the directory of --save, after which a run saves and ends, as before the end of a job's time
 WARMUP = 2  # steps of the comparison that are not timed
 MONTH_S = 30 * 86400.0  # `watch_for_hangs` stops a run much earlier
 
@@ -125,12 +126,25 @@ def train(plan, workload, variant):
             about["losses"].append(loop.step([draw_own_batch(text, workload, step)]).loss)
             about["step"] = step + 1
             recording.note("trained", step=step)
-            if plan["save"] and (about["step"] % plan["every"] == 0 or about["step"] == plan["steps"]):
+            stops = about["step"] < plan["steps"] and is_asked_to_stop(plan)
+            if plan["save"] and (about["step"] % plan["every"] == 0 or about["step"] == plan["steps"] or stops):
                 checkpoint.save(Path(plan["save"]), *gather_state(setup), about)
+            if stops:
+                steps = f"{about['step']} of {plan['steps']} steps"
+                raise UserError(f"stopped after {steps}, because of the file {STOP}; --resume goes on")
             made_progress()
     on_ranks.remove_gradient_hooks(setup.model)
     on_ranks.release_memory()
     return about["losses"]
+
+
+def is_asked_to_stop(plan):
+    """Return whether any rank sees the file STOP. The ranks agree, because each machine may see it at another time."""
+    if not plan["save"]:
+        return False
+    seen = torch.tensor(int((Path(plan["save"]) / STOP).exists())).to(on_ranks.device())
+    dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return bool(seen.item())
 
 
 @contextmanager
@@ -206,7 +220,8 @@ def run(arguments):
     folder, resumed = (path and Path(path).resolve() for path in (options.save, options.resume))
     about = checkpoint.read_manifest(resumed, asdict(size)) if resumed else {"step": 0, "tokens": 1024}
     if about["step"] >= options.steps:
-        raise UserError(f"{resumed} has {about['step']} steps already: choose more with --steps")
+        console.print(f"{resumed} has {about['step']} steps already: choose more with --steps")
+        return 0
     if folder and folder != resumed and (folder / checkpoint.MANIFEST).exists():
         raise UserError(f"{folder} has a checkpoint already: add --resume {folder}, or choose another directory")
     picture = resolve_results_file(options.png)

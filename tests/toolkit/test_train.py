@@ -212,6 +212,17 @@ def test_kills_at_random_moments(call, tmp_path):
     assert len(set(left)) > 2, "the moments are too similar"
 
 
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_with_other_ranks(call, tmp_path):
+    [[expected]] = call(train.train, (make_plan(4), WORKLOAD, engine(1)), world_size=1)
+    (tmp_path / train.STOP).touch()
+    with pytest.raises(RankFailure, match="stopped after 1 of 4 steps, because of the file stop") as failure:
+        call(train.train, (make_plan(4, tmp_path), WORKLOAD, engine(8)))
+    assert failure.value.error == "UserError" and checkpoint.read_manifest(tmp_path, asdict(SIZE))["step"] == 1
+    (tmp_path / train.STOP).unlink()
+    for losses in call(train.train, (make_plan(4, tmp_path, resume=str(tmp_path)), WORKLOAD, engine(11)), world_size=3):
+        expect_equal(losses[0], expected)
+
+
 def test_a_full_disk_is_one_sentence(call, tmp_path):
     [[first, second]] = call(last_mile.train_on_a_full_disk, (make_plan(6, tmp_path), WORKLOAD, engine(1)))
     file = tmp_path / "step-4-rank-1-of-2.pt"
@@ -319,11 +330,11 @@ def test_a_refusal_is_one_sentence(name, saved, tmp_path):
         train.run(["--target", "solutions", *(one.format(**places) for one in arguments)])
 
 
-def test_steps_and_directories_that_are_taken(saved, monkeypatch):
+def test_steps_and_directories_that_are_taken(saved, monkeypatch, capsys):
     monkeypatch.setattr(train, "SIZES", {"tiny": SIZE})
     common = ["--target", "solutions", "--save", str(saved)]
-    with pytest.raises(UserError, match="has 2 steps already: choose more with --steps"):
-        train.run([*common, "--resume", str(saved), "--steps", "2"])
+    assert train.run([*common, "--resume", str(saved), "--steps", "2"]) == 0
+    assert "has 2 steps already: choose more with --steps" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(UserError, match=f"has a checkpoint already: add --resume {saved}, or choose another"):
         train.run(common)
 
