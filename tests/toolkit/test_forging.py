@@ -17,6 +17,7 @@ import test_forging
 import torch
 from mutants import read_reference, run_on_text
 from replay import Tape, replace_values
+from torch import Tensor
 
 from brigade.course.checks import run
 from brigade.course.checks.collect import Check, collect
@@ -33,11 +34,19 @@ pytestmark = pytest.mark.usefixtures("use_switch")
 
 # A scenario of training returns more than one check judges. These are, by module and check, the names of the results
 # whose values the check does not judge, with the reason. No check lets the form of a result change.
-TRAINING = {"gradients", "interface", "start", "weights"}  # of `helpers/training.py`: other checks of the module do
-PLACES = {"buffers"}  # where gradients are: `test_gradients_are_views` does, or the layout of another check
+INTERFACE = {"module", "process_group"}
+TRAINING = INTERFACE | {"gradients", "start", "weights"}  # of `helpers/training.py`: other checks of the module do
+# Where gradients are: `gradients_are_views` does, or the layout of another check.
+PLACES = {"dtype", "numel", "offsets", "offsets (empty)", "padding (empty)"}
+COPIES = {"allocated", "copied", "num_copies", "num_copies (empty)"}  # who counts fewer stays below the bound
+LEFT = {"is_view", "last"}  # a gradient beside main_grad, and main_grads that no step used
+VIEWS = {"num_views", "num_views (empty)"}  # a cause needs them
+MEMORY = {"bare", "forward first", "forward last", "held (empty)", "known", "other", "sharded"}  # bytes
+RETURNED = {"results", "results (empty)"}  # of `step` in module 12: `results` and `one_decision` do
 REPORT = {"an answer"}  # a report may have other words, apart from those that the check demands
 CONTENT = {"weights"}  # only `witness/content.py` reads them: an answer with wrong ones keeps its launches
 NORM = {"norm_dtypes"}  # a norm in a wider dtype than the rank says is right, too
+STEPS = {"calls", "flops (empty)", "is_loss (empty)"}  # of module 15: `flops` and `options` do
 KEPT = {"kept_input", "kept_output", "kept_rest", "kept_twice"}  # `16 several_in_flight` judges them
 UNJUDGED: dict[int, dict[str, set[str]]] = {
     0: {"ring_reduce_scatter": {"tensor"}},  # its other chunks, and all of it if this rank's chunk is empty
@@ -52,7 +61,7 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
     2: {
         "branches_and_unused_parameters": TRAINING - {"weights"},
         "bytes_on_the_wire": TRAINING,
-        "gradients_are_averaged": {"interface", "weights"},
+        "gradients_are_averaged": INTERFACE | {"weights"},
         "gradients_keep_shape_and_stride": TRAINING - {"gradients"},
         "mixed_dtypes": TRAINING - {"gradients"},
         "one_all_reduce_per_dtype": TRAINING,
@@ -60,7 +69,7 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
     },
     3: {
         "every_handle_is_waited_on": TRAINING,
-        "gradients_are_averaged": {"interface", "weights"},
+        "gradients_are_averaged": INTERFACE | {"weights"},
         "launches_are_asynchronous": TRAINING,
         "launches_follow_their_gradients": TRAINING,
         "no_sync_accumulates": TRAINING - {"weights"},
@@ -76,59 +85,60 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
         "unused_parameters": TRAINING - {"weights"},
     },
     5: {
-        "buckets_overlap_with_backward": PLACES | {"weights"},
-        "gradients_are_averaged": {"interface", "weights"},
-        "gradients_are_views": PLACES | {"bare", "ddp", "weights"},  # who counts fewer copies stays below the bound
-        "main_grad_accumulates_in_fp32": {"last", "steps"},  # a gradient beside main_grad, and main_grads no step used
-        "one_buffer_per_dtype": TRAINING - {"gradients"} | PLACES,
+        "buckets_overlap_with_backward": PLACES - {"padding (empty)"} | {"weights"},
+        "gradients_are_averaged": INTERFACE | {"weights"},
+        "gradients_are_views": COPIES | {"dtype", "padding (empty)", "weights"},
+        "main_grad_accumulates_in_fp32": LEFT,
+        "one_buffer_per_dtype": TRAINING - {"gradients"} | PLACES - {"dtype"},
         "steps_and_subgroups": TRAINING - {"weights"} | {"a name"},
         "zero_grad_in_any_form": PLACES,
     },
     6: {
-        "bucket_group": {"moved", "params"},  # buckets of no group, after a move
-        "coalesce_refuses_mixtures": {"raised", "unchanged"},  # each block judges one of the two
-        "gradients_are_averaged": {"interface", "weights"},
+        "bucket_group": {"params"},  # buckets of no group, after a move
+        "coalesce_refuses_mixtures": {"raised", "unchanged (empty)"},  # each block judges one of the two
+        "gradients_are_averaged": INTERFACE | {"weights"},
         "groups_overlap_with_backward": TRAINING,
         "launches_and_volume": TRAINING,
-        "steps_and_subgroups": TRAINING - {"weights"} | PLACES | {"a name", "last", "steps"},
+        "steps_and_subgroups": TRAINING - {"weights"} | PLACES | LEFT | {"a name", "last (empty)"},
     },
-    7: {
-        "gradients_are_averaged": {"gradients", "interface"},
-        "launches_are_those_of_module_6": {"num_alive", "num_views", "tensors"},
-        "steady_step_makes_no_view": {"num_alive", "num_views", "tensors"},
+    7: {  # `views_follow_the_buffer` judges tensors and what is alive, and a cause needs the number of views
+        "gradients_are_averaged": INTERFACE | {"gradients"},
+        "launches_are_those_of_module_6": VIEWS | {"num_alive (empty)", "tensors"},
+        "steady_step_makes_no_view": VIEWS | {"num_alive (empty)", "tensors"},
         "steps_and_subgroups": TRAINING - {"weights"} | PLACES | {"a name"},
-        "views_follow_the_buffer": {"num_views"},
+        "views_follow_the_buffer": VIEWS,
     },
     8: {
         "sharded_clipping": NORM,
-        "sharded_state_is_shared": {"owned"},  # a cause needs it
+        "sharded_state_is_shared": {"owned", "owned (empty)"},  # a cause needs it
         "zero_clipping": NORM,
         "zero_equals_unsharded": {"a name", "a layer-wise LARS"},  # what the refusal of an optimizer says
-        "zero_state_is_shared": CONTENT,
-        "zero_volume": CONTENT | {"gather_grads"},  # a cause needs it
+        "zero_state_is_shared": CONTENT | {"state_bytes (empty)"},  # 1 byte is less than allowed
+        "zero_volume": CONTENT | {"gather_grads (empty)"},  # a cause needs it
     },
     10: {  # a gradient that no step used may be None
         "accumulation": {"after a step in no_sync with a forward that is thrown away before the finish"},
         "equals_unsharded": NORM,
-        "gradient_memory": {"left"},  # a cause needs it
-        "live_buckets": {"constructed", "finished", "hooks", "left"},  # fewer bytes than allowed pass
+        "gradient_memory": {"left (empty)"},  # a cause needs it
+        "live_buckets": {"constructed", "finished", "hooks", "left (empty)"},  # fewer bytes than allowed pass
         "volume_and_dtypes": CONTENT | {"after", "before"},  # a cause needs them
     },
     11: {
-        "checkpoints": {"state"},  # its buffers, of which each rank has its own
-        "each_rank_has_its_part": {"shards", "storages"},  # padding, and what a cause needs
+        "checkpoints": {"mask"},  # a buffer, of which each rank has its own
+        "each_rank_has_its_part": {"shards", "storages (empty)"},  # padding, and what a cause needs
         "gathers_and_reductions_overlap": {"trained"},  # as CONTENT
-        "mixed_precision_memory": {"bare", "boundaries", "held", "sharded"},  # fewer bytes than allowed pass
+        "mixed_precision_memory": MEMORY | {"alive", "weights"},  # fewer bytes than allowed pass
         "unusual_orders": {"refusal"},  # in any words
-        "weights_are_freed": {"bare", "boundaries", "held", "sharded"},  # fewer bytes than allowed pass
+        "weights_are_freed": MEMORY,  # fewer bytes than allowed pass
     },
-    12: {
-        "tokens_weigh_equally": {"results"},
-        "results": {"results", "weights"},  # of the rank that is alone in another group
-        "idle_ranks": {"results"},
-        "clipping": {"results"},
+    12: {  # `results` and `one_decision` judge what a step returns
+        "tokens_weigh_equally": RETURNED,
+        "results": RETURNED | {"weights"},  # of the rank that is alone in another group
+        "idle_ranks": RETURNED,
+        "clipping": RETURNED,
         "one_decision": {"results", "weights", "changed", "left"},  # the last two are judged in skipped steps
-        "iterable_raises": {"num_steps"},  # a cause needs it
+        "run": {"reads (empty)"},  # one batch ahead is allowed
+        "iterable_raises": {"num_steps", "num_steps (empty)"},  # a cause needs it
     },
     13: dict.fromkeys(
         ("calls_that_differ", "circles", "jobs_folders_and_pages", "missing_and_extra_calls", "program")
@@ -136,22 +146,22 @@ UNJUDGED: dict[int, dict[str, set[str]]] = {
         REPORT,
     ),
     14: {
-        "same_start": {"interface"},  # only its group is judged
+        "traffic": {"an answer (empty)"},  # a byte is less than the rounding that is allowed
+        "same_start": {"module"},  # only its group is judged
         "collectives": {"trained"},  # as CONTENT
         "overlap": {"trained"},  # as CONTENT
         "unusual_orders": {"refusal"},  # in any words
     },
-    15: dict.fromkeys(
-        ("equals_one_process", "launches", "overlap", "flops", "options", "momentum", "state_dict", "resharding"),
-        {"steps"},  # weights, FLOPs, and what its closure did: each check judges one of these
-    ),
+    15: dict.fromkeys(("equals_one_process", "launches", "overlap", "resharding"), STEPS)
+    | dict.fromkeys(("momentum", "state_dict"), STEPS | {"weights"})
+    | {"flops": STEPS - {"flops (empty)"} | {"weights"}, "options": {"flops (empty)"}},
     16: {
         "error_does_not_grow": KEPT,
         "exact_values": KEPT,
-        "gradients": {"an answer", "weights"},
+        "gradients": {"an answer (empty)", "weights"},  # few bytes may stay, as in `scratch`
         "launches_overlap": TRAINING,
         "one_all_to_all": KEPT,
-        "scratch": {"after", "during", "without"},
+        "scratch": {"after (empty)", "during", "without (empty)"},  # few bytes may stay, and a cause needs the others
         "several_in_flight": {"kept_input", "kept_output"},  # of a rank alone
     },
     17: {  # why a judge rejects a wrong implementation
@@ -190,7 +200,7 @@ def list_places(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 def generalize(place: Place) -> str:
     """Return a place with a star for each number and "a name" for each name of a parameter: "gradients, *, a name"."""
-    keys = ("*" if type(key) is int else "a name" if "." in key or key[-1:].isdigit() else key for key in place)
+    keys = ("*" if type(key) is int else "a name" if {*key} & {*".("} or key[-1:].isdigit() else key for key in place)
     return ", ".join(keys) or "the result"
 
 
@@ -205,7 +215,7 @@ def forge_form(value: Any) -> Iterator[tuple[str, Any]]:
             more = ("more", items[-1][1]) if isinstance(value, dict) else items[-1]
             yield "lengthened", make([*items, more])
         yield "retyped", tuple(value) if isinstance(value, list) else items
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, Tensor):
         yield "complex", value.to(torch.complex128)
         yield "retyped", value.to(torch.int16 if value.dtype != torch.int16 else torch.float64)
         yield "listed", value.flatten().tolist()
@@ -221,7 +231,7 @@ def forge_value(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield other values, and None, with a word for each."""
     if value is not None:
         yield "None", None
-    if isinstance(value, torch.Tensor) and value.numel():
+    if isinstance(value, Tensor) and value.numel():
         if value.dtype.is_floating_point:
             yield "NaN", torch.full_like(value, math.nan)
         yield "another", ~value if value.dtype == torch.bool else 10 * value + 1
@@ -250,14 +260,15 @@ def replace_at(value: Any, place: Place, forged: Any) -> Any:
 def list_forgeries(calls: list[RankResults]) -> Iterator[tuple[str, str, int, list[Any]]]:
     """Yield where a value was forged and how, the number of the call, and what the ranks of this call then return.
 
-    Of the places that differ only in numbers and names of parameters, take the first and the last of all calls. A whole
-    result that may be anything is not forged: the submission itself judges what its driver in module 17 returns.
+    Of the places that differ only in numbers and names of parameters, take the first and the last of all calls, also of
+    those whose value is empty, 0 or False. A whole result that may be anything is not forged: the submission itself
+    judges what its driver in module 17 returns.
     """
     places: dict[str, list[tuple[int, int, Place, Any]]] = {}
     for number, results in enumerate(calls):
         for rank, (form, result) in enumerate(zip(results.forms, results, strict=True)):
             for place, value in () if isinstance(form, Anything) else list_places(result):
-                kind = type(value).__name__
+                kind = f"{'' if isinstance(value, Tensor) or value else 'empty '}{type(value).__name__}"
                 places.setdefault(f"{generalize(place)} ({kind})", []).append((number, rank, place, value))
     for pattern, same in places.items():
         for number, rank, place, value in {id(one): one for one in (same[0], same[-1])}.values():
@@ -287,9 +298,11 @@ def find_gains(calls: list[RankResults], play: Callable[[Callable[[RankResults],
 
 
 def name_gain(gain: str) -> str:
-    """Return the first name in the place of a value that is not judged, marked if its form is not judged."""
-    keys = gain.split(" (")[0].split(", ")
-    return next((key for key in keys if key != "*"), "an answer") + " (form)" * ("form:" in gain)
+    """Return the last name in the place of a value that is not judged, marked if its form is not, or if it is empty."""
+    place, kind = gain.split(" (")[:2]
+    keys = [key for key in place.split(", ") if key != "*"]
+    name = ([key for key in keys if key != "a name"] or keys or ["an answer"])[-1]
+    return name + " (form)" * ("form:" in gain) + " (empty)" * kind.startswith("empty")
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -320,6 +333,7 @@ LENGTHS = {f"the result (list): form: {how}" for how in ("emptied", "shortened",
         ([1, 2], OneOf([int, int], (int, int)), lambda asked, answers: asked == [*answers],
          {"the result (list): form: retyped"}),
         ([1, 2], [int, int], lambda asked, answers: asked[1:] == answers[1:], {"* (int): another"}),
+        (["a", "", "b"], [str] * 3, lambda asked, answers: asked[::2] == answers[::2], {"* (empty str): another"}),
         ([0.5], [float], lambda asked, answers: not answers[0] > 1, {"* (float): NaN"}),
         ([0.5], [OneOf(float, str, None)], lambda asked, answers: str(answers[0])[:3] == "0.5",
          {"* (float): form: retyped"}),
