@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from brigade.course.checks.course_tests import import_from_tests
 from brigade.course.checks.diagnose.evidence import explain_refusal, find_leftover
 from brigade.course.table.modules import MODULES
-from brigade.ranks.events import Event, list_ready_gradients
+from brigade.ranks.events import Event
 from brigade.ranks.runner.server import SERVER
 from brigade.ranks.syntax import parse_tree
 from brigade.ranks.verdict import join_names
@@ -36,6 +36,13 @@ USED_RESULT = (
 # parsed. The longest file of the reference has 42,000.
 LONGEST_LINE, LONGEST_TEXT = 300, 60_000
 CALLED_HOOK = "a hook is called on the line that registers it. Pass the function itself, without (...)."
+
+
+# Which of these it is cannot be told: what other ranks had done by then depends on time.
+NO_GRADIENT = (
+    "p.grad is None in this line: zero_grad sets it to None, with main_grad it stays None, and it is None for a "
+    "parameter that this rank did not use. Treat it as zeros."
+)
 
 
 @dataclass(frozen=True)
@@ -62,21 +69,6 @@ def explain_no_return(failure: RankFailure, sources: Sources) -> str:
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # perhaps of a module that is not used
             names += find_missing_returns(text)
     return f"`return` is missing in {join_names(names)}, so the result is None." if names else ""
-
-
-def explain_no_gradient(failure: RankFailure, sources: Sources) -> str:
-    """Blame a parameter that the rank did not use only if the record shows one that it did not use."""
-    own = get_events(failure)
-    step = next((event["step"] for event in reversed(own) if event["kind"] == "step"), None)
-    used = {name for _, name in list_ready_gradients(own, step)}
-    known = {event["name"] for events in failure.events for event in events if event["kind"] == "ready"}
-    phases = [event["phase"] for event in own if event["kind"] != "end" and event.get("phase")]
-    if used < known and phases[-1:] != ["forward"]:
-        return "the gradient of a parameter that a rank did not use is None. Treat it as zeros."
-    return (
-        "p.grad is None in this line. zero_grad sets it to None, with main_grad it stays None, and it is None if no "
-        "rank uses the parameter."
-    )
 
 
 def explain_world_rank(failure: RankFailure, sources: Sources) -> str:
@@ -165,7 +157,7 @@ SYMPTOMS = [
     Symptom("no result", "", "'NoneType'", "without async_op=True, {0} works in place and returns None.",
             file=USED_RESULT),
     Symptom("no return", "", "NoneType", explain_no_return),
-    Symptom("no gradient", "", "'NoneType' object has no attribute", explain_no_gradient, line=r"\.grad\."),
+    Symptom("no gradient", "", "'NoneType' object has no attribute", NO_GRADIENT, line=r"\.grad\."),
     Symptom("world rank", "IndexError", "", explain_world_rank, file=r"get_rank\(\)"),
 ]  # fmt: skip
 LAST_SYMPTOMS = [  # which apply to the wrappers of all modules
