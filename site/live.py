@@ -248,7 +248,7 @@ def add_predictions(doctree: nodes.document, chapter: str) -> Iterator[str]:
     blocks = [node for node in doctree.findall() if isinstance(node, nodes.paragraph | nodes.raw | nodes.entry)]
     texts = [node.astext() if isinstance(node, nodes.raw) else flatten(node) for node in blocks]
     for number, (prompt, question, measured) in enumerate(PREDICTIONS.get(chapter, ())):
-        first = next((i for i, text in enumerate(texts) if prompt in text and "redict" in text), len(texts))
+        first = next((i for i, text in enumerate(texts) if prompt in text and "predict" in text.lower()), len(texts))
         opens = next((i for i in range(first, len(texts)) if texts[i].startswith("<details>")), len(texts))
         closes = next((i for i in range(opens, len(texts)) if "</details>" in texts[i]), len(texts))
         if opens == len(texts) or not any(measured in text for text in texts[opens:closes]):

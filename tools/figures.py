@@ -2,11 +2,13 @@
 
 These are timeline.png, memory.png, module 7's views.png, module 11's checkpointing.png and module 16's wire.png. A
 timeline shows a step of the module below a step of the previous core module, on the emulated link of
-`timeline.WORKLOAD`. Modules 10 and 11 also have memory.png: the bytes that are alive during a step.
+`timeline.WORKLOAD`. The site shows more runs in a live figure, from timeline.json. Modules 10 and 11 also have
+memory.png: the bytes that are alive during a step.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ from lessons.m07_cached_shards.views import make_getters, measure_us
 from lessons.m08_zero_optimizer import memory
 from lessons.m16_half_bytes import wire
 from tools.for_modules import run_for_modules
+from tools.live_timelines import record_runs
 
 VIEW_RANKS = (4, 8, 16, 32, 64, 128)
 VIEW_NUMEL = 1_000_000  # the time does not depend on it
@@ -75,7 +78,10 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
         drawings["timeline"] = partial(draw_steps, compared)
         if entry.track == ADVANCED and "PrefetchedDDP" not in entry.public:  # it keeps what module 8 keeps
             drawings["memory"] = lambda path: draw_step(measure_step([*map(get_variant, compared)]), path)
-    return {entry.lesson / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
+    pictures = {entry.lesson / f"{name}.png": draw_picture for name, draw_picture in drawings.items()}
+    if "timeline" in drawings:
+        pictures[entry.lesson / "timeline.json"] = partial(store_runs, entry)
+    return pictures
 
 
 def draw_steps(modules: Sequence[Module], path: Path) -> str:
@@ -86,6 +92,19 @@ def draw_steps(modules: Sequence[Module], path: Path) -> str:
     titles = [f"{line.label}, {module.idea}" for line, module in zip(timelines, modules, strict=True)]
     draw_timelines(timelines, titles).savefig(path)
     return " and ".join(line.lengths for line in timelines)
+
+
+def store_runs(entry: Module, path: Path) -> str:
+    """Store the runs of the module's live figure. Return their names.
+
+    Raise Doubtful instead of replacing runs of a quiet machine by those of a busy one. The figure shows the warning.
+    """
+    runs, verdict = record_runs(entry)
+    if verdict.warning and path.exists() and not json.loads(path.read_text())["warning"]:
+        raise Doubtful(verdict.sentence)
+    lines = ",\n".join(json.dumps(run, separators=(",", ":")) for run in runs)
+    path.write_text(f'{{"warning": {json.dumps(verdict.warning)}, "runs": [\n{lines}\n]}}\n')
+    return "; ".join(run["name"] for run in runs)
 
 
 def draw_kept(path: Path) -> None:

@@ -43,10 +43,13 @@
     run.ranks.forEach((_, rank) => {
       const top = ROW * rank;
       figure.write(2, top + 13, `rank ${rank} computes (hatched: waits), and its collectives`);
-      step.phases[rank].forEach((end, phase, ends) =>
-        figure.block(top + 18, us(phase ? ends[phase - 1] : run.starts[rank]), us(end), COLOURS[PHASES[phase]], phase < 2 ? PHASES[phase] : ""));
-      for (const [start, end] of step.waits[rank]) {
-        if (end - start <= SHORT_US) continue;
+      const waits = step.waits[rank].filter(([start, end]) => end - start > SHORT_US);
+      step.phases[rank].forEach((end, phase, ends) => {
+        const start = phase ? ends[phase - 1] : run.starts[rank];
+        const isPlain = phase < 2 && !waits.some((wait) => wait[0] < end && wait[1] > start);
+        figure.block(top + 18, us(start), us(end), COLOURS[PHASES[phase]], isPlain ? PHASES[phase] : "");
+      });
+      for (const [start, end] of waits) {
         figure.block(top + 18, us(start), us(end), "var(--color-background-primary)");
         figure.exposed(top + 18, us(start), us(end));
       }
@@ -117,7 +120,7 @@
     }
 
     const settings = addControls(sliders, "timeline", [
-      {name: "run", label: "recorded: the run", values: runs.map((_, index) => index), first: (runs.length - 1) >> 1, format: (index) => runs[index].name},
+      {name: "run", label: "recorded: the run", values: runs.map((_, index) => index), first: (runs.length - 2) >> 1, format: (index) => runs[index].name},
       {name: "link", label: "computed: speed of the link", values: SPEEDS, first: 1, format: (speed) => (speed === 1 ? "as recorded" : `${speed} × as fast`)},
     ], show);
     for (const [label, move] of [["Step back", () => (at ?? events.length) - 1], ["Step", () => (at ?? -1) + 1], ["Whole step", () => null]]) {

@@ -21,6 +21,7 @@ from public_wordings import WORDINGS
 from brigade.course.table.modules import MODULES, ROOT
 from brigade.lab.emulated_link import Link
 from brigade.lab.program import Machine, simulate
+from tools.live_timelines import replay
 
 pytestmark = pytest.mark.extended  # building the site takes as long as checking all modules
 term, marked = test_term.term, test_term.marked  # fixtures
@@ -29,6 +30,7 @@ PHONE = {"width": 390, "height": 844}
 STEP_MS = 1000 * hang_guard.HANG_S  # the deadline of one action or one page
 LINKS = (Link(0.0, 1e8), Link(1e-5, 1.25e10), Link(1e-3, 1e11))
 WORLD_SIZES = (2, 64, 1024)
+STORED_RUNS = "lessons/*/timeline.json"
 OFFLINE = {"preload": False}  # axe does not fetch style sheets from file:// addresses
 
 
@@ -244,6 +246,56 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
     before = page.inner_text("[data-model=prefetch] [data-name=peak]")
     move("prefetch", "prefetch", "ArrowLeft")
     assert page.inner_text("[data-model=prefetch] [data-name=peak]") != before
+
+
+def test_the_replay_in_the_browser_equals_pythons(page):
+    """This holds for every stored run, at one of five speeds of the link."""
+    page.add_script_tag(path=ROOT / "site" / "_static" / "timeline_model.js")
+    runs = [run for path in sorted(ROOT.glob(STORED_RUNS)) for run in json.loads(path.read_text())["runs"]]
+    assert len(runs) >= 30
+    for run, speed in zip(runs, itertools.cycle((0.25, 0.5, 1, 2, 16))):
+        found = page.evaluate("(given) => timelineModel.replay(...given)", [run, speed])
+        assert found == replay(run, speed)
+    assert replay(runs[0], 0.5)["end"] > replay(runs[0], 1)["end"] > replay(runs[0], 2)["end"]
+
+
+def test_a_chapter_replays_its_step_by_keyboard_and_keeps_the_settings_in_its_address(page, site):
+    stored = json.loads((ROOT / "lessons/m04_bucketed_ddp/timeline.json").read_text())["runs"]
+    url = (site / "lessons/m04_bucketed_ddp/README.html").as_uri()
+    page.goto(url)
+    box = page.locator("[data-timeline]")
+
+    def expect(index, speed):
+        end = replay(stored[index], speed)["end"]
+        assert box.locator("[data-name=step]").inner_text() == f"{end / 1e3:.1f} ms"
+
+    expect(1, 1)
+    page.press("[data-timeline] input[name=run]", "ArrowRight")
+    page.press("[data-timeline] input[name=link]", "ArrowLeft")
+    expect(2, 0.5)
+    status = box.locator("[role=status]")
+    texts = []
+    for button in ("Step", "Step", "Step back", "Step back", "Whole step", "Step back", "Step back"):
+        box.get_by_role("button", name=button, exact=True).press("Enter")
+        texts.append(status.inner_text())
+    assert texts[0] == texts[2] == texts[3] != texts[1], "the first event has none before it"
+    assert "whole step" in texts[4] and "ends the step" in texts[5]
+    assert box.locator(".later").count() == 1, "what follows the event is faded"
+    box.locator("summary").press("Enter")
+    rows = box.locator("table tr").all_inner_texts()
+    assert len(rows) == 1 + len(stored[2]["collectives"]) and "launched by rank 1" in rows[0]
+    page.set_viewport_size(PHONE)
+    assert find_sideways(page) == [], "the table scrolls in its own box"
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    expect(2, 0.5)
+    assert status.inner_text() == texts[6]
+    page.evaluate("location.hash = 'timeline.run=0&timeline.link=4'")
+    page.wait_for_function(
+        "document.querySelector('[data-timeline] [data-name=step]').previousSibling.textContent.includes('computed')"
+    )
+    expect(0, 4)
 
 
 def test_a_prediction_is_kept_on_this_device_and_compared_after_the_answer_is_open(page, site):

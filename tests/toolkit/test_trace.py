@@ -18,7 +18,7 @@ from brigade.course.table.modules import ROOT, get_module
 from brigade.lab import ladder, timeline, timeline_plot
 from brigade.lab.emulated_link import Link
 from brigade.lab.quiet import Verdict
-from tools import figures
+from tools import figures, live_timelines
 from tools.for_modules import run_for_modules
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
@@ -205,6 +205,7 @@ def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, 
     drawn = []
     picture = SimpleNamespace(savefig=drawn.append)
     monkeypatch.setattr(figures, "draw_timelines", lambda timelines, titles: picture)
+    monkeypatch.setattr(figures, "store_runs", lambda entry, path: f"runs of {entry.number}")
     monkeypatch.setattr(sys, "argv", ["figures", "3"])
     for cpu_share in (0.5, 0.98):
         verdict = Verdict(num_rounds=8, spread=0.05, cpu_share=cpu_share)
@@ -216,3 +217,40 @@ def test_one_reading_has_its_picture_redrawn_unless_the_machine_is_busy(traced, 
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
     assert run_for_modules("figures", None, figures.draw_figures) == 2
     assert capsys.readouterr().err.startswith("figures: ")
+
+
+def test_a_stored_step_replays_as_it_was_recorded(traced):
+    """A slower link makes it longer, unless nothing waits for the link."""
+    for number in (1, 2, 3, 6):
+        line = traced[number]
+        run = json.loads(json.dumps(live_timelines.store(line)))
+        step = live_timelines.replay(run, 1)
+        assert step["end"] / 1e3 == pytest.approx(line.end_ms, abs=1)
+        for rank in range(2):
+            assert step["exposed"][rank] / 1e3 == pytest.approx(line.compute_exposed_ms(rank), abs=1)
+            launched = [one.launched_ms for one in line.get_collectives(rank)]
+            assert [time / 1e3 for time in step["launched"][rank]] == pytest.approx(launched, abs=1)
+        assert live_timelines.replay(run, 0.25)["end"] > step["end"] > live_timelines.replay(run, 4)["end"]
+
+
+def test_the_runs_of_a_busy_machine_never_replace_those_of_a_quiet_one(tmp_path, monkeypatch):
+    path, entry = tmp_path / "timeline.json", get_module(4)
+
+    def store(cpu_share):
+        verdict = Verdict(num_rounds=8, spread=0.05, cpu_share=cpu_share)
+        monkeypatch.setattr(figures, "record_runs", lambda entry: ([{"name": str(cpu_share)}], verdict))
+        return figures.store_runs(entry, path)
+
+    assert [store(0.5), store(0.4), store(0.98)] == ["0.5", "0.4", "0.98"]
+    with pytest.raises(figures.Doubtful, match="busy"):
+        store(0.5)
+    assert json.loads(path.read_text()) == {"warning": "", "runs": [{"name": "0.98"}]}
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+def test_a_live_figure_has_several_runs_of_its_module(number):
+    entry = get_module(number)
+    listed = live_timelines.list_recorded(entry)
+    assert 3 <= len(listed) <= 5 and sum(f"module {number}" in name for name, *_ in listed) >= 2
+    stored = json.loads((entry.lesson / "timeline.json").read_text())
+    assert [run["name"] for run in stored["runs"]] == [name for name, *_ in listed]
