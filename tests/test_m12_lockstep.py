@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.course.checks.diagnose.evidence import find_wrong_group
 from brigade.course.checks.expectations import MANY_STEPS, expect_equal, format_distinct, replace_cause
 from brigade.ranks.claims import At, each_step, show
 from brigade.ranks.events import list_backward_passes, list_step_events
@@ -301,7 +302,7 @@ def expect_weights(results, case, job, alone, tolerance=MANY_STEPS):
 
 def expect_results(results, case, job, alone):
     """Expect every rank to return the results of one process. With job["watches"], see `expect_bits`, too."""
-    for step, expected in enumerate(alone["results"]):
+    for step, (expected, last) in enumerate(zip(alone["results"], alone["last"], strict=True)):
         reason = find_reason(case, job, step)
         returned = [results[rank]["results"][step] for rank in case.group]
         for index, (rank, result) in enumerate(zip(case.group, returned, strict=True)):
@@ -310,7 +311,8 @@ def expect_results(results, case, job, alone):
                 is_right = value == right or abs(value - right) <= RESULT * abs(right) < math.inf
                 is_right |= math.isnan(right) and math.isnan(value)
                 wanted, got = (right, value) if name == "is_skipped" else format_distinct(right, value)
-                why = partial(causes.explain_result, name, returned, expected, index, reason)
+                other_group = find_wrong_group(results.events, case.group, ["all_reduce"])
+                why = partial(causes.explain_result, name, returned, expected, index, reason, last, other_group)
                 at.claim(f"{name} is {wanted}{reason}", is_right, f"it is {got}", why)
             if expected[2] and job.get("watches"):
                 expect_bits(results[rank], case, reason, at, step)

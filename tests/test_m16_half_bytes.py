@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.course.checks.diagnose.evidence import find_wrong_group
 from brigade.course.checks.expectations import (
     blocks_backward,
     expect_gradients,
@@ -165,7 +166,8 @@ def test_gradients(submission):
         case = submission.case(model, world, steps=2, micro_batches=micro_batches, **options)
         results = submission.run(training.train, case.make_jobs(groups=groups, **make_job(2)), world_size=world)
         expect_start([result["start"] for result in results], case, events=results.events)
-        hypotheses = partial(causes.suspect_mistakes, case)
+        nbytes = [2 * numel for _, numel, _ in list_groups(case.parameters(), len(case.group), 1)]
+        hypotheses = partial(causes.suspect_mistakes, case, results, nbytes)
         expect_gradients(results, case, tolerance=GRADIENT, hypotheses=hypotheses)
         if micro_batches > 1:
             expect_silence(results.events, case.group)
@@ -302,7 +304,8 @@ def list_outputs(results, calls, group):
         for number in range(len(calls[0])):
             values, output = [own[number] for own in calls], results[rank][number]["output"].cpu()
             average = sum(value.double() for value in values) / len(group)
-            why = partial(causes.explain_error, output, values, index, len(results))
+            is_elsewhere = bool(find_wrong_group(results.events, group, ["all_to_all"]))
+            why = partial(causes.explain_error, output, values, index, len(results), is_elsewhere)
             yield At(rank), number, output, average.chunk(len(group))[index], why
 
 
@@ -358,6 +361,7 @@ def expect_overlap(step, groups, buckets_per_group):
     """Expect the all_to_alls of each group during backward, before the next group is complete, and no early wait."""
     exchanges, ready_at = step.launches("all_to_all"), {name: place for place, name in step.ready}
     at_once = step.launches().where(lambda one: waits_at_once(one, ready_at.values()))
+    is_single = buckets_per_group > 1 and len(step.launches("all_gather")) == len(exchanges)
     for number, (*_, names) in enumerate(groups):
         own = Launches(exchanges[number * buckets_per_group : (number + 1) * buckets_per_group], step)
         after = groups[number + 1][-1] if number + 1 < len(groups) else []
@@ -371,7 +375,7 @@ def expect_overlap(step, groups, buckets_per_group):
         own.satisfy(
             f"backward does not wait for group {number} before gradients of the next group are ready",
             lambda one, after=after: not (blocks_backward(one, after, ready_at) if after else one.sync),
-            causes.BLOCKED * bool(at_once),
+            causes.BLOCKED if at_once else causes.ONE_EACH * is_single,
         )
     gathers = at_once.where(lambda one: one.op == "all_gather")
     gathers.are_none("backward waits at once for none of the all_gathers that it launches", causes.BLOCKED)

@@ -15,7 +15,13 @@ ALL_SEND = (
     "every rank waits in a send before it receives. Start the send with isend, receive, and then wait for the send."
 )
 WHOLE_TENSOR = "a message carries more than one chunk. Send one chunk per step."
+FEWER_CHUNKS = (
+    "torch.chunk returns fewer chunks than there are ranks if the chunks before them take all elements. Use "
+    "split_into_chunks, which returns an empty chunk for each of the others."
+)
 SYMPTOMS = [
+    Symptom("fewer chunks than ranks", "IndexError", "list index out of range", FEWER_CHUNKS,
+            file=r"^[^#\n]*(?:torch|tensor|\)|\])\.chunk\("),
     Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
             "a rank sends a message to itself. In a group, pass group_dst and group_src, which "
             "are ranks of the group. A ring of one rank has no steps."),

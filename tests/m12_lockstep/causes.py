@@ -29,6 +29,7 @@ STEP_TAKEN = "the step whose batches were being taken happens on the other ranks
 NO_EFFECT = "max_norm has no effect: it is ignored, or finish_grad_sync overwrites gradients that were clipped before."
 NOT_CLIPPED = "the optimizer steps with gradients that are not clipped."
 NO_CLIP = "clip_grad_norm_ of ZeroOptimizer is not called. torch's sees averages of only this rank's shard."
+LAST_LOSS = "only the loss of each rank's last micro-batch counts. Add up those of all micro-batches."
 WEIGHINGS = {
     "the ranks compute means over their own tokens, and these means are averaged.": lambda tokens: [
         [1 / len(tokens) / max(sum(own), 1)] * len(own) for own in tokens
@@ -137,7 +138,9 @@ def suspect_weights(case, job, step):
         )
     else:
         summed = "the gradient is clipped before it is divided by the number of tokens."
+        each = "each parameter's gradient is clipped by its own norm. There is one norm, of all gradients together."
         hypotheses |= {summed: train(is_sum_clipped=True), NO_EFFECT: train(job={"options": {}})}
+        hypotheses[each] = train(is_each_clipped=True)
     return hypotheses
 
 
@@ -153,8 +156,11 @@ def find_wrong_steps(results, steps):
     return Evidence(mistake=STEP_TAKEN if max(counts) > steps else RAISED_EARLY if max(counts) < steps else "")
 
 
-def explain_result(name, returned, right, index, reason):
-    """Return why an entry of a result is wrong. `returned` are the results of all ranks, `right` is the right one."""
+def explain_result(name, returned, right, index, reason, last, other_group):
+    """Return why an entry of a result is wrong. `returned` are the results of all ranks, `right` is the right one.
+
+    `last` is the loss if only last micro-batches count, and `other_group` says which launch is in a wrong group.
+    """
     place = scenario.FIELDS.index(name)
     values = [result[place] for result in returned]
     if name == "is_skipped":
@@ -162,6 +168,8 @@ def explain_result(name, returned, right, index, reason):
             return "every rank decides from its own part. All must decide from the same numbers."
         what = "the loss" if "loss" in reason else "the gradient" if "gradient" in reason else ""
         return f"the decision does not test whether {what} is finite, which excludes NaN and infinity." if what else ""
+    if other_group:
+        return other_group
     total = sum(values) / (max(right[1], 1) if name == "loss" else 1)
     if len(set(values)) > 1 and any(math.isclose(total * n, right[place], rel_tol=1e-4) for n in (1, right[1])):
         return f"{name} is that of this rank's own tokens."
@@ -169,7 +177,8 @@ def explain_result(name, returned, right, index, reason):
         right[1]: "it is the sum over the tokens, not their mean.",
         1 / len(values): "it is divided by the number of ranks, too. The mean is the sum over all ranks / all tokens.",
     }
-    fitting = [why for f, why in factors.items() if math.isclose(values[index], f * right[0], rel_tol=1e-4)]
+    wrong = {f * right[0]: why for f, why in factors.items()} | {last: LAST_LOSS}
+    fitting = [why for loss, why in wrong.items() if math.isclose(values[index], loss, rel_tol=1e-4)]
     return fitting[0] if fitting and name == "loss" else ""
 
 

@@ -1,5 +1,6 @@
 """What one process computes on the batches of all ranks: the expected values of module 12's checks."""
 
+import itertools
 import math
 
 import torch
@@ -19,40 +20,45 @@ def weigh_tokens(tokens, factor=1):
     return [[factor / total if total else math.nan] * len(own) for own in tokens]
 
 
-def train_alone(case, job, weigh=weigh_tokens, is_sum_clipped=False, is_stale=False, steps=None):
-    """Return what one process has after each step: results, weights, and the norms of the gradients before clipping.
+def train_alone(case, job, weigh=weigh_tokens, is_sum_clipped=False, is_each_clipped=False, is_stale=False, steps=None):
+    """Return what one process has after each step: results, weights, norms before clipping, and "last".
 
-    With `is_sum_clipped`, the gradient of the summed losses is clipped, and divided afterwards. If `is_stale`, ranks
-    without micro-batches keep the gradients of the step before.
+    "last" is the loss if each rank counted only that of its last micro-batch. With `is_sum_clipped`, the gradient of
+    the summed losses is clipped, and divided afterwards. With `is_each_clipped`, each parameter's gradient is clipped
+    by its own norm. If `is_stale`, ranks without micro-batches keep the gradients of the step before.
     """
     model = case.build()
     net = Classifier(model, [batch for rank in case.group for step in case.batches[rank] for batch in step])
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(torch.optim, job["optimizer"])(params, **job["optimizer_options"])
     max_norm = job.get("options", {}).get("max_norm") or math.inf
-    results, weights, norms = [], [copy_weights(model)], []
+    results, weights, norms, last = [], [copy_weights(model)], [], []
     for step in range(len(case.batches[0]) if steps is None else steps):
         own = [case.batches[rank][step] for rank in case.group]
         tokens = [count_tokens(batches) for batches in own]
-        total, loss_sum = sum(map(sum, tokens)), 0.0
+        total, losses = sum(map(sum, tokens)), []
         kept = [None if p.grad is None else p.grad * own.count([]) / len(own) for p in params]
         optimizer.zero_grad()
         for batch, factor in zip(sum(own, []), sum(weigh(tokens), []), strict=True):
             logits, targets = net(batch["x"]).flatten(0, -2), batch["y"].flatten()
             loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-            loss_sum += loss.item()
+            losses.append(loss.item())
             (loss * factor).backward()
         for p, grad in zip(params, kept, strict=True):
             if is_stale and p.grad is not None and grad is not None:
                 p.grad += grad
-        norms.append(float(torch.nn.utils.clip_grad_norm_(params, max_norm / total if is_sum_clipped else max_norm)))
-        loss = loss_sum / total if total else math.nan
+        limit = max_norm / total if is_sum_clipped else max_norm
+        clipped = [[p] for p in params] if is_each_clipped else [params]
+        norms.append(max(float(torch.nn.utils.clip_grad_norm_(together, limit)) for together in clipped))
+        loss = sum(losses) / total if total else math.nan
+        ends = [end for end, batches in zip(itertools.accumulate(map(len, own)), own, strict=True) if batches]
+        last.append(sum(losses[end - 1] for end in ends) / total if total else math.nan)
         is_skipped = step == job.get("poisoned_step") or not math.isfinite(loss)
         if not is_skipped:
             optimizer.step()
         results.append((loss, total, is_skipped))
         weights.append(copy_weights(model))
-    return {"results": results, "weights": weights, "norms": norms}
+    return {"results": results, "weights": weights, "norms": norms, "last": last}
 
 
 def split_into_steps(batches, micro_batches, steps):

@@ -4,7 +4,9 @@ from collections import Counter
 
 import torch
 
+from brigade.ranks.events import launches
 from m16_half_bytes.expected import compress_alone, is_same
+from m16_half_bytes.scenario import MARK
 
 BLOCKED = "the collective is launched without async_op=True, or something waits for it at once."
 NO_ALL_TO_ALL = "a reducing collective adds in 16 bits. Only an all-to-all leaves the sum to you."
@@ -25,12 +27,19 @@ WIDE_WEIGHTS = "the weights are gathered in bfloat16. They travel in float32: on
 GATHERED = "the gradients are gathered although gather_grads is False."
 FLOAT16 = "gradients above 65504 are infinite in float16. The wrapper uses bfloat16."
 WIDE_GATHER = "the averages are gathered in float32."
+OTHER_GROUP = "the all_to_all is launched in another group. Pass it process_group."
+ONE_EACH = "each group has one bucket. Pass buckets_per_group to CachedDDP's constructor."
 
 
-def explain_error(output, values, index, world, wire=torch.bfloat16):
-    """Return why the output of the rank at `index` of a group is not the average of the values. `world` counts all."""
+def explain_error(output, values, index, world, is_elsewhere, wire=torch.bfloat16):
+    """Return why the output of the rank at `index` of a group is not the average of the values. `world` counts all.
+
+    `is_elsewhere` says whether the group has launched an all_to_all in another group.
+    """
     if output.isnan().any():
         return "the output contains NaN, as the result of an all_to_all does until you wait on its handle."
+    if is_elsewhere:
+        return OTHER_GROUP
     size = len(values)
     parts = [value.chunk(size)[index] for value in values]
     sent = [part.to(wire) for part in parts]
@@ -53,6 +62,7 @@ def explain_error(output, values, index, world, wire=torch.bfloat16):
     for cause, wrong in (
         (f"the sum of {size} ranks is not divided.", average * size),
         ("the rank still has its own values.", parts[index]),
+        ("the average is added to what the output contained. Overwrite it.", average + MARK),
         *(
             (f"this is part {i} of the average, but the rank's part is {index}.", sum(others) / size)
             for i, others in enumerate(zip(*(value.chunk(size) for value in values), strict=True))
@@ -123,8 +133,8 @@ def explain_zero(launched):
     return ""
 
 
-def suspect_mistakes(case):
-    """Return the gradients that mistakes would produce on each rank."""
+def suspect_mistakes(case, results, nbytes):
+    """Return the gradients that mistakes would produce on each rank. A step has one all_to_all for each of `nbytes`."""
     size = len(case.group)
     summed = {name: None if grad is None else grad * size for name, grad in case.gradients().items()}
     last = case.gradients(micro=slice(-1, None))
@@ -132,6 +142,8 @@ def suspect_mistakes(case):
         f"the gradients are {size}× too large, as if they were summed over {size} ranks but not divided.": [summed]
         * size
     }
+    if why := explain_buckets(nbytes, launches(results.events[case.group[0]], 0)):
+        hypotheses[why] = [results[rank]["gradients"][0] for rank in case.group]
     if len(case.batches[0][0]) > 1:
         hypotheses["the gradients accumulated inside no_sync are lost."] = [last] * size
     return hypotheses if size > 1 else {}
@@ -151,8 +163,10 @@ def explain_feedback(steps, result):
     """Return which mistake produces these rounded values."""
     if all(torch.equal(error, 0 * error) for error in result["errors"]):
         return "error stays zero."
-    for cause, compute in FEEDBACK.items():
-        wrong = compress_alone(steps, compute)
+    shared = "all ErrorFeedback objects share one error. Set self.error, and not an attribute of the class."
+    hypotheses = {cause: compress_alone(steps, compute) for cause, compute in FEEDBACK.items()}
+    hypotheses[shared] = compress_alone(steps, lambda values, error: (values + error, values + error), num_objects=1)
+    for cause, wrong in hypotheses.items():
         if all(is_same(rounded, other) for rounded, (other, _) in zip(result["rounded"], wrong, strict=True)):
             return cause
     return ""

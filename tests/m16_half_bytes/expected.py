@@ -6,17 +6,17 @@ from brigade.course.checks.expectations import format_distinct
 from brigade.ranks.claims import show
 
 
-def compress_alone(steps, compute):
+def compress_alone(steps, compute, num_objects=2):
     """Return (rounded, error) of each step of two alternating objects. `compute` returns what is rounded, and kept.
 
-    The first is in bfloat16, and the second in float32.
+    The first is in bfloat16, and the second in float32. With one of `num_objects`, both objects have the same error.
     """
     errors, results = [torch.zeros_like(steps[0])] * 2, []
     for number, values in enumerate(steps):
-        to_round, to_keep = compute(values, errors[number % 2])
+        to_round, to_keep = compute(values, errors[number % num_objects])
         rounded = to_round.bfloat16()
-        errors[number % 2] = to_keep - rounded.float()
-        results.append((rounded, errors[number % 2]))
+        errors[number % num_objects] = to_keep - rounded.float()
+        results.append((rounded, errors[number % num_objects]))
     return results
 
 
