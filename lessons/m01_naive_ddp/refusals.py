@@ -207,23 +207,30 @@ def require_memory(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         raise RuntimeError("the optimizer has weights whose memory is released: make it with the wrapper's shards()")
 
 
-class ShardGrad(Tensor):
-    """The gradient of a shard. If `torch.amp.GradScaler` looks for infinities in it, all ranks get the same answer.
-
-    The scaler skips a step where it finds one, on each rank alone. Ranks that decide differently would diverge. So
-    would ranks that clip by the norm of their own part, as torch's `clip_grad_norm_` does.
-    """
-
-    process_group: dist.ProcessGroup | None = None
+class PartGrad(Tensor):
+    """A gradient of which this rank's part has averages. Ranks that clip by its norm, as torch does, would diverge."""
 
     @classmethod
     def __torch_function__(cls, function, types, args, kwargs=None):
         # torch's clip_grad_norm_ takes the norms in the dtype of the gradients. A loop that adds up the squares of all
         # ranks, such as that of module 12, names another one.
         if function is torch.linalg.vector_norm and "dtype" not in (kwargs or {}):
-            raise RuntimeError("the norm of a shard's gradient is that of a part: use the wrapper's clip_grad_norm_")
+            raise RuntimeError("this rank has averages of a part only: use the course's own clip_grad_norm_")
         with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **kwargs or {})
+            return function(*args, **kwargs or {})
+
+
+class ShardGrad(PartGrad):
+    """The gradient of a shard. If `torch.amp.GradScaler` looks for infinities in it, all ranks get the same answer.
+
+    The scaler skips a step where it finds one, on each rank alone. Ranks that decide differently would diverge.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args, kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs)
         if function.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             grads, is_found, _ = args
             dist.all_reduce(is_found, dist.ReduceOp.MAX, group=grads[0].process_group)

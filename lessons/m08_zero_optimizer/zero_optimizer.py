@@ -52,7 +52,8 @@ class OuterOptimizer(UnscaledOptimizer):
         """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64.
 
         If the norm is NaN, all gradients become NaN. `torch.nn.utils.clip_grad_norm_` is wrong here: it would read all
-        of `p.grad`, but only this rank's part has averages.
+        of `p.grad`, but only this rank's part has averages. After the finish of a wrapper, it raises RuntimeError, or
+        clips nothing if a wider `grad_dtype` leaves `p.grad` None.
         """
         grads = self.prepare_grads()
         device = next((p.device for group in self.param_groups for p in group["params"]), None)

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-from ..m01_naive_ddp.refusals import require_own_memory
+from ..m01_naive_ddp.refusals import PartGrad, require_own_memory
 from ..m05_grad_buffer.grad_buffer import BufferedDDP, GradBuffer
 
 # torch 2.13 renamed these functions. Modules 10, 11 and 16 import them from here.
@@ -85,9 +85,16 @@ class BucketGroup:
         return handle
         ### END SOLUTION
 
+    def mark_reduced(self, is_reduced: bool) -> None:
+        """Set `is_reduced`. While it is True, torch's `clip_grad_norm_` refuses the gradients of the group."""
+        if is_reduced != self.is_reduced:
+            self.is_reduced = is_reduced
+            for i in self.param_indices:
+                self.buffer.views[i].__class__ = PartGrad if is_reduced else Tensor
+
     def start_param_sync(self) -> None:
         """Start the all-gather of the parameters, after each rank has updated its own shards of them."""
-        self.is_reduced = False
+        self.mark_reduced(False)
         self.param_handle = self.start_all_gather(self.buffer.param_data)
 
     def finish_param_sync(self) -> None:
@@ -238,12 +245,12 @@ class CoalescedDDP(BufferedDDP):
         for buffer in self.grad_buffers:
             buffer.finish_accumulation(self.gather_grads)
         for group in self.groups:
-            group.is_reduced = not self.gather_grads
+            group.mark_reduced(not self.gather_grads)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, even if no step has used them."""
         for group in self.groups:
-            group.is_reduced = False
+            group.mark_reduced(False)
         super().zero_grad(set_to_none)
 
     def start_param_sync(self) -> None:

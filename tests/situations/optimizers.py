@@ -147,12 +147,9 @@ def unused_with_momentum(run: Run) -> None:
 @situation(
     "pytorch #72548",
     "The gradients are clipped with torch's own function.",
-    refused="use the wrapper's clip_grad_norm_",
+    refused="use the course's own clip_grad_norm_",
     needs="wrapper",
-    not_for={
-        **dict.fromkeys(("m08", "m09"), "module 8's docstring says that it is wrong here"),
-        "m10": "its docstring says that it finds no gradients, and clips nothing",
-    },
+    not_for={"m10": "its docstring says that it finds no gradients, and clips nothing"},
 )
 def clipped_by_torch(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
