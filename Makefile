@@ -22,7 +22,7 @@ SITE := $(if $(STUDENT),student-site,site)
 # Containers often set it. Every process of make test would then compile all tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal lint lock setup-demo
+.PHONY: help demo test module new figures notebooks slides site gradescope student package coverage gpu-check gpu-sim validate-plan promises soak matrix rehearsal cluster lint lock setup-demo
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -46,6 +46,7 @@ help:
 	@echo "make soak             run all graded checks with 30 seeds; takes about half an hour"
 	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
 	@echo "make rehearsal        run make demo and make test in surroundings that break programs; takes hours"
+	@echo "make cluster          run the Slurm jobs on a cluster of two nodes on this machine; needs root and Debian's slurm-wlm"
 	@echo "make lock             write requirements.txt again, which pins all packages of pyproject.toml with their hashes"
 	@echo "make clean            remove .venv and out"
 
@@ -140,6 +141,9 @@ matrix:
 
 rehearsal: setup
 	$(BIN)/python -m tools.rehearsal $(if $(ROWS),--rows $(ROWS))
+
+cluster: setup
+	$(BIN)/python -m tools.cluster
 
 include setup.mk
 

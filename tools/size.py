@@ -12,7 +12,7 @@ from pathlib import Path
 
 from brigade.course.table.modules import ROOT
 
-LINES = {"brigade": 22_360, "tests": 43_600}  # of Python
+LINES = {"brigade": 22_360, "tests": 43_640}  # of Python
 MOST_IN_A_FILE, MOST_IN_A_FUNCTION = 490, 108  # lines, in brigade
 SHOWN = 10
 

@@ -14,6 +14,8 @@ from test_class import gradebook_rows, run_stub, small_class
 from brigade.course.cli import main as cli
 from brigade.course.table.modules import ROOT
 from brigade.grader import classroom
+from brigade.ranks.errors import UserError
+from tools import cluster
 
 PROGRAM = "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.run_grader = t.run_stub; "
 PROGRAM += "sys.exit(t.cli.main(sys.argv[3:]))"
@@ -156,3 +158,18 @@ def test_what_a_slice_could_not_grade_is_said(stub, tmp_path, capfd):
     assert cli.main([*options, "--slice", "1/2"]) == 1
     assert f"bob: not graded / {classroom.KILLED}: see bob.log" in capfd.readouterr().err
     assert cli.main([*options, "--slice", "0/2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("uid", "missing", "sentence"),
+    [
+        (1000, [], "make cluster needs Linux and root, as in `sudo make cluster`"),
+        (0, ["munged", "sbatch"], "make cluster needs sbatch, munged: install the packages with `apt-get install "),
+    ],
+)
+def test_make_cluster_says_what_is_missing(uid, missing, sentence, monkeypatch):
+    monkeypatch.setattr(cluster.sys, "platform", "linux")
+    monkeypatch.setattr(cluster.os, "geteuid", lambda: uid)
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: None if name in missing else name)
+    with pytest.raises(UserError, match=sentence):
+        cluster.refuse_what_cannot_run()
