@@ -12,7 +12,7 @@ from rich.table import Table
 
 from brigade.course.table.modules import CORE_MODULES, Module
 from brigade.lab.ladder import EMULATED, Ladder, Variant, get_variant, run_benchmark
-from brigade.lab.plots import make_empty_table
+from brigade.lab.plots import format_exposed, make_empty_table
 from brigade.ranks.texts import Sources
 
 # Its reader is waiting, so a slow or busy machine measures fewer rounds.
@@ -62,7 +62,7 @@ def make_table(results: Ladder, previous: int) -> Table:
             row.label,
             f"{row.collectives:g}",
             f"{row.sent_bytes / 1e6:.2f}",
-            f"{exposed.median:.0f}",
+            format_exposed(results, row, 0),
             f"{exposed.lower:.0f} to {exposed.upper:.0f}",
             f"{row.copied_bytes / 1e6:.2f}",
             f"{row.allocated_bytes / 1e6:.2f}",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from brigade.lab.ladder import LOSS_TOLERANCE, Ladder, Spread, compute_spread
+from brigade.lab.ladder import LOSS_TOLERANCE, Ladder, Measurement, Spread, compute_spread
 from brigade.lab.memory_accounting import KINDS
 
 # Okabe and Ito's palette for all kinds of colour vision. The colours also differ in lightness, so they work in
@@ -43,6 +43,11 @@ def format_quartiles(spread: Spread, digits: int) -> str:
     return f"{format_number(spread.lower, digits)}-{format_number(spread.upper, digits)}"
 
 
+def format_exposed(ladder: Ladder, one: Measurement, digits: int) -> str:
+    """Return a variant's exposed time in ms as text. A negative one is noise, so it counts as 0."""
+    return f"{max(0.0, ladder.compute_exposed(one).median):.{digits}f}"
+
+
 def make_time_table(ladder: Ladder) -> Table:
     """Return a table of step times, with a row for each variant, and the verdict on the machine below it."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms")
@@ -60,7 +65,7 @@ def make_time_table(ladder: Ladder) -> Table:
             format_quartiles(compute_spread(one.step_ms), 1),
             f"{ratio.median:.2f}",
             format_quartiles(ratio, 2),
-            f"{ladder.compute_exposed(one).median:.1f}",
+            format_exposed(ladder, one, 1),
         )
     table.caption, table.caption_justify = textwrap.fill(ladder.verdict.sentence, CAPTION_WIDTH), "left"
     table.caption_style = "" if ladder.verdict.is_quiet else "bold"
@@ -91,7 +96,8 @@ def make_memory_table(ladder: Ladder) -> Table:
 
 def make_training_table(ladder: Ladder) -> Table:
     """Return the table of the capstone: loss, speed, exposed time, bytes per step and memory, for each variant."""
-    headings = ("loss", "tokens\nper s", "exposed\nms", "MB\nsent", "MB at\npeak")
+    from_scratch = f"loss after\n{ladder.workload.rounds} steps\nfrom scratch"  # not that of the training before
+    headings = (from_scratch, "tokens\nper s", "exposed\nms", "MB\nsent", "MB at\npeak")
     table = make_empty_table(describe_ranks(ladder), "variant", headings)
     num_tokens = ladder.workload.batch_size * ladder.workload.time
     for one in ladder.variants:
@@ -99,7 +105,7 @@ def make_training_table(ladder: Ladder) -> Table:
             one.label,
             f"{one.losses[0]:.4f}",
             f"{1e3 * num_tokens / one.median_ms:.0f}",
-            f"{ladder.compute_exposed(one).median:.1f}",
+            format_exposed(ladder, one, 1),
             format_number(one.sent_bytes / 1e6, 2),
             format_number(sum(one.peak_bytes.values()) / 1e6, 2),
         )
