@@ -147,21 +147,15 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
     return chosen, sources, sentences
 
 
-def read_engine(target: str, variant: Variant, loop: Module, dumps: Module) -> Sources:
-    """Return all modules of a target. Raise UserError if the variant's, or that of the loop, are not written.
-
-    Of the module that dumps traces, only the parts that are given need to be there.
-    """
+def read_engine(target: str, variant: Variant) -> Sources:
+    """Return all modules of a target. Raise UserError if those of the variant are not written."""
     snapshot = Snapshot(target)
     sources: Sources = {}
     for entry in MODULES:
         sources |= snapshot.read_earlier(entry)
     packages = [pair[0] for pair in (variant.wrapper, variant.optimizer, variant.others) if pair]
-    needed = select_named(packages, sources)
-    for path, text in [*needed.values(), *(sources[f"{one.package}.{one.name}"] for one in (loop, dumps))]:
-        parts = find_unwritten_parts(text) if path else []
-        parts = [part for part in parts if part.module != dumps.number]
-        for part in parts:
+    for path, text in select_named(packages, sources).values():
+        for part in find_unwritten_parts(text) if path else []:
             advice = f"`brigade check {part.module}` shows what to do"
             raise UserError(f"{variant.label} cannot train, because {part} is not written yet: {advice}")
         if not path:

@@ -18,11 +18,13 @@ import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.linalg import vector_norm
+from torch.nn.functional import cross_entropy
 
 from brigade.course.checks.tiny_lm import SIZES
 from brigade.course.cli.console import console
@@ -51,7 +53,7 @@ MONTH_S = 30 * 86400.0  # `watch_for_hangs` stops a run much earlier
 # ---- data: every rank draws the whole batch of a step, which depends only on the step's number, and keeps its own part
 
 
-def draw_own_batch(text, workload, step):
+def draw_own_batch(text, workload, step, has_loop):
     """Return this rank's tokens and targets, (sequences, time). A sequence ends with its last whole line of text."""
     generator = torch.Generator().manual_seed(step)
     tokens, targets = corpus.draw_batch(text, workload["batch_size"], workload["time"], generator)
@@ -59,13 +61,14 @@ def draw_own_batch(text, workload, step):
     lengths = [end[-1] + 1 if end else len(row) for end, row in zip(ends, targets)]
     for row, length in zip(targets, lengths):
         row[length:] = IGNORED
-    own = student(LOOP, "assign_sequences")(lengths, dist.get_world_size())[dist.get_rank()]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = student(LOOP, "assign_sequences")(lengths, size)[rank] if has_loop else [*range(rank, len(lengths), size)]
     if not own:  # this rank takes part in the collectives all the same
         own, targets = [0], torch.full_like(targets, IGNORED)
     return [part[own].to(on_ranks.device()) for part in (tokens, targets)]
 
 
-# ---- the loop: module 12's, with any engine
+# ---- the loop: module 12's, with any engine, or a plain one
 
 
 class AnyEngine(nn.Module):
@@ -87,8 +90,32 @@ class AnyEngine(nn.Module):
         getattr(self.wrapper, "finish_grad_sync", lambda: None)()
 
 
-def make_loop(setup):
-    """Return a loop of module 12 for this engine."""
+class PlainLoop:
+    """Take steps without module 12: each token of all ranks counts once, but an infinite value is not skipped."""
+
+    def __init__(self, setup):
+        self.engine, self.optimizer = AnyEngine(setup), setup.optimizer
+
+    def step(self, micro_batches):
+        """Train on one micro-batch. Return an object with the mean `loss` of all ranks' tokens."""
+        [(tokens, targets)] = micro_batches
+        num_tokens = (targets != IGNORED).sum()
+        dist.all_reduce(num_tokens)
+        self.optimizer.zero_grad()
+        outputs = self.engine(tokens).flatten(0, -2)  # (tokens, vocabulary)
+        loss = cross_entropy(outputs, targets.flatten(), ignore_index=IGNORED, reduction="sum") / num_tokens
+        (loss * dist.get_world_size()).backward()  # the wrapper divides by the number of ranks
+        self.engine.finish_grad_sync()
+        self.optimizer.step()
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        return SimpleNamespace(loss=total.item())
+
+
+def make_loop(setup, has_loop):
+    """Return a loop for this engine: that of module 12, if it is written."""
+    if not has_loop:
+        return PlainLoop(setup)
     loop_class = student(LOOP, "LockstepLoop")
 
     class Loop(loop_class):
@@ -120,10 +147,10 @@ def train(plan, workload, variant):
     setup = on_ranks.build_setup(variant, on_ranks.copy_model(start, variant), workload)
     if plan["resume"]:
         set_state(setup, start, state)
-    loop = make_loop(setup)
+    loop = make_loop(setup, plan["has_loop"])
     with watch_for_hangs(plan) as made_progress:
         for step in range(about["step"], plan["steps"]):
-            about["losses"].append(loop.step([draw_own_batch(text, workload, step)]).loss)
+            about["losses"].append(loop.step([draw_own_batch(text, workload, step, plan["has_loop"])]).loss)
             about["step"] = step + 1
             recording.note("trained", step=step)
             stops = about["step"] < plan["steps"] and is_asked_to_stop(plan)
@@ -149,13 +176,15 @@ def is_asked_to_stop(plan):
 
 @contextmanager
 def watch_for_hangs(plan):
-    """Yield a function to call after each step. If this takes too long, write module 13's dump and end the process."""
-    dump_trace, timer = student(POST_MORTEM, "dump_trace"), None
+    """Yield a function to call after each step. If this takes too long, end the process, with a dump of module 13."""
+    dump_trace, timer = student(POST_MORTEM, "dump_trace") if plan["dumps"] else None, None
 
     def dump():
-        dump_trace(Path(plan["dumps"]) / f"dump_{dist.get_rank()}.json")
-        where = f"rank {dist.get_rank()} has taken no step for {plan['deadline']:g} s"
-        print(f"{where}: `brigade post-mortem {plan['dumps']}` says who waits for whom", file=sys.stderr, flush=True)
+        sentence = f"rank {dist.get_rank()} has taken no step for {plan['deadline']:g} s"
+        if dump_trace:
+            dump_trace(Path(plan["dumps"]) / f"dump_{dist.get_rank()}.json")
+            sentence += f": `brigade post-mortem {plan['dumps']}` says who waits for whom"
+        print(sentence, file=sys.stderr, flush=True)
         time.sleep(torchrun.OTHERS_FIRST_S)  # torchrun stops the other ranks when the first one ends
         os._exit(1)
 
@@ -216,7 +245,9 @@ def run(arguments):
     options = make_parser().parse_args(arguments)
     world_size, backend = choose_ranks(options)
     variant = get_engine(get_module(options.engine))
-    sources, size = bench.read_engine(options.target, variant, LOCKSTEP, DUMPS), SIZES[options.size]
+    sources, size = bench.read_engine(options.target, variant), SIZES[options.size]
+    (has_loop, loop), (has_dumps, _) = (sources[f"{one.package}.{one.name}"] for one in (LOCKSTEP, DUMPS))
+    has_loop = bool(has_loop) and not find_unwritten_parts(loop)
     folder, resumed = (path and Path(path).resolve() for path in (options.save, options.resume))
     about = checkpoint.read_manifest(resumed, asdict(size)) if resumed else {"step": 0, "tokens": 1024}
     if about["step"] >= options.steps:
@@ -225,7 +256,7 @@ def run(arguments):
     if folder and folder != resumed and (folder / checkpoint.MANIFEST).exists():
         raise UserError(f"{folder} has a checkpoint already: add --resume {folder}, or choose another directory")
     picture = resolve_results_file(options.png)
-    dumps = folder or ROOT / "out" / "dumps"
+    dumps = folder or ROOT / "out" / "dumps"  # dump_trace is given, so the file of module 13 is enough
     dumps.mkdir(parents=True, exist_ok=True)
     for old in dumps.glob("dump_*.json"):
         old.unlink(missing_ok=True)
@@ -240,7 +271,8 @@ def run(arguments):
         learning_rate=0.05 if options.size == "tiny" else 0.005,
         node_size=None if world_size % node_size else node_size,
     )
-    plan = {"steps": options.steps, "every": options.every, "deadline": options.deadline, "dumps": str(dumps)}
+    plan = {"steps": options.steps, "every": options.every, "deadline": options.deadline, "has_loop": has_loop}
+    plan |= {"dumps": str(dumps) if has_dumps else ""}
     plan |= {"save": str(folder or ""), "resume": str(resumed or ""), "tokens": tokens}
     plan |= {"batch_size": workload.batch_size, "compares_curves": bool(picture)}
     variants = [replace(one, dtype=options.dtype) for one in (variant, TORCH_DDP, TORCH_FSDP)]
@@ -271,6 +303,8 @@ def run(arguments):
     losses = curves[variant.label]
     for step in sorted({*range(0, len(losses), max(1, len(losses) // 10)), len(losses) - 1}):
         console.print(f"step {step:6d}  loss {losses[step]:.4f}")
+    if not has_loop:
+        console.print("Each rank had equally many sequences, because module 12 is not written yet.")
     console.print(make_training_table(ladder))
     if picture:
         from brigade.lab.notebook_plots import draw_lines

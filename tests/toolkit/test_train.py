@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import hang_guard
 import pytest
@@ -17,7 +18,7 @@ import torch
 from in_ranks import last_mile
 
 from brigade.course.checks.tiny_lm import Size
-from brigade.course.table.modules import MODULES, ROOT, get_module
+from brigade.course.table.modules import MODULES, ROOT, get_module, select_modules
 from brigade.course.table.skeletons import make_skeletons
 from brigade.lab import bench, checkpoint, ladder
 from brigade.ranks.errors import UserError
@@ -39,7 +40,7 @@ engine = functools.cache(lambda number: asdict(ladder.get_engine(get_module(numb
 
 @pytest.fixture(scope="module")
 def sources():
-    return bench.read_engine("solutions", ladder.get_engine(get_module(16)), train.LOCKSTEP, train.DUMPS)
+    return bench.read_engine("solutions", ladder.get_engine(get_module(16)))
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def call(sources):
 def make_plan(steps, folder="", **changes):
     """Return a plan that saves after every second step, if there is a folder."""
     plan = {"steps": steps, "every": 2, "deadline": hang_guard.HANG_S, "dumps": str(folder), "save": str(folder)}
-    return plan | {"resume": "", "tokens": 80} | changes
+    return plan | {"resume": "", "tokens": 80, "has_loop": True} | changes
 
 
 def expect_equal(losses, expected):
@@ -109,6 +110,14 @@ def test_a_rank_without_a_sequence_takes_part(call):
     [[expected]] = call(train.train, (make_plan(3), workload, engine(1)), world_size=1)
     for results in call(train.train, *[(make_plan(3), workload, engine(number)) for number in (1, 8, 11)]):
         expect_equal(results[0], expected)
+
+
+@pytest.mark.parametrize("number", [1, 4, pytest.param(8, marks=pytest.mark.extended)])
+def test_the_plain_loop_counts_every_token_once(number, call):
+    """Five sequences of unequal lengths are on two ranks, without modules 12 and 13."""
+    [[expected]] = call(train.train, (make_plan(3), WORKLOAD, engine(1)), world_size=1)
+    for losses in call(train.train, (make_plan(3, has_loop=False, dumps=""), WORKLOAD, engine(number)))[0]:
+        expect_equal(losses, expected)
 
 
 # ---- checkpoints
@@ -348,6 +357,29 @@ def test_the_program_prints_one_table(tmp_path, monkeypatch, capsys):
     assert len({re.search(rf"{name} +(\S+)", printed)[1] for name in ("DDP", "torch DDP", "fully_shard")}) == 1
     assert max(map(len, printed.splitlines())) <= 80
     assert checkpoint.read_manifest(tmp_path, asdict(SIZE))["step"] == 3
+
+
+def test_modules_1_to_8_are_enough(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "SIZES", {"tiny": SIZE})
+    for path in (path for entry in select_modules("1-8") for path in entry.paths):
+        shutil.copy(ROOT / "solutions" / path, tmp_path)
+    shape = ["--tokens", "64", "--steps", "3", "--rounds", "2", "--save", str(tmp_path / "run")]
+    assert train.run(["--target", str(tmp_path), "--engine", "8", *shape]) == 0
+    printed = capsys.readouterr().out
+    assert "because module 12 is not written yet" in printed and re.search(r"8 ZeroOptimizer +\d\.\d+", printed)
+    assert checkpoint.read_manifest(tmp_path / "run", asdict(SIZE))["step"] == 3
+
+
+def test_a_hang_without_module_13_is_one_sentence(monkeypatch, capsys):
+    ends, codes = [], []
+    timer = SimpleNamespace(start=lambda: None, cancel=lambda: None)
+    monkeypatch.setattr(train.threading, "Timer", lambda _, function: ends.append(function) or timer)
+    monkeypatch.setattr(train.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(train.os, "_exit", codes.append)
+    monkeypatch.setattr(train.torchrun, "OTHERS_FIRST_S", 0)
+    with train.watch_for_hangs({"dumps": "", "deadline": 8.0}):
+        ends[0]()
+    assert capsys.readouterr().err == "rank 1 has taken no step for 8 s\n" and codes == [1]
 
 
 @pytest.mark.extended

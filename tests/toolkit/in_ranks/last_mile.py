@@ -98,12 +98,12 @@ def hang(plan: dict, workload: dict, variant: dict, culprit: int, step: int) -> 
     draw, dump_trace = train.draw_own_batch, train.student("m13_post_mortem", "dump_trace")
     path = Path(plan["dumps"]) / f"dump_{dist.get_rank()}.json"
 
-    def draw_or_hang(text, workload, number):
+    def draw_or_hang(text, workload, number, has_loop):
         if number == step:
             hung.set()
             if dist.get_rank() == culprit:
                 threading.Event().wait()
-        return draw(text, workload, number)
+        return draw(text, workload, number, has_loop)
 
     def is_waiting() -> bool:
         dump_trace(path)
@@ -154,7 +154,7 @@ def train_plainly(snippet: str, workload: dict, first: int, steps: int) -> list[
     exec(snippet, {"model": model, "optimizer": optimizer, "torch": torch, "Path": Path, "json": json})
     losses, (_, text) = [], on_ranks.make_start(workload)
     for step in range(first, steps):
-        tokens, targets = train.draw_own_batch(text, workload, step)
+        tokens, targets = train.draw_own_batch(text, workload, step, True)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())  # IGNORED is torch's own value
         optimizer.zero_grad()
         loss.backward()
