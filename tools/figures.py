@@ -72,7 +72,7 @@ def list_pictures(entry: Module) -> dict[Path, Callable[[Path], str | None]]:
     special = {"CachedDDP": ("views", draw_views), "FullyShardedDDP": ("checkpointing", draw_checkpointing)}
     special |= {"HalfBytesDDP": ("wire", draw_wire), "ZeroOptimizer": ("memory", draw_kept)}
     drawings = dict(special[name] for name in entry.public if name in special)
-    if entry.trains and not entry.needs_nodes:
+    if entry.trains and "replica_group" not in entry.takes:
         before = [module for module in CORE_MODULES if module.number < entry.number]
         compared = [*before[-1:], entry]
         drawings["timeline"] = partial(draw_steps, compared)

@@ -16,7 +16,7 @@ from brigade.course.table.modules import MODULES, ROOT
 TEMPLATE = ROOT / "tools" / "template"
 TABLE = ROOT / "brigade" / "course" / "table" / "modules.py"
 ROW = """    Module(99, "m99_scratch", "TODO: a title", 2, 60, 3, ("ScratchDDP",),
-           "TODO: what a step launches, and when", ADVANCED),
+           "TODO: what a step launches, and when", ADVANCED, wrapper="ScratchDDP"),
 """
 
 

@@ -105,7 +105,7 @@ class Variant:
     Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses the
     workload's. `bucket_mb` (MiB) replaces the workload's value, unless it is None. `arguments` are additional arguments
     of the wrapper. `others` is the optimizer of the parameters that are no matrices, if `optimizer` trains only
-    matrices. `overlaps_forward` and `needs_nodes` are those of the module.
+    matrices. `takes` and `overlaps_forward` are those of the module.
     """
 
     label: str
@@ -115,13 +115,21 @@ class Variant:
     arguments: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"  # of the model's parameters
     others: tuple[str, str] | None = None
+    takes: tuple[str, ...] = ()
     overlaps_forward: bool = False
-    needs_nodes: bool = False
+
+    @property
+    def is_torch(self) -> bool:
+        return self.wrapper is not None and self.wrapper[0] == "torch"
+
+    @property
+    def needs_nodes(self) -> bool:
+        return "replica_group" in self.takes
 
 
 TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
-TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
-TORCH_FSDP = Variant("torch fully_shard", ("torch", "fully_shard"))
+TORCH_ZERO = replace(TORCH_DDP, label="torch DDP + ZeRO", optimizer=("torch", "ZeroRedundancyOptimizer"))
+TORCH_FSDP = Variant("torch fully_shard", ("torch", "fully_shard"), takes=("compute_dtype",))
 TORCH = (TORCH_DDP, TORCH_ZERO)
 PLANNED_TORCH = (*TORCH, TORCH_FSDP)
 ONE_PROCESS = Variant("one process")
@@ -273,38 +281,23 @@ class Ladder:
 
 
 def get_variant(entry: Module, name: str = "") -> Variant:
-    """Return the variant of a module that uses one of the module's public names (default: the last one).
+    """Return the variant that trains with a module, or with the optimizer of this name that needs no wrapper.
 
-    If this name is an optimizer, it is combined with the module's own wrapper, or else with the last wrapper before it,
-    unless it needs none.
+    Raise UserError for a module that trains nothing.
     """
-    name = name or entry.public[-1]
-    own, label = (entry.package, name), f"{entry.number} {name}"
-    if name == entry.alone:
-        others = entry.others and (find_module(entry.others).package, entry.others)
-        return Variant(label, None, own, others=others or None)
-    if name.endswith("DDP"):
-        return Variant(label, own, overlaps_forward=entry.overlaps_forward, needs_nodes=entry.needs_nodes)
-    wrappers = [
-        (one.package, wrapper)
-        for one in TRAINING_MODULES
-        if one.number <= entry.number
-        for wrapper in one.public
-        if wrapper.endswith("DDP")
-    ]
-    return Variant(label, wrappers[-1], own, overlaps_forward=entry.overlaps_forward)
-
-
-def get_engine(entry: Module) -> Variant:
-    """Return the variant that trains with a module, also if `brigade bench` does not compare this module.
-
-    It may be that of another module. Raise UserError for a module that trains nothing.
-    """
-    if not entry.trains and not entry.engine:
+    if not entry.wrapper and not entry.alone:
         raise UserError(f"module {entry.number} trains no model: choose another engine")
-    name = entry.engine or entry.public[-1]
-    own = name if name in entry.public else entry.public[-1]
-    return replace(get_variant(find_module(name), name), label=f"{entry.number} {own}")
+    own = [one for one in entry.public if one in (entry.wrapper, entry.optimizer, entry.alone)] or entry.public
+    label = f"{entry.number} {name or own[-1]}"
+    if not entry.wrapper or (name and name == entry.alone):
+        return Variant(label, None, find_class(entry.alone), others=find_class(entry.others))
+    classes = find_class(entry.wrapper), find_class(entry.optimizer)
+    return Variant(label, *classes, takes=entry.takes, overlaps_forward=entry.overlaps_forward)
+
+
+def find_class(name: str) -> tuple[str, str] | None:
+    """Return the package that has this public name, and the name, or None without a name."""
+    return (find_module(name).package, name) if name else None
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:

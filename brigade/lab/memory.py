@@ -23,9 +23,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from brigade.course.checks.tiny_lm import SIZES, Size, TinyLM
+from brigade.lab.engine import find_engine
 from brigade.lab.ladder import PHASES, Variant, read_reference
 from brigade.lab.memory_accounting import KINDS, Bytes, list_tensors_by_kind
-from brigade.lab.on_ranks import build_setup, take_step
+from brigade.lab.on_ranks import take_step
 from brigade.ranks.rank.api import device
 from brigade.ranks.rank.memory import LiveMemory
 from brigade.ranks.runner.ranks import run_ranks
@@ -78,7 +79,7 @@ def measure_step(
     packages = {"submission": read_reference() if sources is None else sources}
     curves = []
     for variant in variants:
-        mode = "record" if variant.wrapper and variant.wrapper[0] == "torch" else "strict"
+        mode = "record" if variant.is_torch else "strict"
         how = {"world_size": world_size, "mode": mode, "packages": packages, "deadline": DEADLINE_S}
         points = run_ranks(trace_memory, asdict(variant), workload, **how)[0]
         curves.append(Curve(variant.label, *map(list, zip(*points, strict=True))))
@@ -113,10 +114,10 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
     points: list[tuple[str, Bytes]] = []
     phases: list[str] = []
     with LiveMemory(model.parameters()) as memory:
-        setup = build_setup(variant, model, workload)
+        engine = find_engine(variant)(variant, model, workload)
 
         def note_memory(*_: object) -> None:
-            nbytes = memory.count(**list_tensors_by_kind(model, setup.wrapper, setup.optimizer))
+            nbytes = memory.count(**list_tensors_by_kind(engine))
             points.append((phases[0], {REST: nbytes.pop("other"), **nbytes}))
 
         def enter_next_phase() -> None:
@@ -132,5 +133,5 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, Bytes]]:
         for _ in range(3):
             points.clear()
             phases[:] = ["before", *PHASES]
-            take_step(setup, tokens, tokens, mark=enter_next_phase)
+            take_step(engine, tokens, tokens, mark=enter_next_phase)
     return points

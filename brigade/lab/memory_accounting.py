@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from brigade.lab.engine import Engine, FullyShardEngine
 from brigade.ranks.rank.memory import LiveMemory, get_local, list_tensors
 
 KINDS = ("parameters", "gradients", "optimizer state")
@@ -20,37 +21,35 @@ KINDS = ("parameters", "gradients", "optimizer state")
 Bytes = dict[str, int]  # kind -> number of bytes
 
 
-def count_kept_bytes(model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer) -> Bytes:
+def count_kept_bytes(engine: Engine) -> Bytes:
     """Return the bytes by kind that are kept now. Gradients include torch DDP's flat tensors.
 
     DDP does not expose these tensors, but logs their sizes. A communication hook could measure the tensors themselves,
     but would slow down the steps.
     """
-    nbytes = LiveMemory().count(**list_tensors_by_kind(model, wrapper, optimizer))
+    nbytes = LiveMemory().count(**list_tensors_by_kind(engine))
     del nbytes["other"]
-    if isinstance(wrapper, DistributedDataParallel):
-        sizes = wrapper._get_ddp_logging_data()["bucket_sizes"]  # such as "1380800, 99200"
+    if isinstance(engine.wrapper, DistributedDataParallel):
+        sizes = engine.wrapper._get_ddp_logging_data()["bucket_sizes"]  # such as "1380800, 99200"
         nbytes["gradients"] += sum(int(size) for size in sizes.split(","))
     return nbytes
 
 
-def list_tensors_by_kind(model: nn.Module, wrapper: Any, optimizer: Any) -> dict[str, list[Tensor]]:
-    """Return the tensors of each kind that these objects have now, and this rank's shards of what torch has sharded."""
-    inner = getattr(optimizer, "optim", optimizer)
-    grad_buffers = getattr(wrapper, "grad_buffers", [])
-    stepped = [p for group in inner.param_groups for p in group["params"]]
-    # The shards of module 11 or of torch's fully_shard. The model has full parameters while they are gathered.
-    shards = wrapper.shards() if hasattr(wrapper, "shards") else [p for p in stepped if hasattr(p, "to_local")]
+def list_tensors_by_kind(engine: Engine) -> dict[str, list[Tensor]]:
+    """Return the tensors of each kind that an engine has now, and this rank's shards of what torch has sharded."""
+    grad_buffers = getattr(engine.wrapper, "grad_buffers", [])
+    stepped = [p for one in engine.optimizers for group in one.param_groups for p in group["params"]]
+    weights = [*engine.parameters(), *engine.shards()]  # the model has full parameters while shards are gathered
     kinds = {
-        "parameters": [*model.parameters(), *shards, *(b.param_data for b in grad_buffers)],
+        "parameters": [*weights, *(b.param_data for b in grad_buffers)],
         "gradients": [
-            *(p.grad for p in [*model.parameters(), *shards]),
-            *(getattr(p, "main_grad", None) for p in model.parameters()),
+            *(p.grad for p in weights),
+            *(getattr(p, "main_grad", None) for p in engine.parameters()),
             *(buffer.grad_data for buffer in grad_buffers),
         ],
         # The inner optimizer steps on slices of the parameters, which are counted above, or on main parameters.
         "optimizer state": [
-            *(value for entries in inner.state.values() for value in entries.values()),
+            *(value for one in engine.optimizers for entries in one.state.values() for value in entries.values()),
             *stepped,
         ],
     }
@@ -65,12 +64,11 @@ class PeakMemory(LiveMemory):
     into which torch's fully_shard gathers weights counts as parameters.
     """
 
-    def __init__(self, model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer):
-        self.objects = model, wrapper, optimizer
-        self.is_fully_sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
+    def __init__(self, engine: Engine):
+        self.engine = engine
         self.at_peak: Bytes = {}
         self.gathered: list[weakref.ref[Tensor]] = []
-        super().__init__(list_tensors([*list_tensors_by_kind(*self.objects).values()]))
+        super().__init__(list_tensors([*list_tensors_by_kind(self.engine).values()]))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(function, types, args, kwargs)
@@ -82,14 +80,14 @@ class PeakMemory(LiveMemory):
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         before = self.peak
-        if self.is_fully_sharded:  # while a unit computes, the model has different parameters
-            tensors = [*tensors, *self.objects[0].parameters()]
+        if isinstance(self.engine, FullyShardEngine):  # while a unit computes, the model has different parameters
+            tensors = [*tensors, *self.engine.parameters()]
         super()._follow(tensors)
         if self.peak > before:
             self._note_peak()
 
     def _note_peak(self) -> None:
-        kinds = list_tensors_by_kind(*self.objects)
+        kinds = list_tensors_by_kind(self.engine)
         kinds["parameters"] += list_tensors([reference() for reference in self.gathered])
         nbytes = self.count(**kinds)
         nbytes["gradients"] += nbytes.pop("other")

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import random
 import socket
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict
 from statistics import median
 from types import FrameType
 from typing import Any
@@ -22,117 +20,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.course.checks.tiny_lm import Block, Size, TinyLM, language_loss
+from brigade.course.checks.tiny_lm import Size, TinyLM, language_loss
 from brigade.lab import corpus, emulated_link
 from brigade.lab.emulated_link import Link, Pace, read_link
-from brigade.lab.matrices_and_others import MatricesAndOthers
+from brigade.lab.engine import Engine, find_engine
 from brigade.lab.memory_accounting import PeakMemory, count_kept_bytes
 from brigade.ranks.rank import recording
-from brigade.ranks.rank.api import device, student
+from brigade.ranks.rank.api import device
 from brigade.ranks.rank.memory import LiveMemory, is_self_copy, list_tensors
 
 STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
-FP32_BYTES = 4
 BYTES_PER_WEIGHT = 16  # of a variant in fp32: the weight, its gradient, its momentum, and its part of a flat gradient
 SPARE = 0.1  # the part of a GPU's free memory that no variant may need
 CALIBRATION = 9  # the median backward of this many rounds sets the link, because a busy machine's speed changes
 HELD_OUT = 16  # sequences on which the final loss is computed
 COPIES = {"_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack"}
-
-
-@dataclass
-class TrainingSetup:
-    """One variant in a rank: the model, its wrapper, its optimizer, and the marks of its steps."""
-
-    label: str
-    model: nn.Module
-    wrapper: Any  # has the methods of its module
-    optimizer: Any
-    marks: list[list[float]]
-    overlaps: bool  # whether the all-gathers of weights run during the next step's forward
-
-
-def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
-    """Construct the variant's wrapper and optimizer. Only this function knows how variants are constructed.
-
-    `workload["optimizer"]` is the optimizer's class, or its name in `torch.optim`.
-    """
-    wrapper: Any = model
-    if variant["wrapper"]:
-        wrapper_class = load_class(*variant["wrapper"])
-        accepted = inspect.signature(wrapper_class).parameters
-        node_size = workload["node_size"] or dist.get_world_size()
-        groups = {}
-        if "replica_group" in accepted:
-            make_groups = student(variant["wrapper"][0], "make_groups")
-            groups["shard_group"], groups["replica_group"] = make_groups(dist.get_world_size(), node_size)
-        bucket_mb = workload["bucket_mb"] if variant["bucket_mb"] is None else variant["bucket_mb"]
-        sizes = {
-            "bucket_cap_mb": bucket_mb,
-            "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES)),
-            "unit_types": (Block,),
-            "grad_dtype": torch.float32,  # for models in 16 bits
-            "node_size": node_size,
-            "compute_dtype": workload.get("compute_dtype"),
-            **groups,
-        }
-        sizes = {name: size for name, size in sizes.items() if name in accepted}
-        wrapper = wrapper_class(model, **sizes, **variant["arguments"])
-    base = workload["optimizer"]
-    base = getattr(torch.optim, base) if isinstance(base, str) else base
-    options = {"lr": workload["learning_rate"]} | ({"momentum": 0.9} if issubclass(base, torch.optim.SGD) else {})
-    if not variant["optimizer"]:
-        shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
-        optimizer = base(shards, **options)
-    elif variant["others"]:
-        matrices, others = (load_class(*variant[name]) for name in ("optimizer", "others"))
-        optimizer = MatricesAndOthers(model, matrices, others, base, **options)
-    else:
-        shards_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
-        stepped = wrapper if shards_buckets else model.parameters()
-        optimizer = load_class(*variant["optimizer"])(stepped, base, **options)
-    return TrainingSetup(variant["label"], model, wrapper, optimizer, [], variant["overlaps_forward"])
-
-
-def load_class(package: str, name: str) -> Callable[..., Any]:
-    """Return a class of a submission's module, or of torch."""
-    if package != "torch":
-        return student(package, name)
-    if name == "DistributedDataParallel":
-        return DistributedDataParallel
-    if name == "fully_shard":
-        return shard_fully
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # imported late because the import prints a warning
-
-    return ZeroRedundancyOptimizer
-
-
-def shard_fully(model: Any, compute_dtype: torch.dtype | None = None) -> Any:
-    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights.
-
-    With a `compute_dtype`, units are gathered in this dtype, and gradients are reduced in fp32.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    tensors = model.state_dict().values()
-    for tensor in tensors:
-        dist.broadcast(tensor, 0)
-    group = dist.group.WORLD
-    assert group is not None  # ranks have one
-    where = "meta" if any(tensor.is_meta for tensor in tensors) else device().type
-    mesh = DeviceMesh.from_group(group, where)
-    policy = MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None)
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    units = [fully_shard(block, mesh=mesh, mp_policy=policy) for block in blocks]
-    for unit, following in pairwise(units):  # torch prefetches one unit in backward, but none in forward
-        unit.set_modules_to_forward_prefetch([following])
-    sharded = fully_shard(model, mesh=mesh, mp_policy=policy)
-    sharded.set_modules_to_forward_prefetch(units[:1])
-    return sharded
 
 
 def train(workload: dict, variants: list[dict]) -> dict:
@@ -256,7 +160,7 @@ def run_alternately(workload: dict, variants: list[dict], indices: Sequence[int]
 
 def take_all_steps(workload: dict, variants: list[dict], indices: Sequence[int], start: TinyLM, text: bytes) -> dict:
     """Do what `run_alternately` describes, except that memory remains in use."""
-    setups, draw_batch = prepare_training(workload, [variants[index] for index in indices], start, text)
+    engines, draw_batch = prepare_training(workload, [variants[index] for index in indices], start, text)
     calibration = Calibration(copy_model(start, variants[indices[0]]), workload["link"])
     for turn in range(workload["rounds"]):
         batch = take_own_part(draw_batch(workload["batch_size"]))
@@ -264,22 +168,21 @@ def take_all_steps(workload: dict, variants: list[dict], indices: Sequence[int],
             calibration.measure(*batch)
         if workload["limit_s"] and calibration.elapsed_s > workload["limit_s"] and turn > workload["warmup"]:
             break
-        for place in random.Random(turn).sample(range(len(setups)), len(setups)):
-            setup = setups[place]
+        for place in random.Random(turn).sample(range(len(engines)), len(engines)):
+            engine = engines[place]
             dist.barrier()
-            recording.note("step", step=turn * len(variants) + indices[place], variant=setup.label)
-            repeat_step_before(setup)
+            recording.note("step", step=turn * len(variants) + indices[place], variant=engine.label)
+            repeat_step_before(engine)
             if workload["named"]:
-                recording.name_parameters(setup.model)
-            setup.marks.append(take_step(setup, *batch))
-            if setup.overlaps:
-                setup.wrapper.finish_param_sync()
+                recording.name_parameters(engine.module)
+            engine.marks.append(take_step(engine, *batch))
+            engine.finish_param_sync()
     recording.note("step", step=None)  # the evaluation may communicate
     emulated_link.use(None)
     held_out = [tensor.to(device()) for tensor in draw_batch(HELD_OUT)]
-    measured = {setup.label: measure_variant(setup, *held_out) for setup in setups}
-    for setup in setups:
-        remove_gradient_hooks(setup.model)
+    measured = {engine.label: measure_variant(engine, *held_out) for engine in engines}
+    for engine in engines:
+        remove_gradient_hooks(engine.module)
     name = torch.cuda.get_device_name() if device().type == "cuda" else "the CPU"
     return {"variants": measured, "device": name, **calibration.get_results(workload["warmup"])}
 
@@ -295,15 +198,15 @@ def make_start(workload: dict) -> tuple[TinyLM, bytes]:
 
 def prepare_training(
     workload: dict, variants: Sequence[dict], start: TinyLM, text: bytes
-) -> tuple[list[TrainingSetup], Callable[[int], tuple[Tensor, Tensor]]]:
-    """Return a setup of each variant with the weights of `start`, and a function that draws a batch of N sequences.
+) -> tuple[list[Engine], Callable[[int], tuple[Tensor, Tensor]]]:
+    """Return a engine of each variant with the weights of `start`, and a function that draws a batch of N sequences.
 
     The function returns the tokens and the targets of all ranks, on the CPU.
     """
     with recording.phase("construct"):
         models = [copy_model(start, variant) for variant in variants]
-        setups = [build_setup(variant, model, workload) for variant, model in zip(variants, models, strict=True)]
-    return setups, make_draw_batch(workload, text)
+        engines = [find_engine(row)(row, model, workload) for row, model in zip(variants, models, strict=True)]
+    return engines, make_draw_batch(workload, text)
 
 
 def copy_model(start: TinyLM, variant: dict) -> TinyLM:
@@ -329,29 +232,26 @@ def take_own_part(batch: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.chunk(dist.get_world_size())[dist.get_rank()].to(device()) for tensor in batch]
 
 
-def repeat_step_before(setup: TrainingSetup) -> None:
+def repeat_step_before(engine: Engine) -> None:
     """Launch the all-gathers that the previous step would have launched if no other variant had run since."""
-    if setup.overlaps:
-        with recording.phase(STEP_BEFORE):
-            setup.wrapper.start_param_sync()
+    with recording.phase(STEP_BEFORE):
+        engine.start_param_sync()
 
 
-def measure_variant(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
+def measure_variant(engine: Engine, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
     """Return the marks of a variant that has been trained, its loss on this text, and its bytes by kind.
 
     One more step, which is not timed, measures the bytes at the peak and counts the submission's `Operations`.
     """
-    parts = setup.model, setup.wrapper, setup.optimizer
-    kept_bytes = count_kept_bytes(*parts)  # before a forward gathers weights again
+    kept_bytes = count_kept_bytes(engine)  # before a forward gathers weights again
     with torch.no_grad():
-        loss = language_loss(setup.wrapper(tokens), targets).item()
-    with PeakMemory(*parts) as memory, Operations() as counted:
-        take_step(setup, tokens[:1, :1], targets[:1, :1])
-    if setup.overlaps:
-        setup.wrapper.finish_param_sync()
+        loss = language_loss(engine(tokens), targets).item()
+    with PeakMemory(engine) as memory, Operations() as counted:
+        take_step(engine, tokens[:1, :1], targets[:1, :1])
+    engine.finish_param_sync()
     operations = {name: getattr(counted, name) for name in ("copied_bytes", "allocated_bytes", "new_views")}
     memory_bytes = {"kept_bytes": kept_bytes, "peak_bytes": memory.at_peak}
-    return {"marks": setup.marks, "loss": loss, "operations": operations, **memory_bytes}
+    return {"marks": engine.marks, "loss": loss, "operations": operations, **memory_bytes}
 
 
 class Operations(TorchDispatchMode):
@@ -451,7 +351,7 @@ def synchronize() -> None:
 
 
 def take_step(
-    setup: TrainingSetup, tokens: Tensor, targets: Tensor, *, mark: Callable[[], Any] = time.perf_counter
+    engine: Engine, tokens: Tensor, targets: Tensor, *, mark: Callable[[], Any] = time.perf_counter
 ) -> list[Any]:
     """Take one training step, in the loop that all variants share.
 
@@ -459,18 +359,17 @@ def take_step(
     """
     marks = [mark()]
     with recording.phase("forward"):
-        setup.optimizer.zero_grad()
-        loss = language_loss(setup.wrapper(tokens), targets)
+        engine.zero_grad()
+        loss = language_loss(engine(tokens), targets)
     marks.append(mark())
     with recording.phase("backward"):
         loss.backward()
     marks.append(mark())
     with recording.phase("finish"):
-        if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
-            setup.wrapper.finish_grad_sync()
+        engine.finish_grad_sync()
     marks.append(mark())
     with recording.phase("step"):
-        setup.optimizer.step()
+        engine.step()
         if device().type == "cuda":
             # The step includes all communication that it needs: a wait makes this stream wait, and so does a collective
             # with async_op=False. Collectives that the next step waits for, such as module 9's all-gathers, may still

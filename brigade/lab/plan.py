@@ -85,7 +85,7 @@ def make_machine(
 
 def list_variants() -> list[Variant]:
     """Return all variants: first the course's, in the order of the modules, then torch's."""
-    names = [(entry, name) for entry in TRAINING_MODULES for name in (entry.alone, entry.public[-1]) if name]
+    names = [(entry, name) for entry in TRAINING_MODULES for name in [*filter(None, [entry.alone]), ""]]
     return [*(get_variant(*name) for name in names), *PLANNED_TORCH]
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from brigade.lab.engine import Engine
 from brigade.lab.on_ranks import (
-    TrainingSetup,
     make_start,
     prepare_training,
     repeat_step_before,
@@ -33,27 +33,27 @@ def profile_steps(workload: dict, variants: list[dict]) -> dict[str, bytes]:
     called `MARK`: one before the launches that belong to the step before, and five that `take_step` makes.
     The first steps are not profiled: CUDA loads a kernel when it is first used, which delays the launches behind it.
     """
-    setups, draw_batch = prepare_training(workload, variants, *make_start(workload))
+    engines, draw_batch = prepare_training(workload, variants, *make_start(workload))
     profiles = {}
     for turn in range(workload["rounds"]):
         batch = take_own_part(draw_batch(workload["batch_size"]))
-        for index, setup in enumerate(setups):
-            recording.note("step", step=turn * len(setups) + index, variant=setup.label)
+        for index, engine in enumerate(engines):
+            recording.note("step", step=turn * len(engines) + index, variant=engine.label)
             if turn < workload["rounds"] - PROFILED:
-                take_marked_step(setup, batch)
+                take_marked_step(engine, batch)
             else:
-                profiles[setup.label] = profile_step(setup, batch)
+                profiles[engine.label] = profile_step(engine, batch)
     recording.note("step", step=None)
     return profiles
 
 
-def profile_step(setup: TrainingSetup, batch: list[torch.Tensor]) -> bytes:
+def profile_step(engine: Engine, batch: list[torch.Tensor]) -> bytes:
     """Return the profile of one step. The ranks begin it together."""
     file = Path(f"profile-{dist.get_rank()}.json")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         dist.barrier()
         synchronize()
-        take_marked_step(setup, batch)
+        take_marked_step(engine, batch)
         synchronize()
     profiler.export_chrome_trace(str(file))
     content = file.read_bytes()
@@ -61,7 +61,7 @@ def profile_step(setup: TrainingSetup, batch: list[torch.Tensor]) -> bytes:
     return content
 
 
-def take_marked_step(setup: TrainingSetup, batch: list[torch.Tensor]) -> None:
+def take_marked_step(engine: Engine, batch: list[torch.Tensor]) -> None:
     """Take one step, with an annotation called `MARK` at its start, and after each of `ladder.PHASES`."""
 
     def mark() -> None:
@@ -69,7 +69,6 @@ def take_marked_step(setup: TrainingSetup, batch: list[torch.Tensor]) -> None:
             pass
 
     mark()
-    repeat_step_before(setup)
-    take_step(setup, *batch, mark=mark)
-    if setup.overlaps:
-        setup.wrapper.finish_param_sync()
+    repeat_step_before(engine)
+    take_step(engine, *batch, mark=mark)
+    engine.finish_param_sync()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.course.checks.tiny_lm import Block
+from brigade.lab.engine import Engine, FullyShardEngine, TorchEngine, find_engine
 from brigade.lab.memory_accounting import Bytes, count_kept_bytes, list_tensors_by_kind
-from brigade.lab.on_ranks import COPIES, TrainingSetup, build_setup, is_in_submission, load_class
+from brigade.lab.on_ranks import COPIES, is_in_submission
 from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
 from brigade.ranks.rank import process_group, recording
 from brigade.ranks.rank.memory import LiveMemory, get_local, list_tensors
@@ -268,7 +268,7 @@ def record_steps(setting: dict[str, Any], variants: Sequence[dict[str, Any]]) ->
         log = Log()
         dist.destroy_process_group()  # of the previous variant, or of the rank
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
-        is_fully_sharded = bool(variant["wrapper"]) and variant["wrapper"][1] == "fully_shard"
+        is_fully_sharded = find_engine(variant) is FullyShardEngine
         try:
             with fully_shard_without_memory(log.device) if is_fully_sharded else contextlib.nullcontext():
                 steps.append(record_step(log, variant, setting))
@@ -281,30 +281,23 @@ def record_steps(setting: dict[str, Any], variants: Sequence[dict[str, Any]]) ->
 
 def record_step(log: Log, variant: dict[str, Any], setting: dict[str, Any]) -> Recorded:
     """Take steps with one variant, and return the last one."""
-    is_ddp = bool(variant["wrapper"]) and variant["wrapper"][1] == "DistributedDataParallel"
+    is_ddp = find_engine(variant) is TorchEngine
     if is_ddp:
         variant = variant | {"arguments": {"init_sync": False}}  # otherwise it compares what all ranks send
     compute_dtype = setting["compute_dtype"] and getattr(torch, setting["compute_dtype"])
-    wrapper = variant["wrapper"] and load_class(*variant["wrapper"])
-    is_mixed = compute_dtype and "compute_dtype" in inspect.signature(wrapper or nn.Module).parameters
+    is_mixed = compute_dtype and "compute_dtype" in variant["takes"]
     model = make_model(log, setting["groups"], torch.float32 if is_mixed else getattr(torch, setting["dtype"]))
     workload = setting | {"learning_rate": 0.1, "optimizer": make_optimizer(setting["state_values"], log)}
     workload["compute_dtype"] = compute_dtype
     with log:
-        setup = build_setup(variant, model, workload)
+        engine = find_engine(variant)(variant, model, workload)
     for _ in range(STEPS - 1 + is_ddp):
         with log if is_ddp else contextlib.nullcontext():
-            take_step(log, setup, setting["micro_batches"])
-    with follow_memory(setup) as memory, log:
-        take_step(log, setup, setting["micro_batches"])
+            take_step(log, engine, setting["micro_batches"])
+    with LiveMemory(list_tensors([*list_tensors_by_kind(engine).values()])) as memory, log:
+        take_step(log, engine, setting["micro_batches"])
     instructions = [one for one in log.instructions if not log.is_pending(one)]
-    return instructions, count_kept_bytes(setup.model, setup.wrapper, setup.optimizer), memory.peak
-
-
-def follow_memory(setup: TrainingSetup) -> LiveMemory:
-    """Return a context manager that knows everything that is kept now. It keeps nothing alive itself."""
-    kept = list_tensors_by_kind(setup.model, setup.wrapper, setup.optimizer)
-    return LiveMemory(list_tensors([*kept.values()]))
+    return instructions, count_kept_bytes(engine), memory.peak
 
 
 class Notes:
@@ -328,36 +321,21 @@ def take_real_steps(setting: dict[str, Any], variant: dict[str, Any]) -> None:
     """Take the steps that `record_steps` plans with real tensors on real ranks."""
     log = Notes()
     model = make_model(log, setting["groups"], getattr(torch, setting["dtype"]), "cpu")
-    setup = build_setup(variant, model, setting | {"learning_rate": 0.1, "optimizer": "AdamW"})
+    engine = find_engine(variant)(variant, model, setting | {"learning_rate": 0.1, "optimizer": "AdamW"})
     for _ in range(STEPS):
-        take_step(log, setup, setting["micro_batches"])
+        take_step(log, engine, setting["micro_batches"])
 
 
-@contextlib.contextmanager
-def accumulate(wrapper: Any) -> Iterator[None]:
-    """Only accumulate gradients in the block. Raise TypeError if a wrapper cannot."""
-    if hasattr(wrapper, "set_requires_gradient_sync"):  # of `fully_shard`
-        wrapper.set_requires_gradient_sync(False)
-        yield
-        wrapper.set_requires_gradient_sync(True)
-    elif hasattr(wrapper, "no_sync"):
-        with wrapper.no_sync():
-            yield
-    else:
-        raise TypeError("it has no no_sync for micro-batches")
-
-
-def take_step(log: Log | Notes, setup: TrainingSetup, micro_batches: int) -> None:
+def take_step(log: Log | Notes, engine: Engine, micro_batches: int) -> None:
     """Take a training step as `on_ranks.take_step` does, with all micro-batches except the last one in `no_sync`."""
     log.begin_step()
-    device = next(setup.model.parameters()).device
-    setup.optimizer.zero_grad()
+    device = next(engine.parameters()).device
+    engine.zero_grad()
     for i in range(micro_batches):
-        with contextlib.nullcontext() if i == micro_batches - 1 else accumulate(setup.wrapper):
-            setup.wrapper(torch.empty(1, device=device)).backward()
+        with contextlib.nullcontext() if i == micro_batches - 1 else engine.no_sync():
+            engine(torch.empty(1, device=device)).backward()
     log.wait_for_futures()
-    if hasattr(setup.wrapper, "finish_grad_sync"):
-        setup.wrapper.finish_grad_sync()
-        log.wait_for_futures()
-    setup.optimizer.step()
+    engine.finish_grad_sync()
+    log.wait_for_futures()
+    engine.step()
     log.is_in_step = False

@@ -217,7 +217,7 @@ def find_edges(variant: Variant, times: Sequence[float], launched: Sequence[Laun
     follows the last gradient, so backward ends there. The rest is the phase "finish", as in the course's wrappers.
     """
     edges = [*times]
-    if variant.wrapper and variant.wrapper[0] == "torch":
+    if variant.is_torch:
         _, begin, end, *_ = times
         edges[2] = max([launch.start for launch in launched if begin <= launch.start < end], default=end)
     return edges

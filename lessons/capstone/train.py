@@ -15,14 +15,13 @@ import os
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.linalg import vector_norm
 from torch.nn.functional import cross_entropy
 
@@ -34,8 +33,9 @@ from brigade.course.table.modules import MODULES, ROOT, find_module, get_module
 from brigade.course.table.submission import Snapshot
 from brigade.lab import bench, checkpoint, corpus, on_ranks, torchrun
 from brigade.lab.cli.lab import choose_ranks
+from brigade.lab.engine import find_engine
 from brigade.lab.experiment import run_to_status, show_progress
-from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, Workload, fit_batch, get_engine, run_benchmark
+from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, Workload, fit_batch, get_variant, run_benchmark
 from brigade.lab.plots import make_training_table
 from brigade.ranks.errors import UserError
 from brigade.ranks.rank import recording
@@ -71,56 +71,37 @@ def draw_own_batch(text, workload, step, has_loop):
 # ---- the loop: module 12's, with any engine, or a plain one
 
 
-class AnyEngine(nn.Module):
-    """What module 12's loop needs of a wrapper, for engines that module 12 does not know."""
-
-    process_group = None  # tokens are counted over all ranks, also with module 14, whose own group is a node
-
-    def __init__(self, setup):
-        super().__init__()
-        self.module, self.wrapper = setup.model, setup.wrapper
-
-    def forward(self, tokens):
-        return self.wrapper(tokens)
-
-    def no_sync(self):
-        return getattr(self.wrapper, "no_sync", nullcontext)()
-
-    def finish_grad_sync(self):
-        getattr(self.wrapper, "finish_grad_sync", lambda: None)()
-
-
 class PlainLoop:
     """Take steps without module 12: each token of all ranks counts once, but an infinite value is not skipped."""
 
-    def __init__(self, setup):
-        self.engine, self.optimizer = AnyEngine(setup), setup.optimizer
+    def __init__(self, engine):
+        self.engine = engine
 
     def step(self, micro_batches):
         """Train on one micro-batch. Return an object with the mean `loss` of all ranks' tokens."""
         [(tokens, targets)] = micro_batches
         num_tokens = (targets != IGNORED).sum()
         dist.all_reduce(num_tokens)
-        self.optimizer.zero_grad()
+        self.engine.zero_grad()
         outputs = self.engine(tokens).flatten(0, -2)  # (tokens, vocabulary)
         loss = cross_entropy(outputs, targets.flatten(), ignore_index=IGNORED, reduction="sum") / num_tokens
         (loss * dist.get_world_size()).backward()  # the wrapper divides by the number of ranks
         self.engine.finish_grad_sync()
-        self.optimizer.step()
+        self.engine.step()
         total = loss.detach().double()
         dist.all_reduce(total)
         return SimpleNamespace(loss=total.item())
 
 
-def make_loop(setup, has_loop):
+def make_loop(engine, has_loop):
     """Return a loop for this engine: that of module 12, if it is written."""
     if not has_loop:
-        return PlainLoop(setup)
+        return PlainLoop(engine)
     loop_class = student(LOOP, "LockstepLoop")
 
     class Loop(loop_class):
         def __init__(self):
-            self.ddp, self.optimizer, self.max_norm = AnyEngine(setup), setup.optimizer, None
+            self.ddp, self.optimizer, self.max_norm = engine, engine, None
 
         def decide(self, loss_sum, num_tokens):
             """Let all ranks decide together, because with modules 11, 14 and 15, each has only a part of the sums."""
@@ -130,7 +111,7 @@ def make_loop(setup, has_loop):
             return not (math.isfinite(loss_sum) and math.isfinite(square)), loss_sum / num_tokens
 
     try:
-        return loop_class(setup.wrapper, setup.optimizer)
+        return loop_class(engine.wrapper, engine.optimizer)
     except ValueError:  # this is no wrapper of modules 4 to 7
         return Loop()
 
@@ -144,10 +125,10 @@ def train(plan, workload, variant):
         folder = Path(plan["resume"])
         about, (weights, state) = checkpoint.read_manifest(folder, workload["size"]), checkpoint.load(folder)
         start.load_state_dict(weights)
-    setup = on_ranks.build_setup(variant, on_ranks.copy_model(start, variant), workload)
+    engine = find_engine(variant)(variant, on_ranks.copy_model(start, variant), workload)
     if plan["resume"]:
-        set_state(setup, start, state)
-    loop = make_loop(setup, plan["has_loop"])
+        engine.load_state([weight.detach() for weight in start.parameters()], state)
+    loop = make_loop(engine, plan["has_loop"])
     with watch_for_hangs(plan) as made_progress:
         for step in range(about["step"], plan["steps"]):
             about["losses"].append(loop.step([draw_own_batch(text, workload, step, plan["has_loop"])]).loss)
@@ -155,12 +136,12 @@ def train(plan, workload, variant):
             recording.note("trained", step=step)
             stops = about["step"] < plan["steps"] and is_asked_to_stop(plan)
             if plan["save"] and (about["step"] % plan["every"] == 0 or about["step"] == plan["steps"] or stops):
-                checkpoint.save(Path(plan["save"]), *gather_state(setup), about)
+                checkpoint.save(Path(plan["save"]), *engine.state_dict(), about)
             if stops:
                 steps = f"{about['step']} of {plan['steps']} steps"
                 raise UserError(f"stopped after {steps}, because of the file {STOP}; --resume goes on")
             made_progress()
-    on_ranks.remove_gradient_hooks(setup.model)
+    on_ranks.remove_gradient_hooks(engine.module)
     on_ranks.release_memory()
     return about["losses"]
 
@@ -203,31 +184,6 @@ def watch_for_hangs(plan):
         timer.cancel()
 
 
-# ---- checkpoints: whole tensors in the layout of plain torch, so that every engine can write and read them
-
-
-def gather_state(setup):
-    """Return the weights by name, and the optimizer's state by parameter number, on every rank. All must call this."""
-    if hasattr(setup.wrapper, "full_state_dict"):  # modules 11 and 14
-        weights = setup.wrapper.full_state_dict()
-        return weights, setup.wrapper.full_optimizer_state_dict(setup.optimizer)["state"]
-    weights = {name.removeprefix("module."): value for name, value in setup.wrapper.state_dict().items()}
-    whole = setup.optimizer.state_dict()
-    names = [name for name, _ in setup.model.named_parameters()]
-    weights |= {names[number]: value for number, value in whole.get("masters", {}).items()}
-    return weights, whole["state"]
-
-
-def set_state(setup, start, state):
-    """Give a new optimizer the state of a checkpoint, of which `start` has the weights in fp32."""
-    masters = {number: value.detach() for number, value in enumerate(start.parameters())}
-    if hasattr(setup.wrapper, "load_full_optimizer_state_dict"):
-        group = {**setup.optimizer.param_groups[0], "params": [*masters]}
-        setup.wrapper.load_full_optimizer_state_dict(setup.optimizer, {"state": state, "param_groups": [group]})
-    else:
-        setup.optimizer.load_state_dict(setup.optimizer.state_dict() | {"state": state, "masters": masters})
-
-
 # ---- the program
 
 
@@ -244,7 +200,7 @@ def run(arguments):
     """Train and compare. Return the exit status 0."""
     options = make_parser().parse_args(arguments)
     world_size, backend = choose_ranks(options)
-    variant = get_engine(get_module(options.engine))
+    variant = get_variant(get_module(options.engine))
     sources, size = bench.read_engine(options.target, variant), SIZES[options.size]
     (has_loop, loop), (has_dumps, _) = (sources[f"{one.package}.{one.name}"] for one in (LOCKSTEP, DUMPS))
     has_loop = bool(has_loop) and not find_unwritten_parts(loop)

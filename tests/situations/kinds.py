@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from brigade.lab.matrices_and_others import Together
 from brigade.ranks.rank.api import student
 
 # What a kind offers beyond the loop of module 1. A situation that needs more than a kind offers does not run on it.
@@ -74,6 +73,30 @@ class Kind:
         if self.name == "m09":
             ddp.finish_param_sync()
         return dict(model.named_parameters())
+
+
+class Together:
+    """Optimizers of parts of a model, with the interface of one."""
+
+    def __init__(self, optimizers: Sequence[Any]):
+        self.optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # torch.amp.GradScaler asks for it
+        return getattr(self.optimizers[0], "_step_supports_amp_scaling", False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step with every optimizer. If there is a closure, call it first, and return its loss."""
+        loss = closure() if closure else None
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
 
 
 def make_muon(muon: Callable[..., Any], params: list[nn.Parameter], options: dict | None = None, **more) -> Together:

@@ -35,12 +35,12 @@ WORKLOAD = asdict(ladder.Workload(size=SIZE, batch_size=5, time=16, bucket_mb=0.
 TOLERANCE = 1e-4  # nats per token, as the capstone promises
 KILLS = 10
 
-engine = functools.cache(lambda number: asdict(ladder.get_engine(get_module(number))))
+engine = functools.cache(lambda number: asdict(ladder.get_variant(get_module(number))))
 
 
 @pytest.fixture(scope="module")
 def sources():
-    return bench.read_engine("solutions", ladder.get_engine(get_module(16)))
+    return bench.read_engine("solutions", ladder.get_variant(get_module(16)))
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_muon_resumes_on_another_number_of_ranks(call, tmp_path):
 @pytest.mark.extended
 def test_16_bit_weights_keep_their_fp32_copies(call, tmp_path):
     """Module 8 goes on exactly, because the checkpoint has its main parameters."""
-    short = asdict(replace(ladder.get_engine(get_module(8)), dtype="bfloat16"))
+    short = asdict(replace(ladder.get_variant(get_module(8)), dtype="bfloat16"))
     [[expected, _]] = call(train.train, (make_plan(8), WORKLOAD, short))
     call(train.train, (make_plan(4, tmp_path), WORKLOAD, short))
     weights, _ = checkpoint.load(tmp_path)
