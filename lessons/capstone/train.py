@@ -31,7 +31,7 @@ from brigade.course.cli.options import ABOVE_ZERO, AT_LEAST_ONE, add, add_target
 from brigade.course.table.listing import find_unwritten_parts
 from brigade.course.table.modules import MODULES, ROOT, find_module, get_module
 from brigade.course.table.submission import Snapshot
-from brigade.lab import bench, checkpoint, corpus, on_ranks, torchrun
+from brigade.lab import bench, corpus, on_ranks, torchrun
 from brigade.lab.cli.lab import choose_ranks
 from brigade.lab.engine import find_engine
 from brigade.lab.experiment import run_to_status, show_progress
@@ -41,6 +41,10 @@ from brigade.ranks.errors import UserError
 from brigade.ranks.rank import recording
 from brigade.ranks.rank.api import student
 from brigade.ranks.runner.ranks import RankFailure, run_ranks
+
+sys.path.append(str(ROOT))  # for a script, and for ranks, which import this file from its text
+
+from lessons.capstone import checkpoint
 
 LOCKSTEP, DUMPS = find_module("LockstepLoop"), find_module("diagnose")
 LOOP, POST_MORTEM = LOCKSTEP.package, DUMPS.package

@@ -20,9 +20,10 @@ from in_ranks import last_mile
 from brigade.course.checks.tiny_lm import Size
 from brigade.course.table.modules import MODULES, ROOT, get_module, select_modules
 from brigade.course.table.skeletons import make_skeletons
-from brigade.lab import bench, checkpoint, ladder
+from brigade.lab import bench, ladder
 from brigade.ranks.errors import UserError
 from brigade.ranks.runner.ranks import RankFailure, run_calls, run_ranks
+from lessons.capstone import checkpoint
 from solutions.m13_post_mortem import post_mortem
 
 PROGRAM = ROOT / "lessons" / "capstone" / "train.py"
