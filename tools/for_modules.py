@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from brigade.lab.experiment import run_to_status
+from brigade.course.cli.errors import run_safely
 
 
 def run_for_modules(name: str, description: str | None, work: Callable[[str | None], int]) -> int:
@@ -17,4 +17,4 @@ def run_for_modules(name: str, description: str | None, work: Callable[[str | No
     parser = argparse.ArgumentParser(prog=f"python -m tools.{name}", description=description, formatter_class=form)
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
     number = parser.parse_args().number
-    return run_to_status(name, lambda: work(number))
+    return run_safely(lambda: work(number), name)

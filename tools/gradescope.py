@@ -14,12 +14,12 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from brigade.course.cli.errors import run_safely
 from brigade.course.cli.main import parse
 from brigade.course.table import listing, validation
 from brigade.course.table.modules import ROOT
 from brigade.grader.cli.grade import select_graded_modules
 from brigade.grader.request import read_secret
-from brigade.lab.experiment import run_to_status
 from brigade.ranks.errors import UserError
 from tools import lock, student_edition
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = "a file with the secret, so that a later archive gives equal uploads equal points again; it is made if it "
     parser.add_argument("--secret", type=Path, metavar="FILE", help=f"{what}does not exist (default: none)")
     own, options = parser.parse_known_args(arguments)
-    return run_to_status("gradescope", lambda: make_archive(options, own.secret))
+    return run_safely(lambda: make_archive(options, own.secret), "gradescope")
 
 
 def make_archive(options: Sequence[str], secret_file: Path | None) -> int:

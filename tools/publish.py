@@ -13,8 +13,8 @@ import re
 import sys
 from pathlib import Path
 
+from brigade.course.cli.errors import run_safely
 from brigade.course.table.modules import ROOT
-from brigade.lab.experiment import run_to_status
 from brigade.ranks.errors import UserError
 
 PLACEHOLDER = "YOUR-ORGANISATION"
@@ -53,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", metavar="OWNER/NAME", help="the repository on GitHub, such as ada/bucket-brigade")
     options = parser.parse_args()
-    return run_to_status("publish", lambda: print_changes(options.address))
+    return run_safely(lambda: print_changes(options.address), "publish")
 
 
 def print_changes(address: str) -> int:

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from brigade.course.cli.errors import run_safely
 from brigade.course.table import handout, skeletons, validation, written
 from brigade.course.table.modules import MODULES, ROOT
-from brigade.lab.experiment import run_to_status
 from brigade.ranks.ipc.temporary import temporary_directory
 from tools import lock
 from tools.course_files import list_tracked_files
@@ -50,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hints", type=int, choices=(2, 3), default=2, help="how many of the three hints")
     options = parser.parse_args()
-    return run_to_status("edition", lambda: make_edition(options.hints))
+    return run_safely(lambda: make_edition(options.hints), "edition")
 
 
 def make_edition(hint_levels: int) -> int:

@@ -48,21 +48,6 @@ def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: in
         sys.exit(130)
 
 
-def run_to_status(name: str, run: Callable[[], int]) -> int:
-    """Call `run`. Return the exit status that it returns, 2 after an error, or 130 after Ctrl-C.
-
-    After an error, print one line that begins with `name`.
-    """
-    try:
-        return run()
-    except (UserError, RankFailure, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\n{name}: stopped", file=sys.stderr)
-        return 130
-
-
 def explain_failure(failure: RankFailure, number: int, sources: Sources | None = None) -> str:
     """Return a message about a failed run: which part is not written yet, or what happened on which rank.
 

@@ -27,6 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from brigade.course.checks.tiny_lm import SIZES
 from brigade.course.cli.console import console
+from brigade.course.cli.errors import run_safely
 from brigade.course.cli.options import ABOVE_ZERO, AT_LEAST_ONE, add, add_target, resolve_results_file
 from brigade.course.table.listing import find_unwritten_parts
 from brigade.course.table.modules import MODULES, ROOT, find_module, get_module
@@ -34,7 +35,7 @@ from brigade.course.table.submission import Snapshot
 from brigade.lab import bench, corpus, on_ranks, torchrun
 from brigade.lab.cli.lab import choose_ranks
 from brigade.lab.engine import find_engine
-from brigade.lab.experiment import run_to_status, show_progress
+from brigade.lab.experiment import show_progress
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, Workload, fit_batch, get_variant, run_benchmark
 from brigade.lab.plots import make_training_table
 from brigade.ranks.errors import UserError
@@ -301,4 +302,4 @@ def make_parser():
 
 
 if __name__ == "__main__":
-    sys.exit(run_to_status("train", functools.partial(torchrun.report_rank_failures(run), sys.argv[1:])))
+    sys.exit(run_safely(functools.partial(torchrun.report_rank_failures(run), sys.argv[1:]), "train"))

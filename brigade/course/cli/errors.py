@@ -6,26 +6,27 @@ import sys
 from collections.abc import Callable
 
 from brigade.ranks.errors import UserError
+from brigade.ranks.runner.failure import RankFailure
 
 SETUP = "Run `make setup` once, then `source .venv/bin/activate` in each new terminal."
 
 
-def run_safely(command: Callable[[], int]) -> int:
-    """Run a command. Return its exit status, 2 if it cannot run, or 130 if it was stopped."""
+def run_safely(command: Callable[[], int], name: str = "brigade") -> int:
+    """Run a command. Return its exit status, 2 if it cannot run, or 130 if it was stopped. A message has its name."""
     try:
         return command()
-    except UserError as error:
-        print(f"brigade: {error}", file=sys.stderr)
+    except (UserError, RankFailure) as error:
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(f"brigade: {sys.executable} has no torch. {SETUP}", file=sys.stderr)
+        print(f"{name}: {sys.executable} has no torch. {SETUP}", file=sys.stderr)
         return 2
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else error  # such as a library of torch
-        print(f"brigade: {reason}", file=sys.stderr)
+        print(f"{name}: {reason}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nbrigade: stopped", file=sys.stderr)
+        print(f"\n{name}: stopped", file=sys.stderr)
         return 130

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from brigade.course.checks.course_tests import import_from_tests
 from brigade.course.cli.console import console
+from brigade.course.cli.errors import run_safely
 from brigade.course.cli.main import main as brigade
 from brigade.course.table.modules import CORE_MODULES, HAS_SOLUTIONS, REFERENCE, ROOT, get_module
-from brigade.lab.experiment import run_to_status, show_progress
+from brigade.lab.experiment import show_progress
 from brigade.ranks.runner import ranks
 
 ROUNDS = 12  # steps per variant
@@ -34,7 +35,7 @@ def main() -> int:
         "results, and show how an answer is checked. This takes about a minute on two idle cores and needs no GPU.",
         epilog="Example: python -m brigade.lab.cli.demo",
     ).parse_args()
-    return run_to_status("demo", demo)
+    return run_safely(demo, "demo")
 
 
 def demo() -> int:
