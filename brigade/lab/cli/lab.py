@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from brigade.ranks.runner.machine import is_torchrun
 if TYPE_CHECKING:
     from brigade.lab.ladder import Variant
     from brigade.lab.nccl import Fabric
+    from brigade.lab.timeline import Timeline
     from brigade.ranks.texts import Sources
 
 
@@ -206,9 +208,9 @@ def run_trace(options: argparse.Namespace) -> int:
         if options.memory:
             draw_memory(variants, sources, options, *files)
         elif on_gpus:
-            files += write_gpu_timelines(variants, sources, options, network, *files)
+            files += profile_timelines(variants, sources, options, network, *files)
         else:
-            write_timelines(variants, sources, options, network, *files)
+            measure_timelines(variants, sources, options, network, *files)
     except RankFailure as failure:
         raise UserError(explain_failure(failure, entry.number, sources)) from None
     uses = ("the picture", "for https://ui.perfetto.dev or chrome://tracing")
@@ -218,17 +220,11 @@ def run_trace(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_timelines(
-    variants: list[Variant],
-    sources: Sources,
-    options: argparse.Namespace,
-    network: dict[str, Any],
-    picture: Path,
-    trace: Path,
+def measure_timelines(
+    variants: list[Variant], sources: Sources, options: argparse.Namespace, network: dict[str, Any], *files: Path
 ) -> None:
-    """Measure a step of each variant, write both files, and print the length of each step."""
+    """Measure a step of each variant on an emulated link, write both files, and say what was measured."""
     from brigade.lab import ladder, timeline
-    from brigade.lab.notebook_plots import draw_timelines
 
     workload = ladder.scale_batch(timeline.WORKLOAD, options.ranks)
     workload = replace(workload, bucket_mb=options.bucket_mb or 1.0, **network)
@@ -237,14 +233,8 @@ def write_timelines(
         ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
     with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
         timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
-    draw_timelines(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
-    trace.write_text(json.dumps(timeline.make_chrome_trace(timelines)))
-    for shown in timelines:
-        console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
-        launched = [one for one in shown.launched if isinstance(one, timeline.Collective)]
-        if num_unwaited := sum(collective.waited_ms is None for collective in launched):
-            missed = f"{num_unwaited} of {len(shown.launched)} collectives"
-            console.print(f"  Across all ranks, the code does not wait for {missed}")
+    write_timelines(timelines, timeline.make_chrome_trace(timelines), *files)
+    shown = timelines[0]
     if shown.verdict:
         console.print(shown.verdict.sentence)
     if shown.link:
@@ -252,18 +242,10 @@ def write_timelines(
         console.print(f"The link is emulated, {shown.link.description}; {backward}.")
 
 
-def write_gpu_timelines(
-    variants: list[Variant],
-    sources: Sources,
-    options: argparse.Namespace,
-    network: dict[str, Any],
-    picture: Path,
-    trace: Path,
+def profile_timelines(
+    variants: list[Variant], sources: Sources, options: argparse.Namespace, network: dict[str, Any], *files: Path
 ) -> list[Path]:
-    """Profile a step of each variant on GPUs, write both files, and print the length of each step.
-
-    Also write the profile of each rank of each variant. Return these files.
-    """
+    """Profile a step of each variant on GPUs. Write both files, and each rank's profile. Return the profiles."""
     from brigade.lab import gpu_timeline, ladder
 
     workload = ladder.scale_batch(gpu_timeline.WORKLOAD, options.ranks)
@@ -273,21 +255,30 @@ def write_gpu_timelines(
         brief = replace(workload, batch_size=options.ranks, time=8)
         ladder.dry_run(brief, variants, sources, backend="nccl", **how)
     profiles = gpu_timeline.record_profiles(variants, sources, workload=workload, **how)
-    files = []
+    written = []
     for variant, rank in itertools.product(variants, range(options.ranks)):
         name = f"profile-{'-'.join(variant.label.lower().split())}-rank{rank}.json"
-        files.append(resolve_results_file(str(picture.parent / name)))
-        files[-1].write_bytes(profiles[variant.label][rank])
-    from brigade.lab.notebook_plots import draw_timelines  # needs matplotlib, which the profiles do not
-
+        written.append(resolve_results_file(str(files[0].parent / name)))
+        written[-1].write_bytes(profiles[variant.label][rank])
     timelines = gpu_timeline.make_timelines(profiles)
-    draw_timelines(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
-    trace.write_text(json.dumps(gpu_timeline.make_chrome_trace(timelines)))
-    for shown in timelines:
-        console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
+    write_timelines(timelines, gpu_timeline.make_chrome_trace(timelines), *files)
     if timelines[0].note:
         console.print(timelines[0].note)
-    return files
+    return written
+
+
+def write_timelines(timelines: Sequence[Timeline], chrome_trace: dict[str, Any], picture: Path, trace: Path) -> None:
+    """Draw the timelines, write their trace, and print the length of each step and how many launches nobody awaits."""
+    from brigade.lab.notebook_plots import draw_timelines  # needs matplotlib, which profiles do not
+    from brigade.lab.timeline import Collective
+
+    draw_timelines(timelines, [f"{shown.label}, {shown.count}" for shown in timelines]).savefig(picture)
+    trace.write_text(json.dumps(chrome_trace))
+    for shown in timelines:
+        console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
+        if num_unwaited := sum(isinstance(one, Collective) and one.waited_ms is None for one in shown.launched):
+            missed = f"{num_unwaited} of {len(shown.launched)} collectives"
+            console.print(f"  Across all ranks, the code does not wait for {missed}")
 
 
 def draw_memory(variants: list[Variant], sources: Sources, options: argparse.Namespace, picture: Path) -> None:
