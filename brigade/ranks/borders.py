@@ -1,7 +1,7 @@
 """Batches with borders in the arguments of a run: dicts whose `borders` are the seeds of the borders' factors.
 
-A rank gets the number of each of its batches instead of the seeds. Who has the seeds answers its questions: the switch
-or, without a switch, the rank's own recorder.
+A rank gets the number of each of its batches instead of the seeds. Who has the seeds answers its questions: the witness
+or, without a witness, the rank's own recorder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compare the order of a rank's events with the order in which its passes must compute activations and gradients.
 
-In a run with a switch, the borders in a record are proven: a rank could not compute what comes after a border before
-the switch answered. The rank itself reports phases, when gradients are ready, and when modules start.
+In a run with a witness, the borders in a record are proven: a rank could not compute what comes after a border before
+the witness answered. The rank itself reports phases, when gradients are ready, and when modules start.
 `find_contradiction` therefore compares these reports with the borders. Whatever relies on their order relative to
-launches and waits then relies on the switch.
+launches and waits then relies on the witness.
 
 A rank could also ask earlier than it computes, in order to wait earlier. In the first `proven` steps of a job,
 `find_contradiction` therefore compares the values that the rank has reported at each border.

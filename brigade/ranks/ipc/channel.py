@@ -1,7 +1,7 @@
 """The two ends of the channel between a rank and the parent. The rank gets one request, and sends events and results.
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
-list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a switch, some events are
+list), R for a call's result (`wire.py`), and X for an exception (JSON). In a run with a witness, some events are
 questions (`runner/witness.py`), C is a launch, which follows its event, and P asks whether a launch is complete. The
 request, the answers and the calls that follow the request to a rank of a notebook have no letter.
 """
@@ -36,14 +36,14 @@ class Channel:
         self._events: list[dict[str, Any]] = []  # not sent yet
         self._sent_at = time.monotonic()
         self._stream = True
-        self._has_switch = False  # then events can wait for the next launch, wait or phase
+        self._has_witness = False  # then events can wait for the next launch, wait or phase
         self._num_launches = 0
 
     def receive_request(self) -> dict[str, Any]:
         """Wait for the request and return it."""
         request = wire.decode(self.receive_answer())
         self._stream = request["stream"]
-        self._has_switch = bool(request["switch"])
+        self._has_witness = bool(request["witness"])
         return request
 
     def receive_calls(self) -> Iterator[list[Any]]:
@@ -54,7 +54,7 @@ class Channel:
     def add_event(self, event: dict[str, Any]) -> None:
         """Send an event immediately, or in a batch if events need not be streamed."""
         self._events.append(event)
-        is_urgent = self._stream and (not self._has_switch or event["kind"] == "phase")
+        is_urgent = self._stream and (not self._has_witness or event["kind"] == "phase")
         if is_urgent or time.monotonic() > self._sent_at + UNSTREAMED_S:
             self._send()
 
@@ -67,19 +67,19 @@ class Channel:
         self._send(b"X", json.dumps(description).encode())
 
     def send_launch(self, header: dict[str, Any], tensors: Sequence[memoryview]) -> int:
-        """Send a launch to the switch, after its event. Return its number."""
+        """Send a launch to the witness, after its event. Return its number."""
         text = json.dumps(header).encode()
         self._send(b"C", struct.pack("<I", len(text)) + text, tensors)
         self._num_launches += 1
         return self._num_launches - 1
 
     def receive_answer(self) -> bytearray:
-        """Send all events. Wait until the switch answers the last one, or the request or a call comes."""
+        """Send all events. Wait until the witness answers the last one, or the request or a call comes."""
         self._send()
         return self._read(struct.unpack("<Q", self._read(8))[0])
 
     def poll(self, index: int) -> bool:
-        """Ask the switch whether a launch is complete."""
+        """Ask the witness whether a launch is complete."""
         self._send(b"P", struct.pack("<Q", index))
         return self.receive_answer() == b"complete"
 
@@ -170,5 +170,5 @@ class ParentChannel:
         with memoryview(self._buffer) as view:
             body = bytes(view[HEADER.size : end])
         del self._buffer[:end]
-        self.num_received += HEADER.size + (0 if letter == b"C" else size)  # the switch counts launches
+        self.num_received += HEADER.size + (0 if letter == b"C" else size)  # the witness counts launches
         return letter, body

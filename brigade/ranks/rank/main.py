@@ -57,7 +57,7 @@ def main(control_fd: int, output_fd: int, server: int) -> None:
         channel.send_failure(describe_exception(error, request["packages"]))
 
     try:
-        for result in run(request, channel.add_event, report, channel if request["switch"] else None):
+        for result in run(request, channel.add_event, report, channel if request["witness"] else None):
             channel.send_result(wire.encode(result))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
         report(error)
@@ -82,19 +82,19 @@ def run(
     request: dict[str, Any],
     sink: Callable[[dict[str, Any]], None],
     report: Callable[[BaseException], None],
-    switch: Channel | None = None,
+    witness: Channel | None = None,
 ) -> Iterator[Any]:
     """Execute the request in this process and yield the results of its calls. See `perform`."""
     is_timed = find_class(request["group_class"]).is_timed
-    if not is_timed and request["backend"] == "gloo" and not switch and hasattr(os, "SCHED_BATCH"):
+    if not is_timed and request["backend"] == "gloo" and not witness and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
             # as long. If the user has chosen another policy, such as that of idle processes, ranks keep it.
             if os.sched_getscheduler(0) == os.SCHED_OTHER:
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.update(request["environment"])
-    store = dist.HashStore() if switch else dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
-    return perform(request, sink, store, report=report, switch=switch)
+    store = dist.HashStore() if witness else dist.FileStore(os.path.abspath("rendezvous"), request["world_size"])
+    return perform(request, sink, store, report=report, witness=witness)
 
 
 def perform(
@@ -104,13 +104,13 @@ def perform(
     local_rank: int | None = None,
     timeout: timedelta | None = None,
     report: Callable[[BaseException], None] = lambda error: None,
-    switch: Channel | None = None,
+    witness: Channel | None = None,
 ) -> Iterator[Any]:
     """Become a rank: start the process group over `store`, and yield what the request's function returns in each call.
 
     `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` applies to each collective.
     `report` tells the parent of an exception in another thread of a graded run.
-    With `switch`, the channel to the witness in the parent, the group communicates through it instead of `backend`.
+    With `witness`, the channel to the witness in the parent, the group communicates through it instead of `backend`.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     for package, sources in request["packages"].items():
@@ -124,13 +124,13 @@ def perform(
     if backend == "nccl":
         forbid_tf32()
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
-    recorder = Recorder(sink, request.get("borders", ()), switch)
+    recorder = Recorder(sink, request.get("borders", ()), witness)
     recording.install(recorder)
     group_class = find_class(request["group_class"])
     group_class.prepare(os.getcwd(), world_size)
     make_inner: Any = functools.partial(process_group.make_torch_group, backend)
-    if switch:
-        make_inner = functools.partial(find_class(request["switch"]), switch)
+    if witness:
+        make_inner = functools.partial(find_class(request["witness"]), witness)
     where = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     process_group.start(group_class, recorder, backend, make_inner, **where)
     function: Any = importlib.import_module(request["module"])

@@ -21,15 +21,15 @@ SAMPLE = 16  # entries that a rank reports at a border, or a few more
 class Recorder:
     """Number the launches of a rank, add times and phases to its events, and pass the events to `sink`.
 
-    `borders` has the seeds of borders by batch, unless a switch has them. Then `switch` is the channel to it.
+    `borders` has the seeds of borders by batch, unless a witness has them. Then `witness` is the channel to it.
     """
 
     def __init__(
-        self, sink: Callable[[dict[str, Any]], None], borders: Sequence[Sequence[int]] = (), switch: Any = None
+        self, sink: Callable[[dict[str, Any]], None], borders: Sequence[Sequence[int]] = (), witness: Any = None
     ):
         # One phase for all threads, because on CUDA, hooks run in autograd's threads. "setup" is `events.OUTSIDE`.
         self.phase = "setup"
-        self._sink, self._borders, self._switch = sink, borders, switch
+        self._sink, self._borders, self._witness = sink, borders, witness
         self.is_graded = False  # whether only the submission may communicate: see `lockdown.expect_submission`
         self.expect_recorded_thread: Callable[[], None] = lambda: None  # raises RuntimeError in any other thread
         self.progress = 0  # events so far, except ends of transfers, which come at any time
@@ -61,7 +61,7 @@ class Recorder:
         self.note("border", batch=batch, number=number, numel=x.numel(), values=values)
         if self._borders:
             return draw_halved(self._borders[batch][number], x.numel())
-        return torch.frombuffer(self._switch.receive_answer(), dtype=torch.uint8)
+        return torch.frombuffer(self._witness.receive_answer(), dtype=torch.uint8)
 
     def watch_gradients(self, module: torch.nn.Module) -> None:
         """In the phase "backward", record an event "ready" just before a gradient of the module is added to `.grad`.

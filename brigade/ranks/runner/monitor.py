@@ -47,7 +47,7 @@ QUIET_BEFORE_STACKS_S = 0.05  # a rank that sends nothing for so long probably w
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 MOST_SENT = 4 << 20  # the same, if there is one; the Python objects in the grader take up to 20 times as much
 MOST_EVENTS = 20_000  # of a rank, if there is a sandbox; the reference reports at most 3,300
-LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a switch
+LAUNCH_LIMIT = 32 << 20  # bytes of one launch, if there is a witness
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, struct.error)
 
 
@@ -61,10 +61,10 @@ class Monitor:
         self._allowances = [wire.Allowance(how.most_values, MOST_LETTERS) for _ in self.ranks]  # if the run is graded
         self._directory: Path | None = None  # of the run
         self._has_ended = False
-        # If there is a switch, only it knows the factors of borders.
+        # If there is a witness, only it knows the factors of borders.
         make_witness = how.witness
         seeds = [request.pop("borders") for request in requests] if make_witness else []
-        self._switch: Witness | None = make_witness(self.progress.ranks, seeds) if make_witness else None
+        self._witness: Witness | None = make_witness(self.progress.ranks, seeds) if make_witness else None
         self._max_bytes = MOST_SENT if SERVER.sandbox else SENT_LIMIT
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
@@ -97,12 +97,12 @@ class Monitor:
         deadline = Deadline(deadline_s, longest_s, [rank.pid for rank in self.ranks])
         while (kind := self._find_ending(deadline)) is None:
             self._listen(0.05)
-            if not self._switch and not any(rank.channel.is_sending for rank in self.ranks):  # else ranks wait for us
+            if not self._witness and not any(rank.channel.is_sending for rank in self.ranks):  # else ranks wait for us
                 time.sleep(LISTEN_S)
         if kind == "complete":
             return None
         if kind == "failed" and (unequal := self.progress.find_unequal_message()):
-            # Gloo has ended the receiver's process, or the switch has refused the message.
+            # Gloo has ended the receiver's process, or the witness has refused the message.
             kind, self.progress.mismatch = "mismatch", unequal
         if kind != "failed":
             self._request_stacks()
@@ -110,11 +110,11 @@ class Monitor:
         return describe_failure(kind, self.ranks, self.progress, deadline.limit_s, self._packages)
 
     def list_carried(self) -> list[list[list[Any]]]:
-        """Return what the switch performed, by rank, call and launch."""
-        if not self._switch:
-            raise ValueError("a run without a switch has nothing that it performed")
+        """Return what the witness performed, by rank, call and launch."""
+        if not self._witness:
+            raise ValueError("a run without a witness has nothing that it performed")
         per_rank = []
-        for rank, own in zip(self.ranks, map(iter, self._switch.calls), strict=True):
+        for rank, own in zip(self.ranks, map(iter, self._witness.calls), strict=True):
             counts = (sum(event["kind"] == "launch" for event in events) for events in rank.record.calls)
             per_rank.append([list(itertools.islice(own, count)) for count in counts])
         return per_rank
@@ -154,16 +154,16 @@ class Monitor:
         if any(rank.failure or rank.is_closed for rank in self.ranks):
             self._failed_at = self._failed_at or now
         settled = [rank.number for rank in self.ranks if rank.is_settled]
-        is_stuck = self._switch.is_stuck(settled) if self._switch else len(settled) == len(self.ranks)
+        is_stuck = self._witness.is_stuck(settled) if self._witness else len(settled) == len(self.ranks)
         if mismatch or self._failed_at:  # other ranks may be waiting for those that failed, so this is no deadlock
             is_reported = bool(mismatch) or now > (self._failed_at or now) + GRACE_S
             is_over = is_stuck or deadline.has_passed() or (is_reported and not self._is_behind(settled))
             return ("mismatch" if mismatch else "failed") if is_over else None
-        if self._switch and is_stuck:
+        if self._witness and is_stuck:
             return "deadlock"
         if deadline.has_passed():
             return "deadline"
-        is_quiet = self._how.stream and not self._switch and now > self._last_news + QUIET_S
+        is_quiet = self._how.stream and not self._witness and now > self._last_news + QUIET_S
         return "deadlock" if is_quiet and self.progress.is_deadlocked(settled) else None
 
     def find_failed_call(self) -> int:
@@ -180,7 +180,7 @@ class Monitor:
         The rank must end that call, or the failure would seem to belong to it. Without streamed events, nobody knows
         whether the rank can continue.
         """
-        if not (self._switch or self._how.stream) or not self._switch and self.progress.is_deadlocked(settled):
+        if not (self._witness or self._how.stream) or not self._witness and self.progress.is_deadlocked(settled):
             return False
         failed = self.find_failed_call()
         return any(len(rank.results) < failed for rank in self.ranks if not rank.is_settled)
@@ -214,7 +214,7 @@ class Monitor:
             rank.is_closed = True
             return False
         num_events = len(rank.record.events)
-        max_launch_bytes = LAUNCH_LIMIT if self._switch else self._max_bytes
+        max_launch_bytes = LAUNCH_LIMIT if self._witness else self._max_bytes
         try:
             if rank.channel.num_received > self._max_bytes:
                 too_much = f"sent more than {self._max_bytes} bytes"
@@ -236,7 +236,7 @@ class Monitor:
         """Handle one message of a rank. See `ipc/channel.py` for the letters."""
         if rank.failure or rank.is_complete:
             return  # a rank sends nothing after its last result or its exception
-        if self._switch and rank.channel.is_sending and letter != b"X":  # there may be no memory for the answer
+        if self._witness and rank.channel.is_sending and letter != b"X":  # there may be no memory for the answer
             raise Refused("went on before it had the answer for which it waits")
         self._last_news = time.monotonic()
         if letter == b"E":
@@ -245,30 +245,30 @@ class Monitor:
                 if SERVER.sandbox and len(rank.record.events) >= MOST_EVENTS:
                     raise Refused(f"reported more than {MOST_EVENTS} events. Likely cause: a loop does not end.")
                 self.progress.add(rank.number, event)
-                if self._switch:
-                    self._switch.follow(rank.number, event)
+                if self._witness:
+                    self._witness.follow(rank.number, event)
         elif letter == b"X":
             rank.failure = make_exception_failure(
                 rank.number, wire.decode_json(body.decode()), self._packages, hides_course=bool(SERVER.sandbox)
             )
         elif letter == b"R":
-            if self._switch:
-                self._switch.check_end(rank.number)
+            if self._witness:
+                self._witness.check_end(rank.number)
             try:
                 rank.results.append(wire.decode(body, self._allowances[rank.number] if self._how.graded else None))
             except wire.TooMuch as error:
                 raise Refused(str(error)) from None
             rank.record.end_call()
-        elif not self._switch:
-            raise ValueError("there is no switch")
+        elif not self._witness:
+            raise ValueError("there is no witness")
         elif letter == b"C":
-            self._switch.launch(rank.number, body)
+            self._witness.launch(rank.number, body)
         else:
-            self._switch.poll(rank.number, *struct.unpack("<Q", body))
+            self._witness.poll(rank.number, *struct.unpack("<Q", body))
 
     def _send_answers(self) -> None:
-        while self._switch and self._switch.answers:
-            number, answer = self._switch.answers.pop(0)
+        while self._witness and self._witness.answers:
+            number, answer = self._witness.answers.pop(0)
             self.ranks[number].channel.send(answer)
             self.ranks[number].record.waiting = None  # its next event may come much later
 

@@ -33,7 +33,7 @@ class RunOptions:
     packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
     seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
-    memory: int | None = None  # bytes that each rank may have besides what torch has mapped, if there is a switch
+    memory: int | None = None  # bytes that each rank may have besides what torch has mapped, if there is a witness
     most_values: int = MOST_VALUES  # in all results of a rank, if the run is graded
     graded: bool = False  # whether only the submission itself may call collectives, in the main thread
     terminal: bool = False  # run on this terminal without a deadline, for a debugger

@@ -40,7 +40,7 @@ def take_own(args: Sequence[Any], rank: int) -> list[Any]:
 class RankResults(list):
     """The values that the ranks returned, with their events and their output.
 
-    `carried` has what the switch performed, by rank and launch, or is None without a switch.
+    `carried` has what the witness performed, by rank and launch, or is None without a witness.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def make_requests(
         environments = make_nccl_environments(how.world_size, how.share_gpu)
     same = ("world_size", "backend", "mode", "graded", "terminal", "stream")
     common = {name: getattr(how, name) for name in same} | {
-        "switch": how.witness and how.witness.group,
+        "witness": how.witness and how.witness.group,
         "group_class": MODES[how.mode],
         "module": module,
         "function": function,

@@ -3,7 +3,7 @@
 A rank calls `enter` before it receives the submission. docs/security.md lists what this protects, and what it does
 not.
 
-If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
+If the ranks are `offline`, because they communicate through the grader's witness, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel
 except PROCESS_FILES, because most of them depend on other processes, even some of those about itself.
 The kernel also refuses all system calls that are not in a list (ALLOWED), such as those for sockets, file locks,
@@ -91,7 +91,7 @@ class Sandbox:
 
     uid: int
     reservation: int  # a descriptor from `reserve_user`, which the fork server inherits
-    offline: bool = True  # whether the ranks share nothing and communicate through the grader's switch
+    offline: bool = True  # whether the ranks share nothing and communicate through the grader's witness
     hidden: list[str] = field(default_factory=list)
 
 
