@@ -103,7 +103,7 @@ class CheckContext:
         If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU. For `memory`, see
         `RunOptions`.
         """
-        [results] = self._run(scenario, [args], world_size, mode, memory)
+        [results] = self._run(scenario, [args], world_size, mode=mode, memory=memory)
         return results
 
     @property
@@ -120,20 +120,13 @@ class CheckContext:
         scenario: Callable[..., Any],
         args_per_call: Sequence[Sequence[Any]],
         world_size: int,
-        mode: str = "strict",
         memory: int | None = None,
+        **more: Any,
     ) -> list[ranks.RankResults]:
         how = self.conditions
+        more["backend"] = how.backend if how.share_gpu or world_size <= machine.count_gpus() else "gloo"
         try:
-            results = self._start(
-                scenario,
-                args_per_call,
-                world_size,
-                mode,
-                backend=how.backend if how.share_gpu or world_size <= machine.count_gpus() else "gloo",
-                share_gpu=how.share_gpu,
-                memory=memory,
-            )
+            results = self._start(scenario, args_per_call, world_size, memory=memory, share_gpu=how.share_gpu, **more)
         except ranks.RankFailure as failure:
             self.output = failure.output
             if memory and any(text in f"{failure.error} {failure.message}" for text in OUT_OF_MEMORY):
@@ -176,17 +169,16 @@ class CheckContext:
         scenario: Callable[..., Any],
         args_per_call: Sequence[Sequence[Any]],
         world_size: int,
-        mode: str = "strict",
         *,
-        backend: str,
-        share_gpu: bool = False,
         memory: int | None = None,
         packages: Mapping[str, Sources] | None = None,
         usual_s: float = 0.0,
+        **more: Any,
     ) -> list[ranks.RankResults]:
         """Run the scenario within the time that the check has. Raise RankFailure if a rank has no result.
 
-        `packages` are importable beside the submission. The ranks have `usual_s` seconds, or the usual number.
+        `packages` are importable beside the submission. The ranks have `usual_s` seconds, or the usual number. `more`
+        are other fields of `RunOptions`.
         """
         if not hasattr(scenario, "make_form"):
             raise TypeError(f"{scenario.__qualname__} does not state what it returns: see forms.py")
@@ -201,17 +193,15 @@ class CheckContext:
             scenario,
             args_per_call,
             world_size=world_size,
-            backend=backend,
-            share_gpu=share_gpu,
             memory=memory,
             deadline=deadline_s,
             longest=longest_s,
-            mode=mode,
             packages={"submission": self.sources, **(packages or {})},
             most_values=getattr(scenario, "most_values", options.MOST_VALUES),
             graded=True,
             seed=self.rng.randrange(2**63),
             terminal=how.is_debugged,
+            **{"mode": "strict"} | more,
         )
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
