@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import hang_guard
 import pytest
 
-from brigade.course.cli import check, progress_file, study, success
+from brigade.course.cli import check, progress_file, study
 from brigade.course.cli.main import parse
 from brigade.course.table import written
 from brigade.course.table.modules import MODULES, ROOT, get_module, select_modules
@@ -23,7 +23,7 @@ from brigade.course.table.submission import read
 from brigade.lab import comparison
 from brigade.ranks.runner import options, ranks
 
-COMPARE = success.compare
+COMPARE = check.compare
 
 pytestmark = pytest.mark.usefixtures("few_cases")
 
@@ -39,12 +39,12 @@ def progress(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_comparison(monkeypatch):
     """After a module, measure nothing. The tests about the comparison use `short_comparison`."""
-    monkeypatch.setattr(success, "compare", lambda *_: True)
+    monkeypatch.setattr(check, "compare", lambda *_: True)
 
 
 @pytest.fixture
 def short_comparison(monkeypatch):
-    monkeypatch.setattr(success, "compare", COMPARE)
+    monkeypatch.setattr(check, "compare", COMPARE)
     monkeypatch.setattr(comparison, "WORKLOAD", replace(comparison.WORKLOAD, rounds=3, warmup=1, batch_size=2, time=16))
 
 
@@ -349,7 +349,7 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
 
 def test_a_comparison_with_too_few_steps_counts_and_says_so(lessons, short_comparison, monkeypatch, capfd):
     monkeypatch.setattr(comparison, "WORKLOAD", replace(comparison.WORKLOAD, rounds=20, limit_s=1e-9))
-    success.compare(get_module(1), read(lessons, 1))
+    check.compare(get_module(1), read(lessons, 1))
     printed = capfd.readouterr().out
     counts = re.search(r"^ *1 NaiveDDP +(.*)$", printed, re.MULTILINE)[1].split()
     assert counts[:2] + counts[-4:] == ["39", "3.48", "0.00", "0.00", "0", "3.48"]

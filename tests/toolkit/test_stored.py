@@ -7,7 +7,7 @@ import hang_guard
 import pytest
 
 from brigade.course.checks import run
-from brigade.course.cli import progress_file, success
+from brigade.course.cli import check, progress_file
 from brigade.course.table.modules import ROOT, get_module
 from brigade.course.table.submission import Snapshot, read
 from brigade.grader import grading
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("few_cases")
 def progress(tmp_path_factory, monkeypatch):
     """Use a new progress file, and do not compare modules with their predecessors."""
     monkeypatch.setattr(progress_file, "PROGRESS", tmp_path_factory.mktemp("progress") / "progress.json")
-    monkeypatch.setattr(success, "compare", lambda *_: None)
+    monkeypatch.setattr(check, "compare", lambda *_: None)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from brigade.course.cli import progress_file, success
+from brigade.course.cli import check, progress_file
 from brigade.course.table.modules import CORE_MODULES, ROOT, get_module
 from brigade.course.table.submission import read
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("few_cases")
 def progress(tmp_path_factory, monkeypatch):
     """Use a new progress file, and do not compare modules with their predecessors."""
     monkeypatch.setattr(progress_file, "PROGRESS", tmp_path_factory.mktemp("progress") / "progress.json")
-    monkeypatch.setattr(success, "compare", lambda *_: None)
+    monkeypatch.setattr(check, "compare", lambda *_: None)
 
 
 @pytest.fixture
@@ -70,16 +70,16 @@ def test_no_earlier_module_is_blamed_if_this_one_is_not_written(brigade, lessons
 def test_the_last_module_of_the_core_closes_it():
     target = ROOT / "solutions"
     for entry in CORE_MODULES:
-        assert "all 8 modules" not in success.list_next_steps(entry, target)[0]
+        assert "all 8 modules" not in check.list_next_steps(entry, target)[0]
         key = progress_file.hash_submission(entry, read(target, entry.number))
         progress_file.remember("passed", entry.package, key)
-    text = " ".join(success.list_next_steps(entry, target))
+    text = " ".join(check.list_next_steps(entry, target))
     assert "all 8 modules" in text and "`brigade submit`" in text
 
 
 def test_a_module_that_passes_names_the_hints_that_nobody_asked_for():
     progress_file.remember("hints", FIRST.package, {"a": 1})
-    [*_, sentence] = success.list_next_steps(FIRST, ROOT / "solutions")
+    [*_, sentence] = check.list_next_steps(FIRST, ROOT / "solutions")
     assert sentence.startswith("You needed no hints for b") and f"`brigade hint {FIRST.number} b`" in sentence
     progress_file.remember("hints", FIRST.package, dict.fromkeys("abcdefgh", 3))
-    assert "hint" not in " ".join(success.list_next_steps(FIRST, ROOT / "solutions"))
+    assert "hint" not in " ".join(check.list_next_steps(FIRST, ROOT / "solutions"))

@@ -17,10 +17,11 @@ from brigade.course.checks import render
 from brigade.course.checks.collect import Check, collect
 from brigade.course.checks.outcome import Outcome
 from brigade.course.checks.run import Conditions, choose_backend, find_uncounted_gpus, prepare, run_checks, start_server
+from brigade.course.cli.commands import load_tables
 from brigade.course.cli.console import console, shorten
 from brigade.course.cli.options import add, add_prior, add_target
 from brigade.course.cli.progress_file import CHANGED, find_state, has_changed, hash_submission, recall, remember
-from brigade.course.cli.success import handle_success
+from brigade.course.cli.study import read_hints, recall_shown
 from brigade.course.table import skeletons
 from brigade.course.table.listing import GradedCheck, find_last_part
 from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, Module, get_module
@@ -233,6 +234,45 @@ def print_outcome(outcome: Outcome, before: Outcome | None, shows_prints: bool) 
     console.print(Text.assemble((f"  {sign} ", colour), line))
     if outcome.passed and shows_prints and (lines := render.list_printed_lines(outcome)):
         console.print(Text(indent("\n".join(lines), " " * 9)))
+
+
+def handle_success(entry: Module, sources: Sources, key: str, target: Path, show: bool) -> None:
+    """Remember that these sources pass: `key` is their fingerprint.
+
+    The first time, compare with the previous module and show the next steps. A comparison that did not finish is tried
+    again the next time.
+    """
+    news = key != recall("passed").get(entry.package)
+    remember("passed", entry.package, key)
+    if show and entry.is_core and key != recall("compared").get(entry.package) and compare(entry, sources):
+        remember("compared", entry.package, key)
+    for sentence in list_next_steps(entry, target) if show and news else ():
+        console.print(sentence, markup=False)
+
+
+def compare(entry: Module, sources: Sources) -> bool:
+    """Let the lab compare the module with the previous one, if the lab is installed. Return whether that succeeded."""
+    return all(table.compare(entry, sources) for table in load_tables() if hasattr(table, "compare"))
+
+
+def list_next_steps(entry: Module, target: Path) -> list[str]:
+    """Return sentences on what a student can do after passing a module, or after completing the core."""
+    sentences = []
+    if entry.is_core and all(find_state(other, target) == "passes" for other in CORE_MODULES):
+        sentences += [
+            f"Module {entry.number} is done, and with it the core: all {len(CORE_MODULES)} modules pass. Well done!",
+            "`brigade bench --comm-ratio 0.8 --save` compares them with torch. The written questions are in "
+            "`answers.md` beside each module. `brigade submit` creates the zip file to hand in.",
+        ]
+    else:
+        sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")
+    shown = recall_shown(entry)
+    if unread := [part for part in read_hints(entry)[1] if part not in shown]:
+        sentences.append(
+            f"You needed no hints for {', '.join(unread)}. They show how we would begin; compare your code: "
+            f"`brigade hint {entry.number} {unread[0]}`."
+        )
+    return sentences
 
 
 def find_obstacle(entry: Module, sources: Sources, outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
