@@ -8,7 +8,6 @@ NAMES = re.compile("Zero|FullySharded|Prefetched|m0[0-9]_|m1[0-9]_")
 TORCH = re.compile("ZeroRedundancyOptimizer|FullyShardedDataParallel")
 TABLE = "course/table/modules.py"
 TEXT = {  # a sentence for people, and examples in docstrings
-    "lab/cli/plan.py": "ZeroOptimizer keeps fp32 main parameters. ",
     "course/table/submission.py": "`from ..m05_grad_buffer.grad_buffer import GradBuffer`",
     "lab/experiment.py": "`python lessons/m03_overlapped_ddp/order.py`",
     "lab/notebook.py": "`from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`",
