@@ -12,8 +12,8 @@ from pathlib import Path
 
 from brigade.course.table.modules import ROOT
 
-LINES = {"brigade": 22_360, "tests": 43_640}  # of Python
-MOST_IN_A_FILE, MOST_IN_A_FUNCTION = 490, 108  # lines, in brigade
+LINES = {"brigade": 22_160, "tests": 43_670}  # of Python
+MOST_IN_A_FILE, MOST_IN_A_FUNCTION = 480, 67  # lines, in brigade
 SHOWN = 10
 
 

@@ -87,12 +87,10 @@ class Together:
         return getattr(self.optimizers[0], "_step_supports_amp_scaling", False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with every optimizer. If there is a closure, call it first, and return its loss."""
         loss = closure() if closure else None
         for optimizer in self.optimizers:
             optimizer.step()
