@@ -17,13 +17,13 @@ from brigade.ranks.runner.ranks import run_ranks
 
 MODULE_FILES = {path for entry in MODULES for path in entry.paths}
 LAUNCH = ROOT / "lessons/m00_ring/launch.py"  # torchrun starts it
-LAST_MILE = ROOT / "lessons/capstone/train.py"  # see test_train.py
+LAST_MILE = [ROOT / "lessons/capstone" / name for name in ("train.py", "checkpoint.py")]  # see test_train.py
 POST_MORTEM = ROOT / "lessons/m13_post_mortem"  # torchrun starts hang.py, and draw.py needs its dumps
 SCRIPTS = [
     path
     for path in sorted(ROOT.glob("lessons/*/*.py"))
     if path.relative_to(ROOT / "lessons") not in MODULE_FILES
-    and path not in (LAUNCH, LAST_MILE, *POST_MORTEM.iterdir())
+    and path not in (LAUNCH, *LAST_MILE, *POST_MORTEM.iterdir())
 ]
 RUNS_MODULES = [path for path in SCRIPTS if "experiment(main" in path.read_text()]
 

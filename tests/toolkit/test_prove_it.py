@@ -150,7 +150,7 @@ def without_solutions(monkeypatch):
 def test_without_the_reference_a_student_tests_modules_of_their_own(without_solutions):
     sources = read("solutions", 17)
     assert run_check(CHECKS["test_average"], "solutions", Conditions(), sources=sources).passed
-    [wrong] = find_mutant(1, "summed, not averaged").apply().values()
+    wrong = find_mutant(1, "summed, not averaged").apply()["naive_ddp.py"]
     name = "m01_naive_ddp.naive_ddp"
     mine = sources | {name: (sources[name][0], wrong)}
     outcome = run_check(CHECKS["test_average"], "solutions", Conditions(), sources=mine)

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from brigade.course.table.modules import ROOT, get_module
 from brigade.lab import devices, error_bars, ladder
-from brigade.lab.cli.plan import describe_error
+from brigade.lab.cli.plan import TEXTS, format_texts
 from brigade.lab.program import Setting, record
 from brigade.lab.shapes import MODELS
 from tools.planner import programs, runs, study
@@ -107,13 +108,23 @@ def test_the_plan_is_better_than_the_null_model_where_communication_costs_much(e
     assert plan < 0.6 * null
 
 
+def describe_error(share, num_nodes, backward_ms=None):
+    """Return what `brigade plan` says about its error, if communication costs this share of the fastest step."""
+    part = TEXTS.read_text().split("How wrong is this?\n")[1].split("\nWhat matters most")[0]
+    network = SimpleNamespace(count_nodes=lambda ranks: num_nodes)
+    options = SimpleNamespace(dp=8 * num_nodes, backward_ms=backward_ms)
+    fastest = SimpleNamespace(communication_share=share)
+    facts = {"errors": error_bars, "network": network, "options": options, "fastest": fastest}
+    return " ".join(" ".join(format_texts(part, facts)).split())
+
+
 def test_a_plan_says_when_it_is_outside_of_what_was_compared():
     """Too few published runs have so much communication for an error bar."""
-    inside, outside = (describe_error(share, 128, is_calibrated=True) for share in (0.05, 0.4))
+    inside, outside = (describe_error(share, 128, backward_ms=90.0) for share in (0.05, 0.4))
     assert "nine of ten" in inside and "outside" not in inside
     assert "outside of what we compared" in outside and "Communication costs 40%" in outside
     bar = error_bars.ERROR_BARS[error_bars.name_calibrated(0.15, 128)]
-    assert f"{bar.too_short} were planned too short" in describe_error(0.15, 128, is_calibrated=False)
+    assert f"{bar.too_short} were planned too short" in describe_error(0.15, 128)
 
 
 def test_every_plan_has_an_error_bar():

@@ -26,6 +26,7 @@ EFFICIENCY = Range(float, lambda value: 0 < value <= 1, "above 0 and at most 1")
 CARDS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} cards")
 NETWORKS = "nvlink3, nvlink4, nvlink5, pcie3, pcie4, 100gbe, 10gbe, or a rate in Gbit/s"
 RATES = 0.01, 100_000.0  # in Gbit/s
+TEXTS = Path(__file__).with_suffix(".txt.j2")  # what the command prints below its table
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +115,7 @@ def run_plan(options: argparse.Namespace) -> int:
     facts |= {"options": options, "device": device, "network": network, "machine": machine, "setting": setting}
     facts |= {"utilisation": utilisation, "tflops": tflops, "sequence": sequence, "ranks": ranks, "fastest": fastest}
     console.print("\nAssumptions:")
-    for text in format_texts(facts):
+    for text in format_texts(TEXTS.read_text(), facts):
         console.print(text, markup=False)
     return 0
 
@@ -139,13 +140,13 @@ def require_possible(options: argparse.Namespace, models: list[str], device: Dev
         raise UserError(f"--sequence {options.sequence}: {micro_tokens} tokens do not form such sequences")
 
 
-def format_texts(facts: dict[str, Any]) -> list[str]:
-    """Return the wrapped items and paragraphs of `plan.txt.j2`. A paragraph begins with an empty line."""
+def format_texts(template: str, facts: dict[str, Any]) -> list[str]:
+    """Return the wrapped items and paragraphs of `TEXTS`, or of a part of it. A paragraph begins with an empty line."""
     from jinja2 import Environment
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"n": format, "seconds": format_seconds}
-    text = environment.from_string(Path(__file__).with_suffix(".txt.j2").read_text()).render(facts)
+    text = environment.from_string(template).render(facts)
     blocks = [" ".join(block.split()) for block in re.split(r"\n(?=- )|\n\n+", text)]
     return [
         textwrap.fill(block, WIDTH, subsequent_indent="  ") if block[0] == "-" else f"\n{textwrap.fill(block, WIDTH)}"
