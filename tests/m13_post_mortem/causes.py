@@ -23,10 +23,7 @@ VICTIM = "calls that do not agree come before dead ranks: the dead rank may be a
 ACCUSED = "a rank that has recorded nothing is accused, although nobody knows what it did."
 UNSEEN = "a rank that has recorded nothing was not seen, so nobody knows whether it broke the job."
 TIMES = "the finding of check_times, which says that the dumps are too early, is not returned."
-AT_A_CALL = (
-    "an absent member waits in a call that all members have launched, so this call is the place. A member that has "
-    "completed it has come to it, whatever it launched later."
-)
+AT_A_CALL = "a member that has launched this call has come to it, whatever it launched later, so it is the place."
 NO_PLACE = "a call that a member has not launched is a divergence, and no place of list_unfinished."
 DIFFERENT = [*jobs.DIFFERENCES.values()]
 

@@ -455,11 +455,8 @@ def test_parsing_imports_what_the_command_needs_and_nothing_else():
 
 def test_all_commands_are_there_where_nothing_is_installed(tmp_path):
     """A machine that is lent for minutes has torch, but not this course: no metadata of an installation is found."""
-    for path in Path(pytest.__file__).parents[1].iterdir():
-        if "bucket_brigade" not in path.name:
-            (tmp_path / path.name).symlink_to(path)
-    command = [sys.executable, "-S", "-m", "brigade", "--help"]
-    done = hang_guard.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
+    for path in (path for path in Path(pytest.__file__).parents[1].iterdir() if "bucket_brigade" not in path.name):
+        (tmp_path / path.name).symlink_to(path)
+    command, variables = [sys.executable, "-S", "-m", "brigade", "--help"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = hang_guard.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert {"check", "bench", "grade"} <= set(done.stdout.split()), done

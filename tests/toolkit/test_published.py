@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -111,10 +110,8 @@ def test_the_plan_is_better_than_the_null_model_where_communication_costs_much(e
 def describe_error(share, num_nodes, backward_ms=None):
     """Return what `brigade plan` says about its error, if communication costs this share of the fastest step."""
     part = TEXTS.read_text().split("How wrong is this?\n")[1].split("\nWhat matters most")[0]
-    network = SimpleNamespace(count_nodes=lambda ranks: num_nodes)
-    options = SimpleNamespace(dp=8 * num_nodes, backward_ms=backward_ms)
-    fastest = SimpleNamespace(communication_share=share)
-    facts = {"errors": error_bars, "network": network, "options": options, "fastest": fastest}
+    facts = {"network": {"count_nodes": lambda ranks: num_nodes}, "options": {"dp": 8, "backward_ms": backward_ms}}
+    facts |= {"errors": error_bars, "fastest": {"communication_share": share}}
     return " ".join(" ".join(format_texts(part, facts)).split())
 
 
