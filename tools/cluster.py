@@ -120,7 +120,15 @@ class Cluster:
         self.wait_for_nodes()
 
     def wait_for_nodes(self) -> None:
-        wait_for("both nodes are idle", lambda: call("sinfo", "-h", "-o", "%t %D").strip() == "idle 2")
+        """Wait until a step has run on both nodes. A node that has just come back is idle before it can run one."""
+
+        def have_run_a_step() -> bool:
+            with contextlib.suppress(UserError):
+                call("srun", "--nodes", 2, "--immediate=5", "--cpu-bind=none", "true")
+                return True
+            return False
+
+        wait_for("both nodes run a step", have_run_a_step)
 
     def start_controller(self) -> None:
         call("slurmctld")
