@@ -216,9 +216,9 @@ def add_to_chapter(app: Sphinx, doctree: nodes.document) -> None:
         logging.getLogger(__name__).warning(f"{chapter} does not contain {text!r}, which site/live.py names")
 
 
-def make_box(attribute: str, *content: str) -> nodes.raw:
+def make_box(attributes: str, *content: str) -> nodes.raw:
     """Return a figure that is hidden until its script fills it."""
-    return nodes.raw("", f'<div class="explorer" {attribute} hidden>{"".join(content)}</div>', format="html")
+    return nodes.raw("", f'<div class="explorer" {attributes} hidden>{"".join(content)}</div>', format="html")
 
 
 def add_timeline(doctree: nodes.document, stored: dict[str, Any], sentence: str) -> None:
@@ -255,13 +255,11 @@ def add_predictions(doctree: nodes.document, chapter: str) -> Iterator[str]:
             yield prompt if opens == len(texts) else measured
             continue
         words = {"predict": str(number), "question": question, "measured": measured}
-        field = "".join(f' data-{name}="{html.escape(value)}"' for name, value in words.items())
+        field = " ".join(f'data-{name}="{html.escape(value)}"' for name, value in words.items())
         answer = blocks[opens]
-        answer.parent.insert(
-            answer.parent.index(answer), nodes.raw("", f'<div class="explorer"{field} hidden></div>', format="html")
-        )
+        answer.parent.insert(answer.parent.index(answer), make_box(field))
     if chapter in PREDICTIONS:
-        doctree[0].append(nodes.raw("", '<div class="explorer" data-predictions hidden></div>', format="html"))
+        doctree[0].append(make_box("data-predictions"))
 
 
 def flatten(node: nodes.Node) -> str:

@@ -159,11 +159,6 @@ class Cluster:
         self.nodes[name].wait()
         wait_for(f"the network of {name} is gone", lambda: f"to-{name}@" not in call("ip", "-o", "link"))
 
-    def call_on_node(self, name: str, *command: object) -> str:
-        """Run a command among the processes of a node."""
-        first = call("cat", f"/proc/{self.nodes[name].pid}/task/{self.nodes[name].pid}/children").split()[0]
-        return call("nsenter", "--target", first, "--all", *command)
-
     def submit(self, *words: object, ranks: int | None = None) -> str:
         """Submit a job, and return its number. What it prints goes to out/cluster/job-NUMBER.txt."""
         environment = {"RANKS_PER_NODE": str(ranks)} if ranks else {}

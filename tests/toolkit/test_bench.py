@@ -180,7 +180,7 @@ def test_a_node_of_a_slurm_job_starts_its_ranks():
 
 
 def test_the_rank_that_fails_ends_the_others_of_its_node_and_only_it_speaks():
-    waits = "import os, sys, time; time.sleep(600) if os.environ['RANK'] == '0' else sys.exit('I failed')"
+    waits = "import os, signal, sys; signal.pause() if os.environ['RANK'] == '0' else sys.exit('I failed')"
     done = start_ranks(2, waits)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "I failed\n")
 

@@ -259,8 +259,8 @@ def find_missing_content(
     """Return the failure of a check in which launches carried something else than gradients, or None."""
     is_plain = getattr(scenario, "has_plain_steps", False)  # then it has one argument, the jobs of the ranks
     for results, (jobs, *_) in zip(results_per_call, args_per_call, strict=True) if is_plain else ():
-        witness = options.RunOptions().witness if results.carried is not None else None
-        missing = witness.judge(results, jobs) if witness else ""
+        load_witness = ranks.SERVER.load_witness if results.carried is not None else None
+        missing = load_witness().judge(results, jobs) if load_witness else ""
         if missing:
             expected = "the launches of a step carry its gradients"
             return CheckFailed(Verdict(expected, missing, ending="record"), results.events)
