@@ -163,7 +163,8 @@ def test_the_slurm_scripts_ask_for_cores_and_memory_and_bind_nothing():
             assert '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in call, "srun does not inherit it (Slurm 22.05)"
 
 
-RANK = "import os, sys; print(*(os.environ[name] for name in sys.argv[1:]))"
+# A line is one write: `print` of several words makes one for each if PYTHONUNBUFFERED is set, and ranks' lines mix.
+RANK = "import os, sys; sys.stdout.write(' '.join(os.environ[name] for name in sys.argv[1:]) + '\\n')"
 
 
 def start_ranks(count, program, *arguments, node=0):
@@ -180,8 +181,7 @@ def test_a_node_of_a_slurm_job_starts_its_ranks():
 
 
 def test_the_rank_that_fails_ends_the_others_of_its_node_and_only_it_speaks():
-    waits = "import os, signal, sys; signal.pause() if os.environ['RANK'] == '0' else sys.exit('I failed')"
-    done = start_ranks(2, waits)
+    done = start_ranks(2, "import os, signal, sys; os.environ['RANK'] == '1' and sys.exit('I failed'); signal.pause()")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "I failed\n")
 
 
