@@ -4,7 +4,7 @@
 tests come first. A test that fails is named at once.
 
 Fixtures: `brigade` runs a command, and `refuse` one that must refuse its input. `snapshot` compares a text with a file
-in `toolkit/snapshots`. Ranks wait at a `gate`. With `few_cases`, checks take less time. With `use_switch`, the switch
+in `support/snapshots`. Ranks wait at a `gate`. With `few_cases`, checks take less time. With `use_switch`, the switch
 performs launches as in grading.
 """
 
@@ -128,7 +128,7 @@ def snapshot(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, s
     def compare(name: str, text: str) -> None:
         for old, new in varying.items():
             text = text.replace(old, new)
-        path = Path(__file__).parent / "toolkit" / "snapshots" / name
+        path = Path(__file__).parent / "support" / "snapshots" / name
         if request.config.option.update_snapshots:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
@@ -140,7 +140,7 @@ def snapshot(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, s
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--module", metavar="N", help="run only the tests about module N, from the files in LOOP")
-    parser.addoption("--update-snapshots", action="store_true", help="write the texts in tests/toolkit/snapshots again")
+    parser.addoption("--update-snapshots", action="store_true", help="write the texts in tests/support/snapshots again")
     parser.addoption("--everything", action="store_true", help="also run the tests marked extended")
     parser.addoption("--situation", metavar="NAME", help="run only this one of tests/situations, on every wrapper")
     parser.addoption("--isolated", action="store_true", help="run mutants and right answers as a grader does, as root")

@@ -96,7 +96,7 @@ def list_steps(out: Path, backend: str) -> list[Step]:
     debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH"}
     bench = ["bench", "--target", "solutions", "--modules", "1,4,5,8,11", "--rounds", "8"]
     trace = ["trace", "4", "--target", "solutions", "--torch", "--out", str(out / "trace")]
-    mutants = [*pytest, "tests/toolkit/test_mutants.py", "-m", "sample", "--everything"]
+    mutants = [*pytest, "tests/course/test_mutants.py", "-m", "sample", "--everything"]
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     steps = [
         probe("measurements", 150, "memory", "times", "sums", "kernels", "bytes", beside=False),

@@ -40,10 +40,10 @@ CORES = 16
 MOST_S = 3 * 3600  # of a command that hangs
 # What the tests in these files use depends on the surroundings. --quick runs only these.
 QUICK = """
-test_m00_ring test_m03_overlapped_ddp toolkit/test_anywhere toolkit/test_browser toolkit/test_changelog
-toolkit/test_class toolkit/test_cli toolkit/test_course_files toolkit/test_edition toolkit/test_experiments
-toolkit/test_grade toolkit/test_gradebook toolkit/test_incoming toolkit/test_new_module toolkit/test_package
-toolkit/test_ranks toolkit/test_rehearsal toolkit/test_sandbox toolkit/test_submission toolkit/test_switch
+test_m00_ring test_m03_overlapped_ddp repository/test_anywhere repository/test_browser repository/test_changelog
+grader/test_class course/test_cli repository/test_course_files repository/test_edition lab/test_experiments
+grader/test_grade grader/test_gradebook grader/test_incoming repository/test_new_module grader/test_package
+ranks/test_ranks repository/test_rehearsal ranks/test_sandbox course/test_submission grader/test_switch
 """
 OWN_VARIABLES = re.compile("PYTHON|PYTEST|COVERAGE|MAKE|MFLAGS|VIRTUAL_ENV|BRIGADE_VENV|TMPDIR")  # not for the rows
 # Python starts in a directory of any name. pip writes the same lines if the name has spaces or is long.

@@ -1,7 +1,7 @@
 """How wrong plans are, as `make validate-plan` measures it (`tools/planner`, docs/plan.md).
 
 A plan is compared with published runs of the same kind: by which part of the step communication costs, as predicted,
-and by the number of nodes. `tests/toolkit/test_published.py` fails if a number moves.
+and by the number of nodes. `tests/lab/test_published.py` fails if a number moves.
 """
 
 from __future__ import annotations

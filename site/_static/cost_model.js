@@ -1,4 +1,4 @@
-/* The α–β model of brigade/lab/program.py for the browser; tests/toolkit/test_browser.py compares their numbers. */
+/* The α–β model of brigade/lab/program.py for the browser; tests/repository/test_browser.py compares their numbers. */
 "use strict";
 
 const costModel = (() => {

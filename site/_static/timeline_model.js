@@ -1,4 +1,4 @@
-/* `replay` of tools/live_timelines.py for the browser; tests/toolkit/test_browser.py compares their numbers. */
+/* `replay` of tools/live_timelines.py for the browser; tests/repository/test_browser.py compares their numbers. */
 "use strict";
 
 const timelineModel = (() => {

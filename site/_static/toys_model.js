@@ -1,4 +1,4 @@
-/* Messages between ranks and the queue of buckets, for toys.js. tests/toolkit/test_browser.py compares them with solutions. */
+/* Messages between ranks and the queue of buckets, for toys.js. tests/repository/test_browser.py compares them with solutions. */
 "use strict";
 
 const toysModel = (() => {

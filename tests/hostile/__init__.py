@@ -1,6 +1,6 @@
 """Submissions that attack the grader, and the score that each of them must get.
 
-`tests/toolkit/test_hostile.py` grades them, as an unprivileged user only: several would end everything that the user
+`tests/grader/test_hostile.py` grades them, as an unprivileged user only: several would end everything that the user
 who runs them owns.
 """
 

@@ -7,7 +7,7 @@ base64. NCCL needs three GPUs, real or simulated (`tools/gpu_sim`). First bring 
 `2.11-nccl` is from a real GPU: an H200 that three ranks shared, with torch 2.11.0 and NCCL 2.28.9, 14 s after the start
 (`WAIT_S`). `2.13-nccl` is simulated. `2.11-nccl-timeout.torch` has the same lines, but this program does not write it:
 it contains the pickles that torch wrote on that GPU after a time-out of 12 s, for the faults that
-`tests/toolkit/test_post_mortem.py` lists. A line without a file stands for a rank that wrote none.
+`tests/lab/test_post_mortem.py` lists. A line without a file stands for a rank that wrote none.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from toolkit.hang_guard import HANG_S
+from hang_guard import HANG_S
 
 from brigade.course.table.modules import ROOT, get_module
 from brigade.course.table.submission import read

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit.hang_guard import HANG_S
+from hang_guard import HANG_S
 
 from brigade.course.table.submission import read
 from brigade.ranks.runner.ranks import run_calls

@@ -39,7 +39,7 @@ def list_steps(deadline: str, out: str) -> list[Step]:
     pytest = ["python", "-m", "pytest", "-q", "--target", "solutions", "--deadline", deadline]
     nccl = ["--backend", "nccl", "--share-gpu"]
     checks = [str(path) for path in sorted((ROOT / "tests").glob("test_m[0-9]*.py"))]
-    mutants = "tests/toolkit/test_mutants.py"
+    mutants = "tests/course/test_mutants.py"
     brigade = ["-m", "brigade"]
     grade = ["python", *brigade, "grade", "--submission", "solutions", "--out", f"{out}/grades.json", *nccl]
     full_marks = r"\b(\d+) of \1 points"

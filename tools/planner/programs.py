@@ -1,7 +1,7 @@
 """The programs of published runs, how fast their GPUs compute, and what the planner predicts for them.
 
 Most runs use torch's FSDP and the like. Their steps are planned with the schedule of module 11, which gathers one unit
-ahead (`make_sharded_program`; `tests/toolkit/test_published.py` compares it with what module 11 really does).
+ahead (`make_sharded_program`; `tests/lab/test_published.py` compares it with what module 11 really does).
 """
 
 from __future__ import annotations

@@ -13,20 +13,19 @@ from in_ranks.gate import Gate
 from test_class import gradebook_rows, small_class
 
 from brigade.course.cli import main as cli
-from brigade.course.table.modules import ROOT
 from brigade.grader import classroom
 from brigade.ranks.errors import UserError
 from tools import cluster
 
-PROGRAM = "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.run_grader = t.run_stub; "
-PROGRAM += "sys.exit(t.cli.main(sys.argv[3:]))"
+PROGRAM = "import sys; sys.path[:0] = sys.argv[1:4]; import test_class as t; t.classroom.run_grader = t.run_stub; "
+PROGRAM += "sys.exit(t.cli.main(sys.argv[4:]))"
 stub = test_class.stub  # a fixture
 POINTS = {name: number for number, name in enumerate(["ada", "bob", "carl", "dora", "emil", "fay"])}
 
 
 def start(options, **environment):
     """Start a run with fast graders as a process of its own."""
-    command = [sys.executable, "-c", PROGRAM, str(ROOT), str(ROOT / "tests" / "toolkit"), *options]
+    command = [sys.executable, "-c", PROGRAM, *test_class.PLACES, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | environment, **pipes)
 

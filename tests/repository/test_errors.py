@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import hang_guard
@@ -14,7 +13,7 @@ import pytest
 from brigade.course.table.modules import ROOT
 
 PAGE = ROOT / "docs" / "errors.md"
-RUN = Path(__file__).parent / "in_ranks" / "errors.py"
+RUN = ROOT / "tests" / "support" / "in_ranks" / "errors.py"
 
 
 class Entry(NamedTuple):

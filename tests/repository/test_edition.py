@@ -27,7 +27,7 @@ FIRST = get_module(1)
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
 PARTS = re.compile(r"### BEGIN SOLUTION (part \(\w\))\n(.*?)### END SOLUTION", re.DOTALL)
 KEPT_OUT = {"solutions", "mutants.py", "mutants.diff", "variants.diff", "alternative.py", "wrong"}
-KEPT_OUT |= {"hostile", "toolkit", "grade", "slurm", "student"}
+KEPT_OUT |= {"hostile", "support", "repository", "grader", "grade", "slurm", "student"}
 
 
 def git(*arguments: str, cwd: Path) -> None:

@@ -28,6 +28,8 @@ from brigade.grader.outcome import UNFINISHED, Grading
 from brigade.grader.request import GradeRequest
 from brigade.ranks.verdict import Verdict
 
+PLACES = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "grader"))]  # of what this file imports
+
 
 def answer(number, place="solutions"):
     entry = get_module(number)
@@ -160,10 +162,10 @@ def stop_after(process, results, gate, count, number):
 
 def test_interrupted_it_goes_on_where_it_was(tmp_path):
     """The run is killed after the second submission, and its repetition is interrupted after the fourth."""
-    program = "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.run_grader = t.run_stub; "
-    program += "sys.exit(t.cli.main(sys.argv[3:]))"
+    program = "import sys; sys.path[:0] = sys.argv[1:4]; import test_class as t; t.classroom.run_grader = t.run_stub; "
+    program += "sys.exit(t.cli.main(sys.argv[4:]))"
     options = small_class(tmp_path / "class", **{f"student{n}": n for n in range(7)})
-    command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "toolkit"), *options]
+    command = [sys.executable, "-c", program, *PLACES, *options]
     results = tmp_path / "grades.csv.results"
     started = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     gate = Gate(tmp_path)

@@ -58,7 +58,7 @@ def test_a_module_is_added_and_removed(course):
 
     # The tests of the module name what its author has to replace.
     pytest_99 = ("-m", "pytest", "-q", "--target", "solutions", "--module", "99")
-    lacks = run(course, *pytest_99, "tests/toolkit/test_new_module.py", status=1)
+    lacks = run(course, *pytest_99, "tests/repository/test_new_module.py", status=1)
     assert all(re.search(rf"{re.escape(name)}, line \d+: .*TODO", lacks) for name in FILES), lacks
 
     for name in FILES:

@@ -494,7 +494,7 @@ assert server.kill([going_on]) == {going_on: -9}
 @contextlib.contextmanager
 def program(text: str, scratch: Path) -> Iterator[subprocess.Popen]:
     """Start another process that uses the toolkit, with its temporary files in `scratch`."""
-    environment = os.environ | {"TMPDIR": str(scratch), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"TMPDIR": str(scratch), "PYTHONPATH": str(ROOT / "tests" / "support")}
     process = subprocess.Popen(
         [sys.executable, "-c", text],
         env=environment,

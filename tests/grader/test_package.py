@@ -137,7 +137,7 @@ def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     assert {entry.checks.relative_to(ROOT).as_posix() for entry in MODULES} <= set(names)
     assert {f"solutions/{entry.path.as_posix()}" for entry in MODULES} <= set(names)
     unwanted = re.compile(
-        r"mutants|alternative|variants|hostile|toolkit|notebook|/lab/(?!__init__|models)|package|\.(md|png|ipynb|pyc)$"
+        r"mutants|alternative|variants|hostile|tests/(support|repository|grader)/|notebook|/lab/(?!__init__|models)|package|\.(md|png|ipynb|pyc)$"
     )
     questions = {f"lessons/{entry.package}/answers.md" for entry in MODULES}  # for their points
     assert {name for name in names if name.startswith("lessons/")} == questions

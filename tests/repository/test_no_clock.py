@@ -15,21 +15,21 @@ CLOCKS |= {f"{name}_ns" for name in CLOCKS}
 
 # The functions that may read a clock or pause, with the reason.
 ALLOWED = {
-    "toolkit/hang_guard.py": {"run", "wait_until"},
+    "support/hang_guard.py": {"run", "wait_until"},
     "conftest.py": {"site"},  # builds the site, which only a hang guard could limit
-    "toolkit/in_ranks/basics.py": {"start_daemon"},  # a command that ends at once
-    "toolkit/in_ranks/errors.py": {"run_rank"},  # ends a rank that hangs
+    "support/in_ranks/basics.py": {"start_daemon"},  # a command that ends at once
+    "support/in_ranks/errors.py": {"run_rank"},  # ends a rank that hangs
     "m13_post_mortem/record.py": {"record"},  # a maintainer's program
-    "toolkit/given_clock.py": {"__init__"},  # real pauses under a given clock
-    "toolkit/in_ranks/link.py": {
+    "support/given_clock.py": {"__init__"},  # real pauses under a given clock
+    "support/in_ranks/link.py": {
         "timed",  # a collective takes at least the time of the link, on any machine
         "pause",
         "wait_for_the_link",
         "train_with_a_late_rank",  # a late rank; what follows from it is computed from the recorded events
     },
-    "toolkit/test_large_answers.py": {"time_cpu"},  # processor time, which no load changes much
-    "toolkit/test_submission.py": {"__del__"},  # a thread gives way to another
-    "toolkit/test_deadline.py": {"test_they_get_it_until_they_have_run_enough_or_for_five_times_the_deadline"},
+    "course/test_large_answers.py": {"time_cpu"},  # processor time, which no load changes much
+    "course/test_submission.py": {"__del__"},  # a thread gives way to another
+    "ranks/test_deadline.py": {"test_they_get_it_until_they_have_run_enough_or_for_five_times_the_deadline"},
 }
 # Not looked at: tests/hostile, whose programs have to hang.
 

@@ -6,19 +6,18 @@
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import matplotlib.colors
 import matplotlib.image
 import pytest
 
 from brigade.course.checks.tiny_lm import Size
-from brigade.course.table.modules import get_module
+from brigade.course.table.modules import ROOT, get_module
 from brigade.lab import gpu_timeline, ladder, timeline_plot
 from brigade.lab.profiled_step import MARK
 from brigade.ranks.errors import UserError
 
-SNAPSHOTS = Path(__file__).parent / "snapshots"
+SNAPSHOTS = ROOT / "tests" / "support" / "snapshots"
 BASE_US = 1_790_857_026_000_000
 START_US = 5_000.0  # of the first rank's step, since the base
 MARKS_US = (-90.0, 0.0, 1000.0, 3000.0, 3500.0, 9000.0)  # since the start of the step
