@@ -25,6 +25,7 @@ UNFILTERED = (
     "Graded without a filter for system calls, because libseccomp.so.2 (package libseccomp2) is missing, or the "
     "kernel refuses filters: a submission may have left data in the kernel for the next submission."
 )
+ranks.SERVER.preload.add("brigade.grader.witness.group")  # isolated ranks can use only what the server has imported
 
 
 @contextlib.contextmanager
@@ -41,7 +42,6 @@ def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
         return
     private = [str(ROOT)]
     private += [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
-    ranks.SERVER.preload.add("brigade.grader.witness.group")  # isolated ranks can use only what the server has imported
     ranks.SERVER.close()  # one that runs has not imported it, and does not hold the reservation
     with users.reserve_user() as (uid, reservation):
         ranks.SERVER.load_witness = load_witness if backend != "nccl" else None
