@@ -92,7 +92,8 @@ class LiveMemory(TorchDispatchMode):
 
     def total(self) -> int:
         """Return the number of live bytes."""
-        return sum(storage.nbytes() for storage in self._list_live().values())
+        references = self._storages.copy().values()  # no dict of the live ones, because each new storage calls this
+        return sum(storage.nbytes() for reference in references if (storage := reference()) is not None)
 
     def count(self, **kinds: Iterable[Any]) -> dict[str, int]:
         """Return the number of live bytes by kind. Each kind is a list of tensors; "other" is the rest.
