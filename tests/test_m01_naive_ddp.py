@@ -8,7 +8,7 @@ import torch
 from brigade.course.checks.expectations import expect_gradients, expect_start, expect_weights
 from brigade.ranks.claims import each_step
 from helpers import training
-from helpers.easier import blame_visits
+from helpers.late_launches import blame_visits
 from helpers.odd_steps import expect_idle_rank
 from helpers.steps import expect_interface
 from m01_naive_ddp import causes, scenario

@@ -19,7 +19,7 @@ from brigade.ranks.claims import At, each_step
 from brigade.ranks.events import launches
 from brigade.ranks.verdict import join_names
 from helpers import training
-from helpers.easier import explain_late_last, explain_late_launches
+from helpers.late_launches import explain_late_last, explain_late_launches
 from helpers.odd_steps import (
     expect_accumulated,
     expect_idle_rank,

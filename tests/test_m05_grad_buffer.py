@@ -22,7 +22,7 @@ from brigade.ranks.events import launches
 from brigade.ranks.runner.ranks import PerRank
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, expect_members, expect_zeroed, judge_order
-from helpers.easier import explain_late_launches
+from helpers.late_launches import explain_late_launches
 from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages
 from m05_grad_buffer import causes, scenario

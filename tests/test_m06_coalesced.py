@@ -30,7 +30,7 @@ from helpers.buffers import (
     list_groups,
     require_halves,
 )
-from helpers.easier import explain_late_launches
+from helpers.late_launches import explain_late_launches
 from helpers.odd_steps import expect_accumulated, expect_idle_rank, expect_no_old_gradients, expect_second_backward
 from helpers.steps import expect_all_kinds_of_steps, expect_averages, split_ranks
 from m05_grad_buffer import scenario as m05_grad_buffer

@@ -11,7 +11,7 @@ from brigade.ranks.claims import Step, each_step, in_phase
 from brigade.ranks.events import list_step_events
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, list_groups
-from helpers.easier import blame_visits
+from helpers.late_launches import blame_visits
 from helpers.zero import draw_training, expect_trained, make_recipe, require_shared_state
 from m08_zero_optimizer import scenario as m08_zero
 from m08_zero_optimizer.expected import compute_weights

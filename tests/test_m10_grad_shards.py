@@ -11,7 +11,7 @@ from brigade.course.checks.expectations import MANY_STEPS, blocks_backward, expe
 from brigade.ranks.claims import At, Step, each_step
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel, list_groups
-from helpers.easier import blame_visits
+from helpers.late_launches import blame_visits
 from helpers.memory import average, draw_sample, expect_delivered, run_with_little_memory
 from helpers.odd_steps import LATE_FORWARDS, TWO_BACKWARDS, expect_restored, expect_right_or_refused, expect_silence
 from helpers.zero import expect_norms, expect_trained, expect_views, get_rounding, make_recipe

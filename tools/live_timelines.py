@@ -16,7 +16,7 @@ from typing import Any
 
 from brigade.course.table.modules import CORE_MODULES, Module
 from brigade.lab.ladder import Variant, get_variant, scale_batch, set_bucket_size
-from brigade.lab.quiet import Verdict
+from brigade.lab.noise import Verdict
 from brigade.lab.timeline import WORKLOAD, Collective, Timeline, convert_to_us, trace
 
 Run = dict[str, Any]

@@ -24,7 +24,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 from brigade.course.table.modules import MODULES, ROOT, get_module
-from brigade.lab.quiet import LEAST_CPU_SHARE
+from brigade.lab.noise import LEAST_CPU_SHARE
 from brigade.ranks.runner.machine import count_cores
 from tools.for_modules import run_for_modules
 

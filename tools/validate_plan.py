@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from tools.planner.comparison import Error, list_errors, make_table
 from tools.planner.runs import COLLECTIVE, read_rows
-from tools.planner.study import Error, list_errors, make_table
 
 
 def format_error(error: Error) -> str:

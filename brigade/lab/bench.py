@@ -18,7 +18,7 @@ from brigade.course.table.listing import find_unwritten_parts
 from brigade.course.table.modules import HAS_SOLUTIONS, MODULES, TRAINING_MODULES, Module
 from brigade.course.table.submission import Snapshot, select_named
 from brigade.lab.ladder import Ladder, Measurement, Variant, compute_spread, get_variant
-from brigade.lab.quiet import MAX_REAL_SHARE
+from brigade.lab.noise import MAX_REAL_SHARE
 from brigade.ranks.errors import UserError
 from brigade.ranks.texts import Sources
 

@@ -5,8 +5,8 @@
     ladder.compute_ratios(ladder.variants[0])   the same in each round, as a multiple of torch DDP's
     ladder.list_wrong_losses()                  sentences about variants that do not train as one process does
 
-All variants run in the same ranks (`on_ranks.train`) and alternate. In each round, every variant takes one step on the
-same batch, after a barrier, in an order that is shuffled for every round. A slow moment of the machine therefore
+All variants run in the same ranks (`timed_step.train`) and alternate. In each round, every variant takes one step on
+the same batch, after a barrier, in an order that is shuffled for every round. A slow moment of the machine therefore
 affects all variants, and ratios are taken within a round. Times of different runs are not comparable.
 
 If a GPU has too little memory for all variants, they run one after the other, each beside the computation alone. The
@@ -28,8 +28,8 @@ from brigade.course.table.modules import CORE_MODULES, REFERENCE, TRAINING_MODUL
 from brigade.course.table.submission import read
 from brigade.lab.emulated_link import Link, Pace, read_link, spans_nodes
 from brigade.lab.memory_accounting import Bytes
-from brigade.lab.on_ranks import STEP_BEFORE, train
-from brigade.lab.quiet import Verdict, judge_machine
+from brigade.lab.noise import Verdict, judge_machine
+from brigade.lab.timed_step import STEP_BEFORE, train
 from brigade.ranks.errors import UserError
 from brigade.ranks.events import Event, count_sent_bytes, launches
 from brigade.ranks.runner.machine import count_gpus

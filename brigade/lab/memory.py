@@ -26,7 +26,7 @@ from brigade.course.checks.tiny_lm import SIZES, Size, TinyLM
 from brigade.lab.engine import find_engine
 from brigade.lab.ladder import PHASES, Variant, read_reference
 from brigade.lab.memory_accounting import KINDS, Bytes, list_tensors_by_kind
-from brigade.lab.on_ranks import take_step
+from brigade.lab.timed_step import take_step
 from brigade.ranks.rank.api import device
 from brigade.ranks.rank.memory import LiveMemory
 from brigade.ranks.runner.ranks import run_ranks

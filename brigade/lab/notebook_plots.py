@@ -21,8 +21,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 from brigade.lab.ladder import Ladder, Spread, compute_spread
+from brigade.lab.noise import Verdict
 from brigade.lab.plots import COLOURS
-from brigade.lab.quiet import Verdict
 from brigade.lab.timeline import Timeline
 from brigade.lab.timeline_plot import compute_height, draw_panel, make_legend
 from brigade.ranks.events import Event

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from brigade.lab.engine import Engine
-from brigade.lab.on_ranks import (
+from brigade.lab.timed_step import (
     make_start,
     prepare_training,
     repeat_step_before,

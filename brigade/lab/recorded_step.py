@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brigade.course.checks.tiny_lm import Block
 from brigade.lab.engine import Engine, FullyShardEngine, TorchEngine, find_engine
 from brigade.lab.memory_accounting import Bytes, count_kept_bytes, list_tensors_by_kind
-from brigade.lab.on_ranks import COPIES, is_in_submission
 from brigade.lab.planned_device import PlannedDevice, fully_shard_without_memory
+from brigade.lab.timed_step import COPIES, is_in_submission
 from brigade.ranks.rank import process_group, recording
 from brigade.ranks.rank.memory import LiveMemory, get_local, list_tensors
 from brigade.ranks.rank.recording_group import RecordingGroup
@@ -327,7 +327,7 @@ def take_real_steps(setting: dict[str, Any], variant: dict[str, Any]) -> None:
 
 
 def take_step(log: Log | Notes, engine: Engine, micro_batches: int) -> None:
-    """Take a training step as `on_ranks.take_step` does, with all micro-batches except the last one in `no_sync`."""
+    """Take a training step as `timed_step.take_step` does, with all micro-batches except the last one in `no_sync`."""
     log.begin_step()
     device = next(engine.parameters()).device
     engine.zero_grad()

@@ -30,8 +30,8 @@ from brigade.lab.ladder import (
     read_reference,
     run_variants,
 )
+from brigade.lab.noise import Verdict
 from brigade.lab.plots import NAMES
-from brigade.lab.quiet import Verdict
 from brigade.ranks.events import Launch, launches
 from brigade.ranks.texts import Sources
 

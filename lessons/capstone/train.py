@@ -32,7 +32,7 @@ from brigade.course.cli.options import ABOVE_ZERO, AT_LEAST_ONE, add, add_target
 from brigade.course.table.listing import find_unwritten_parts
 from brigade.course.table.modules import MODULES, ROOT, find_module, get_module
 from brigade.course.table.submission import Snapshot
-from brigade.lab import bench, corpus, on_ranks, torchrun
+from brigade.lab import bench, corpus, timed_step, torchrun
 from brigade.lab.cli.lab import choose_ranks
 from brigade.lab.engine import find_engine
 from brigade.lab.experiment import show_progress
@@ -70,7 +70,7 @@ def draw_own_batch(text, workload, step, has_loop):
     own = student(LOOP, "assign_sequences")(lengths, size)[rank] if has_loop else [*range(rank, len(lengths), size)]
     if not own:  # this rank takes part in the collectives all the same
         own, targets = [0], torch.full_like(targets, IGNORED)
-    return [part[own].to(on_ranks.device()) for part in (tokens, targets)]
+    return [part[own].to(timed_step.device()) for part in (tokens, targets)]
 
 
 # ---- the loop: module 12's, with any engine, or a plain one
@@ -124,13 +124,13 @@ def make_loop(engine, has_loop):
 def train(plan, workload, variant):
     """Train a variant. Return the loss of every step, in nats per token, and those of the steps before a resume."""
     torch.manual_seed(dist.get_rank())  # ranks start from different weights, and the engine takes those of rank 0
-    start, text = on_ranks.make_start(workload)
+    start, text = timed_step.make_start(workload)
     about = {"step": 0, "losses": [], "model": workload["size"], "tokens": plan["tokens"]}
     if plan["resume"]:
         folder = Path(plan["resume"])
         about, (weights, state) = checkpoint.read_manifest(folder, workload["size"]), checkpoint.load(folder)
         start.load_state_dict(weights)
-    engine = find_engine(variant)(variant, on_ranks.copy_model(start, variant), workload)
+    engine = find_engine(variant)(variant, timed_step.copy_model(start, variant), workload)
     if plan["resume"]:
         engine.load_state([weight.detach() for weight in start.parameters()], state)
     loop = make_loop(engine, plan["has_loop"])
@@ -146,8 +146,8 @@ def train(plan, workload, variant):
                 steps = f"{about['step']} of {plan['steps']} steps"
                 raise UserError(f"stopped after {steps}, because of the file {STOP}; --resume goes on")
             made_progress()
-    on_ranks.remove_gradient_hooks(engine.module)
-    on_ranks.release_memory()
+    timed_step.remove_gradient_hooks(engine.module)
+    timed_step.release_memory()
     return about["losses"]
 
 
@@ -155,7 +155,7 @@ def is_asked_to_stop(plan):
     """Return whether any rank sees the file STOP. The ranks agree, because each machine may see it at another time."""
     if not plan["save"]:
         return False
-    seen = torch.tensor(int((Path(plan["save"]) / STOP).exists())).to(on_ranks.device())
+    seen = torch.tensor(int((Path(plan["save"]) / STOP).exists())).to(timed_step.device())
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     return bool(seen.item())
 
@@ -193,12 +193,12 @@ def watch_for_hangs(plan):
 
 
 def work(plan, workload, variants):
-    """Train on a rank, then measure all variants together. Return what `on_ranks.train` returns, and the curves."""
+    """Train on a rank, then measure all variants together. Return what `timed_step.train` returns, and the curves."""
     batches = workload | {"batch_size": plan["batch_size"]}
     curves = {variants[0]["label"]: train(plan, batches, variants[0])}
     if plan["compares_curves"]:
         curves[TORCH_DDP.label] = train(plan | {"resume": "", "save": ""}, batches, variants[1])
-    return on_ranks.train(workload, variants) | {"curves": curves}
+    return timed_step.train(workload, variants) | {"curves": curves}
 
 
 def run(arguments):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import hang_guard
 import pytest
 
-from brigade.course.cli import check, progress_file, study
+from brigade.course.cli import check, own_work, progress_file
 from brigade.course.cli.main import parse
 from brigade.course.table import written
 from brigade.course.table.modules import MODULES, ROOT, get_module, select_modules
@@ -256,7 +256,7 @@ def test_hints_come_one_after_another(brigade):
 def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, brigade, refuse, snapshot):
     entry = get_module(4)
     shutil.copytree(entry.lesson, tmp_path / "lessons" / entry.package)
-    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(own_work, "ROOT", tmp_path)
     file = tmp_path / "lessons" / entry.path
     unwritten = file.read_text()
     file.write_text(re.sub(r"raise NotImplementedError.*part \([ab]\).*", "pass", unwritten))

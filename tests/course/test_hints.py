@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.course.cli.study import extract_part
+from brigade.course.cli.own_work import extract_part
 from brigade.course.table.modules import MODULES, ROOT
 from brigade.course.table.submission import read
 

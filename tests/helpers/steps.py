@@ -8,7 +8,7 @@ from brigade.course.checks.expectations import expect_gradients, expect_start, e
 from brigade.ranks.claims import At
 from helpers import training
 from helpers.buffers import BUCKET_NUMEL, compute_padded_numel
-from helpers.easier import blame_visits
+from helpers.late_launches import blame_visits
 from helpers.odd_steps import expect_restored, expect_silence, expect_unsynced
 
 

@@ -23,7 +23,7 @@ from brigade.course.checks.tiny_lm import SIZES, TinyLM, make_tiny_lm
 from brigade.course.cli import main as cli
 from brigade.course.table.modules import CORE_MODULES, ROOT, get_module
 from brigade.course.table.submission import read
-from brigade.lab import bench, ladder, on_ranks, plots, torchrun
+from brigade.lab import bench, ladder, plots, timed_step, torchrun
 from brigade.lab.cli import lab
 from brigade.lab.emulated_link import Link
 from brigade.ranks.errors import UserError
@@ -331,7 +331,7 @@ def test_save_writes_the_numbers_that_are_handed_in(measured, tmp_path, brigade)
 @pytest.mark.parametrize(("free_bytes", "is_enough"), [(222_223, True), (222_222, False), (0, False)])
 def test_variants_fit_if_a_tenth_is_spare(free_bytes, is_enough):
     """12 variants of 1000 weights take 192 kB, and a step 8 kB."""
-    assert on_ranks.fits_in_memory(free_bytes, 8_000, numel=1_000, num_variants=12) == is_enough
+    assert timed_step.fits_in_memory(free_bytes, 8_000, numel=1_000, num_variants=12) == is_enough
 
 
 def test_a_step_takes_weights_gradients_and_the_activations_of_its_tokens():
@@ -470,9 +470,9 @@ LITTLE_MEMORY = """
 import sys
 
 from brigade.course.cli import main
-from brigade.lab import on_ranks
+from brigade.lab import timed_step
 
-on_ranks.measure_free_bytes = lambda: 1
+timed_step.measure_free_bytes = lambda: 1
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -494,7 +494,7 @@ def test_under_torchrun_no_link_is_emulated(monkeypatch):
     for name, value in zip(machine.TORCHRUN, ("0", "2", "0", "1", "localhost", "1"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="leave out the options of an emulated link"):
-        torchrun.run_on_torchrun(on_ranks.train, {}, [], mode="emulate")
+        torchrun.run_on_torchrun(timed_step.train, {}, [], mode="emulate")
 
 
 FAILURES = {  # what rank 1 does before an all-reduce, and what the rank that prints says

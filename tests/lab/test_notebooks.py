@@ -23,9 +23,9 @@ from nbclient.exceptions import CellExecutionError
 
 from brigade.course.table.modules import ROOT
 from brigade.lab import notebook as lab_notebook
+from brigade.lab.noise import Verdict
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_plots import draw_bars
-from brigade.lab.quiet import Verdict
 from brigade.ranks.events import launches
 from brigade.ranks.runner import deadline, monitor
 from brigade.ranks.runner.ranks import SERVER

@@ -10,7 +10,7 @@ from brigade.lab import devices, error_bars, ladder
 from brigade.lab.cli.plan import TEXTS, format_texts
 from brigade.lab.program import Setting, record
 from brigade.lab.shapes import MODELS
-from tools.planner import programs, runs, study
+from tools.planner import comparison, programs, runs
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def errors(rows):
-    return study.list_errors(rows)
+    return comparison.list_errors(rows)
 
 
 def test_every_row_has_a_source_and_a_date(rows):
@@ -33,7 +33,7 @@ def test_every_row_has_a_source_and_a_date(rows):
 
 def test_the_error_bars_that_plans_print(errors):
     """No median moves by more than a point, and no 90th percentile by more than two."""
-    measured = study.measure_error_bars(errors)
+    measured = comparison.measure_error_bars(errors)
     assert measured.keys() == error_bars.ERROR_BARS.keys()
     for kind, bar in measured.items():
         stored = error_bars.ERROR_BARS[kind]
@@ -72,18 +72,18 @@ def test_a_run_is_calibrated_on_the_smallest_one_with_its_recomputation_and_micr
         assert by_name[name].calibrator.name == calibrator
     same, other = by_name["mpt-13b-ck-128xa100-40"], by_name["mpt-13b-ck-64xa100-40"]
     assert same.calibrator.name == "mpt-13b-ck-64xa100-40" and other.calibrator.name == "mpt-13b-ck-8xa100-40"
-    assert study.OTHER in study.name_kinds(other) and study.OTHER not in study.name_kinds(same)
+    assert comparison.OTHER in comparison.name_kinds(other) and comparison.OTHER not in comparison.name_kinds(same)
     assert by_name["mpt-13b-ck-8xa100-40"].calibrated is None
 
 
 def test_plan_md_quotes_the_table(errors):
     """The table says which share of the rows the printed bar or range contains, and how good the null model is."""
-    assert study.make_table(errors) in (ROOT / "docs" / "plan.md").read_text()
+    assert comparison.make_table(errors) in (ROOT / "docs" / "plan.md").read_text()
 
 
 def test_printed_bars_and_ranges_hold(errors):
     """85 % of the rows of each kind are within its bar, and the printed range holds 70 % of all guessed steps."""
-    for kind, rows in study.group_by_kind(errors).items():
+    for kind, rows in comparison.group_by_kind(errors).items():
         within = [abs(value) <= error_bars.ERROR_BARS[kind].most + 0.0005 for _, value in rows]
         assert sum(within) >= 0.85 * len(within), kind
     ranges = [error.in_range for error in errors if error.in_range is not None]
@@ -94,7 +94,7 @@ def test_nine_of_ten_runs_with_the_same_micro_batch_are_within_15_percent(errors
     same = [
         abs(error.calibrated) for error in errors
         if error.calibrator and error.calibrator.micro_batch == error.row.micro_batch
-        and not error.row.family.startswith(study.SEQUENCES)
+        and not error.row.family.startswith(comparison.SEQUENCES)
     ]  # fmt: skip
     assert len(same) >= 90 and sum(value <= 0.15 for value in same) >= 0.9 * len(same)
     assert sorted(same)[len(same) // 2] <= 0.05
@@ -156,13 +156,13 @@ def test_fp8_makes_matrices_faster_and_attention_not(rows):
 def test_two_sequence_lengths_tell_the_rate_of_attention(rows):
     """Both runs then take as long as measured, and longer sequences are predicted better than from one run."""
     family = [row for row in rows if row.family == "sequence mpt-7b other checkpoints h100"]
-    short, long = study.find_pair(family)
+    short, long = comparison.find_pair(family)
     assert (short.sequence, long.sequence) == (1024, 4096)
     rates = programs.calibrate_two(programs.Run(short), programs.Run(long))
     for row in (short, long):
         assert programs.predict(row, rates) == pytest.approx(row.measured_s, rel=1e-6)
     assert rates.attention > 1.5 * rates.matrices
-    (longest,) = (one for one in study.list_errors(family) if one.row.sequence == 65_536)
+    (longest,) = (one for one in comparison.list_errors(family) if one.row.sequence == 65_536)
     assert abs(longest.paired) < 0.1 < 0.3 < abs(longest.calibrated)
 
 
@@ -181,14 +181,14 @@ def test_recomputation_repeats_blocks_as_far_as_torch_does(rows):
 def test_runs_that_contradict_each_other_give_no_rates(rows):
     """Longer sequences cannot take less time per token: then one run calibrates."""
     family = [row for row in rows if row.family == "sequence mpt-760m a100-80"]
-    short, long = study.find_pair(family)
+    short, long = comparison.find_pair(family)
     assert short.measured < long.measured and programs.calibrate_two(programs.Run(short), programs.Run(long)) is None
 
 
 def test_a_wrong_constant_is_noticed(rows, monkeypatch):
     """The test of error bars can fail: with one card per node, as before, the predictions are much worse."""
     one_card = [replace(row, cards=1) for row in rows if row.family == "mpt-13b h100"]
-    errors = study.list_errors(one_card)
+    errors = comparison.list_errors(one_card)
     assert max(error.calibrated for error in errors if error.calibrated) > 0.5
 
 

@@ -17,7 +17,7 @@ from brigade.course.table.listing import Part
 from brigade.course.table.modules import ROOT, get_module
 from brigade.lab import ladder, timeline, timeline_plot
 from brigade.lab.emulated_link import Link
-from brigade.lab.quiet import Verdict
+from brigade.lab.noise import Verdict
 from tools import figures, live_timelines
 from tools.for_modules import run_for_modules
 

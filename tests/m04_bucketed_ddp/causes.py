@@ -6,7 +6,7 @@ from brigade.course.checks.diagnose.evidence import find_leftover
 from brigade.course.checks.diagnose.exceptions import Symptom, get_events
 from brigade.ranks.events import launches
 from helpers import training
-from helpers.easier import explain_late_launches
+from helpers.late_launches import explain_late_launches
 from m04_bucketed_ddp import scenario
 
 # plan_buckets

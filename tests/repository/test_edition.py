@@ -15,7 +15,7 @@ from documents import find_dead_links
 from installed import install
 
 from brigade.course.cli import edition as edition_command
-from brigade.course.cli import study
+from brigade.course.cli import own_work
 from brigade.course.cli.main import main
 from brigade.course.table import skeletons
 from brigade.course.table.modules import MODULES, ROOT, get_module
@@ -132,7 +132,7 @@ def test_third_hints_are_left_out_unless_asked_for(edition):
         assert student_edition.cut_hints(full, levels=3) == full
     shown = [run_command(edition, "brigade hint 1 c") for _ in range(3)]
     assert "More hints for part c: 1. `brigade hint 1 c` shows the next one." in shown[0]
-    assert shown[1] == shown[2] and shown[1].endswith(f"\n{study.LEFT_OUT}\n")
+    assert shown[1] == shown[2] and shown[1].endswith(f"\n{own_work.LEFT_OUT}\n")
 
 
 def test_links_lead_somewhere(edition):

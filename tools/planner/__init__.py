@@ -1,1 +1,1 @@
-"""How wrong is `brigade plan`? Published runs (`runs`), their programs (`programs`), and the comparison (`study`)."""
+"""How wrong is `brigade plan`? Published runs, their programs, and the comparison of both."""

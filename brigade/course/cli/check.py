@@ -20,8 +20,8 @@ from brigade.course.checks.run import Conditions, choose_backend, find_uncounted
 from brigade.course.cli.commands import load_tables
 from brigade.course.cli.console import console, shorten
 from brigade.course.cli.options import add, add_prior, add_target
+from brigade.course.cli.own_work import read_hints, recall_shown
 from brigade.course.cli.progress_file import CHANGED, find_state, has_changed, hash_submission, recall, remember
-from brigade.course.cli.study import read_hints, recall_shown
 from brigade.course.table import skeletons
 from brigade.course.table.listing import GradedCheck, find_last_part
 from brigade.course.table.modules import CORE_MODULES, MODULES, ROOT, WARM_UP, Module, get_module

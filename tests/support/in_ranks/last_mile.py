@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from brigade.course.checks.tiny_lm import Size, TinyLM
 from brigade.course.table.modules import ROOT
-from brigade.lab import on_ranks
+from brigade.lab import timed_step
 
 sys.path.append(str(ROOT))
 from lessons.capstone import checkpoint
@@ -157,7 +157,7 @@ def train_plainly(snippet: str, workload: dict, first: int, steps: int) -> list[
     model = TinyLM(Size(**workload["size"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=workload["learning_rate"], momentum=0.9)
     exec(snippet, {"model": model, "optimizer": optimizer, "torch": torch, "Path": Path, "json": json})
-    losses, (_, text) = [], on_ranks.make_start(workload)
+    losses, (_, text) = [], timed_step.make_start(workload)
     for step in range(first, steps):
         tokens, targets = train.draw_own_batch(text, workload, step, True)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())  # IGNORED is torch's own value

@@ -17,8 +17,8 @@ from rich.console import Console
 from brigade.course.table.modules import get_module
 from brigade.lab import bench, comparison, ladder, plots
 from brigade.lab.emulated_link import Link
+from brigade.lab.noise import FEWEST_ROUNDS, LEAST_CPU_SHARE, MAX_REAL_SHARE, MAX_SPREAD, Verdict, judge_machine
 from brigade.lab.notebook_plots import draw_step_times, draw_timelines
-from brigade.lab.quiet import FEWEST_ROUNDS, LEAST_CPU_SHARE, MAX_REAL_SHARE, MAX_SPREAD, Verdict, judge_machine
 from brigade.lab.timeline import Span, Timeline, make_chrome_trace
 
 BUSY = "This machine was busy: do not compare these times"
