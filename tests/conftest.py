@@ -143,7 +143,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="write the texts in tests/support/snapshots again")
     parser.addoption("--everything", action="store_true", help="also run the tests marked extended")
     parser.addoption("--situation", metavar="NAME", help="run only this one of tests/situations, on every wrapper")
-    parser.addoption("--isolated", action="store_true", help="run mutants and right answers as a grader does, as root")
+    parser.addoption("--isolated", action="store_true", help="run mutants and right answers as a grader does")
 
 
 def pytest_configure(config: pytest.Config) -> None:

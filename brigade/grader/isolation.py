@@ -1,4 +1,4 @@
-"""Run the ranks of a submission as a separate user, who cannot read tests, solutions or results."""
+"""Run the ranks of a submission where they cannot read tests, solutions or results."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ from brigade.ranks.sandbox import enter, users
 SECRETS = [ROOT / name for name in ("tests", "solutions", ".git", "out")]
 DEVICES = Path("/dev")
 OPEN_TO_ALL = stat.S_IROTH | stat.S_IWOTH
+IN_NAMESPACES = (
+    "Graded in namespaces, because the grader was not started as root. The submission could not read the tests, the "
+    "results, other submissions or your home directory, change files, or reach the network or other processes. But its "
+    "ranks ran as your user, so they could communicate through what the kernel counts for each user."
+)
 UNFILTERED = (
     "Graded without a filter for system calls, because libseccomp.so.2 (package libseccomp2) is missing, or the "
     "kernel refuses filters: a submission may have left data in the kernel for the next submission."
@@ -30,28 +35,31 @@ ranks.SERVER.preload.add("brigade.grader.witness.group")  # isolated ranks can u
 
 @contextlib.contextmanager
 def isolate_ranks(hidden: Iterable[str], backend: str) -> Iterator[list[str]]:
-    """During the block, run ranks in a sandbox if this process is root. Yield notes on missing protections.
+    """During the block, run ranks in a sandbox if that is possible. Yield notes on missing protections.
 
     The sandbox hides the directories that contain the `hidden` files.
     """
-    if not may_isolate():
+    if not may_isolate(backend):
         yield [
             "Graded without isolation, because the grader was not started as root: the submission ran as the same user "
             "as the grader, so it could read the tests and write the results."
         ]
         return
-    private = [str(ROOT)]
-    private += [path for path in {str(Path(path).resolve().parent) for path in hidden} if path != "/"]
+    private = {str(ROOT), *(str(Path(path).resolve().parent) for path in hidden)}
+    if os.geteuid() != 0:  # it may be in a directory of the system
+        private.add(os.path.expanduser("~"))
+    private.discard("/")
     ranks.SERVER.close()  # one that runs has not imported it, and does not hold the reservation
     with users.reserve_user() as (uid, reservation):
         ranks.SERVER.load_witness = load_witness if backend != "nccl" else None
-        ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=private)
+        ranks.SERVER.sandbox = enter.Sandbox(uid, reservation, offline=backend != "nccl", hidden=sorted(private))
         try:
-            yield []
+            yield [IN_NAMESPACES] if reservation is None else []
         finally:
             ranks.SERVER.close()  # while the user is reserved: the server kills all processes of the user when it ends
             ranks.SERVER.sandbox = ranks.SERVER.load_witness = None
-            users.remove_files(uid)
+            if reservation is not None:
+                users.remove_files(uid)
 
 
 def load_witness() -> type[Witness]:
@@ -61,17 +69,20 @@ def load_witness() -> type[Witness]:
     return GraderWitness
 
 
-def may_isolate() -> bool:
-    """Return whether ranks can run as another user."""
-    return sys.platform == "linux" and os.geteuid() == 0
+def may_isolate(backend: str = "gloo") -> bool:
+    """Return whether ranks can run as other users or, on the CPU, in an ordinary user's namespaces."""
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    return sys.platform == "linux" and (is_root or (backend != "nccl" and enter.has_namespaces()))
 
 
 def list_conditions(backend: str, share_gpu: bool) -> list[str]:
     """Return what the points may depend on besides texts and options. Results are equal only under equal conditions."""
     python, torch = ".".join(platform.python_version_tuple()[:2]), metadata.version("torch")
     gpus = f", {machine.count_gpus()} GPUs, driver {machine.read_driver_version()}" if backend == "nccl" else ""
-    filtered = f", filter {bool(enter.load_seccomp())}" if may_isolate() else ""
-    return [f"isolated {may_isolate()}{filtered}", f"Python {python}, torch {torch}", f"{backend}, {share_gpu}{gpus}"]
+    isolated = f"isolated {may_isolate(backend)}"
+    if may_isolate(backend):
+        isolated += f", root {os.geteuid() == 0}, filter {bool(enter.load_seccomp())}"
+    return [isolated, f"Python {python}, torch {torch}", f"{backend}, {share_gpu}{gpus}"]
 
 
 def verify_isolation(backend: str) -> list[str]:
@@ -111,7 +122,7 @@ def list_closed_devices() -> list[str]:
 
 
 def close_off(paths: Iterable[Path]) -> None:
-    """Remove the permissions of all other users on these paths."""
+    """Remove the permissions of all other users on these paths, if that is whom ranks run as."""
     for path in paths:
-        if path.exists():
+        if path.exists() and os.geteuid() == 0:
             path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)

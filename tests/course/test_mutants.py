@@ -37,7 +37,7 @@ def conditions(request):
     With --isolated, ranks communicate through the grader's switch.
     """
     option = request.config.option
-    assert not option.isolated or may_isolate(), "--isolated needs Linux and root"
+    assert not option.isolated or may_isolate(), "--isolated needs Linux, and root or namespaces"
     seed = option.seed if option.everything else 0
     with isolate_ranks((), option.backend) if option.isolated else nullcontext():
         yield Conditions(seed, backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)

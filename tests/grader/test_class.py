@@ -236,11 +236,12 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     assert "kept, although the submission is not there any more: bob\n" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["root", "filter", "torch", "Python"])
+@pytest.mark.parametrize("what", ["root", "namespaces", "filter", "torch", "Python"])
 def test_other_conditions_grade_again(what, stub, tmp_path, monkeypatch):
     """Grading again with root's rights, or with another torch, uses no stored points."""
     command = small_class(tmp_path / "class", ada=8)
-    monkeypatch.setattr(isolation, "may_isolate", lambda: what == "filter")
+    monkeypatch.setattr(isolation, "may_isolate", lambda *_: what in ("filter", "root"))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for _ in range(2):
         assert cli.main(command) == 0
     assert stub == ["ada"]
@@ -248,9 +249,11 @@ def test_other_conditions_grade_again(what, stub, tmp_path, monkeypatch):
         monkeypatch.setattr(isolation.metadata, "version", {"torch": "3.0"}.__getitem__)
     elif what == "Python":
         monkeypatch.setattr(isolation.platform, "python_version_tuple", lambda: ("3", "99", "0"))
-    else:
-        monkeypatch.setattr(isolation, "may_isolate", lambda: True)
+    elif what == "filter":
         monkeypatch.setattr(isolation.enter, "load_seccomp", lambda: None)
+    else:
+        monkeypatch.setattr(isolation, "may_isolate", lambda *_: True)
+        monkeypatch.setattr(os, "geteuid", lambda: 0 if what == "root" else 1000)
     assert cli.main(command) == 0 and stub == ["ada", "ada"]
 
 

@@ -16,12 +16,14 @@ from hang_guard import HANG_S
 from brigade.course.checks.borders import find_contradiction
 from brigade.course.checks.diagnose.exceptions import explain_deadline, explain_exception
 from brigade.course.checks.reference import Case
+from brigade.course.table.modules import ROOT
 from brigade.course.table.submission import read
+from brigade.grader import isolation
 from brigade.grader.isolation import load_witness
 from brigade.grader.witness import switch
 from brigade.ranks.ipc.channel import ParentChannel
 from brigade.ranks.runner.ranks import SERVER, RankFailure, run_ranks
-from brigade.ranks.sandbox import enter, users
+from brigade.ranks.sandbox import enter
 from helpers import training
 from m06_coalesced.causes import UNEQUAL_SHARDS
 
@@ -188,25 +190,30 @@ def test_a_rank_reports_the_steps_of_the_scenario(numbers):
     assert "other steps were reported than [0]" in find_contradiction(steps, [], 0, 0, [0])
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
-def test_offline_ranks_reach_nobody(tmp_path):
-    """Ranks have no network, no common directory and no common user, and see no process of another rank."""
+def as_ordinary_user(patch):
+    """Let ranks from now on run as without root, in namespaces of the user that runs this test."""
+    if sys.platform != "linux" or not enter.has_namespaces():
+        pytest.skip("no namespaces here")
+    patch.setattr(os, "geteuid", lambda: 1000)
+
+
+@pytest.mark.skipif(not isolation.may_isolate(), reason="isolation needs Linux, and root or namespaces")
+@pytest.mark.parametrize("is_ordinary", [False, True])
+def test_offline_ranks_reach_nobody(is_ordinary, tmp_path, monkeypatch):
+    """Ranks have no network, no common directory and, from root, no common user, and see no process of another rank."""
     tmp_path.chmod(0o777)
-    SERVER.close()
-    with users.reserve_user() as (uid, reservation):
-        SERVER.sandbox = enter.Sandbox(uid, reservation, hidden=[str(tmp_path)])
-        try:
-            if not run_ranks(enter.probe, [], world_size=1)[0]["is_filtered"]:
-                pytest.skip("no filter of system calls here")
-            found = run_ranks(functions.look_around, str(tmp_path), mode="strict")
-        finally:
-            SERVER.sandbox = None
-            SERVER.close()
+    if is_ordinary:
+        as_ordinary_user(monkeypatch)
+    with isolation.isolate_ranks([str(tmp_path / "results")], "gloo"):
+        if not run_ranks(enter.probe, [], world_size=1)[0]["is_filtered"]:
+            pytest.skip("no filter of system calls here")
+        found = run_ranks(functions.look_around, str(tmp_path), mode="strict")
     for result in found:
         refused = ["internet", "unix", "socketpair", "flock", "lock", "notify"]
         refused += ["drop pages", "pages in memory", "free memory"]
         assert [result[name] for name in refused] == ["EPERM"] * len(refused)
         assert result["terminal"] in ("ENODEV", "ENOENT"), "its number tells how many the other rank has opened"
+        assert result["change"] in ("EROFS", "EACCES") and set(result["rights"]) == {"0" * 16}
         assert result["pid"] == (1, 0), "priorities and other properties of processes are messages"
         assert result["files"] == [], "a rank sees a file of the other rank"
         own = ["/proc/1", *(f"/proc/1/{name}" for name in enter.PROCESS_FILES), "/proc/self"]
@@ -214,28 +221,32 @@ def test_offline_ranks_reach_nobody(tmp_path):
         assert result["own numbers"] == ["1", "0", "1"], "a rank can change how many processes there are outside"
         assert result["memory"] > 1 << 20, "psutil works"
         assert result["processes"] == []
-    assert found[0]["uid"] != found[1]["uid"]
+    assert (found[0]["uid"] != found[1]["uid"]) == (os.geteuid() == 0), "only root can have several users"
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
+def test_ranks_of_an_ordinary_user_see_only_the_system_and_python(tmp_path, monkeypatch):
+    as_ordinary_user(monkeypatch)
+    python = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path)]
+    seen = {path[: path.find("/", 1)] for path in python} | enter.SYSTEM | {"/tmp"}
+    (tmp_path / "ada").mkdir()
+    monkeypatch.setenv("HOME", "/nowhere/ada")
+    secrets = [f"/{name}" for name in os.listdir("/") if f"/{name}" not in seen]
+    secrets += map(str, [tmp_path, ROOT, *isolation.SECRETS])
+    with isolation.isolate_ranks([str(tmp_path / "ada")], "gloo"):
+        assert "/nowhere/ada" in SERVER.sandbox.hidden, "it may be in a directory of the system"
+        [found] = run_ranks(enter.probe, secrets, world_size=1)
+    assert found["secrets"] == [] and found["unreachable"] == []
+
+
+@pytest.mark.skipif(not isolation.may_isolate(), reason="isolation needs Linux, and root or namespaces")
 def test_what_the_kernel_refuses_to_offline_ranks_has_a_cause():
     """The exceptions and the printed text are those by which `diagnose/exceptions.py` knows the causes."""
-    SERVER.close()
-    with users.reserve_user() as (uid, reservation):
-        SERVER.sandbox = enter.Sandbox(uid, reservation)
-        try:
-            if not run_ranks(enter.probe, [], world_size=1)[0]["is_filtered"]:
-                pytest.skip("no filter of system calls here")
-            run = run_ranks(functions.do_what_is_refused, world_size=1)
-            failures = [RankFailure("exception", "", [], 0, error, message=text) for error, text in run[0]]
-            names = [explain_exception(failure, {})[1] for failure in failures]
-            hung = RankFailure("deadline", "", [], output=run.output)
-            assert [*names, explain_deadline(hung, {})[1]] == [
-                "hidden load",
-                "no user name",
-                "refused lock",
-                "lost tensor",
-            ]
-        finally:
-            SERVER.sandbox = None
-            SERVER.close()
+    with isolation.isolate_ranks([], "gloo"):
+        if not run_ranks(enter.probe, [], world_size=1)[0]["is_filtered"]:
+            pytest.skip("no filter of system calls here")
+        run = run_ranks(functions.do_what_is_refused, world_size=1)
+        failures = [RankFailure("exception", "", [], 0, error, message=text) for error, text in run[0]]
+        names = [explain_exception(failure, {})[1] for failure in failures]
+        hung = RankFailure("deadline", "", [], output=run.output)
+        assert names == ["hidden load", "no user name", "refused lock"]
+        assert explain_deadline(hung, {})[1] == "lost tensor"

@@ -197,7 +197,7 @@ def test_the_recipe_for_classroom_50_grades_and_follows_no_link(tmp_path):
     assert hand_over == ["chown", "--no-dereference", str(os.getuid()), str(result)]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
+@pytest.mark.skipif(not isolation.may_isolate(), reason="isolation needs Linux, and root or namespaces")
 @pytest.mark.parametrize("umask", (0o022, 0o077))
 def test_no_server_outlives_the_reservation_of_its_user(umask):
     """When a server ends, it kills all processes of its user, who may belong to another grader by then.

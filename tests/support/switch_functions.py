@@ -102,6 +102,7 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("internet", lambda: socket.socket(socket.AF_INET).close())
     attempt("unix", lambda: socket.socket(socket.AF_UNIX).close())
     attempt("socketpair", lambda: socket.socketpair()[0].close())  # it could be bound to a name
+    attempt("change", lambda: os.utime(os.__file__))
     file = os.open(os.__file__, os.O_RDONLY)
     attempt("flock", lambda: fcntl.flock(file, fcntl.LOCK_SH))
     attempt("lock", lambda: fcntl.lockf(file, fcntl.LOCK_SH))
@@ -112,6 +113,7 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("free memory", ask_for_free_memory)
     found["counters"] = sorted(str(path) for place in ("/proc", "/sys") for path in Path(place).rglob("*"))
     found["own numbers"] = re.findall(r"^(?:Pid|PPid|NSpid):\t(.*)$", Path("/proc/self/status").read_text(), re.M)
+    found["rights"] = re.findall(r"^Cap(?:Inh|Prm|Eff|Amb):\t(.*)$", Path("/proc/self/status").read_text(), re.M)
     found["memory"] = psutil.Process().memory_info().rss
     found["pid"] = os.getpid(), os.getppid()
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):

@@ -39,12 +39,16 @@ IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)  # by the server once i
 PATIENCE_S = 10.0  # limit on the wait for killed ranks
 
 
-def serve(descriptor: int, locks: Sequence[int], scratch: str, import_path: str, modules: Sequence[str]) -> None:
+def serve(
+    descriptor: int, locks: Sequence[int], scratch: str, import_path: str, modules: Sequence[str], uid: int | None
+) -> None:
     """Serve until the socket closes, then remove the directory `scratch`.
 
     The descriptors `locks` stay open until then. `modules` are imported before the first fork, so that ranks need not
-    import them.
+    import them. With a `uid`, serve in a user namespace, in which the ordinary user of this process has this number.
     """
+    if uid is not None:
+        enter.become(uid)  # while there is one thread
     channel = socket.socket(fileno=descriptor)
     preload(modules)
     if import_path in sys.path:
@@ -103,6 +107,8 @@ class ForkServer:
         Return their exit statuses, as in `subprocess`. Killing a rank that has ended does not change its status.
         """
         give_up, settings = time.monotonic() + PATIENCE_S, self._sandbox_settings
+        if settings and settings["reservation"] is None:
+            settings = None  # the processes and files of an ordinary user are not only those of ranks
         own = self.ranks & set(pids)
         for pid in own:
             protocol.kill_group(pid, and_leader=True)
@@ -143,16 +149,15 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
     The rank's working directory is `directory`, or its own one inside it if the sandbox requires this.
     """
     server, is_offline = os.getpid(), bool(sandbox_settings and sandbox_settings["offline"])
-    with enter.separate_processes() if is_offline else contextlib.nullcontext():
-        pid = os.fork()
+    if sandbox_settings and sandbox_settings["reservation"] is None:
+        pid = enter.fork_apart()
+    else:
+        with enter.separate_processes() if is_offline else contextlib.nullcontext():
+            pid = os.fork()
     if pid:
         return pid
     try:
         os.setsid()  # its own process group, so that its children are killed with it
-        if sys.platform == "linux":
-            enter.LIBC.prctl(enter.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() not in (server, 0):
-            os._exit(1)
         for ignored in IGNORED:
             signal.signal(ignored, signal.SIG_DFL)
         for fd in others:
@@ -160,7 +165,7 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
         from brigade.ranks.rank.main import main
 
         if sandbox_settings:
-            directory = enter.enter(sandbox_settings, directory, server, rank)
+            directory = enter.enter(sandbox_settings, directory, rank)
         os.chdir(directory)
         control, output = own
         main(control, output, server)

@@ -34,6 +34,7 @@ from brigade.ranks.ipc.channel import Channel
 from brigade.ranks.rank import api, process_group, recording
 from brigade.ranks.rank.lockdown import expect_submission
 from brigade.ranks.rank.recorder import Recorder
+from brigade.ranks.sandbox import enter
 
 MAX_MESSAGE = 4_000  # characters of an exception's message that are sent
 SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
@@ -50,7 +51,11 @@ def main(control_fd: int, output_fd: int, server: int) -> None:
         request["calls"] = channel.receive_calls()
     redirect(output_fd, request["terminal"])
     faulthandler.register(signal.SIGUSR1, file=output_fd, all_threads=True)
-    if sys.platform != "linux":
+    if sys.platform == "linux":  # the server has answered, so no helper of it is this process's parent
+        enter.LIBC.prctl(enter.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() not in (server, 0):
+            os._exit(1)
+    else:
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
 
     def report(error: BaseException) -> None:

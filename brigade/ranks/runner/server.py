@@ -60,9 +60,11 @@ class Server:
             self.scratch, lock = make_locked_directory()
             # The server holds the locks as long as it runs. It kills all processes of the user when it ends, so nobody
             # else may use the user before that.
-            locks = [lock, self.sandbox.reservation] if self.sandbox else [lock]
+            reservation, uid = (self.sandbox.reservation, self.sandbox.uid) if self.sandbox else (None, None)
+            locks = [lock] if reservation is None else [lock, reservation]
             self._channel, server_end = socket.socketpair()
-            settings = server_end.fileno(), locks, str(self.scratch), PLACE, sorted(self.preload)
+            own = uid if reservation is None else None
+            settings = server_end.fileno(), locks, str(self.scratch), PLACE, sorted(self.preload), own
             program = f"import sys; sys.path[:1] = [{PLACE!r}]; from brigade.ranks.rank.fork_server import serve"
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-c", f"{program}; serve(*{settings!r})"],
@@ -120,7 +122,7 @@ class Server:
                 raise
             except (OSError, EOFError):
                 self.close()
-                if self.sandbox:
+                if self.sandbox and self.sandbox.reservation is not None:
                     users.kill_user(self.sandbox.uid)
                 for pid in order.get("kill", ()):  # on Linux they ended with the server
                     protocol.kill_group(pid)

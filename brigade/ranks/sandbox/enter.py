@@ -1,7 +1,11 @@
-"""Isolate a rank that runs a stranger's code. This needs Linux, and a grader that was started as root.
+"""Isolate a rank that runs a stranger's code. This needs Linux.
 
 A rank calls `enter` before it receives the submission. docs/security.md lists what this protects, and what it does
 not.
+
+If the grader is root, ranks have users of their own. If it is an ordinary user, the fork server has moved into a user
+namespace (`become`), where it may do the rest of what root may do. Its ranks still belong to the grader's user. So they
+must have their own mounts and process ids, and their mounts hide everything except SYSTEM and Python.
 
 If the ranks are `offline`, because they communicate through the grader's witness, they share nothing: every rank has a
 user and process ids of its own, and can change no file outside its own directories. It sees no counters of the kernel
@@ -10,7 +14,7 @@ The kernel also refuses all system calls that are not in a list (ALLOWED), such 
 notifications about files, and calls that tell which pages of a file are in memory, or drop them. Other ranks use NCCL,
 and find each other through a file in the run's directory.
 
-If namespaces are not allowed (in most containers), hidden paths are not masked. Instead, the grader has removed the
+If root may not make namespaces (in most containers), hidden paths are not masked. Instead, the grader has removed the
 permissions on them (`grade/isolation.py`), and the network and the disk are open.
 """
 
@@ -23,7 +27,6 @@ import fcntl
 import functools
 import os
 import resource
-import signal
 import socket
 import stat
 import struct
@@ -36,10 +39,12 @@ from brigade.ranks.sandbox import users
 
 PR_SET_PDEATHSIG, PR_GET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 21, 38
 SECCOMP_MODE_FILTER = 2
-CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+CAPABILITY_VERSION = 0x20080522
 MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x2000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 LIBC = ctypes.CDLL(None, use_errno=True)
+SYSTEM = {"/bin", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/libx32", "/nix", "/proc", "/sbin", "/usr"}
 TERMINALS = "/dev/pts"  # their numbers are messages between ranks
 PROCESS_FILES = ("stat", "statm", "status")  # of /proc: the times, the memory and the identity of one process
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
@@ -90,29 +95,31 @@ class Sandbox:
     """The settings of the sandbox of a run's ranks."""
 
     uid: int
-    reservation: int  # a descriptor from `reserve_user`, which the fork server inherits
+    reservation: int | None  # a descriptor from `reserve_user`, which the fork server inherits, or None without root
     offline: bool = True  # whether the ranks share nothing and communicate through the grader's witness
     hidden: list[str] = field(default_factory=list)
 
 
-def enter(settings: dict, directory: str, server: int, rank: int) -> str:
+def enter(settings: dict, directory: str, rank: int) -> str:
     """Move this process into the sandbox, with the working files in `directory`. Raise OSError if that is impossible.
 
-    `settings` are the fields of a `Sandbox` and the "memory" of a run's ranks (`RunOptions`), and `server` is the
-    process id of the fork server. An offline rank gets a directory and a user of its own. Return its directory.
+    `settings` are the fields of a `Sandbox` and the "memory" of a run's ranks (`RunOptions`). An offline rank gets a
+    directory and, from root, a user of its own. Return its directory.
     """
     os.nice(max(0, NICENESS - os.nice(0)))
-    uid = settings["uid"]
+    uid, is_root = settings["uid"], settings["reservation"] is not None
     if settings["offline"]:
-        uid = users.list_users(uid)[rank % users.RANKS]
+        uid = users.list_users(uid)[rank % users.RANKS] if is_root else uid
         directory = os.path.join(directory, str(rank))
         os.makedirs(directory, 0o700, exist_ok=True)
     os.chown(directory, uid, uid)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills ranks first
-    if unshare_mounts():
+    if has_mounts := unshare_mounts():
         mask_paths(settings, directory, uid)
+    if not is_root and not (has_mounts and os.getpid() == 1):
+        raise OSError("a rank needs its own mounts and process ids")
     has_little = is_scarce(settings)
     memory = settings["memory"] if has_little else MOST_MEMORY
     limits = {
@@ -126,15 +133,16 @@ def enter(settings: dict, directory: str, server: int, rank: int) -> str:
         limits[resource.RLIMIT_NOFILE] = SCARCE_DESCRIPTORS
         LIBC.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
     for which, most in limits.items():
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (most, most))
-    os.setgroups([])
+    if is_root:
+        os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
+    require(LIBC.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)), "capset")  # none
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filter_system_calls(settings["offline"])
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # set it again, because setuid has cleared it
-    if os.getppid() not in (server, 0):
-        os._exit(1)
     os.umask(0o077)
     os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
     return directory
@@ -227,13 +235,39 @@ def unshare_mounts() -> bool:
     return LIBC.unshare(CLONE_NEWNS) == 0 and LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 
+def become(uid: int) -> None:
+    """Move this process, which has one thread, into a user namespace, in which its user and its group are `uid`.
+
+    It may then make the other namespaces. Raise OSError if that is not allowed.
+    """
+    own = {"uid": os.geteuid(), "gid": os.getegid()}
+    require(LIBC.unshare(CLONE_NEWUSER), "unshare")
+    Path("/proc/self/setgroups").write_text("deny")
+    for kind, number in own.items():
+        Path(f"/proc/self/{kind}_map").write_text(f"{uid} {number} 1")
+
+
 @functools.cache
 def has_private_mounts() -> bool:
-    """Return whether a process of this user may have its own mounts. A child process tries it."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if unshare_mounts() else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    """Return whether a process of this user may have its own mounts."""
+    return users.run_in_child(unshare_mounts)
+
+
+@functools.cache
+def has_namespaces() -> bool:
+    """Return whether the ranks of an ordinary user may have what they need."""
+
+    def make_all() -> bool:
+        become(users.FIRST_UID)
+        return LIBC.unshare(CLONE_NEWPID | CLONE_NEWNET) == 0 and unshare_mounts() and make_read_only()
+
+    return users.run_in_child(make_all)
+
+
+def make_read_only() -> bool:
+    """Let this process change no file, not even permissions or times. Kernels before 5.12 cannot do this."""
+    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
+    return LIBC.syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, len(attributes)) == 0
 
 
 @contextlib.contextmanager
@@ -252,6 +286,28 @@ def separate_processes() -> Iterator[None]:
         os.close(own)
 
 
+def fork_apart() -> int:
+    """Fork like `os.fork`, from a helper that ends. As in `separate_processes`, the child has its own process ids.
+
+    An ordinary user cannot return from `unshare`, so the helper has called it. This process adopts its child.
+    """
+    read, write = os.pipe()
+    if not (helper := os.fork()):
+        with contextlib.suppress(OSError):
+            if LIBC.unshare(CLONE_NEWPID) == 0:
+                if not (pid := os.fork()):
+                    os.close(read)
+                    os.close(write)
+                    return 0
+                os.write(write, struct.pack("i", pid))
+        os._exit(0)
+    os.close(write)
+    [pid] = struct.unpack("i", os.read(read, 4))
+    os.close(read)
+    os.waitpid(helper, 0)
+    return pid
+
+
 def leave_network() -> None:
     """Give this process and its children a network with only a loopback interface, if that is allowed."""
     if LIBC.unshare(CLONE_NEWNET) == 0:
@@ -266,9 +322,9 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     too. Only the user's processes remain visible, and for an offline rank only its own PROCESS_FILES: the kernel tells
     a process which of its pages others have mapped, and how many descriptors of some kinds are open.
     """
-    if settings["offline"]:  # not even permissions or times of files change; kernels before 5.12 cannot do this
-        attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
-        LIBC.syscall(MOUNT_SETATTR, -1, b"/", AT_RECURSIVE, attributes, len(attributes))
+    is_root = settings["reservation"] is not None
+    if settings["offline"] and not make_read_only() and not is_root:
+        raise OSError("a rank must not change files")
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
     privates = {os.path.realpath(path) for path in users.PRIVATE_DIRECTORIES}
@@ -279,19 +335,19 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
         covers.add("/sys")
     above = {parent for path in needed for parent in Path(path).parents}
     covers |= {str(path) for path in above if not path.stat().st_mode & stat.S_IXOTH}  # which the user cannot enter
-    covers = {path for path in covers if os.path.isdir(path)}
-    outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]
+    if not is_root:
+        covers |= {entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)} - SYSTEM
     options = f"size={SCARCE_FILE if is_scarce(settings) else PRIVATE_SIZE},nr_inodes=10000"
     os.umask(0o022)  # the rank's user must be able to enter the directories that this function makes
-    for place in outermost:
-        kept = sorted(path for path in needed if is_below(path, place))
-        handles = {path: os.open(path, os.O_PATH) for path in kept}
-        private = place in privates
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{options},mode={'1777' if private else '755'}")
-        for path, handle in handles.items():
+    handles = {path: os.open(path, os.O_PATH) for path in sorted(needed)}
+    for place in filter(os.path.isdir, sorted(covers)):  # a directory before those inside it, which it may hide
+        how = f"mode=1777,{options}" if place in privates else f"mode=755,{options},size=4096"
+        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, how)
+        for path in (path for path in handles if is_below(path, place)):
             os.makedirs(path, exist_ok=True)
-            mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
-            os.close(handle)
+            mount(f"/proc/self/fd/{handles[path]}", path, "", MS_BIND | MS_REC, "")
+    for handle in handles.values():
+        os.close(handle)
     if settings["offline"]:
         mask_processes(directory)
         mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{options},mode=700,uid={uid},gid={uid}")
@@ -324,6 +380,11 @@ def is_below(path: str, directory: str) -> bool:
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
     """Call mount(2). Raise OSError if it fails."""
-    if LIBC.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
+    require(LIBC.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), target)
+
+
+def require(result: int, what: str) -> None:
+    """Raise OSError if a function of the C library has failed."""
+    if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), target)
+        raise OSError(number, os.strerror(number), what)
