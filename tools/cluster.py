@@ -228,7 +228,12 @@ def run_training(cluster: Cluster) -> None:
     wait_for("the job is in the queue again", lambda: is_waiting(job))
     cluster.start_node("n2")
     cluster.wait_for_nodes()
-    wait_for("a later checkpoint", lambda: start_now() or read_step() > lost)
+
+    def has_gone_on() -> bool:
+        start_now()
+        return read_step() > lost
+
+    wait_for("a later checkpoint", has_gone_on)
     say(f"train: lost n2 after step {lost}, and went on")
     call("scancel", "--signal=USR1", "--batch", job)  # as Slurm does before the time limit
     wait_for("the job saves and is in the queue again", lambda: is_waiting(job))

@@ -167,21 +167,26 @@ def test_the_slurm_scripts_ask_for_cores_and_memory_and_bind_nothing():
 RANK = "import os, sys; sys.stdout.write(' '.join(os.environ[name] for name in sys.argv[1:]) + '\\n')"
 
 
-def start_ranks(count, program, *arguments, node=0):
-    """Run a program on the ranks of one of two nodes of a Slurm job."""
-    job = {"SLURM_NODEID": str(node), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "20007", "FIRST_NODE": "n1"}
+def start_ranks(place, count, program, *arguments, node=0):
+    """Run a program on the ranks of one of two nodes of a Slurm job, with a program of Slurm in `place`."""
+    scontrol = place / "scontrol"
+    scontrol.write_text("#!/bin/sh\ntest \"$*\" = 'show hostnames n[1-2]' && printf 'n1\\nn2\\n'\n")
+    scontrol.chmod(0o755)
+    job = {"SLURM_NODEID": str(node), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "20007"}
+    job |= {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{place}:{os.environ['PATH']}"}
     command = [sys.executable, "-m", "tools.ranks_of_node", count, "-c", program, *arguments]
     return hang_guard.run(command, cwd=ROOT, env=os.environ | job, capture_output=True, text=True)
 
 
-def test_a_node_of_a_slurm_job_starts_its_ranks():
-    done = start_ranks(3, RANK, *machine.TORCHRUN, node=1)
+def test_a_node_of_a_slurm_job_starts_its_ranks(tmp_path):
+    done = start_ranks(tmp_path, 3, RANK, *machine.TORCHRUN, node=1)
     assert done.returncode == 0 and done.stderr == ""
     assert sorted(done.stdout.splitlines()) == [f"{3 + index} 6 {index} 3 n1 20007" for index in range(3)]
 
 
-def test_the_rank_that_fails_ends_the_others_of_its_node_and_only_it_speaks():
-    done = start_ranks(2, "import os, signal, sys; os.environ['RANK'] == '1' and sys.exit('I failed'); signal.pause()")
+def test_the_rank_that_fails_ends_the_others_of_its_node_and_only_it_speaks(tmp_path):
+    program = "import os, signal, sys; os.environ['RANK'] == '1' and sys.exit('I failed'); signal.pause()"
+    done = start_ranks(tmp_path, 2, program)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "I failed\n")
 
 
