@@ -113,7 +113,7 @@ def look_around(path: str) -> dict[str, Any]:
     attempt("free memory", ask_for_free_memory)
     found["counters"] = sorted(str(path) for place in ("/proc", "/sys") for path in Path(place).rglob("*"))
     found["own numbers"] = re.findall(r"^(?:Pid|PPid|NSpid):\t(.*)$", Path("/proc/self/status").read_text(), re.M)
-    found["rights"] = re.findall(r"^Cap(?:Inh|Prm|Eff|Amb):\t(.*)$", Path("/proc/self/status").read_text(), re.M)
+    found["rights"] = re.findall(r"^Cap(?!Bnd)\w+:\t(.*)$", Path("/proc/self/status").read_text(), re.M)
     found["memory"] = psutil.Process().memory_info().rss
     found["pid"] = os.getpid(), os.getppid()
     for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):
