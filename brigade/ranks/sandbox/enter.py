@@ -336,7 +336,7 @@ def mask_paths(settings: dict, directory: str, uid: int) -> None:
     above = {parent for path in needed for parent in Path(path).parents}
     covers |= {str(path) for path in above if not path.stat().st_mode & stat.S_IXOTH}  # which the user cannot enter
     if not is_root:
-        covers |= {entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)} - SYSTEM
+        covers |= {entry.path for entry in os.scandir("/") if entry.is_dir(follow_symlinks=False)} - SYSTEM - needed
     options = f"size={SCARCE_FILE if is_scarce(settings) else PRIVATE_SIZE},nr_inodes=10000"
     os.umask(0o022)  # the rank's user must be able to enter the directories that this function makes
     handles = {path: os.open(path, os.O_PATH) for path in sorted(needed)}
