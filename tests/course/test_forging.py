@@ -16,7 +16,7 @@ import pytest
 import test_forging
 import torch
 from mutants import read_reference, run_on_text
-from replay import Tape, replace_values
+from replay import Tape, replace_at, replace_values
 from torch import Tensor
 
 from brigade.course.checks import run
@@ -245,16 +245,6 @@ def forge_value(value: Any) -> Iterator[tuple[str, Any]]:
         yield "another", f"{value}?"
     elif isinstance(value, torch.dtype):
         yield "another", torch.int16 if value != torch.int16 else torch.float64
-
-
-def replace_at(value: Any, place: Place, forged: Any) -> Any:
-    """Return a copy of a value with another value at this place."""
-    if not place:
-        return forged
-    key, *rest = place
-    if isinstance(value, dict):
-        return value | {key: replace_at(value[key], tuple(rest), forged)}
-    return type(value)([*value[:key], replace_at(value[key], tuple(rest), forged), *value[key + 1 :]])
 
 
 def list_forgeries(calls: list[RankResults]) -> Iterator[tuple[str, str, int, list[Any]]]:
