@@ -150,7 +150,8 @@ def expect_parts(step, count):
     what = "after an exception inside no_sync, the next backward makes {}: one per parameter"
     outside.are_so_many(what, count, causes.explain_silence)
     what = "no_sync of one wrapper does not change another wrapper, whose backward makes {}: one per parameter"
-    backward.where(after(parts["other"])).are_so_many(what, count, causes.SHARED_FLAG)
+    other = backward.where(after(parts["other"])).are_so_many(what, count, causes.SHARED_FLAG)
+    other.come_during_backward()  # and not after it, where a rank could say that it is backward
     again = launched.where(in_phase("finish"))
     again.are_none(
         "finish_grad_sync launches nothing that backward has launched, even if another wrapper finishes before",

@@ -104,13 +104,18 @@ NOTHING = """
 import sys
 memory = sys.modules["brigade.ranks.rank.memory"].LiveMemory
 memory.count = lambda self, **kinds: {**dict.fromkeys(kinds, 0), "other": 0}
+memory.peak = property(lambda self: 0, lambda self, value: None)
 """
 TOO_MUCH = "MiB of memory, besides what torch needs"
-MEMORY = ("test_gradient_memory", "test_scratch")
+MEMORY = ("test_ring_memory", "test_gradient_memory", "test_scratch")
 
 CASES += parse(
     globals(),
     r"""
+=== counts nothing, and copies the tensor | 0 | TOO_MUCH | modules=0
+def ring_all_reduce(tensor, process_group=None, reduce=ring_all_reduce):
+    kept = tensor.clone()
+    reduce(tensor, process_group)
 === counts nothing, and frees no bucket | 0 | TOO_MUCH | modules=10
 class ShardedBucket(ShardedBucket):
     kept = []

@@ -363,11 +363,18 @@ class BucketedDDP(BucketedDDP):
 READY = "silence('ready')"
 MODULE = "silence('module')"
 UNUSED = ("test_groups_that_no_forward_used",)
+BACKWARD = """
+class OverlappedDDP(OverlappedDDP):
+    def finish_grad_sync(self):
+        sys.modules["brigade.ranks.rank.recording"]._recorder.phase = "backward"
+        super().finish_grad_sync()
+"""
 CASES += [
-    Hostile(f"{name}, and does not say when {what}", mutant(number, name, evil), 0, "0 times", (number,), checks)
-    for number, name, what, evil, checks in (
-        (4, "everything launched in finish_grad_sync", "gradients are ready", READY, ORDER),
-        (4, "only the next bucket is checked", "gradients are ready", READY, ORDER),
-        (9, "only the first owner of a weight waits", "modules start", MODULE, UNUSED),
+    Hostile(f"{name}, and {how}", mutant(number, name, evil), 0, told, (number,), checks)
+    for number, name, how, told, evil, checks in (
+        (3, "the flag of no_sync is in the class", "says backward", "launch comes during backward", BACKWARD, STATE),
+        (4, "everything launched in finish_grad_sync", "says no gradient", "0 times", READY, ORDER),
+        (4, "only the next bucket is checked", "says no gradient", "0 times", READY, ORDER),
+        (9, "only the first owner of a weight waits", "says no module", "0 times", MODULE, UNUSED),
     )
 ]

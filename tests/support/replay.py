@@ -72,3 +72,13 @@ def replace_events(results: RankResults, events: list[list[Event]]) -> RankResul
     copied = copy.copy(results)
     copied.events = events
     return copied
+
+
+def replace_at(value: Any, place: tuple[Any, ...], forged: Any) -> Any:
+    """Return a copy of a value with another value at this place: the keys and numbers that lead to it."""
+    if not place:
+        return forged
+    key, *rest = place
+    if isinstance(value, dict):
+        return value | {key: replace_at(value[key], tuple(rest), forged)}
+    return type(value)([*value[:key], replace_at(value[key], tuple(rest), forged), *value[key + 1 :]])
