@@ -7,10 +7,12 @@ of its errors stops you. The modules import from it what they need.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -86,12 +88,14 @@ class Wrapper(nn.Module):
 
     module: nn.Module
     trainable: dict[nn.Parameter, str]
+    queue: Any  # the launch queue of module 4, in the wrappers that have one
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__()
         self.module = module
         self.process_group = process_group
         self.trainable = find_trainable(module)
+        self.ready: set[nn.Parameter] = set()  # those with a gradient in this backward, if they have a hook
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -113,11 +117,32 @@ class Wrapper(nn.Module):
                 return
             if parameter.grad is None:
                 raise RuntimeError(CLEARED)
+            self.ready.add(parameter)
             hook(parameter)
 
         node = get_gradient_edge(parameter).node  # it adds to parameter.grad, then calls the post-accumulate hooks
         node.register_hook(call)
         self.__dict__.setdefault("grad_nodes", []).append(node)  # the parameter does not keep it alive
+
+    def launch_all_in_backward(self) -> None:
+        """Let a backward that skips parameters launch all units of `queue` at its end, as it does on other ranks.
+
+        Otherwise, this rank would launch the last units in its finish. A collective that users call before the finish
+        would meet one of these units on another rank.
+        """
+
+        def launch() -> None:
+            is_skipped = len(self.ready) < len(self.__dict__.get("grad_nodes", ()))
+            self.ready.clear()
+            if is_skipped and self.queue.num_pending != self.queue.num_grads:
+                self.queue.launch_remaining()
+                self.queue.num_pending = [0] * len(self.queue.num_pending)  # so that a second backward is refused
+
+        def watch(_: nn.Module, args: tuple, output: Any) -> None:
+            self.ready.clear()  # an exception may have ended the last backward
+            call_in_backward(find_tensors(output), functools.partial(queue_callback, launch))
+
+        self.register_forward_hook(watch)
 
     def require_same_parameters(self) -> None:
         """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after construction.
@@ -139,6 +164,41 @@ class Wrapper(nn.Module):
             "a wrapper cannot be copied or pickled, because its hooks belong to its own model: copy ddp.module, or "
             "save ddp.module.state_dict()"
         )
+
+
+# ---- backward
+
+PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)  # these contain no tensors
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def call_in_backward(tensors: list[Tensor], function: Callable[[], None]) -> None:
+    """Call a function once per backward, when the gradient of the first of these tensors is complete."""
+    if tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: function(), mode="any")
+
+
+def find_tensors(values: Any, is_strict: bool = False) -> list[Tensor]:
+    """Return the tensors with a history in nested dicts, lists, tuples and dataclasses.
+
+    An object of another type may contain such tensors, too. If `is_strict`, raise TypeError for it.
+    """
+    nested: Iterable[Any] = ()
+    if isinstance(values, Tensor):
+        return [values] if values.grad_fn is not None else []
+    if isinstance(values, Mapping):
+        nested = values.values()
+    elif isinstance(values, (list, tuple)):
+        nested = values
+    elif dataclasses.is_dataclass(values):
+        nested = [getattr(values, field.name, None) for field in dataclasses.fields(values)]
+    elif is_strict and not isinstance(values, PLAIN):
+        raise TypeError(f"a unit returned a {type(values).__name__}: return tensors, dicts, lists, tuples, dataclasses")
+    return [tensor for value in nested for tensor in find_tensors(value, is_strict)]
 
 
 # ---- optimizers

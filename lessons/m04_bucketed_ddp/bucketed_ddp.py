@@ -99,6 +99,7 @@ class BucketedDDP(GradSyncMixin, Wrapper):
         # Plan the buckets, and let backward call `mark_ready` for each gradient.
         # TODO: part (f)
         raise NotImplementedError("module 4, part (f)")
+        self.launch_all_in_backward()
         self.mark_parameters()
 
     def mark_ready(self, index: int) -> None:

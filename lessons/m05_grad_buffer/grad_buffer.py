@@ -168,6 +168,7 @@ class BufferedDDP(GradSyncMixin, Wrapper):
         for index, unit in enumerate(self.units):
             for i in unit.param_indices:
                 self.register_grad_hook(unit.buffer.params[i], lambda _, index=index, i=i: self.mark_ready(index, i))
+        self.launch_all_in_backward()
         self.mark_parameters()
 
     def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: torch.dtype | None):

@@ -79,8 +79,9 @@ class BucketGroup:
         """Set `is_reduced`. While it is True, torch's `clip_grad_norm_` refuses the gradients of the group."""
         if is_reduced != self.is_reduced:
             self.is_reduced = is_reduced
-            for i in self.param_indices:
-                self.buffer.views[i].__class__ = PartGrad if is_reduced else Tensor
+            views = getattr(self.buffer, "views", None)  # module 10's buffer has none
+            for i in self.param_indices if views else ():
+                views[i].__class__ = PartGrad if is_reduced else Tensor
 
     def start_param_sync(self) -> None:
         """Start the all-gather of the parameters, after each rank has updated its own shards of them."""

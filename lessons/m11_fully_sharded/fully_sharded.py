@@ -18,10 +18,9 @@ all-reduce, but the root is gathered only once. Memory for weights: P / N bytes 
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
-from ..m01_naive_ddp.refusals import ShardGrad, Wrapper, require_own_memory, require_range
+from ..m01_naive_ddp.refusals import (
+    ShardGrad,
+    Wrapper,
+    call_in_backward,
+    find_tensors,
+    queue_callback,
+    require_own_memory,
+    require_range,
+)
 from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 from .checkpoint import ShardedCheckpoints
 from .flat_shard import DType, ProcessGroup, make_flat_shards
@@ -38,7 +45,6 @@ from .plan import UnitTypes, plan_schedule, plan_units
 
 # What the wrapper is doing. DUE: a forward with gradients has ended, and its backward has not begun.
 Phase = enum.Enum("Phase", ("IDLE", "FORWARD", "DUE", "BACKWARD"))
-PLAIN = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)  # these contain no tensors
 
 
 class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
@@ -255,7 +261,7 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
             raise RuntimeError("create_graph=True needs the weights again in a second backward, but they are freed")
         if self.phase is Phase.DUE:
             self.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self.end_pass, Phase.IDLE))
+            queue_callback(partial(self.end_pass, Phase.IDLE))
         if self.phase is not Phase.BACKWARD or (unit != self.current and ("compute", unit) not in self.schedule):
             raise RuntimeError(
                 "this backward belongs to an earlier or to a second forward, or is the second one of its forward: the "
@@ -268,28 +274,3 @@ class FullyShardedDDP(ShardedCheckpoints, GradSyncMixin, Wrapper):
         """Refuse a gradient that comes after its unit has computed in backward, and perhaps has been reduced."""
         if self.phase is Phase.BACKWARD and unit != self.current:
             raise RuntimeError("a gradient came after its unit had computed: put one forward into a block of autocast")
-
-
-def call_in_backward(tensors: list[Tensor], function: Callable[[], None]) -> None:
-    """Call a function once per backward, when the gradient of the first of these tensors is complete."""
-    if tensors:
-        torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: function(), mode="any")
-
-
-def find_tensors(values: Any, is_strict: bool = False) -> list[Tensor]:
-    """Return the tensors with a history in nested dicts, lists, tuples and dataclasses.
-
-    An object of another type may contain such tensors, too. If `is_strict`, raise TypeError for it.
-    """
-    nested: Iterable[Any] = ()
-    if isinstance(values, Tensor):
-        return [values] if values.grad_fn is not None else []
-    if isinstance(values, Mapping):
-        nested = values.values()
-    elif isinstance(values, (list, tuple)):
-        nested = values
-    elif dataclasses.is_dataclass(values):
-        nested = [getattr(values, field.name, None) for field in dataclasses.fields(values)]
-    elif is_strict and not isinstance(values, PLAIN):
-        raise TypeError(f"a unit returned a {type(values).__name__}: return tensors, dicts, lists, tuples, dataclasses")
-    return [tensor for value in nested for tensor in find_tensors(value, is_strict)]

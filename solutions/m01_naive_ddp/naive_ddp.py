@@ -46,8 +46,8 @@ class NaiveDDP(Wrapper):
     - If a parameter has no gradient on this rank, it counts as zeros. If it has none on any rank, its gradient may be
       None or zeros afterwards. With zeros, Adam still moves it by its momentum, and weight decay makes it smaller.
     - Gradients are added before they are divided, so float16 weights are refused. torch DDP divides first.
-    - Between backward and the finish, a rank calls no other collective of this group, because another rank may launch
-      in its finish what this rank has launched in backward.
+    - A rank without a backward calls no other collective of this group before its finish, because the other ranks may
+      have launched theirs in backward.
     - An evaluation, or a forward whose result is thrown away, may come at any time, and changes nothing.
       Gradients are averaged in eval mode, too.
     - The set of trainable parameters is fixed at construction. If a parameter is frozen, unfrozen or replaced later,

@@ -133,6 +133,7 @@ class BucketedDDP(GradSyncMixin, Wrapper):
             for parameter in bucket.parameters:
                 self.register_grad_hook(parameter, lambda _, index=index: self.mark_ready(index))
         ### END SOLUTION
+        self.launch_all_in_backward()
         self.mark_parameters()
 
     def mark_ready(self, index: int) -> None:

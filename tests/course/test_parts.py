@@ -76,3 +76,17 @@ def test_checks_pass_as_soon_as_their_parts_are_written(entry, heading, request,
     take_first_case(monkeypatch)  # other tests try the others
     own = [check for check in checks if check.parts == heading]
     assert run(own) == {check.name: "passed" for check in own}
+
+
+@pytest.mark.extended
+def test_a_wrong_plan_costs_only_its_own_points():
+    """A grader judges module 11's wrapper with the reference's plan if the own one is wrong."""
+    [check] = [check for check in collect(MODULES) if (check.module, check.name) == (11, "test_volume")]
+    plan, wrapper = (
+        (ROOT / "solutions/m11_fully_sharded" / name).read_text() for name in ("plan.py", "fully_sharded.py")
+    )
+    texts = {"plan.py": plan.replace("for unit in order if unit or not backward", "for unit in order")}
+    assert run_on_text(check, texts, Conditions()).status == "failed"
+    assert run_on_text(check, texts, Conditions(uses_hidden=True)).status == "passed"
+    texts |= {"fully_sharded.py": wrapper.replace('!= "gather" or self.reshard_after_forward', '!= "gather" or True')}
+    assert run_on_text(check, texts, Conditions(uses_hidden=True)).status == "failed"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS
 
-from situations.run import WORLD, Net, Run, situation
+from situations.models import SECOND
+from situations.run import Net, Run, situation
 
-SECOND = "a second backward before finish_grad_sync"
 FIRST = "call finish_grad_sync first"
 ONE_FORWARD = "belongs to an earlier or to a second forward"
 EQUAL_USE = "its reading says that every rank must use every parameter"
@@ -81,18 +83,26 @@ def make_fragile() -> Net:
     return Net(nn.Linear(6, 8), Fragile(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-@situation("fairseq #869", "Forward runs out of memory, and all ranks skip the batch.", refused=FIRST)
-def failed_forward(run: Run) -> None:
+def train_past_failure(run: Run, where: str) -> None:
+    """Train, and skip the second batch, for which there is no memory. After a backward, skip it with a finish."""
     ddp, optimizer = run.prepare(make_fragile())
     for step, (x, y) in enumerate(run.batches(4)):
         optimizer.zero_grad()
-        ddp.module[1].where = "forward" if step == 1 else None
+        ddp.module[1].where = where if step == 1 else None
         try:
             F.mse_loss(ddp(x), y).backward()
         except MemoryError:
+            if where == "backward":
+                ddp.finish_grad_sync()
+                optimizer.zero_grad()
             continue
         ddp.finish_grad_sync()
         optimizer.step()
+
+
+@situation("fairseq #869", "Forward runs out of memory, and all ranks skip the batch.", refused=FIRST)
+def failed_forward(run: Run) -> None:
+    train_past_failure(run, "forward")
 
 
 @situation("icefall PR 8", "Backward runs out of memory halfway, and all ranks skip the batch.", refused=FIRST)
@@ -112,18 +122,7 @@ def failed_backward(run: Run) -> None:
 
 @situation("fairseq PR 689", "The same, but the handler calls the finish before zero_grad.")
 def failed_and_finished(run: Run) -> None:
-    ddp, optimizer = run.prepare(make_fragile())
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        ddp.module[1].where = "backward" if step == 1 else None
-        try:
-            F.mse_loss(ddp(x), y).backward()
-        except MemoryError:
-            ddp.finish_grad_sync()
-            optimizer.zero_grad()
-            continue
-        ddp.finish_grad_sync()
-        optimizer.step()
+    train_past_failure(run, "backward")
 
 
 @situation("fairscale #180", "torch.amp.GradScaler scales the loss.", refused="GradScaler")
@@ -156,26 +155,18 @@ def overflow_on_a_rank(run: Run) -> None:
 @situation("pytorch #53443", "All backward passes of a step are inside no_sync.", needs="no_sync")
 def only_no_sync(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         with ddp.no_sync():
             F.mse_loss(ddp(x), y).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("nanochat PR 33", "All micro-batches except the last are inside no_sync.", needs="no_sync")
 def accumulated(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for step in range(0, 6, 2):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         with ddp.no_sync():
-            x, y = run.batch(step)
-            (F.mse_loss(ddp(x), y) / 2).backward()
-        x, y = run.batch(step + 1)
+            (F.mse_loss(ddp(-x), y) / 2).backward()
         (F.mse_loss(ddp(x), y) / 2).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation(
@@ -186,26 +177,21 @@ def accumulated(run: Run) -> None:
 )
 def given_up(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
+    for x, y in run.steps(ddp, optimizer):
         with ddp.no_sync():
             F.mse_loss(ddp(-x), y).backward()
         ddp.zero_grad()
         optimizer.zero_grad()
         F.mse_loss(ddp(x), y).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("stylegan2-ada #233", "Forward is inside no_sync, and backward is outside.", needs="no_sync")
 def forward_in_no_sync(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         with ddp.no_sync():
             loss = F.mse_loss(ddp(x), y)
         loss.backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("build-nanogpt #30", "Backward is inside no_sync, and forward is outside.", needs="no_sync")
@@ -249,13 +235,10 @@ def two_losses(run: Run) -> None:
 @situation("pytorch #47260", "Several forwards come before their backwards.", refused=(SECOND, ONE_FORWARD))
 def forwards_first(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for step in range(0, 4, 2):
-        optimizer.zero_grad()
-        losses = [F.mse_loss(ddp(x), y) for x, y in (run.batch(step), run.batch(step + 1))]
+    for x, y in run.steps(ddp, optimizer):
+        losses = F.mse_loss(ddp(x), y), F.mse_loss(ddp(-x), y)
         for loss in losses:
             loss.backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation(
@@ -263,14 +246,11 @@ def forwards_first(run: Run) -> None:
 )
 def graph_kept_in_no_sync(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         output = ddp(x)
         with ddp.no_sync():
             F.mse_loss(output, y).backward(retain_graph=True)
         output.square().mean().backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("pytorch #22095", "A model with a buffer is called twice before backward.", refused=ONE_FORWARD)
@@ -284,30 +264,24 @@ def buffer_used_twice(run: Run) -> None:
             return x * self.scale
 
     ddp, optimizer = run.prepare(Net(nn.Linear(6, 8), Scale(), nn.Linear(8, 3)))
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         (F.mse_loss(ddp(x), y) + ddp(-x).square().mean()).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("pytorch #175024", "A discriminator with BatchNorm judges two batches in a step.", refused=ONE_FORWARD)
 def discriminator_called_twice(run: Run) -> None:
     ddp, optimizer = run.prepare(Net(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
-    for step in range(3):
-        optimizer.zero_grad()
+    for step, _ in enumerate(run.steps(ddp, optimizer)):
         for rank in run.ranks:
             real, fake = run.batch(step, [rank])[0], run.batch(step + 9, [rank])[0]
             ((ddp(fake).tanh().mean() - ddp(real).tanh().mean()) / len(run.ranks)).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("Lightning PR 2019", "A generator and a discriminator take turns.", refused=(SECOND, ONE_FORWARD))
 def generator_and_discriminator(run: Run) -> None:
     generator, optimizer_g = run.prepare(Net(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     judge, optimizer_d = run.prepare(Net(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
-    for z, real in run.batches(3):
+    for z, real in run.steps(generator, optimizer_g):
         fake = generator(z)
         optimizer_d.zero_grad()
         scores_fake, scores_real = judge(torch.cat([fake.detach(), real])).tanh().chunk(2)
@@ -318,8 +292,6 @@ def generator_and_discriminator(run: Run) -> None:
         judge.module.requires_grad_(False)
         judge(fake).tanh().mean().neg().backward()
         judge.module.requires_grad_(True)
-        generator.finish_grad_sync()
-        optimizer_g.step()
 
 
 @situation("pytorch #47562", "The loss contains a gradient penalty.", refused="backward")
@@ -348,15 +320,13 @@ def loss_of_inner_module(run: Run) -> None:
 @situation("pytorch #53979", "Evaluations come between backward and the finish, and between steps.")
 def evaluations(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
+        with torch.no_grad():
+            ddp(x)
         F.mse_loss(ddp(x), y).backward()
         with torch.inference_mode():
             ddp.eval()(x)
-        ddp.train().finish_grad_sync()
-        optimizer.step()
-        with torch.no_grad():
-            ddp(x)
+        ddp.train()
 
 
 @situation(
@@ -400,9 +370,7 @@ def step_in_backward(run: Run) -> None:
         ddp.finish_grad_sync()
 
 
-@situation("Lightning #4188", "The optimizer's step calls a closure.")
-def closure(run: Run) -> None:
-    ddp, optimizer = run.prepare(Net())
+def step_with_closures(run: Run, ddp: nn.Module, optimizer: Any) -> None:
     for x, y in run.batches(3):
 
         def compute_loss(x=x, y=y):
@@ -413,34 +381,50 @@ def closure(run: Run) -> None:
             return loss
 
         optimizer.step(compute_loss)
+
+
+@situation("Lightning #4188", "The optimizer's step calls a closure.")
+def closure(run: Run) -> None:
+    ddp, optimizer = run.prepare(Net())
+    step_with_closures(run, ddp, optimizer)
 
 
 @situation("pytorch #30439", "The optimizer is LBFGS.", refused=("LBFGS", "elementwise"), needs="any_optimizer")
 def lbfgs(run: Run) -> None:
     ddp, optimizer = run.prepare(Net(), LBFGS, lr=0.1, max_iter=1)
-    for x, y in run.batches(3):
-
-        def compute_loss(x=x, y=y):
-            optimizer.zero_grad()
-            loss = F.mse_loss(ddp(x), y)
-            loss.backward()
-            ddp.finish_grad_sync()
-            return loss
-
-        optimizer.step(compute_loss)
+    step_with_closures(run, ddp, optimizer)
 
 
 @situation("Lightning #19045", "The loss is averaged over the ranks between backward and the finish.")
 def loss_averaged_before_finish(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         loss = F.mse_loss(ddp(x), y)
         loss.backward()
         mean = loss.detach().clone()
         if run.rank is not None:
-            dist.all_reduce(mean)
-            mean /= WORLD
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
         run.record("loss", mean.double())
-        ddp.finish_grad_sync()
-        optimizer.step()
+
+
+@situation(
+    "pytorch PR 100773",
+    "A rank that skips a layer averages a metric between backward and the finish.",
+    not_for={"m03": EQUAL_USE},
+)
+def metric_before_finish(run: Run) -> None:
+    class Shorter(Net):
+        def forward(self, x, rank):
+            return nn.Sequential(*self[: 2 if rank else 4], self[4])(x)
+
+    ddp, optimizer = run.prepare(Shorter())
+    for step, _ in enumerate(run.steps(ddp, optimizer)):
+        metric = torch.zeros(128)  # as many elements as a padded bucket
+        for rank in run.ranks:
+            x, y = run.batch(step, [rank])
+            loss = F.mse_loss(ddp(x, rank), y)
+            (loss / len(run.ranks)).backward()
+            metric += loss.detach() / len(run.ranks)
+        if run.rank is not None:
+            dist.all_reduce(metric, dist.ReduceOp.AVG)
+        run.record("metric", metric.double())

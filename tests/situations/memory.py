@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
+from situations.models import SECOND
 from situations.run import Net, Run, situation
 
 FREED = "whose memory is released"  # module 11's weights, between steps
@@ -67,13 +68,10 @@ def written_in_forward(run: Run) -> None:
 @situation("pytorch #130932", "The gradients are computed without backward, and written to p.grad.", refused=FREED)
 def gradients_by_hand(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         parameters = list(ddp.module.parameters())
         for p, grad in zip(parameters, torch.autograd.grad(F.mse_loss(ddp(x), y), parameters), strict=True):
             p.grad = grad
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("pytorch #168143", "A parameter has a class of its own, which forward asks for.")
@@ -90,9 +88,7 @@ def class_of_parameter(run: Run) -> None:
     run.train(*run.prepare(model))
 
 
-@situation(
-    "accelerate PR 3154", "Two weights are tied by their data, not as one parameter.", refused=SHARED, not_for=NOT_M15
-)
+@situation("accelerate PR 3154", "Two weights are tied by their data.", refused=SHARED, not_for=NOT_M15)
 def tied_by_data(run: Run) -> None:
     model = Net(nn.Linear(6, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
     model[3].weight.data = model[1].weight.data
@@ -145,16 +141,13 @@ def sparse_embedding(run: Run) -> None:
     run.train(*run.prepare(Model()))
 
 
-@situation("fairscale #918", "Two backwards take the gradients of other layers.", refused="backward(inputs=...)")
+@situation("fairscale #918", "Two backwards take gradients of layers.", refused=("backward(inputs=...)", SECOND))
 def backward_in_two_parts(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         loss, parameters = F.mse_loss(ddp(x), y), list(ddp.module.parameters())
         loss.backward(inputs=parameters[:2], retain_graph=True)
         loss.backward(inputs=parameters[2:])
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation(
@@ -172,19 +165,16 @@ def transposed_weight(run: Run) -> None:
 @situation("pytorch #143828", "The first parameter group is empty.", needs="groups", not_for={"m15": "has no clipping"})
 def empty_first_group(run: Run) -> None:
     ddp, optimizer = run.prepare(Net(), SGD, lambda model: [{"params": []}, {"params": model.parameters()}], lr=1.0)
-    for x, y in run.batches(2):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer, 0.1):
         F.mse_loss(ddp(x), y).backward()
-        ddp.finish_grad_sync()
-        run.clip(ddp, optimizer, 0.1)
-        optimizer.step()
+
+
+def double(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(2)
 
 
 @situation("pytorch #76464", "A hook, registered before wrapping, doubles accumulated gradients.")
 def hook_before_wrapping(run: Run) -> None:
-    def double(parameter):
-        parameter.grad.mul_(2)
-
     model = Net()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(double)
@@ -193,9 +183,6 @@ def hook_before_wrapping(run: Run) -> None:
 
 @situation("pytorch #76464", "Hooks, registered after wrapping, double and replace accumulated gradients.")
 def hook_after_wrapping(run: Run) -> None:
-    def double(parameter):
-        parameter.grad.mul_(2)
-
     def replace(parameter):
         parameter.grad = 0.75 * parameter.grad
 
@@ -213,12 +200,9 @@ def hook_after_wrapping(run: Run) -> None:
 )
 def functional_call(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         weights = dict(ddp.module.named_parameters())
         F.mse_loss(torch.func.functional_call(ddp.module, weights, x), y).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("pytorch PR 11109", "The weights are in float16.", refused="in float16 the sum may overflow", needs="dtypes")
@@ -241,12 +225,7 @@ def integer_weights(run: Run) -> None:
     run.train(*run.prepare(Net(nn.Linear(6, 8), Quantized(), nn.Linear(8, 3))))
 
 
-@situation(
-    "pytorch #76382",
-    "A plain optimizer gets a second parameter group later.",
-    refused="use Zero2Optimizer",
-    needs="wrapper",
-)
+@situation("pytorch #76382", "A plain optimizer gets a second group later.", "use Zero2Optimizer", needs="wrapper")
 def group_added_later(run: Run) -> None:
     ddp = run.wrap(Net())
     parts = ddp.shards() if hasattr(ddp, "shards") else [p for p in ddp.module.parameters() if p.requires_grad]

@@ -160,11 +160,8 @@ def dataclass_of_model(run: Run) -> None:
             return Output(super().forward(x))
 
     ddp, optimizer = run.prepare(Model())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         F.mse_loss(ddp(x).logits, y).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("pytorch #77812", "A block returns a dataclass.", refused="dataclass")
@@ -270,8 +267,7 @@ def target_network(run: Run) -> None:
 )
 def autocast_after_evaluation(run: Run) -> None:
     ddp, optimizer = run.prepare(Net().float())
-    for step in range(3):
-        optimizer.zero_grad()
+    for step, _ in enumerate(run.steps(ddp, optimizer)):
         for rank in run.ranks:
             x, y = (value.float() for value in run.batch(step, [rank]))
             with torch.autocast("cpu", torch.bfloat16):
@@ -279,8 +275,6 @@ def autocast_after_evaluation(run: Run) -> None:
                     ddp(x)
                 loss = F.mse_loss(ddp(x), y) / len(run.ranks)
             loss.backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("pytorch #8023", "A hook of the user doubles a gradient.")

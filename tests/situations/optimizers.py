@@ -56,12 +56,8 @@ def warm_up(run: Run) -> None:
 @situation("pytorch #72548", "The gradients are clipped by their global norm.", not_for={"m15": "has no clipping"})
 def clipped(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer, 0.1):
         F.mse_loss(ddp(x), y).backward()
-        ddp.finish_grad_sync()
-        run.clip(ddp, optimizer, 0.1)
-        optimizer.step()
 
 
 @situation("torchtitan #766", "The norm that clipping returns is logged.", not_for={"m15": "has no clipping"})
@@ -87,25 +83,17 @@ def clipped_with_unused_layers(run: Run) -> None:
             return super().forward(x).detach() + self[4](x.new_ones(8))
 
     ddp, optimizer = run.prepare(Model())
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer, 0.1):
         F.mse_loss(ddp(x), y).backward()
-        ddp.finish_grad_sync()
-        run.record("norm", run.clip(ddp, optimizer, 0.1).double())
-        optimizer.step()
 
 
 @situation("torchtitan #2318", "Clipping and accumulation come together.", needs="no_sync", not_for={"m15": "has none"})
 def clipped_and_accumulated(run: Run) -> None:
     ddp, optimizer = run.prepare(Net())
-    for step in range(0, 6, 2):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer, 0.1):
         with ddp.no_sync():
-            F.mse_loss(ddp(run.batch(step)[0]), run.batch(step)[1]).backward()
-        F.mse_loss(ddp(run.batch(step + 1)[0]), run.batch(step + 1)[1]).backward()
-        ddp.finish_grad_sync()
-        run.record("norm", run.clip(ddp, optimizer, 0.1).double())
-        optimizer.step()
+            F.mse_loss(ddp(-x), y).backward()
+        F.mse_loss(ddp(x), y).backward()
 
 
 @situation("pytorch PR 46750", "The optimizer is AdamW, RMSprop or Adagrad.", needs="elementwise_optimizer")

@@ -145,6 +145,16 @@ class Run:
         """Return this process's batch of each step."""
         return map(self.batch, range(steps))
 
+    def steps(self, ddp: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return this process's batch of each of three steps, and do around it what every training loop does."""
+        for batch in self.batches(3):
+            optimizer.zero_grad()
+            yield batch
+            ddp.finish_grad_sync()
+            if max_norm:
+                self.record("norm", self.clip(ddp, optimizer, max_norm).double())
+            optimizer.step()
+
     def train(self, ddp: nn.Module, optimizer: Optimizer, steps: int = 3, start: int = 0) -> None:
         """Take some steps, as every training loop does."""
         for step in range(start, start + steps):

@@ -25,7 +25,7 @@ from brigade.course.table.submission import read
 from brigade.ranks.runner.ranks import RankFailure, run_calls
 from brigade.ranks.texts import PACKAGE
 from situations.kinds import KINDS, Kind
-from situations.ranks import add_ones, execute, run_situation
+from situations.ranks import add_ones, clip_with_torch, execute, run_situation
 from situations.run import SITUATIONS, WORLD, Run, Situation
 
 SHARE = 8  # without --everything, a situation runs on each eighth kind that it applies to
@@ -130,6 +130,15 @@ def test_micro_batches_add_up_in_the_parameters_dtype():
     packages = {PACKAGE: read("solutions", 11)}
     [sums] = run_calls(add_ones, [(600,)], world_size=WORLD, packages=packages, deadline=HANG_S)
     assert list(sums) == [600.0] * WORLD
+
+
+def test_torch_clips_nothing_where_the_model_has_no_gradients():
+    """In modules 10, 11 and 14, and in 8 and 9 with a wider `grad_dtype`, only the course's own function clips."""
+    wide = {"grad_dtype": torch.float64}
+    calls: list[Any] = [("m08", wide), ("m09", wide), ("m10", {}), ("m11", {}), ("m14", {})]
+    packages = {PACKAGE: read("solutions", 14)}
+    for norms in run_calls(clip_with_torch, calls, world_size=WORLD, packages=packages, deadline=HANG_S):
+        assert norms == [(0.0, pytest.approx(20**0.5))] * WORLD
 
 
 def test_page_shows_the_programs():

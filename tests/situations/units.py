@@ -47,26 +47,20 @@ class Blocks(nn.Module):
 def kept_tensor(run: Run) -> None:
     model = Blocks()
     ddp, optimizer = run.prepare(model)
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
+    for x, y in run.steps(ddp, optimizer):
         loss = F.mse_loss(ddp(x), y)
         (loss + 0.1 * (model.one.own_loss + model.three.own_loss)).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("fairseq2 PR 484", "A block that is dropped returns its input.", not_for={"m03": "it demands equal use"})
 def dropped_block(run: Run) -> None:
     model = Blocks()
     ddp, optimizer = run.prepare(model)
-    for step in range(3):
-        optimizer.zero_grad()
+    for step, _ in enumerate(run.steps(ddp, optimizer)):
         for rank in run.ranks:
             x, y = run.batch(step, [rank])
             model.two.is_dropped, model.three.is_dropped = step == 1, rank == 1
             (F.mse_loss(ddp(x), y) / len(run.ranks)).backward()
-        ddp.finish_grad_sync()
-        optimizer.step()
 
 
 @situation("pytorch #181832", "A view of a block's output changes in place.", not_for=UNSTABLE)

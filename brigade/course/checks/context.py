@@ -74,10 +74,16 @@ class CheckContext:
     conditions: Conditions = Conditions()
     rng: random.Random = field(init=False)
     output: list[str] = field(init=False, default_factory=list)
-    contradiction: CheckFailed | None = field(init=False, default=None)  # why the check fails even if it passes
+    contradiction: CheckFailed | None = field(init=False)  # why the check fails even if it passes
 
     def __post_init__(self) -> None:
+        self.restart({})
+
+    def restart(self, files: Sources) -> None:
+        """Begin the check again, with the same random cases. These files take the place of the submission's."""
+        self.sources = self.sources | files
         self.rng = random.Random(self.conditions.seed)
+        self.contradiction = None
 
     def worlds(self, *sizes: int) -> list[int]:
         """Return the world sizes to check: `sizes`, or only 1 under --debug."""
